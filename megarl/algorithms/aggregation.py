@@ -1,0 +1,39 @@
+"""How token losses become one number: every mode is a weight per token, with the global denominator inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megarl.types import Batch
+
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+def token_weights(batch: Batch, sequences: Sequence[int], mode: LossAggMode, max_response_length: int) -> Tensor:
+    """Weights w with loss = sum(w * token_loss) over a mini-batch, however it is split afterwards.
+
+    Args:
+        sequences: indices of the mini-batch's sequences, over all data-parallel ranks.
+        mode: `token-mean` averages over all tokens (DAPO, arXiv 2503.14476, eq. 8); `seq-mean-token-mean` averages
+            per sequence, then over sequences (GRPO, arXiv 2402.03300, eq. 3); `seq-mean-token-sum` sums per
+            sequence; `seq-mean-token-sum-norm` divides that by `max_response_length` (Dr. GRPO, arXiv 2503.20783).
+        max_response_length: tokens.
+
+    Returns:
+        float32 [T], 0 outside the mini-batch and at prompt tokens.
+    """
+    lengths = batch.response_lengths.float()
+    chosen = torch.zeros(len(batch))
+    chosen[torch.tensor(list(sequences), dtype=torch.int64)] = 1.0
+    per_sequence = chosen / max(1, len(sequences))
+    if mode == "token-mean":
+        per_sequence = chosen / (chosen * lengths).sum().clamp_min(1.0)
+    elif mode == "seq-mean-token-mean":
+        per_sequence = per_sequence / lengths.clamp_min(1.0)
+    elif mode == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / max_response_length
+    return per_sequence[batch.sequence_of_token] * batch.response_mask

@@ -1,0 +1,39 @@
+"""Per-token estimators of KL(policy || reference) from one sampled token, and the controller of its coefficient."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+KlPenalty = Literal["k1", "abs", "k2", "k3"]
+
+
+def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: KlPenalty) -> Tensor:
+    """Estimators of http://joschu.net/blog/kl-approx.html, in nats per token, shape of the inputs.
+
+    k1 = log p/q is unbiased with high variance; k2 = (log p/q)^2 / 2 has low variance and a biased value;
+    k3 = q/p - 1 - log q/p is unbiased and never negative; abs = |log p/q|.
+    """
+    log_ratio = logp - ref_logp
+    if kind == "k1":
+        return log_ratio
+    if kind == "abs":
+        return log_ratio.abs()
+    if kind == "k2":
+        return 0.5 * log_ratio.square()
+    # exp overflows where the policy has given up a token of the reference; 20 nats are already astronomical
+    inverse = (-log_ratio).clamp(-20.0, 20.0)
+    return inverse.exp() - 1.0 - inverse
+
+
+class AdaptiveKlController:
+    """Steers the coefficient so that the KL per sequence nears a target (Ziegler et al., arXiv 1909.08593, sec. 2.2)."""
+
+    def __init__(self, coefficient: float, target: float, horizon: int) -> None:
+        self.coefficient, self.target, self.horizon = coefficient, target, horizon
+
+    def update(self, kl_per_sequence: float, sequences: int) -> None:
+        """After a step with the given mean KL (nats per sequence) over that many sequences."""
+        error = max(-0.2, min(0.2, kl_per_sequence / self.target - 1.0))
+        self.coefficient *= 1.0 + error * sequences / self.horizon

@@ -1,0 +1,93 @@
+"""The losses of a policy update. Token weights carry the global denominator; there are no collectives here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megarl.algorithms.kl import KlPenalty, kl_estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """The trained tokens of one micro-batch; every tensor is float32 [tokens].
+
+    Attributes:
+        logp, entropy: by the current policy, differentiable; nats.
+        weights: the tokens' shares of the mini-batch loss (`aggregation.token_weights`).
+        old_logp, advantages, ref_logp: as in `Batch`.
+    """
+
+    logp: Tensor
+    entropy: Tensor
+    weights: Tensor
+    old_logp: Tensor | None = None
+    advantages: Tensor | None = None
+    ref_logp: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutput:
+    """A micro-batch's share of the loss and of the metrics.
+
+    Attributes:
+        loss: scalar to differentiate.
+        sums: metrics that add up over micro-batches and ranks.
+        maxima: metrics of which the largest counts.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss:
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7), with entropy bonus and KL to a reference.
+
+    Attributes:
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+        clip_c: for negative advantages the loss is capped at -clip_c * advantage (dual clip, arXiv 1912.09729, eq. 5).
+        entropy_coeff: weight of the entropy bonus.
+        kl_coef, kl_type: weight and estimator of the KL to the reference; 0 leaves it out.
+    """
+
+    clip_low: float
+    clip_high: float
+    clip_c: float | None = None
+    entropy_coeff: float = 0.0
+    kl_coef: float = 0.0
+    kl_type: KlPenalty = "k3"
+
+    def __call__(self, tokens: TokenBatch) -> LossOutput:
+        assert tokens.old_logp is not None and tokens.advantages is not None
+        log_ratio = tokens.logp - tokens.old_logp
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        surrogate = (-tokens.advantages * ratio).maximum(-tokens.advantages * clipped)
+        if self.clip_c is not None:
+            capped = surrogate.minimum(-tokens.advantages * self.clip_c)
+            surrogate = capped.where(tokens.advantages < 0, surrogate)
+        w = tokens.weights
+        loss = (w * surrogate).sum()
+        sums = {
+            "actor/pg_loss": loss.detach(),
+            "actor/entropy": (w * tokens.entropy.detach()).sum(),
+            "actor/clipfrac": (w * (clipped != ratio)).sum(),
+            "actor/ppo_kl": (w * -log_ratio.detach()).sum(),
+        }
+        if self.entropy_coeff:
+            loss = loss - self.entropy_coeff * (w * tokens.entropy).sum()
+        if tokens.ref_logp is not None:
+            kl = (w * kl_estimate(tokens.logp, tokens.ref_logp, self.kl_type)).sum()
+            loss = loss + self.kl_coef * kl
+            sums["actor/ref_kl"] = kl.detach()
+        maxima = {"actor/ratio_max_deviation": (ratio.detach() - 1).abs().max()} if len(ratio) else {}
+        return LossOutput(loss=loss, sums={"actor/loss": loss.detach(), **sums}, maxima=maxima)
+
+
+def supervised_loss(tokens: TokenBatch) -> LossOutput:
+    """Cross-entropy of the tokens."""
+    loss = -(tokens.weights * tokens.logp).sum()
+    return LossOutput(loss=loss, sums={"actor/loss": loss.detach()}, maxima={})

@@ -1,0 +1,95 @@
+"""YAML file + `key=value` overrides -> `Config`. Every refusal is one line that says what to change."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from megarl.config.schema import Config
+
+
+class ConfigError(ValueError):
+    """The configuration cannot run as written; the message is one line that says what to change."""
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides (YAML values, later ones win).
+
+    Raises:
+        ConfigError: unreadable file, malformed override, unknown key (nearest one named), value of the wrong type.
+    """
+    if not os.path.isfile(path):
+        raise ConfigError(f"no config file at '{path}'")
+    try:
+        tree = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException) as e:
+        raise ConfigError(f"'{path}' is not valid YAML: {_one_line(e)}") from e
+    if not OmegaConf.is_dict(tree):
+        raise ConfigError(f"'{path}' must hold sections such as 'data:' and 'trainer:'")
+    for item in overrides:
+        key, sep, _ = item.partition("=")
+        if not sep or not key:
+            raise ConfigError(f"override '{item}' is not of the form key=value")
+        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
+    try:
+        values = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as e:
+        raise ConfigError(f"'{path}': {_one_line(e)}") from e
+    assert isinstance(values, dict)
+    return build_config(values)
+
+
+def build_config(values: dict[str, Any]) -> Config:
+    """A nested dict of values -> `Config`; raises ConfigError on the first unknown key or wrong value."""
+    for key in _unknown_keys(values, Config):
+        raise ConfigError(f"unknown key '{key}'{_suggest(key)}")
+    try:
+        return Config.model_validate(values)
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{where}: {first['msg'].lower()} (got {first['input']!r})") from e
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, every key written out."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
+
+
+def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Dotted names of every key that is not itself a section."""
+    for name, field in section.model_fields.items():
+        sub = field.annotation
+        if isinstance(sub, type) and issubclass(sub, BaseModel):
+            yield from all_keys(sub, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        field = section.model_fields.get(str(name))
+        if field is None:
+            yield f"{prefix}{name}"
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel) and isinstance(value, dict):
+            yield from _unknown_keys(value, field.annotation, f"{prefix}{name}.")
+
+
+def _suggest(key: str) -> str:
+    known = list(all_keys())
+    known += sorted({k.rsplit(".", i)[0] for k in known for i in range(1, k.count(".") + 1)})
+    leaf = key.rsplit(".", 1)[-1]
+    near = [k for k in known if k.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,247 @@
+"""Every configuration key, with its type, default and unit. Imports no torch.
+
+Key names follow verl for the RL part and Megatron-Core for parallelism. All sections are frozen and keyword-only;
+unknown keys are refused by `megarl.config.load`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+KlPenalty = Literal["k1", "abs", "k2", "k3"]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; a key that is not declared here is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# --------------------------------------------------------------------------------------------------------- data
+
+
+class Data(Section):
+    """Where prompts come from and how they are batched."""
+
+    train_files: list[str] = Field(default_factory=list, description="jsonl or parquet files, globs allowed")
+    val_files: list[str] = Field(default_factory=list, description="held-out files for validation, globs allowed")
+    prompt_key: str = Field("prompt", description="column with the prompt text")
+    answer_key: str = Field("answer", description="column with the reference answer")
+    train_batch_size: int = Field(64, ge=1, description="prompts per step, over all ranks")
+    max_prompt_length: int = Field(512, ge=1, description="tokens; longer prompts follow `truncation`")
+    max_response_length: int = Field(512, ge=1, description="tokens generated at most")
+    filter_overlong_prompts: bool = Field(False, description="drop prompts over max_prompt_length instead")
+    truncation: Literal["error", "left", "right", "middle"] = Field(
+        "error", description="what happens to a prompt over max_prompt_length: which part is cut, or an error"
+    )
+    shuffle: bool = Field(True, description="a new order of the training prompts every epoch")
+    seed: int = Field(1, ge=0, description="seeds data order, weight initialisation and sampling")
+
+
+# ---------------------------------------------------------------------------------------------------- algorithm
+
+
+class KlCtrl(Section):
+    """Controller of the KL coefficient when KL is subtracted from the reward (Ziegler et al. 2019, section 2.2)."""
+
+    type: Literal["fixed", "adaptive"] = Field("fixed", description="adaptive steers the KL towards target_kl")
+    kl_coef: float = Field(0.001, ge=0, description="coefficient, or its first value when adaptive")
+    target_kl: float = Field(0.1, gt=0, description="nats per sequence, adaptive only")
+    horizon: int = Field(10_000, ge=1, description="sequences over which the adaptive controller reacts")
+
+
+class Algorithm(Section):
+    """How rewards become advantages."""
+
+    adv_estimator: Literal["grpo"] = Field("grpo", description="group-relative advantages (arXiv 2402.03300)")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
+    use_kl_in_reward: bool = Field(False, description="subtract the KL to the reference model from the reward")
+    kl_penalty: KlPenalty = Field("k1", description="per-token estimator of that KL")
+    kl_ctrl: KlCtrl = KlCtrl()
+
+
+# ------------------------------------------------------------------------------------------------ actor, rollout
+
+
+class Model(Section):
+    """The policy's architecture and weights."""
+
+    path: str = Field("", description="directory with a Hugging Face config.json")
+    tokenizer_path: str = Field("", description="tokenizer directory or SentencePiece .model file; default: path")
+    random_init: bool = Field(False, description="start from random weights instead of pretrained ones")
+    checkpoint: str = Field("", description="MegaRL checkpoint folder (global_step_N) whose actor weights to start from")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of weights and activations")
+    enable_gradient_checkpointing: bool = Field(False, description="recompute every layer's activations in backward")
+    use_remove_padding: bool = Field(True, description="pack sequences instead of padding them")
+
+
+class Optim(Section):
+    """AdamW, through Megatron-Core's optimizer, and its schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    lr_warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
+    min_lr: float = Field(0.0, ge=0, description="learning rate that the decay ends at")
+    weight_decay: float = Field(0.01, ge=0)
+    clip_grad: float = Field(1.0, ge=0, description="L2 norm over all parameters; 0 turns clipping off")
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+
+
+class Megatron(Section):
+    """The training layout, in Megatron-Core's names."""
+
+    tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share one layer")
+    pipeline_model_parallel_size: int = Field(1, ge=1, description="pipeline stages")
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        None, ge=2, description="model chunks per stage; 2 or more uses the interleaved schedule"
+    )
+    sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
+    use_distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
+    transformer_engine: Literal["auto", "off"] = Field(
+        "auto", description="auto uses Transformer Engine's layers on GPUs when it is installed"
+    )
+    override_transformer_config: dict[str, Any] = Field(
+        default_factory=dict, description="fields of Megatron-Core's TransformerConfig to set as they are"
+    )
+
+
+class Actor(Section):
+    """The policy update."""
+
+    optim: Optim = Optim()
+    ppo_mini_batch_size: int = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
+    ppo_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences per forward pass; not with dynamic sizes")
+    use_dynamic_bsz: bool = Field(True, description="fill each micro-batch up to a number of tokens instead")
+    ppo_max_token_len_per_gpu: int = Field(16_384, ge=1, description="tokens per micro-batch with use_dynamic_bsz")
+    ppo_epochs: int = Field(1, ge=1, description="passes over each batch of rollouts")
+    clip_ratio: float = Field(0.2, gt=0, description="PPO clip range, both sides unless set apart below")
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="lower side; default clip_ratio")
+    clip_ratio_high: float | None = Field(None, gt=0, description="upper side; default clip_ratio (DAPO: clip-higher)")
+    clip_ratio_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; off by default")
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = Field("token-mean", description="how token losses become one number")
+    entropy_coeff: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    use_kl_loss: bool = Field(False, description="add the KL to the reference model to the loss")
+    kl_loss_coef: float = Field(0.001, ge=0)
+    kl_loss_type: KlPenalty = Field("k3", description="per-token estimator of that KL")
+    megatron: Megatron = Megatron()
+
+    @property
+    def clip_low(self) -> float:
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def clip_high(self) -> float:
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+
+class ValKwargs(Section):
+    """Sampling for validation."""
+
+    n: int = Field(1, ge=1, description="samples per prompt; accuracy is their mean")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
+
+
+class Rollout(Section):
+    """Generation: engine, layout and sampling."""
+
+    name: Literal["native"] = Field("native", description="generation engine")
+    n: int = Field(8, ge=1, description="samples per prompt")
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
+    top_k: int = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
+    stop_token_ids: list[int] = Field(default_factory=list, description="stop tokens beside the tokenizer's own end")
+    tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share one generation replica")
+    max_num_seqs: int = Field(256, ge=1, description="sequences decoded together in one replica")
+    max_num_batched_tokens: int = Field(8192, ge=1, description="prompt tokens prefilled together in one replica")
+    free_cache_engine: bool = Field(True, description="give the KV cache back after each generation phase")
+    val_kwargs: ValKwargs = ValKwargs()
+
+
+class Reshard(Section):
+    """The move of the actor's weights into the generation layout."""
+
+    bucket_bytes: int = Field(256 * 2**20, ge=1024, description="bytes in flight per rank in one round")
+    verify: bool = Field(False, description="check every tensor's checksum after each reshard")
+
+
+class ActorRolloutRef(Section):
+    """The policy, its generation engine and its reference."""
+
+    model: Model = Model()
+    actor: Actor = Actor()
+    rollout: Rollout = Rollout()
+    reshard: Reshard = Reshard()
+
+
+# --------------------------------------------------------------------------------------------- reward, trainer
+
+
+class Reward(Section):
+    """How a response is scored."""
+
+    name: str = Field("exact_match", description="a registered verifier, or path/to/file.py:function")
+
+
+class Warmup(Section):
+    """A supervised phase before the RL steps: cross-entropy on `data.answer_key`, then a fresh optimizer."""
+
+    total_training_steps: int = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
+    train_batch_size: int = Field(256, ge=1, description="examples per step, over all ranks")
+    optim: Optim = Optim(lr=1e-5)
+
+
+class Trainer(Section):
+    """The run itself."""
+
+    nnodes: int = Field(1, ge=1)
+    n_gpus_per_node: int = Field(1, ge=1, description="ranks per node (CPU ranks where there is no GPU)")
+    total_epochs: int = Field(1, ge=1, description="passes over the training prompts, unless total_training_steps is set")
+    total_training_steps: int | None = Field(None, ge=1, description="RL steps; overrides total_epochs")
+    save_freq: int = Field(-1, ge=-1, description="steps between checkpoints; -1 saves only at the end, 0 never")
+    max_ckpt_to_keep: int | None = Field(None, ge=1, description="older checkpoints are deleted; default keeps all")
+    test_freq: int = Field(-1, ge=-1, description="steps between validations; -1 validates only at the end, 0 never")
+    val_before_train: bool = Field(True, description="validate before the first step")
+    resume_mode: Literal["auto", "disable", "resume_path"] = Field(
+        "auto", description="auto goes on from the run folder's latest checkpoint, if any"
+    )
+    resume_from_path: str = Field("", description="a global_step_N folder, for resume_mode=resume_path")
+    logger: list[Literal["console", "jsonl", "csv", "tensorboard"]] = Field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard"], description="where metrics go"
+    )
+    project_name: str = "megarl"
+    experiment_name: str = "run"
+    default_local_dir: str = Field("", description="run folder; default runs/{project_name}/{experiment_name}")
+    balance_batch: bool = Field(True, description="even out tokens over data-parallel ranks")
+    log_rollouts: int = Field(8, ge=0, description="sample rollouts written to the run folder at each step")
+
+    @property
+    def run_dir(self) -> str:
+        return self.default_local_dir or f"runs/{self.project_name}/{self.experiment_name}"
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.n_gpus_per_node
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    data: Data = Data()
+    algorithm: Algorithm = Algorithm()
+    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
+    reward: Reward = Reward()
+    warmup: Warmup = Warmup()
+    trainer: Trainer = Trainer()
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss

@@ -1,0 +1,76 @@
+"""What a decoder-only transformer looks like, whatever its family. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Dimensions and switches of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention.
+
+    Attributes:
+        family: name of the module in `megarl.models.families` that described it.
+        num_layers, hidden_size, ffn_hidden_size: depth, residual width, MLP width.
+        num_attention_heads, num_key_value_heads, head_dim: attention; query heads are a multiple of KV heads.
+        vocab_size: rows of the embedding that mean something (no padding).
+        max_position_embeddings: longest sequence the model was made for, tokens.
+        tie_word_embeddings: the output layer is the embedding.
+        qkv_bias: biases on the q, k and v projections (Qwen2).
+        qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
+        norm_eps: epsilon of every RMSNorm.
+        rope_theta: base of the rotary frequencies.
+        init_std: standard deviation of random initial weights.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+
+    @property
+    def queries_per_group(self) -> int:
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Rows of the embedding once every tensor-parallel rank holds the same number of them."""
+        return -(-self.vocab_size // tp) * tp
+
+    def check_training(self, *, tp: int, pp: int, chunks: int) -> None:
+        """Raises ValueError with what to change if the training layout cannot hold this model."""
+        self._check_tp(tp, "tensor_model_parallel_size")
+        if self.num_layers % (pp * chunks):
+            what = "pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if chunks > 1 else "")
+            raise ValueError(f"{what} = {pp * chunks} does not divide the model's {self.num_layers} layers")
+
+    def check_generation(self, *, tp: int) -> None:
+        """Raises ValueError with what to change if the generation layout cannot hold this model."""
+        self._check_tp(tp, "rollout.tensor_model_parallel_size")
+
+    def _check_tp(self, tp: int, key: str) -> None:
+        if self.num_attention_heads % tp:
+            raise ValueError(f"{key} = {tp} does not divide the model's {self.num_attention_heads} attention heads")
+        if self.num_key_value_heads % tp and tp % self.num_key_value_heads:
+            raise ValueError(
+                f"{key} = {tp} neither divides nor is a multiple of the model's {self.num_key_value_heads} KV heads"
+            )
+        if self.ffn_hidden_size % tp:
+            raise ValueError(f"{key} = {tp} does not divide the model's MLP width {self.ffn_hidden_size}")

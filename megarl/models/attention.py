@@ -1,0 +1,137 @@
+"""Attention for models without Transformer Engine: rotary embedding and torch's kernels, packed or padded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megarl.models.architecture import Architecture
+from megarl.models.rope import apply_rope, rope_table
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron-Core's description of a packed micro-batch, with what torch's attention needs beside it.
+
+    Attributes:
+        positions: int64 [tokens], each token's place in its sequence.
+        slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
+    """
+
+    positions: Tensor | None = None
+    slots: Tensor | None = None
+
+
+def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequences:
+    """Describe sequences that lie one after another in one row of tokens."""
+    longest = max(lengths)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        positions=positions.to(device),
+        slots=(row * longest + positions).to(device),
+    )
+
+
+class TorchAttention(torch.nn.Module):
+    """Causal grouped-query attention with rotary embedding, as Megatron-Core's `core_attention` submodule.
+
+    Packed half-precision sequences on a GPU go through `varlen_attn` (FlashAttention); everything else through
+    `scaled_dot_product_attention` on a padded view, where causality already hides the padding at the end.
+    """
+
+    architecture: Architecture  # set by `core_attention_for`
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """query [tokens, heads, dim] packed or [length, batch, heads, dim]; returns the same with heads * dim last."""
+        assert attention_mask is None and attention_bias is None, "causal masks only"
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        length, batch = query.shape[:2]
+        cos_sin = self._rope(length, query.device).repeat_interleave(batch, 0)
+        query, key = (apply_rope(x.flatten(0, 1), cos_sin).view(x.shape) for x in (query, key))
+        out = _sdpa(*(x.transpose(0, 1) for x in (query, key, value)))
+        return out.transpose(0, 1).reshape(length, batch, -1)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        assert packed.positions is not None and packed.slots is not None
+        cos_sin = self._rope(packed.max_seqlen_q, query.device)[packed.positions]
+        query, key = apply_rope(query, cos_sin), apply_rope(key, cos_sin)
+        if query.is_cuda and query.dtype != torch.float32:
+            return _varlen(query, key, value, packed).flatten(1)
+        rows = len(packed.cu_seqlens_q) - 1
+
+        def pad(x: Tensor) -> Tensor:
+            padded = x.new_zeros(rows * packed.max_seqlen_q, *x.shape[1:]).index_copy(0, packed.slots, x)
+            return padded.view(rows, packed.max_seqlen_q, *x.shape[1:])
+
+        out = _sdpa(pad(query), pad(key), pad(value))
+        return out.flatten(0, 1)[packed.slots].flatten(1)
+
+    def _rope(self, length: int, device: torch.device) -> Tensor:
+        return _cached_rope(self.architecture, -(-length // 1024) * 1024, device)[:length]
+
+
+_ROPE: dict[tuple[Architecture, int, torch.device], Tensor] = {}
+
+
+def _cached_rope(arch: Architecture, length: int, device: torch.device) -> Tensor:
+    """One table for all layers."""
+    key = (arch, length, device)
+    if key not in _ROPE:
+        _ROPE[key] = rope_table(arch, length, device)
+    return _ROPE[key]
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[batch, length, heads, dim] -> the same."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeat = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    return varlen_attn(query.contiguous(), key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+
+
+def core_attention_for(arch: Architecture) -> type[TorchAttention]:
+    """A `TorchAttention` bound to an architecture (Megatron-Core builds submodules from a class)."""
+    return type("TorchAttention", (TorchAttention,), {"architecture": arch})

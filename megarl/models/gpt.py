@@ -1,0 +1,134 @@
+"""Builds the training layout's model chunks: Megatron-Core's GPTModel, ending in hidden states."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.models.architecture import Architecture
+from megarl.models.layer_spec import block_spec
+from megarl.parallel.groups import Groups
+
+
+class PolicyModel(GPTModel):
+    """A GPTModel whose last stage returns hidden states instead of logits.
+
+    The loss then takes log-probabilities chunk by chunk (`megarl.models.logprobs`), so that no rank ever holds
+    [tokens, vocab] logits.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[vocab / tp, hidden], on the last stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def transformer_config(
+    arch: Architecture,
+    groups: Groups,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+    transformer_engine: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> TransformerConfig:
+    """Megatron-Core's configuration of the training layout.
+
+    Args:
+        recompute: keep only each layer's input and recompute the rest in backward.
+        overrides: TransformerConfig fields set as they are, last.
+    """
+    layout = groups.train
+    fields: dict[str, Any] = dict(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_query_groups=arch.num_key_value_heads,
+        kv_channels=arch.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        init_method=_keep,  # weights are filled from logical tensors; Megatron-Core's own start marks TP parameters
+        output_layer_init_method=_keep,
+        embedding_init_method=_keep,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        context_parallel_size=layout.cp,
+        sequence_parallel=sequence_parallel and layout.tp > 1,
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
+        calculate_per_token_loss=True,  # gradients are summed: the loss carries its global denominator
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=transformer_engine,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=transformer_engine,
+        deallocate_pipeline_outputs=True,
+        # interleaved stages talk in both directions at once: a batch of sends and receives between the same two
+        # ranks would be matched in the wrong order
+        overlap_p2p_comm=layout.chunks > 1,
+        batch_p2p_comm=layout.chunks == 1,
+    )
+    if recompute:
+        fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return TransformerConfig(**fields | dict(overrides or {}))
+
+
+def _keep(weight: Tensor) -> Tensor:
+    return weight
+
+
+def build_chunks(
+    arch: Architecture, config: TransformerConfig, groups: Groups, *, transformer_engine: bool
+) -> list[PolicyModel]:
+    """This rank's model chunks, on its device, with weights that are still to be filled."""
+    layout, at = groups.train, groups.train.coords(groups.rank)
+    chunks = []
+    for chunk in range(layout.chunks):
+        layers = layout.layers(arch.num_layers, at.pp, chunk)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron-Core names every optional package that is not installed
+            model = PolicyModel(
+                config,
+                block_spec(arch, len(layers), transformer_engine=transformer_engine),
+                vocab_size=arch.padded_vocab_size(layout.tp),
+                max_sequence_length=arch.max_position_embeddings,
+                pre_process=layout.is_first(at.pp, chunk),
+                post_process=layout.is_last(at.pp, chunk),
+                share_embeddings_and_output_weights=arch.tie_word_embeddings,
+                # without Transformer Engine the attention module rotates queries and keys itself
+                position_embedding_type="rope" if transformer_engine else "none",
+                rotary_base=int(arch.rope_theta),
+                pg_collection=groups.pgs,
+                vp_stage=chunk if layout.chunks > 1 else None,
+            )
+        chunks.append(model.to(groups.device))
+    return chunks
+
+
+def named_parameters(chunks: list[PolicyModel]) -> dict[str, Tensor]:
+    """Parameters by the names that `training_placements` uses: "{chunk}.{name in the chunk}"."""
+    return {f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}

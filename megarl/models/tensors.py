@@ -1,0 +1,347 @@
+"""Logical tensors and where they sit in each physical layout. Torch-free.
+
+A **logical tensor** is a weight of the model under its Hugging Face name, with named axes. A **placement** says which
+box of it a rank holds, and where: which rows of which parameter, viewed how. From these come random initialisation,
+import, export and the reshard plan; vocabulary padding, tied embeddings and KV-head replication are nothing but
+particular boxes.
+
+    q_proj of a layer        (kv_group, query, head_dim, hidden)
+    Megatron's linear_qkv    rows of [kv_group, query... k v, head_dim], kv groups split over TP
+    the engine's qkv_proj    rows of [all queries | all keys | all values], heads split over TP
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.models.architecture import Architecture
+from megarl.parallel.layout import TrainLayout
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open interval per logical axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalTensor:
+    """A weight of the whole model.
+
+    Attributes:
+        name: its Hugging Face name.
+        axes: names of the logical axes.
+        shape: size of each axis. Row-major, the elements come in the order of the Hugging Face tensor.
+        hf_shape: shape of the Hugging Face tensor.
+        kind: how it is initialised: "matrix", "bias" (zeros) or "norm" (ones).
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    hf_shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def box(self) -> Box:
+        return tuple((0, n) for n in self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where a rank holds a box of a logical tensor.
+
+    `parameter[rows[0]:rows[1]].view(view)`, narrowed to `index` on each axis, has the shape of `box`.
+
+    Attributes:
+        tensor: name of the logical tensor.
+        box: the part of it held here.
+        param: name of the physical parameter on the rank.
+        rows: half-open range along the parameter's first axis.
+        view: shape those rows are viewed as; one entry per logical axis.
+        index: half-open range per axis of the view.
+    """
+
+    tensor: str
+    box: Box
+    param: str
+    rows: tuple[int, int]
+    view: tuple[int, ...]
+    index: Box
+
+
+def volume(box: Box) -> int:
+    """Number of elements in a box."""
+    return math.prod(hi - lo for lo, hi in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes of the same tensor, or None."""
+    out = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return out if all(lo < hi for lo, hi in out) else None
+
+
+# --------------------------------------------------------------------------------------------- logical tensors
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+OUTPUT = "lm_head.weight"
+
+
+def layer_name(layer: int, leaf: str) -> str:
+    return f"model.layers.{layer}.{leaf}"
+
+
+def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
+    """Every weight of the model once, by name."""
+    out = [_table(EMBEDDING, "matrix", vocab=arch.vocab_size, hidden=arch.hidden_size)]
+    for layer in range(arch.num_layers):
+        out += _layer_tensors(arch, layer)
+    out.append(_table(FINAL_NORM, "norm", hidden=arch.hidden_size))
+    if not arch.tie_word_embeddings:
+        out.append(_table(OUTPUT, "matrix", vocab=arch.vocab_size, hidden=arch.hidden_size))
+    return {t.name: t for t in out}
+
+
+def _table(name: str, kind: str, *, out_axes: int = 1, **axes: int) -> LogicalTensor:
+    """A logical tensor whose first `out_axes` axes are the Hugging Face tensor's rows, the rest its columns."""
+    shape = tuple(axes.values())
+    hf_shape = (math.prod(shape[:out_axes]), *((math.prod(shape[out_axes:]),) if shape[out_axes:] else ()))
+    return LogicalTensor(name=name, axes=tuple(axes), shape=shape, hf_shape=hf_shape, kind=kind)
+
+
+def _layer_tensors(arch: Architecture, layer: int) -> list[LogicalTensor]:
+    groups, per_group, dim, hidden = arch.num_key_value_heads, arch.queries_per_group, arch.head_dim, arch.hidden_size
+    ffn = arch.ffn_hidden_size
+
+    def name(leaf: str) -> str:
+        return layer_name(layer, leaf)
+
+    out = [_table(name("input_layernorm.weight"), "norm", hidden=hidden)]
+    for proj, query in (("q", per_group), ("k", 1), ("v", 1)):
+        heads = dict(kv_group=groups, query=query, head_dim=dim)
+        out.append(_table(name(f"self_attn.{proj}_proj.weight"), "matrix", out_axes=3, **heads, hidden=hidden))
+        if arch.qkv_bias:
+            out.append(_table(name(f"self_attn.{proj}_proj.bias"), "bias", out_axes=3, **heads))
+    if arch.qk_norm:
+        out += [_table(name(f"self_attn.{qk}_norm.weight"), "norm", head_dim=dim) for qk in ("q", "k")]
+    out += [
+        _table(name("self_attn.o_proj.weight"), "matrix", hidden=hidden, kv_group=groups, query=per_group, head_dim=dim),
+        _table(name("post_attention_layernorm.weight"), "norm", hidden=hidden),
+        _table(name("mlp.gate_proj.weight"), "matrix", ffn=ffn, hidden=hidden),
+        _table(name("mlp.up_proj.weight"), "matrix", ffn=ffn, hidden=hidden),
+        _table(name("mlp.down_proj.weight"), "matrix", hidden=hidden, ffn=ffn),
+    ]
+    return out
+
+
+# -------------------------------------------------------------------------------------- Megatron's training layout
+
+
+def training_placements(
+    arch: Architecture, layout: TrainLayout, rank: int, *, transformer_engine: bool
+) -> Iterator[Placement]:
+    """What a rank of the training layout holds, in the names of its `GPTModel` chunks ("{chunk}.decoder...").
+
+    Args:
+        transformer_engine: whether the norms are fused into the linear layers, as Transformer Engine's spec does.
+    """
+    at = layout.coords(rank)
+    for chunk in range(layout.chunks):
+        first, last = layout.is_first(at.pp, chunk), layout.is_last(at.pp, chunk)
+        tied_copy = last and arch.tie_word_embeddings and not first
+        if first:
+            yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", layout.tp, at.tp)
+        for local, layer in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
+            prefix = f"{chunk}.decoder.layers.{local}."
+            yield from _megatron_layer(arch, layer, prefix, layout.tp, at.tp, transformer_engine)
+        if last:
+            yield _whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
+        if tied_copy or (last and not arch.tie_word_embeddings):
+            name = EMBEDDING if tied_copy else OUTPUT
+            yield from _vocab(arch, name, f"{chunk}.output_layer.weight", layout.tp, at.tp)
+
+
+def _megatron_layer(
+    arch: Architecture, layer: int, prefix: str, tp: int, r: int, transformer_engine: bool
+) -> Iterator[Placement]:
+    hidden = arch.hidden_size
+    attn, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
+    norm1 = f"{attn}linear_qkv.layer_norm_weight" if transformer_engine else f"{prefix}input_layernorm.weight"
+    norm2 = f"{mlp}linear_fc1.layer_norm_weight" if transformer_engine else f"{prefix}pre_mlp_layernorm.weight"
+
+    yield _whole(layer_name(layer, "input_layernorm.weight"), norm1, (hidden,))
+    yield from _megatron_qkv(arch, layer, f"{attn}linear_qkv.weight", "weight", tp, r)
+    if arch.qkv_bias:
+        yield from _megatron_qkv(arch, layer, f"{attn}linear_qkv.bias", "bias", tp, r)
+    if arch.qk_norm:
+        for qk in ("q", "k"):
+            yield _whole(
+                layer_name(layer, f"self_attn.{qk}_norm.weight"), f"{attn}{qk}_layernorm.weight", (arch.head_dim,)
+            )
+    yield from _o_proj(arch, layer, f"{attn}linear_proj.weight", tp, r)
+    yield _whole(layer_name(layer, "post_attention_layernorm.weight"), norm2, (hidden,))
+    yield from _mlp(arch, layer, f"{mlp}linear_fc1.weight", f"{mlp}linear_fc2.weight", tp, r)
+
+
+def _megatron_qkv(arch: Architecture, layer: int, param: str, leaf: str, tp: int, r: int) -> Iterator[Placement]:
+    """`linear_qkv` is [kv_group, queries of the group + k + v, head_dim] in rows, split evenly over TP."""
+    groups, per_group, dim = arch.num_key_value_heads, arch.queries_per_group, arch.head_dim
+    tail, tail_box = _hidden_tail(arch, leaf)
+    slots = {"q": (0, per_group), "k": (per_group, per_group + 1), "v": (per_group + 1, per_group + 2)}
+    if groups % tp == 0:
+        n = groups // tp
+        view = (n, per_group + 2, dim, *tail)
+        for proj, (lo, hi) in slots.items():
+            yield Placement(
+                tensor=layer_name(layer, f"self_attn.{proj}_proj.{leaf}"),
+                box=((r * n, (r + 1) * n), (0, hi - lo), (0, dim), *tail_box),
+                param=param,
+                rows=(0, n * (per_group + 2) * dim),
+                view=view,
+                index=((0, n), (lo, hi), (0, dim), *tail_box),
+            )
+        return
+    # Fewer KV groups than ranks: a rank's rows start and end inside one group, possibly inside a head.
+    rows = groups * (per_group + 2) * dim // tp
+    start, stop = r * rows, (r + 1) * rows
+    for head in range(start // dim, -(-stop // dim)):
+        group, slot = divmod(head, per_group + 2)
+        proj = next(p for p, (lo, hi) in slots.items() if lo <= slot < hi)
+        query = slot - slots[proj][0]
+        lo, hi = max(start, head * dim), min(stop, (head + 1) * dim)
+        inside = (lo - head * dim, hi - head * dim)
+        yield Placement(
+            tensor=layer_name(layer, f"self_attn.{proj}_proj.{leaf}"),
+            box=((group, group + 1), (query, query + 1), inside, *tail_box),
+            param=param,
+            rows=(lo - start, hi - start),
+            view=(1, 1, hi - lo, *tail),
+            index=((0, 1), (0, 1), (0, hi - lo), *tail_box),
+        )
+
+
+# ------------------------------------------------------------------------------------------- the engines' layout
+
+
+def engine_placements(arch: Architecture, tp: int, r: int) -> Iterator[Placement]:
+    """What tensor-parallel rank `r` of `tp` holds in a generation engine.
+
+    Parameters have vLLM's names and shapes: `qkv_proj` is all queries, then keys, then values of the rank's heads;
+    `gate_up_proj` is gate, then up; embeddings are split over (padded) rows. Each rank has at least one KV head, so
+    with fewer KV heads than ranks a head sits on several ranks.
+    """
+    yield from _vocab(arch, EMBEDDING, EMBEDDING, tp, r)
+    for layer in range(arch.num_layers):
+        yield from _engine_layer(arch, layer, tp, r)
+    yield _whole(FINAL_NORM, FINAL_NORM, (arch.hidden_size,))
+    if not arch.tie_word_embeddings:
+        yield from _vocab(arch, OUTPUT, OUTPUT, tp, r)
+
+
+def _engine_layer(arch: Architecture, layer: int, tp: int, r: int) -> Iterator[Placement]:
+    def name(leaf: str) -> str:
+        return layer_name(layer, leaf)
+
+    yield _whole(name("input_layernorm.weight"), name("input_layernorm.weight"), (arch.hidden_size,))
+    yield from _engine_qkv(arch, layer, "weight", tp, r)
+    if arch.qkv_bias:
+        yield from _engine_qkv(arch, layer, "bias", tp, r)
+    if arch.qk_norm:
+        for leaf in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+            yield _whole(name(leaf), name(leaf), (arch.head_dim,))
+    yield from _o_proj(arch, layer, name("self_attn.o_proj.weight"), tp, r)
+    leaf = "post_attention_layernorm.weight"
+    yield _whole(name(leaf), name(leaf), (arch.hidden_size,))
+    yield from _mlp(arch, layer, name("mlp.gate_up_proj.weight"), name("mlp.down_proj.weight"), tp, r)
+
+
+def _engine_qkv(arch: Architecture, layer: int, leaf: str, tp: int, r: int) -> Iterator[Placement]:
+    dim = arch.head_dim
+    tail, tail_box = _hidden_tail(arch, leaf)
+    groups, queries = heads_on_rank(arch, tp, r)
+    n_groups, n_queries = groups[1] - groups[0], queries[1] - queries[0]
+    start = 0
+    for proj, held in (("q", queries), ("k", (0, 1)), ("v", (0, 1))):
+        heads = n_groups * (n_queries if proj == "q" else 1)
+        view = (n_groups, heads // n_groups, dim, *tail)
+        yield Placement(
+            tensor=layer_name(layer, f"self_attn.{proj}_proj.{leaf}"),
+            box=(groups, held, (0, dim), *tail_box),
+            param=layer_name(layer, f"self_attn.qkv_proj.{leaf}"),
+            rows=(start, start + heads * dim),
+            view=view,
+            index=tuple((0, n) for n in view),
+        )
+        start += heads * dim
+
+
+def heads_on_rank(arch: Architecture, tp: int, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The KV groups of a rank, and which queries of each of those groups it has, as half-open ranges."""
+    groups, per_group = arch.num_key_value_heads, arch.queries_per_group
+    if groups % tp == 0:
+        n = groups // tp
+        return (r * n, (r + 1) * n), (0, per_group)
+    ranks_per_group = tp // groups
+    n = per_group // ranks_per_group
+    group, part = divmod(r, ranks_per_group)
+    return (group, group + 1), (part * n, (part + 1) * n)
+
+
+# ------------------------------------------------------------------------------------------- shared by both layouts
+
+
+def _whole(tensor: str, param: str, shape: tuple[int, ...]) -> Placement:
+    """A tensor that every rank holds entirely."""
+    box = tuple((0, n) for n in shape)
+    return Placement(tensor=tensor, box=box, param=param, rows=(0, shape[0]), view=shape, index=box)
+
+
+def _hidden_tail(arch: Architecture, leaf: str) -> tuple[tuple[int, ...], Box]:
+    """The trailing axis that a weight has and a bias has not."""
+    return ((arch.hidden_size,), ((0, arch.hidden_size),)) if leaf == "weight" else ((), ())
+
+
+def _vocab(arch: Architecture, tensor: str, param: str, tp: int, r: int) -> Iterator[Placement]:
+    """Rows split over TP after padding; the padding belongs to no logical tensor."""
+    rows = arch.padded_vocab_size(tp) // tp
+    lo, hi = r * rows, min((r + 1) * rows, arch.vocab_size)
+    if lo < hi:
+        view = (hi - lo, arch.hidden_size)
+        box = ((lo, hi), (0, arch.hidden_size))
+        index = ((0, hi - lo), (0, arch.hidden_size))
+        yield Placement(tensor=tensor, box=box, param=param, rows=(0, hi - lo), view=view, index=index)
+
+
+def _o_proj(arch: Architecture, layer: int, param: str, tp: int, r: int) -> Iterator[Placement]:
+    groups, queries = heads_on_rank(arch, tp, r)
+    view = (arch.hidden_size, groups[1] - groups[0], queries[1] - queries[0], arch.head_dim)
+    yield Placement(
+        tensor=layer_name(layer, "self_attn.o_proj.weight"),
+        box=((0, arch.hidden_size), groups, queries, (0, arch.head_dim)),
+        param=param,
+        rows=(0, arch.hidden_size),
+        view=view,
+        index=tuple((0, n) for n in view),
+    )
+
+
+def _mlp(arch: Architecture, layer: int, gate_up: str, down: str, tp: int, r: int) -> Iterator[Placement]:
+    hidden, n = arch.hidden_size, arch.ffn_hidden_size // tp
+    held = (r * n, (r + 1) * n)
+    for i, proj in enumerate(("gate", "up")):
+        yield Placement(
+            tensor=layer_name(layer, f"mlp.{proj}_proj.weight"),
+            box=(held, (0, hidden)),
+            param=gate_up,
+            rows=(i * n, (i + 1) * n),
+            view=(n, hidden),
+            index=((0, n), (0, hidden)),
+        )
+    yield Placement(
+        tensor=layer_name(layer, "mlp.down_proj.weight"),
+        box=((0, hidden), held),
+        param=down,
+        rows=(0, hidden),
+        view=(hidden, n),
+        index=((0, hidden), (0, n)),
+    )

@@ -1,0 +1,1 @@
+"""Ranks, layouts and process groups."""

@@ -1,0 +1,80 @@
+"""Lets Megatron-Core (0.16.1 to 0.19) run on CPU ranks over gloo. The only file that knows what it takes.
+
+Megatron-Core writes the literal `device='cuda'`, asks `torch.cuda` for the current device and stream, and compares
+`Tensor.type()` with 'torch.cuda.FloatTensor'. On a machine without a GPU these are redirected to the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FACTORIES = (
+    "arange empty empty_like eye full full_like ones ones_like rand rand_like randint randn randn_like tensor "
+    "zeros zeros_like"
+).split()
+_CPU = torch.device("cpu")
+
+
+class _NoStream:
+    """Stands for `torch.cuda.current_stream()`: on a CPU everything has already happened in order."""
+
+    def wait_stream(self, stream: object) -> None:
+        del stream
+
+    def synchronize(self) -> None: ...
+
+
+@functools.cache
+def enable_cpu_ranks() -> None:
+    """Redirect what Megatron-Core asks of `torch.cuda` to the CPU; does nothing where there is a GPU. Idempotent.
+
+    Call before the first import of a Megatron-Core module that binds these names.
+    """
+    if torch.cuda.is_available():
+        return
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = lambda *_: None
+    cuda.current_stream = lambda *_: _NoStream()
+    cuda.FloatTensor, cuda.IntTensor, cuda.BoolTensor = torch.FloatTensor, torch.IntTensor, torch.BoolTensor
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+    tensor.pin_memory = lambda self, *_: self
+    tensor.type = _type_as_cuda(torch.Tensor.type)
+
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # pinning is an error without a GPU
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _type_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The optimizer sorts parameters by `param.type()` and knows only the CUDA names."""
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if not args and not kwargs else result
+
+    return type_

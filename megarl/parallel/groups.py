@@ -1,0 +1,97 @@
+"""Process groups of both layouts. The only place that touches Megatron-Core's `parallel_state`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.parallel.cpu import enable_cpu_ranks
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+
+enable_cpu_ranks()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402  (after the CPU redirection)
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Who talks to whom, for one rank.
+
+    Attributes:
+        rank: this process's global rank.
+        device: where its tensors live.
+        train, generation: the two layouts.
+        pgs: Megatron-Core's groups of the training layout, passed explicitly to everything below.
+        generation_tp: the ranks of this rank's generation replica.
+        control: all ranks, over gloo: small Python objects (token ids, scores), never weights.
+    """
+
+    rank: int
+    device: torch.device
+    train: TrainLayout
+    generation: GenerationLayout
+    pgs: ProcessGroupCollection
+    generation_tp: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+    @property
+    def model(self) -> dist.ProcessGroup:
+        """The ranks that hold one whole model: same data-parallel index, every tensor and pipeline index."""
+        return self.pgs.mp
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """One Python object of every rank, in rank order."""
+        out: list[Any] = [None] * self.train.world_size
+        dist.all_gather_object(out, value, group=self.control)
+        return out
+
+
+def init_distributed(timeout_minutes: float = 30) -> None:
+    """Join the job's ranks (environment set by torchrun or srun): NCCL where there is a GPU, else gloo."""
+    timeout = timedelta(minutes=timeout_minutes)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+
+
+def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1) -> Groups:
+    """Create the groups of both layouts in the already initialised world. Every rank must call it.
+
+    Args:
+        seed: of Megatron-Core's tensor-parallel random number tracker (dropout).
+    """
+    assert dist.get_world_size() == train.world_size == generation.world_size
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=train.tp,
+        pipeline_model_parallel_size=train.pp,
+        virtual_pipeline_model_parallel_size=train.chunks if train.chunks > 1 else None,
+        context_parallel_size=train.cp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    rank = dist.get_rank()
+    on_gpu = torch.cuda.is_available()
+    replicas = [dist.new_group(generation.ranks(i)) for i in range(generation.replicas)]
+    return Groups(
+        rank=rank,
+        device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
+        train=train,
+        generation=generation,
+        pgs=ProcessGroupCollection.use_mpu_process_groups(),
+        generation_tp=replicas[generation.coords(rank).replica],
+        control=dist.new_group(backend="gloo"),
+    )
+
+
+def destroy_groups() -> None:
+    """Leave the groups of both layouts; the world stays."""
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,105 @@
+"""Rank arithmetic for the training and the generation layout. Pure Python: no torch, no process groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCoords:
+    """A rank's place in the training layout."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLayout:
+    """Megatron-Core's `tp-cp-dp-pp` rank order: tensor-parallel ranks are neighbours, pipeline stages farthest apart.
+
+    Attributes:
+        world_size: ranks in the job.
+        tp, pp, cp: tensor, pipeline and context parallel sizes.
+        chunks: model chunks per pipeline stage (virtual pipeline size); 1 is the plain 1F1B schedule.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % (self.tp * self.pp * self.cp):
+            raise ValueError(
+                f"{self.world_size} ranks cannot be split into tensor x pipeline x context = "
+                f"{self.tp} x {self.pp} x {self.cp}; use a multiple of {self.tp * self.pp * self.cp} ranks"
+            )
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    def coords(self, rank: int) -> TrainCoords:
+        tp, rest = rank % self.tp, rank // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        return TrainCoords(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp)
+
+    def rank(self, *, tp: int, dp: int, pp: int, cp: int = 0) -> int:
+        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+
+    def model_ranks(self, rank: int) -> tuple[int, ...]:
+        """Ranks that hold one whole model together with `rank`: same dp and cp, every tp and pp. Ascending."""
+        at = self.coords(rank)
+        return tuple(
+            self.rank(tp=tp, cp=at.cp, dp=at.dp, pp=pp) for pp in range(self.pp) for tp in range(self.tp)
+        )
+
+    def layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
+        """Global indices of the layers in one model chunk (interleaved placement, arXiv 2104.04473 section 2.2)."""
+        per_chunk = num_layers // (self.pp * self.chunks)
+        first = (chunk * self.pp + pp) * per_chunk
+        return range(first, first + per_chunk)
+
+    def is_first(self, pp: int, chunk: int) -> bool:
+        """Whether the chunk starts the model (holds the embedding)."""
+        return pp == 0 and chunk == 0
+
+    def is_last(self, pp: int, chunk: int) -> bool:
+        """Whether the chunk ends the model (holds the final norm and the output layer)."""
+        return pp == self.pp - 1 and chunk == self.chunks - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationCoords:
+    """A rank's place in the generation layout."""
+
+    tp: int
+    replica: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationLayout:
+    """Tensor-parallel replicas over all ranks: `tp` neighbouring ranks hold one whole model."""
+
+    world_size: int
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.tp:
+            raise ValueError(
+                f"{self.world_size} ranks cannot be split into generation replicas of {self.tp}; "
+                f"use a rollout tensor_model_parallel_size that divides {self.world_size}"
+            )
+
+    @property
+    def replicas(self) -> int:
+        return self.world_size // self.tp
+
+    def coords(self, rank: int) -> GenerationCoords:
+        return GenerationCoords(tp=rank % self.tp, replica=rank // self.tp)
+
+    def ranks(self, replica: int) -> tuple[int, ...]:
+        return tuple(range(replica * self.tp, (replica + 1) * self.tp))

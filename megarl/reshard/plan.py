@@ -1,0 +1,172 @@
+"""Which part of which parameter goes from which rank to which. Pure arithmetic over two layouts, torch-free.
+
+A model-parallel block of the training layout (same dp and cp; every tp and pp) holds the whole model, so a rank takes
+all it needs from its own block: the load spreads over the replicas by construction, one process group carries it, and
+planning costs the same at any data-parallel size.
+
+Every rank of a block walks the same pieces in the same order (tensor, source box, destination placement) and keeps
+those it takes part in. So sender and receiver agree on the order of their pieces without talking.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import Box, Placement, engine_placements, intersect, training_placements, volume
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+
+Holders = dict[str, dict[Box, dict[int, Placement]]]
+"""Logical tensor -> distinct source box -> rank that holds it -> where."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A box of a logical tensor that one rank reads and one rank writes.
+
+    Attributes:
+        source_rank, destination_rank: global ranks; equal for a copy within a rank.
+        source: where the source rank holds a box that contains the piece.
+        destination: where the destination rank wants a box that contains the piece.
+        box: the piece, in coordinates of the logical tensor.
+    """
+
+    source_rank: int
+    destination_rank: int
+    source: Placement
+    destination: Placement
+    box: Box
+
+    @property
+    def tensor(self) -> str:
+        """Name of the logical tensor."""
+        return self.destination.tensor
+
+    @property
+    def source_part(self) -> Box:
+        """The piece in coordinates of the source placement's box."""
+        return _relative(self.box, self.source.box)
+
+    @property
+    def destination_part(self) -> Box:
+        """The piece in coordinates of the destination placement's box."""
+        return _relative(self.box, self.destination.box)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One rank's part of a reshard.
+
+    Attributes:
+        local: pieces the rank copies within itself.
+        sends: pieces by destination rank, in the order in which that rank expects them.
+        receives: pieces by source rank, in the order in which that rank sends them.
+    """
+
+    local: tuple[Piece, ...]
+    sends: dict[int, tuple[Piece, ...]]
+    receives: dict[int, tuple[Piece, ...]]
+
+
+def plan_reshard(
+    arch: Architecture, train: TrainLayout, generation: GenerationLayout, rank: int, *, transformer_engine: bool
+) -> Plan:
+    """What `rank` copies, sends and receives so that its engine parameters hold the actor's weights.
+
+    Args:
+        rank: global rank; its peers are among `train.model_ranks(rank)`.
+        transformer_engine: see `training_placements`.
+    """
+    assert train.world_size == generation.world_size, "both layouts are of the same ranks"
+    block = train.model_ranks(rank)
+    engine_rank = {r: generation.coords(r).tp for r in block}
+    wanted = {g: _by_tensor(engine_placements(arch, generation.tp, g)) for g in set(engine_rank.values())}
+
+    local: list[Piece] = []
+    sends: defaultdict[int, list[Piece]] = defaultdict(list)
+    receives: defaultdict[int, list[Piece]] = defaultdict(list)
+    for tensor, boxes in _holders(arch, train, block, transformer_engine).items():
+        for turn, (box, held) in enumerate(boxes.items()):
+            common = {g: _overlaps(box, placements.get(tensor, ())) for g, placements in wanted.items()}
+            takers = [r for r in block if common[engine_rank[r]]]
+            for taker, source in choose_sources(takers, held, turn).items():
+                if rank not in (taker, source):
+                    continue
+                pieces = [
+                    Piece(source_rank=source, destination_rank=taker, source=held[source], destination=where, box=part)
+                    for where, part in common[engine_rank[taker]]
+                ]
+                if taker == source:
+                    local += pieces
+                elif taker == rank:
+                    receives[source] += pieces
+                else:
+                    sends[taker] += pieces
+
+    _check_coverage(wanted[engine_rank[rank]], [*local, *(p for pieces in receives.values() for p in pieces)])
+    return Plan(
+        local=tuple(local),
+        sends={peer: tuple(sends[peer]) for peer in sorted(sends)},
+        receives={peer: tuple(receives[peer]) for peer in sorted(receives)},
+    )
+
+
+def choose_sources(takers: Sequence[int], held: Collection[int], turn: int) -> dict[int, int]:
+    """For every rank that takes part of a box, the rank it takes it from: itself if it can, else a holder in turn.
+
+    Args:
+        takers: ranks that want some of the box, ascending.
+        held: ranks that hold all of the box.
+        turn: number of the box within its tensor. Starting every box with the same holder would give that one the
+            odd taker each time (the first pipeline stage, for tied embeddings).
+
+    Returns:
+        Source rank by taker. The numbers of ranks that two holders serve besides themselves differ by at most one.
+    """
+    holders = sorted(held)
+    others = (taker for taker in takers if taker not in held)
+    chosen = {taker: taker for taker in takers if taker in held}
+    return chosen | {taker: holders[(turn + i) % len(holders)] for i, taker in enumerate(others)}
+
+
+def _holders(arch: Architecture, train: TrainLayout, block: Iterable[int], transformer_engine: bool) -> Holders:
+    """Every box of the training layout with the block's ranks that hold it. Same order on every rank of the block."""
+    out: Holders = {}
+    for rank in block:
+        for placement in training_placements(arch, train, rank, transformer_engine=transformer_engine):
+            held = out.setdefault(placement.tensor, {}).setdefault(placement.box, {})
+            held.setdefault(rank, placement)  # a rank with both ends of the model has tied embeddings twice
+    return out
+
+
+def _by_tensor(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
+    out: defaultdict[str, list[Placement]] = defaultdict(list)
+    for placement in placements:
+        out[placement.tensor].append(placement)
+    return dict(out)
+
+
+def _overlaps(box: Box, placements: Iterable[Placement]) -> list[tuple[Placement, Box]]:
+    """The placements that want some of `box`, each with what it wants."""
+    parts = ((placement, intersect(box, placement.box)) for placement in placements)
+    return [(placement, part) for placement, part in parts if part is not None]
+
+
+def _relative(box: Box, outer: Box) -> Box:
+    return tuple((lo - base, hi - base) for (lo, hi), (base, _) in zip(box, outer, strict=True))
+
+
+def _check_coverage(wanted: dict[str, list[Placement]], pieces: Iterable[Piece]) -> None:
+    """Every wanted element comes exactly once.
+
+    Two source boxes of a tensor are the same or disjoint, and of equal ones a single one is chosen; so the pieces of a
+    placement are disjoint, and equal volumes are enough.
+    """
+    arriving: Counter[Placement] = Counter()
+    for piece in pieces:
+        arriving[piece.destination] += volume(piece.box)
+    for placements in wanted.values():
+        for placement in placements:
+            assert arriving[placement] == volume(placement.box), f"{placement} gets {arriving[placement]} elements"

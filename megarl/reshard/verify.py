@@ -1,0 +1,70 @@
+"""Whether a reshard was exact, without gathering any tensor: bit checksums of every piece at its two ends."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.reshard.execute import Resharder
+from megarl.reshard.plan import Piece
+from megarl.reshard.transport.collective import post_exchange
+from megarl.reshard.views import StridedView
+
+CHUNK = 1 << 22
+"""Elements summed at a time: bounds the extra memory to some 100 MB."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integer type with the bits of an element, by element size in bytes."""
+
+
+@torch.no_grad()
+def verify(resharder: Resharder) -> None:
+    """Compares what the engine holds with what the training parameters hold. Every rank of the group calls it.
+
+    Raises:
+        RuntimeError: on the rank whose engine parameters differ; names the tensors and the ranks they came from.
+    """
+    plan = resharder.plan
+    there = {peer: _checksums(views) for peer, views in resharder.sends.items()}
+    arrived = {peer: _checksums(views) for peer, views in resharder.receives.items()}
+    here = {peer: torch.empty_like(sums) for peer, sums in arrived.items()}
+    for work in post_exchange(there, here, resharder.group):
+        work.wait()
+
+    wrong: list[Piece] = []
+    if resharder.local:
+        sources, destinations = zip(*resharder.local, strict=True)
+        wrong += _differing(plan.local, _checksums(sources), _checksums(destinations))
+    for peer, sums in here.items():
+        wrong += _differing(plan.receives[peer], sums, arrived[peer])
+    if wrong:
+        named = ", ".join(f"{p.tensor} (rank {p.source_rank} to rank {p.destination_rank})" for p in wrong[:5])
+        raise RuntimeError(f"{len(wrong)} pieces differ from their source after the reshard, first: {named}")
+
+
+def checksum(view: StridedView) -> torch.Tensor:
+    """Sum over the elements of bits x (i (i + 1) + 1) modulo 2^64, i being the row-major index. An int64 scalar.
+
+    Integers, so the order of summation does not matter and NaN and -0 count as what they are. The weights are odd, so
+    a change of one element always shows. So does a swap of two: it changes the sum by (a - b) (i - j) (i + j + 1); of
+    the last two factors one is odd, hence below 2^32 elements of at most 32 bits the product is no multiple of 2^64.
+    The weights are not linear in i, since swapping two blocks of equal sums would go unnoticed.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=view.parameter.device)
+    for start in range(0, view.numel, CHUNK):
+        stop = min(start + CHUNK, view.numel)
+        i = torch.arange(start, stop, device=total.device)
+        bits = [_bits(part.tensor()) for part in view.flat_range(start, stop)]
+        total += (torch.cat(bits) * (i * (i + 1) + 1)).sum()
+    return total
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(_INTEGERS[tensor.element_size()]).reshape(-1).to(torch.int64)
+
+
+def _checksums(views: tuple[StridedView, ...] | list[StridedView]) -> torch.Tensor:
+    return torch.stack([checksum(view) for view in views])
+
+
+def _differing(pieces: tuple[Piece, ...], sent: torch.Tensor, arrived: torch.Tensor) -> list[Piece]:
+    return [pieces[i] for i in (sent != arrived).nonzero().flatten().tolist()]

@@ -1,0 +1,1 @@
+"""The models of a run with their duties: actor and reference."""

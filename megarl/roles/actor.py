@@ -1,0 +1,175 @@
+"""The policy that is trained: a Policy with gradient buffers, optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+
+from megarl.algorithms.policy_loss import LossOutput, TokenBatch
+from megarl.config.schema import ActorRolloutRef, Optim
+from megarl.models.architecture import Architecture
+from megarl.models.weights import Source
+from megarl.parallel.groups import Groups
+from megarl.roles.microbatch import MicroBatch
+from megarl.roles.policy import Policy
+from megarl.types import Batch
+
+Loss = Callable[[TokenBatch], LossOutput]
+
+
+class Actor(Policy):
+    """Owns the trained model, its gradients (Megatron-Core's DDP) and its AdamW (Megatron-Core's optimizer)."""
+
+    def __init__(
+        self,
+        config: ActorRolloutRef,
+        arch: Architecture,
+        groups: Groups,
+        *,
+        source: Source,
+        optim: Optim,
+        total_steps: int,
+    ) -> None:
+        """
+        Args:
+            source: the initial weights.
+            optim: optimizer settings; `total_steps` optimizer steps make its schedule.
+        """
+        super().__init__(config, arch, groups)
+        self.load(source)
+        megatron = config.actor.megatron
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=megatron.use_distributed_optimizer,
+            overlap_grad_reduce=megatron.overlap_grad_reduce,
+        )
+        self._ddp = [
+            DistributedDataParallel(
+                self.transformer_config, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pgs
+            )
+            for i, chunk in enumerate(self.chunks)
+        ]
+        self.transformer_config.finalize_model_grads_func = _finalize_without_token_count
+        self.transformer_config.grad_scale_func = None
+        if megatron.overlap_grad_reduce:
+            hooks = [model.no_sync for model in self._ddp]
+            self.transformer_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+        self.start_optimizer(optim, total_steps)
+
+    def start_optimizer(self, optim: Optim, total_steps: int) -> None:
+        """A fresh AdamW and schedule over the current weights."""
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                min_lr=optim.min_lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.adam_beta1,
+                adam_beta2=optim.adam_beta2,
+                adam_eps=optim.adam_eps,
+                clip_grad=optim.clip_grad,
+                bf16=self.transformer_config.bf16,
+                params_dtype=self.transformer_config.params_dtype,
+                use_distributed_optimizer=self.config.actor.megatron.use_distributed_optimizer,
+            ),
+            self._ddp,
+            use_gloo_process_groups=False,
+            pg_collection=self.groups.pgs,
+        )
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=optim.lr,
+            min_lr=optim.lr if optim.lr_decay_style == "constant" else optim.min_lr,
+            lr_warmup_steps=optim.lr_warmup_steps,
+            lr_decay_steps=max(total_steps, optim.lr_warmup_steps + 1),
+            lr_decay_style=optim.lr_decay_style,
+            start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def update(
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        weights: Tensor,
+        loss: Loss,
+        *,
+        temperature: float,
+    ) -> dict[str, float]:
+        """One optimizer step on a mini-batch.
+
+        Args:
+            micro_batches: this data-parallel rank's share of the mini-batch.
+            weights: float32 [T], the tokens' weights in the loss, with the global denominator.
+            loss: what is minimised.
+            temperature: of the log-probabilities.
+
+        Returns:
+            the metrics of the whole mini-batch, on every rank.
+        """
+        for model in self._ddp:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def last_stage(logp: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, LossOutput]:
+            def at(per_token: Tensor | None) -> Tensor | None:
+                return None if per_token is None else per_token[micro.index].to(logp.device)
+
+            out = loss(
+                TokenBatch(
+                    logp=logp,
+                    entropy=entropy,
+                    weights=weights[micro.index].to(logp.device),
+                    old_logp=at(batch.old_logp),
+                    advantages=at(batch.advantages),
+                    ref_logp=at(batch.ref_logp),
+                )
+            )
+            return out.loss, out
+
+        outputs: list[LossOutput] = self.run(batch, micro_batches, last_stage, temperature=temperature, train=True)
+        self.scheduler.step(1)
+        ok, grad_norm, _ = self.optimizer.step()
+        assert ok, "the optimizer skips a step only when it scales the loss, which is off"
+        metrics = self._reduce(outputs if self._reports else [])
+        metrics["actor/grad_norm"] = float(grad_norm)
+        metrics["actor/lr"] = self.optimizer.param_groups[0]["lr"]
+        return metrics
+
+    def train_chunks(self) -> list[Any]:
+        return list(self._ddp)
+
+    def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
+        """Metrics over all micro-batches of all data-parallel ranks."""
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for out in outputs:
+            for name, value in out.sums.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            for name, value in out.maxima.items():
+                maxima[name] = max(maxima.get(name, float("-inf")), float(value))
+        total: dict[str, float] = {}
+        for rank_sums, rank_maxima in self.groups.all_gather((sums, maxima)):
+            for name, value in rank_sums.items():
+                total[name] = total.get(name, 0.0) + value
+            for name, value in rank_maxima.items():
+                total[name] = max(total.get(name, float("-inf")), value)
+        return total
+
+
+def _finalize_without_token_count(models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron-Core would divide the gradients by the number of tokens; our losses already carry their denominator."""
+    del num_tokens
+    finalize_model_grads(models, None, **kwargs)

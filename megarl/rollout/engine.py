@@ -1,0 +1,56 @@
+"""What a generation engine is to the rest of the program: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megarl.types import Completion, SamplingParams
+
+
+class Engine(Protocol):
+    """One rank's part of a generation replica: a tensor-parallel group that holds one whole model.
+
+    All ranks of a replica make the same calls with the same arguments, in the same order. Which memory is held after
+    which call:
+
+        after                        weights                    KV cache
+        construction, sleep()        held                       given back
+        sleep(release_weights=True)  given back                 given back
+        wake(weights_only=True)      held                       as before
+        wake()                       held                       held: ready to generate
+
+    The values of released weights are lost: write them anew after waking. "Given back" is to the allocator of this
+    process, so training can use it at once.
+    """
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Completes this replica's prompts; every rank of the replica returns the same.
+
+        Args:
+            prompts: token ids, one sequence per request; repeat a prompt to sample it several times.
+            seeds: int64, one per request: the same seed, prompt and weights give the same completion.
+
+        Raises:
+            ValueError: a request that the engine cannot serve, with the reason in one line.
+        """
+        ...
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The weights of this rank by name, as in `megarl.models.tensors.engine_placements`.
+
+        Resharding writes into them in place each step; the tensor objects stay the same for the engine's life.
+        """
+        ...
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        """Take memory: the weights, and unless `weights_only` the KV cache."""
+        ...
+
+    def sleep(self, *, release_weights: bool = False) -> None:
+        """Give back the KV cache, and with `release_weights` the weights."""
+        ...

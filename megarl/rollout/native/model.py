@@ -1,0 +1,154 @@
+"""The decoder that generates: tensor-parallel, its weights named and laid out as vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.models.architecture import Architecture
+from megarl.models.rope import apply_rope, rope_table
+from megarl.models.tensors import EMBEDDING, FINAL_NORM, OUTPUT, heads_on_rank, layer_name
+from megarl.rollout.native.attention import Attention
+
+
+def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of one tensor-parallel rank's parameters by name, the vocabulary padded; the same on every rank."""
+    groups, queries = (hi - lo for lo, hi in heads_on_rank(arch, tp, 0))
+    dim, hidden, ffn = arch.head_dim, arch.hidden_size, arch.ffn_hidden_size // tp
+    heads = groups * queries
+    qkv = (heads + 2 * groups) * dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.qkv_proj.weight": (qkv, hidden),
+        **({"self_attn.qkv_proj.bias": (qkv,)} if arch.qkv_bias else {}),
+        **({"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)} if arch.qk_norm else {}),
+        "self_attn.o_proj.weight": (hidden, heads * dim),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_up_proj.weight": (2 * ffn, hidden),
+        "mlp.down_proj.weight": (hidden, ffn),
+    }
+    vocab = (arch.padded_vocab_size(tp) // tp, hidden)
+    return {
+        EMBEDDING: vocab,
+        **{layer_name(i, leaf): shape for i in range(arch.num_layers) for leaf, shape in layer.items()},
+        FINAL_NORM: (hidden,),
+        **({} if arch.tie_word_embeddings else {OUTPUT: vocab}),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """One layer's parameters on this rank; shapes as in `parameter_shapes`."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    @staticmethod
+    def of(params: Mapping[str, Tensor], layer: int) -> LayerWeights:
+        def get(leaf: str) -> Tensor | None:
+            return params.get(layer_name(layer, leaf))
+
+        def need(leaf: str) -> Tensor:
+            return params[layer_name(layer, leaf)]
+
+        return LayerWeights(
+            input_norm=need("input_layernorm.weight"),
+            qkv=need("self_attn.qkv_proj.weight"),
+            qkv_bias=get("self_attn.qkv_proj.bias"),
+            q_norm=get("self_attn.q_norm.weight"),
+            k_norm=get("self_attn.k_norm.weight"),
+            o=need("self_attn.o_proj.weight"),
+            post_attention_norm=need("post_attention_layernorm.weight"),
+            gate_up=need("mlp.gate_up_proj.weight"),
+            down=need("mlp.down_proj.weight"),
+        )
+
+
+class Decoder:
+    """The forward pass over flat tokens. Prefill and decode differ only in the attention they pass in.
+
+    Args:
+        params: this rank's parameters, named and shaped as in `parameter_shapes`.
+        tp_group: the replica's ranks; None is one rank alone.
+        max_model_len: positions that the rotary table covers.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        params: Mapping[str, Tensor],
+        *,
+        tp_group: dist.ProcessGroup | None,
+        max_model_len: int,
+    ) -> None:
+        self._arch, self._group = arch, tp_group
+        self._tp = 1 if tp_group is None else tp_group.size()
+        self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
+        self._output = params[EMBEDDING if arch.tie_word_embeddings else OUTPUT]
+        self._layers = [LayerWeights.of(params, i) for i in range(arch.num_layers)]
+        self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
+        self._rope = rope_table(arch, max_model_len, self._embedding.device).to(self._embedding.dtype)
+        self._kv_heads, queries = (hi - lo for lo, hi in heads_on_rank(arch, self._tp, 0))
+        self._heads = self._kv_heads * queries
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """int64 [T] tokens at int64 [T] positions -> the last layer's output [T, hidden], before the final norm."""
+        x = self._embed(tokens)
+        cos_sin = self._rope[positions]
+        for i, layer in enumerate(self._layers):
+            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos_sin)
+            x = x + self._sum_over_ranks(F.linear(attention(i, q, k, v), layer.o))
+            gate, up = F.linear(self._norm(x, layer.post_attention_norm), layer.gate_up).chunk(2, dim=-1)
+            x = x + self._sum_over_ranks(F.linear(F.silu(gate).mul_(up), layer.down))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, hidden] from `forward` -> float32 [B, vocab_size], bit for bit the same on every rank.
+
+        Each column is computed by one rank and gathered, so all ranks draw the same tokens from the logits.
+        """
+        local = F.linear(self._norm(hidden, self._final_norm), self._output)
+        if self._group is None:
+            return local.float()
+        gathered = local.new_empty(self._tp, *local.shape)
+        dist.all_gather_into_tensor(gathered, local, group=self._group)
+        return gathered.transpose(0, 1).flatten(1)[:, : self._arch.vocab_size].float()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        if self._group is None:
+            return F.embedding(tokens, self._embedding)
+        local = tokens - self._first_token
+        elsewhere = (local < 0) | (local >= len(self._embedding))
+        x = F.embedding(local.masked_fill_(elsewhere, 0), self._embedding)
+        # Not a product with the mask: row 0 of a rank that holds only padding may be anything, and 0 x NaN is NaN.
+        return self._sum_over_ranks(x.masked_fill_(elsewhere[:, None], 0))
+
+    def _qkv(self, layer: LayerWeights, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden] -> rotated q [T, heads, head_dim], rotated k and plain v [T, kv_heads, head_dim]."""
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, self._arch.head_dim))
+        qk, v = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = qk.split((self._heads, self._kv_heads), dim=1)
+            qk = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=1)
+        q, k = apply_rope(qk, cos_sin).split((self._heads, self._kv_heads), dim=1)
+        return q, k, v
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._arch.norm_eps)
+
+    def _sum_over_ranks(self, x: Tensor) -> Tensor:
+        if self._group is not None:
+            dist.all_reduce(x, group=self._group)
+        return x

@@ -1,0 +1,120 @@
+"""Drawing tokens. The randomness of a token is a function of (seed, position in the response) and nothing else.
+
+So a completion does not depend on which sequences it was batched with, on the order of the requests, on the replica
+or on the layout, as far as the logits do not: their rounding does, which changes a draw only where the random number
+falls on the edge between two tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.types import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One token per row, and its log-probabilities as in `megarl.types.Completion`.
+
+    Attributes:
+        token_ids: int64 [B].
+        logp: float32 [B], nats.
+        model_logp: float32 [B], nats.
+    """
+
+    token_ids: Tensor
+    logp: Tensor
+    model_logp: Tensor
+
+
+def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: Tensor) -> Sample:
+    """Draw one token per row, or take the likeliest at temperature 0.
+
+    Args:
+        logits: float32 [B, V].
+        seeds: int64 [B], of each row's request.
+        positions: int64 [B], how many tokens each row's response has already.
+    """
+    if params.temperature == 0:
+        token_ids = logits.argmax(-1)
+        logp = _logp_at(logits, token_ids)
+        return Sample(token_ids=token_ids, logp=logp, model_logp=logp)
+    scaled = logits / params.temperature
+    u = uniform(seeds, positions)
+    if 0 < params.top_k < logits.shape[-1] or params.top_p < 1:
+        kept, order = keep_likeliest(scaled, top_k=params.top_k, top_p=params.top_p)
+        place = _inverse_cdf(kept, u)
+        token_ids = order.gather(-1, place[:, None]).squeeze(-1)
+        logp = _logp_at(kept, place)
+    else:
+        token_ids = _inverse_cdf(scaled, u)
+        logp = _logp_at(scaled, token_ids)
+    return Sample(token_ids=token_ids, logp=logp, model_logp=_logp_at(logits, token_ids))
+
+
+def keep_likeliest(logits: Tensor, *, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """Top-k, then top-p (nucleus sampling, arXiv 1904.09751) over what top-k left, as vLLM and Hugging Face do.
+
+    Top-k keeps whatever equals the k-th largest logit; top-p keeps the fewest tokens whose probability reaches
+    `top_p`, the one that crosses it included.
+
+    Returns:
+        the logits in descending order with the others at -inf, float32 [B, V]; the token each belongs to, int64 [B, V].
+    """
+    # stable: equal logits stay in the order of the vocabulary on every device
+    kept, order = logits.sort(dim=-1, descending=True, stable=True)
+    if 0 < top_k < logits.shape[-1]:
+        kept = kept.masked_fill(kept < kept[:, top_k - 1 : top_k], float("-inf"))
+    if top_p < 1:
+        probs = kept.softmax(-1, dtype=torch.float64)
+        likelier = probs.cumsum(-1) - probs
+        likelier[:, 0] = 0  # the likeliest token stays, whatever rounding says
+        kept = kept.masked_fill(likelier >= top_p, float("-inf"))
+    return kept, order
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) per (seed, position): splitmix64 (Steele et al., OOPSLA 2014), the same on every device.
+
+    Args:
+        seeds, positions: int64 [B].
+
+    Returns:
+        float64 [B], multiples of 2^-52.
+    """
+    bits = _mix(_mix(seeds) + positions * _GOLDEN_GAMMA)
+    # 52 bits, not 53: u * total then rounds to less than total, so that the inverse CDF never runs past the end
+    return _shift_right(bits, 12).double() * 2.0**-52
+
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's step and finaliser on int64 [B], whose products wrap around as uint64's do."""
+    x = x + _GOLDEN_GAMMA
+    x = (x ^ _shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift int64 as if unsigned: torch's own shift copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
+    """int64 [B]: the first column at which the cumulated probability exceeds u. float32 [B, V], float64 [B]."""
+    # float64: over 10^5 tokens a float32 sum is off by more than the probability of most of them
+    cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    place = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).squeeze(-1)
+    # NaN logits run past the end: let them come out as NaN log-probs, not as a device-side assert that kills the job
+    return place.clamp_(max=logits.shape[-1] - 1)
+
+
+def _logp_at(logits: Tensor, columns: Tensor) -> Tensor:
+    """log softmax of [B, V] at one column per row: float32 [B]."""
+    return logits.gather(-1, columns[:, None]).squeeze(-1) - logits.logsumexp(-1)

@@ -1,0 +1,109 @@
+"""Progress of a run on the terminal; one plain line per step where there is no terminal."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+# metric -> (label, how it is written); anything else in a row goes to the metric files only
+_SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "warmup/loss": ("loss", lambda x: f"{x:.4f}"),
+    "reward/mean": ("reward", lambda x: f"{x:.3f}"),
+    "val/accuracy": ("accuracy", lambda x: f"{x:.1%}"),
+    "tokens_per_s": ("tokens/s", lambda x: f"{x:,.0f}"),
+}
+
+
+class Progress:
+    """Context manager around a loop of steps; call `advance` once per step, on one rank only.
+
+    Args:
+        total: steps of the whole loop.
+        description: what is running, such as "RL" or "warm-up".
+        done: steps that an earlier, resumed run has already made.
+    """
+
+    def __init__(self, total: int, description: str, done: int = 0) -> None:
+        self._total, self._description = total, description
+        self._first = self._done = done
+        self._started = time.monotonic()
+        self._latest: dict[str, str] = {}
+        self._live: Live | None = None
+        if sys.stdout.isatty():
+            self._bar = Bar(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("eta {task.fields[eta]}"),
+                expand=True,
+            )
+            self._task = self._bar.add_task(description, total=total, completed=done, eta="-")
+            self._live = Live(self._bar, console=Console(file=sys.stdout), refresh_per_second=4)
+
+    def __enter__(self) -> Progress:
+        self._started = time.monotonic()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def advance(self, metrics: Mapping[str, float]) -> None:
+        """One step is done. Metrics are named as in the metric files; those not measured at each step stay in view."""
+        self._done += 1
+        shown = {label: text(metrics[key]) for key, (label, text) in _SHOWN.items() if key in metrics}
+        phases = {
+            key.removeprefix("timing/").removesuffix("_s"): f"{seconds:.2f}s"
+            for key, seconds in metrics.items()
+            if key.startswith("timing/")
+        }
+        if self._live is None:
+            fields = "  ".join(f"{name} {value}" for name, value in {**shown, **phases}.items())
+            self.note(f"{self._description} {self._done}/{self._total}  {fields}  eta {self._eta()}")
+            return
+        self._latest.update(shown)
+        self._bar.update(self._task, completed=self._done, eta=self._eta())
+        self._live.update(Group(self._bar, _line(self._latest), _line(phases)))
+
+    def note(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        if self._live is None:
+            print(text, flush=True)
+        else:
+            self._live.console.print(Text(text))
+
+    def _eta(self) -> str:
+        """Time left at this run's mean pace."""
+        mean = (time.monotonic() - self._started) / (self._done - self._first)
+        return duration(mean * (self._total - self._done))
+
+
+def duration(seconds: float) -> str:
+    """59 -> 59s, 61 -> 1m01s, 3661 -> 1h01m."""
+    whole = math.ceil(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def _line(fields: Mapping[str, str]) -> Text:
+    """`name value` pairs, names dimmed, cut at the terminal's edge."""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for name, value in fields.items():
+        text.append(f"{name} ", style="dim").append(f"{value}   ")
+    return text

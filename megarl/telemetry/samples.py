@@ -1,0 +1,28 @@
+"""Sample rollouts of a step, as text that a person reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One scored response, decoded."""
+
+    prompt: str
+    response: str
+    answer: str
+    reward: float
+
+
+def write_samples(run_dir: str, step: int, samples: Iterable[Sample]) -> str:
+    """Write `rollouts/step_000012.jsonl` below `run_dir`, one sample a line; returns the file's path."""
+    path = os.path.join(run_dir, "rollouts", f"step_{step:06d}.jsonl")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+        for sample in samples:
+            f.write(json.dumps(asdict(sample), ensure_ascii=False) + "\n")
+    return path

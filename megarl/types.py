@@ -1,0 +1,164 @@
+"""The values that travel between packages: prompts, completions, batches. Jagged, not padded; frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of the data.
+
+    Attributes:
+        index: position of the row in its file list; stable over epochs and restarts.
+        token_ids: the tokenised prompt.
+        row: every column of the row as read, for the reward function.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature` 0 is greedy; `top_k` -1 keeps the whole vocabulary.
+
+    Attributes:
+        max_tokens: response tokens at most, the stop token included.
+        stop_token_ids: a response ends with (and includes) the first of these.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A generated response.
+
+    Attributes:
+        token_ids: response tokens, the stop token included when there is one.
+        logp: log-probability of each token under the distribution it was drawn from (temperature and filters
+            applied), nats. Greedy: the distribution at temperature 1, unfiltered.
+        model_logp: log-probability of each token under the model (temperature 1, unfiltered), nats.
+        finish_reason: "stop" after a stop token, "length" after `max_tokens`.
+    """
+
+    token_ids: tuple[int, ...]
+    logp: tuple[float, ...]
+    model_logp: tuple[float, ...]
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences (prompt + response) of one step, the same on every rank.
+
+    Token ids and per-token scalars of a step are a few megabytes, so every rank holds them all, and everything that
+    is computed from them (advantages, denominators, packing) is the same everywhere without communication. N
+    sequences, T tokens in all; per-token tensors are aligned with `tokens`, so that `old_logp[t]` belongs to token t,
+    and are 0 at prompt tokens.
+
+    Attributes:
+        tokens: int64 [T], sequences one after another.
+        cu_seqlens: int64 [N + 1], sequence i is tokens[cu_seqlens[i]:cu_seqlens[i + 1]].
+        response_mask: bool [T], the tokens that are trained on.
+        groups: int64 [N], which prompt a sequence belongs to.
+        rewards: float32 [N], one score per sequence.
+        rollout_logp: float32 [T], as the generation engine recorded it.
+        old_logp: float32 [T], by the training layout before the first update.
+        ref_logp: float32 [T], by the reference model.
+        advantages: float32 [T].
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor
+    response_mask: Tensor
+    groups: Tensor
+    rewards: Tensor | None = None
+    rollout_logp: Tensor | None = None
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    advantages: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [N], tokens per sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def sequence_of_token(self) -> Tensor:
+        """int64 [T], which sequence a token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [N], trained tokens per sequence."""
+        return self.sum_per_sequence(self.response_mask.long())
+
+    def sum_per_sequence(self, per_token: Tensor) -> Tensor:
+        """[T] -> [N]."""
+        out = torch.zeros(len(self), dtype=per_token.dtype)
+        return out.index_add_(0, self.sequence_of_token, per_token)
+
+    def with_(self, **fields: Tensor) -> Batch:
+        """A copy with some fields set."""
+        return replace(self, **fields)
+
+
+def batch_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], groups: Sequence[int]) -> Batch:
+    """Concatenate prompt and response token ids into a `Batch`; every response token is trained on."""
+    tokens, mask, lengths = [], [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        tokens += [*prompt, *response]
+        mask += [False] * len(prompt) + [True] * len(response)
+        lengths.append(len(prompt) + len(response))
+    return Batch(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
+        response_mask=torch.tensor(mask, dtype=torch.bool),
+        groups=torch.tensor(groups, dtype=torch.int64),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """What the generation phase returned, in the order of (prompt, sample), the same on every rank.
+
+    Attributes:
+        prompts: one per prompt, not repeated.
+        n: samples per prompt.
+        completions: n per prompt: sample j of prompt i is completions[i * n + j].
+        rewards: one score per completion once scored.
+    """
+
+    prompts: Sequence[Prompt]
+    n: int
+    completions: Sequence[Completion]
+    rewards: Sequence[float] = field(default=())
+
+    def prompt_of(self, sample: int) -> Prompt:
+        return self.prompts[sample // self.n]
+
+    def to_batch(self) -> Batch:
+        """Concatenate into a `Batch` with `rollout_logp` and, once scored, `rewards`."""
+        prompts = [self.prompt_of(i).token_ids for i in range(len(self.completions))]
+        batch = batch_of(
+            prompts, [c.token_ids for c in self.completions], [i // self.n for i in range(len(self.completions))]
+        )
+        logp = torch.zeros(len(batch.tokens))
+        logp[batch.response_mask] = torch.tensor([x for c in self.completions for x in c.logp])
+        batch = batch.with_(rollout_logp=logp)
+        return batch.with_(rewards=torch.tensor(self.rewards, dtype=torch.float32)) if self.rewards else batch

@@ -1,0 +1,82 @@
+"""Real ranks for tests: a pool of processes that stay alive, each job with a process group of its own.
+
+Starting a rank costs seconds of imports, so the pool is started once per test session and every job initialises and
+destroys its own gloo world of 1 to 4 ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.multiprocessing as mp
+
+MAX_RANKS = 4
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        fn, rank, world, store, args = job
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            try:
+                pipe.send((True, fn(*args)))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+            return  # the rank's state is unknown: the pool starts a fresh one
+
+
+class Ranks:
+    """Runs functions on 1 to 4 ranks."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def _start(self) -> None:
+        os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
+        for _ in range(MAX_RANKS - len(self._pipes)):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+        """`fn(*args)` on every rank of a gloo world; returns the results in rank order, raises if a rank did."""
+        self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world):
+                self._pipes[rank].send((fn, rank, world, os.path.join(folder, "store"), args))
+            results, failure = [], None
+            for rank in range(world):
+                # after one rank failed the others may wait for it for ever
+                if not self._pipes[rank].poll(timeout if failure is None else 5):
+                    failure = failure or f"rank {rank} gave no answer within {timeout} s"
+                    continue
+                ok, value = self._pipes[rank].recv()
+                results.append(value)
+                if not ok and failure is None:
+                    failure = f"rank {rank}:\n{value}"
+        if failure is not None:
+            self.close()
+            raise AssertionError(failure)
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes, self._processes = [], []
