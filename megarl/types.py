@@ -77,6 +77,7 @@ class Batch:
         rollout_logp: float32 [T], as the generation engine recorded it.
         old_logp: float32 [T], by the training layout before the first update.
         ref_logp: float32 [T], by the reference model.
+        kl_in_reward: float32 [N], KL to the reference per sequence, when the reward contains it; nats.
         advantages: float32 [T].
     """
 
@@ -88,6 +89,7 @@ class Batch:
     rollout_logp: Tensor | None = None
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    kl_in_reward: Tensor | None = None
     advantages: Tensor | None = None
 
     def __len__(self) -> int:

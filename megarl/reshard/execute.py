@@ -83,6 +83,8 @@ class Resharder:
         self._transport = CollectiveTransport(
             self.sends, self.receives, group, device=first.device, bucket_bytes=bucket_bytes
         )
+        # A share of the local copies per round: all of them during the first would hold up the second.
+        self._shares = [self.local[k :: self._transport.rounds] for k in range(self._transport.rounds)]
         self.statistics = ReshardStatistics(
             local=sum(view.nbytes for view, _ in self.local),
             sent=sum(view.nbytes for views in self.sends.values() for view in views),
@@ -93,7 +95,7 @@ class Resharder:
     @torch.no_grad()
     def run(self) -> None:
         """One reshard. Every rank of the group calls it; on a GPU it is finished when the current stream is."""
-        self._transport.run(meanwhile=lambda: copy_local(self.local))
+        self._transport.run(meanwhile=lambda k: copy_local(self._shares[k]))
 
 
 def _check_parameters(

@@ -89,8 +89,10 @@ def plan_reshard(
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
     for tensor, boxes in _holders(arch, train, block, transformer_engine).items():
         for turn, (box, held) in enumerate(boxes.items()):
-            common = {g: _overlaps(box, placements.get(tensor, ())) for g, placements in wanted.items()}
-            takers = [r for r in block if common[engine_rank[r]]]
+            # whom another rank alone serves is not this rank's business
+            asking = block if rank in held or len(held) > 1 else (rank,)
+            common = {g: _overlaps(box, wanted[g].get(tensor, ())) for g in {engine_rank[r] for r in asking}}
+            takers = [r for r in asking if common[engine_rank[r]]]
             for taker, source in choose_sources(takers, held, turn).items():
                 if rank not in (taker, source):
                     continue
@@ -137,7 +139,8 @@ def _holders(arch: Architecture, train: TrainLayout, block: Iterable[int], trans
     for rank in block:
         for placement in training_placements(arch, train, rank, transformer_engine=transformer_engine):
             held = out.setdefault(placement.tensor, {}).setdefault(placement.box, {})
-            held.setdefault(rank, placement)  # a rank with both ends of the model has tied embeddings twice
+            # with both ends of the model on a rank, tied embeddings are listed twice: read the embedding
+            held.setdefault(rank, placement)
     return out
 
 

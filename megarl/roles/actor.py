@@ -17,7 +17,6 @@ from torch import Tensor
 from megarl.algorithms.policy_loss import LossOutput, TokenBatch
 from megarl.config.schema import ActorRolloutRef, Optim
 from megarl.models.architecture import Architecture
-from megarl.models.weights import Source
 from megarl.parallel.groups import Groups
 from megarl.roles.microbatch import MicroBatch
 from megarl.roles.policy import Policy
@@ -35,17 +34,14 @@ class Actor(Policy):
         arch: Architecture,
         groups: Groups,
         *,
-        source: Source,
-        optim: Optim,
-        total_steps: int,
+        initial: Callable[[Policy], None],
     ) -> None:
         """
         Args:
-            source: the initial weights.
-            optim: optimizer settings; `total_steps` optimizer steps make its schedule.
+            initial: gives the policy its first weights. `start_optimizer` must follow before the first update.
         """
         super().__init__(config, arch, groups)
-        self.load(source)
+        initial(self)
         megatron = config.actor.megatron
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -63,7 +59,6 @@ class Actor(Policy):
         if megatron.overlap_grad_reduce:
             hooks = [model.no_sync for model in self._ddp]
             self.transformer_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
-        self.start_optimizer(optim, total_steps)
 
     def start_optimizer(self, optim: Optim, total_steps: int) -> None:
         """A fresh AdamW and schedule over the current weights."""
@@ -147,6 +142,20 @@ class Actor(Policy):
         metrics["actor/grad_norm"] = float(grad_norm)
         metrics["actor/lr"] = self.optimizer.param_groups[0]["lr"]
         return metrics
+
+    def sharded_training_state(self, *, loading: bool) -> dict[str, Any]:
+        """Weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into."""
+        model = self.sharded_state()
+        optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+        )
+        return {**model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Take over what was read through `sharded_training_state`."""
+        self.load_sharded(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
 
     def train_chunks(self) -> list[Any]:
         return list(self._ddp)

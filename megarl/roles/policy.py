@@ -128,6 +128,16 @@ class Policy:
             pg_collection=self.groups.pgs,
         )
 
+    def sharded_state(self, prefix: str = "") -> dict[str, Any]:
+        """The weights as Megatron-Core's sharded state dict; `prefix` tells several models in a checkpoint apart."""
+        return {f"model{i}": chunk.sharded_state_dict(prefix) for i, chunk in enumerate(self.chunks)}
+
+    def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
+        """Take over weights that were read through `sharded_state` with the same prefix."""
+        for i, chunk in enumerate(self.chunks):
+            weights = state[f"model{i}"]
+            chunk.load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
+
     def train_chunks(self) -> list[Any]:
         """The modules that a training pass goes through."""
         return list(self.chunks)

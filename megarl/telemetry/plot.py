@@ -20,12 +20,14 @@ _PHASES = {  # in the order of a step, drawn from the bottom up
     "reshard": "#ff725c",
     "reward": "#efb118",
     "log_probs": "#6cc5b0",
+    "ref": "#97bbf5",
     "update": "#3ca951",
+    "validate": "#a463f2",
+    "save": "#9c6b4e",
+    "other": "#c4c4c4",
 }
-_OTHER_PHASES = ("#a463f2", "#9c6b4e", "#97bbf5", "#9498a0")
 _ACCURACY, _REWARD, _WARMUP, _INK, _GRID = "#4269d0", "#ef9118", "#777777", "#333333", "#e4e4e4"
 _WARMUP_WIDTH = 0.22  # of the RL steps' width
-_SMOOTHED = 9  # steps in the moving average of the training reward
 
 
 def plot_learning_curve(metrics_file: str, out_png: str) -> None:
@@ -45,17 +47,17 @@ def plot_learning_curve(metrics_file: str, out_png: str) -> None:
     steps = [row for row in rows if "warmup/step" not in row]
     if not steps:
         raise ValueError(f"'{metrics_file}' has no rows of RL steps to draw")
-    figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     scores, times = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_scores(scores, steps)
-    _draw_times(times, steps)
+    _draw_times(times, [row for row in steps if row["step"] > 0])
     left, right = steps[0]["step"], max(steps[-1]["step"], steps[0]["step"] + 1)
     if warmup:
         left = _draw_warmup(scores, times, warmup, left, right)
-    for axes in (scores, times):
-        _dress(axes)
-    times.set_xlim(left, right + 0.01 * (right - left))
+    for panel in (scores, times):
+        _dress(panel)
+    times.set_xlim(left, right + 0.5)
     times.set_xlabel("RL step", color=_INK)
     times.xaxis.set_major_locator(MaxNLocator(integer=True))
     times.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x >= 0 else ""))
@@ -71,52 +73,81 @@ def _series(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _moving_average(y: np.ndarray, width: int) -> np.ndarray:
-    """Centred mean over `width` steps, over fewer at the ends."""
+    """Centred mean over about `width` steps, over fewer at the ends; a gap stays a gap."""
     half = width // 2
-    return np.array([np.nanmean([np.nan_to_num(y[i]), *y[max(0, i - half) : i + half + 1]]) for i in range(len(y))])
+    windows = [y[max(0, i - half) : i + half + 1] for i in range(len(y))]
+    return np.array([np.nan if np.isnan(y[i]) else np.nanmean(window) for i, window in enumerate(windows)])
 
 
 def _draw_scores(axes: Axes, steps: Sequence[Row]) -> None:
     x, y = _series(steps, "reward/mean")
     axes.plot(x, y, color=_REWARD, linewidth=1, alpha=0.35)
-    axes.plot(x, _moving_average(y, _SMOOTHED), color=_REWARD, linewidth=2, label="training reward (mean, smoothed)")
+    axes.plot(x, _moving_average(y, 1 + len(y) // 16), color=_REWARD, linewidth=2, label="training reward")
     x, y = _series(steps, "val/accuracy")
-    axes.plot(x, y, color=_ACCURACY, linewidth=2, marker="o", markersize=5, zorder=3, label="held-out accuracy")
+    line: dict[str, Any] = {"color": _ACCURACY, "linewidth": 2, "marker": "o", "markersize": 5, "zorder": 3}
+    axes.plot(x, y, label="held-out accuracy", clip_on=False, **line)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0), max(high, 1.02))
     axes.set_ylabel("accuracy, reward", color=_INK)
 
 
 def _draw_times(axes: Axes, steps: Sequence[Row]) -> None:
-    """Stacked bars; one slow step (the first one, say) may leave the picture so that the others stay readable."""
-    timed = [row for row in steps if any(key.startswith("timing/") for key in row)]
-    seen = {key.removeprefix("timing/").removesuffix("_s") for row in timed for key in row if key.startswith("timing/")}
-    phases = [phase for phase in _PHASES if phase in seen] + sorted(seen - _PHASES.keys())
-    other = iter(_OTHER_PHASES * len(seen))
-    x = np.array([row["step"] for row in timed], dtype=float)
-    total = np.zeros(len(timed))
-    for phase in phases:
-        seconds = np.array([row.get(f"timing/{phase}_s") or 0.0 for row in timed])
-        color = _PHASES.get(phase) or next(other)
-        label = f"{phase} {seconds.mean():.3g} s"
-        axes.bar(x, seconds, bottom=total, width=1.0, color=color, label=label, linewidth=0)
-        total += seconds
-    if timed and total.max() > 2 * np.quantile(total, 0.95):
-        axes.set_ylim(0, 1.3 * np.quantile(total, 0.95))
+    """Stacked seconds; in the legend their medians over the steps that have the phase. A few very slow steps (the
+    first one, say) may leave the picture so that the rest stays readable; the slowest has its seconds beside it.
+    """
     axes.set_ylabel("seconds per step", color=_INK)
+    seconds = _phase_seconds(steps)
+    if not seconds:
+        return
+    x = np.array([row["step"] for row in steps], dtype=float)
+    heights = np.array(list(seconds.values()))
+    axes.stackplot(
+        np.append(x - 0.5, x[-1] + 0.5),
+        np.append(heights, heights[:, -1:], axis=1),
+        step="post",
+        colors=[_PHASES.get(phase, f"C{i}") for i, phase in enumerate(seconds)],
+        labels=[f"{phase} {_seconds(float(np.median(s[s > 0])))}" for phase, s in seconds.items()],
+        linewidth=0,
+    )
+    total = heights.sum(axis=0)
+    limit, slowest = 1.6 * np.quantile(total, 0.8), int(total.argmax())
+    if total[slowest] > 1.5 * limit:
+        axes.set_ylim(0, limit)
+        axes.text(x[slowest] + 0.5, 0.98 * limit, f" {_seconds(total[slowest])}", color=_INK, fontsize=8, va="top")
+
+
+def _seconds(value: float) -> str:
+    """Two digits below 10 s, whole seconds above."""
+    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+
+
+def _phase_seconds(steps: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Seconds of each phase at each step, 0 where a step lacks it; "other" is what no timer has seen of a step."""
+    names = {key for row in steps for key in row if key.startswith("timing/")}
+    columns = {
+        name.removeprefix("timing/").removesuffix("_s"): np.array([row.get(name) or 0.0 for row in steps])
+        for name in sorted(names)
+    }
+    whole = columns.pop("step", None)
+    if whole is not None:
+        columns["other"] = np.maximum(whole - sum(columns.values()), 0.0)
+    order = [*_PHASES, *(columns.keys() - _PHASES.keys())]
+    return {phase: columns[phase] for phase in order if phase in columns and columns[phase].any()}
 
 
 def _draw_warmup(scores: Axes, times: Axes, warmup: Sequence[Row], first: float, last: float) -> float:
     """Shade the band of the warm-up and draw its loss in it, on a scale of its own; returns the band's left edge."""
     left = first - _WARMUP_WIDTH * (last - first)
-    for axes in (scores, times):
-        axes.axvspan(left, first, color="#f3f3f3", zorder=0, linewidth=0)
-        axes.axvline(first, color="#bbbbbb", linewidth=1, zorder=1)
+    for panel in (scores, times):
+        panel.axvspan(left, first, color="#f3f3f3", zorder=0, linewidth=0)
+        panel.axvline(first, color="#bbbbbb", linewidth=1, zorder=1)
     loss = np.array([row["warmup/loss"] for row in warmup], dtype=float)
     x = np.linspace(left, first, len(loss) + 1)[1:]
     own_scale = scores.twinx()
     own_scale.plot(x, loss, color=_WARMUP, linewidth=1.5)
-    own_scale.set_ylim(bottom=0, top=1.35 * np.nanmax(loss))
+    own_scale.set_ylim(bottom=0, top=1.4 * np.nanmax(loss))
     own_scale.axis("off")
-    text = f"supervised warm-up\n{len(loss)} steps, loss {loss[0]:.2f} → {loss[-1]:.2f}"
+    text = f"supervised warm-up\n{len(loss)} steps\nloss {loss[0]:.2f} → {loss[-1]:.2f}"
     middle = (left + first) / 2
     scores.text(
         middle, 0.97, text, transform=scores.get_xaxis_transform(), ha="center", va="top", color=_WARMUP, fontsize=8.5
@@ -138,4 +169,7 @@ def _dress(axes: Axes) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#bbbbbb")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, frameon=False, fontsize=9, borderaxespad=0.2)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True, handlelength=1.2, frameon=False, fontsize=9
+        )

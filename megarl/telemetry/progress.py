@@ -72,8 +72,9 @@ class Progress:
             if key.startswith("timing/")
         }
         if self._live is None:
-            fields = "  ".join(f"{name} {value}" for name, value in {**shown, **phases}.items())
-            self.note(f"{self._description} {self._done}/{self._total}  {fields}  eta {self._eta()}")
+            groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (shown, phases)]
+            text = " | ".join(group for group in groups if group)
+            self.note(f"{self._description} {self._done}/{self._total} | {text} | eta {self._eta()}")
             return
         self._latest.update(shown)
         self._bar.update(self._task, completed=self._done, eta=self._eta())

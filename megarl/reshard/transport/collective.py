@@ -84,17 +84,23 @@ class CollectiveTransport:
         self._receives = _schedule(receives, int(rounds))
 
     @property
+    def rounds(self) -> int:
+        """Rounds of a run, the same on every rank of the group; at least one."""
+        return len(self._sends)
+
+    @property
     def buffer_bytes(self) -> int:
         """Extra memory held during a run."""
-        return min(2, len(self._sends)) * (_bucket_size(self._sends) + _bucket_size(self._receives))
+        return min(2, self.rounds) * (_bucket_size(self._sends) + _bucket_size(self._receives))
 
-    def run(self, meanwhile: Callable[[], None]) -> None:
+    def run(self, meanwhile: Callable[[int], None]) -> None:
         """Moves everything once.
 
         Args:
-            meanwhile: called once, while the first round travels.
+            meanwhile: called with the number of every round while it travels. Keep it shorter than a round: the next
+                one, already packed, is posted after it.
         """
-        rounds = len(self._sends)
+        rounds = self.rounds
         outgoing = [self._bucket(self._sends) for _ in range(min(2, rounds))]
         incoming = [self._bucket(self._receives) for _ in range(min(2, rounds))]
 
@@ -113,10 +119,10 @@ class CollectiveTransport:
 
         pack(0)
         travelling = post(0)
-        meanwhile()
         for k in range(rounds):
             if k + 1 < rounds:
                 pack(k + 1)
+            meanwhile(k)
             for work in travelling:
                 work.wait()
             if k + 1 < rounds:

@@ -1,0 +1,1 @@
+"""The built-in engine: plain PyTorch, on CPU and CUDA, tensor-parallel."""

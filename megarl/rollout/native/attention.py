@@ -39,9 +39,8 @@ class PrefillAttention:
         self._rectangle = (sequences, length)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, self._rectangle) for x in (q, k, v))
-        self._cache.write_rectangle(layer, self._first_slot, k, v)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.unflatten(0, self._rectangle).transpose(1, 2) for x in (q, k, v))
+        self._cache.write_prompts(layer, self._first_slot, k, v)
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -60,16 +59,15 @@ class DecodeAttention:
 
     def __init__(self, cache: KVCache, *, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
         self._cache = cache
-        self._rows = cache.row_indices(positions)
-        self._slots, self._length = len(positions), round_length(longest)
+        self._positions, self._slots = positions, torch.arange(len(positions), device=positions.device)
+        self._length = round_length(longest)
         hidden = torch.arange(self._length, device=positions.device) > positions[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
         self._mask = mask[:, None, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.write_rows(layer, self._rows, k, v)
-        keys, values = (
-            x[layer, : self._slots, : self._length].transpose(1, 2) for x in (self._cache.keys, self._cache.values)
-        )
+        self._cache.write_tokens(layer, self._slots, self._positions, k, v)
+        keys = self._cache.keys[layer, : len(q), :, : self._length]
+        values = self._cache.values[layer, : len(q), :, : self._length]
         out = scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, attn_mask=self._mask)
         return out.flatten(1)

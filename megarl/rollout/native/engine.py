@@ -13,7 +13,7 @@ from megarl.rollout.native.attention import DecodeAttention, PrefillAttention
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
 from megarl.rollout.native.sampler import sample
-from megarl.rollout.native.scheduler import Admission, Running, Scheduler, SlotCopies
+from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.types import Completion, SamplingParams
 
 
@@ -58,9 +58,10 @@ class NativeEngine:
         return self._parameters
 
     def wake(self, *, weights_only: bool = False) -> None:
-        # The storage is resized under the tensors, so the objects that `parameters` returned stay valid.
         for p in self._parameters.values():
-            p.untyped_storage().resize_(p.nbytes)
+            # `resize_` moves the data even when the size stays the same.
+            if p.untyped_storage().nbytes() != p.nbytes:
+                p.untyped_storage().resize_(p.nbytes)
         if not weights_only and self._cache is None:
             self._cache = KVCache(
                 self._arch,
@@ -74,6 +75,7 @@ class NativeEngine:
     def sleep(self, *, release_weights: bool = False) -> None:
         self._cache = None
         if release_weights:
+            # The storage goes, the tensors stay: whoever holds them from `parameters` can write to them after waking.
             for p in self._parameters.values():
                 p.untyped_storage().resize_(0)
 
@@ -93,7 +95,7 @@ class NativeEngine:
         while scheduler.busy:
             self._prefill(self._cache, scheduler.admit())
             drawn = self._decode(self._cache, scheduler.running, params, seeds)
-            self._copy(self._cache, scheduler.advance(drawn))
+            self._cache.copy_slots(scheduler.advance(drawn))
         return scheduler.completions
 
     def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
@@ -124,7 +126,7 @@ class NativeEngine:
                 cache, first_slot=admission.first_slot, sequences=len(rectangle), length=longest
             )
             self._decoder.forward(tokens.flatten(), positions.flatten(), attention)
-        self._copy(cache, admission.copies)
+        cache.copy_slots(admission.copies)
 
     def _decode(
         self, cache: KVCache, running: Sequence[Running], params: SamplingParams, seeds: Sequence[int]
@@ -139,6 +141,3 @@ class NativeEngine:
         # The step's only wait for the device. float64 holds every token id.
         table = torch.stack((out.token_ids.double(), out.logp.double(), out.model_logp.double()), dim=1).tolist()
         return [(int(token), logp, model_logp) for token, logp, model_logp in table]
-
-    def _copy(self, cache: KVCache, copies: SlotCopies) -> None:
-        cache.copy_slots(copies.sources, copies.targets, copies.length)

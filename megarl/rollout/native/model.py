@@ -122,9 +122,9 @@ class Decoder:
         local = F.linear(self._norm(hidden, self._final_norm), self._output)
         if self._group is None:
             return local.float()
-        gathered = local.new_empty(self._tp, *local.shape)
-        dist.all_gather_into_tensor(gathered, local, group=self._group)
-        return gathered.transpose(0, 1).flatten(1)[:, : self._arch.vocab_size].float()
+        shards = [torch.empty_like(local) for _ in range(self._tp)]
+        dist.all_gather(shards, local, group=self._group)
+        return torch.cat(shards, dim=-1)[:, : self._arch.vocab_size].float()
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._group is None:

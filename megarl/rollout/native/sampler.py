@@ -71,7 +71,6 @@ def keep_likeliest(logits: Tensor, *, top_k: int, top_p: float) -> tuple[Tensor,
     if top_p < 1:
         probs = kept.softmax(-1, dtype=torch.float64)
         likelier = probs.cumsum(-1) - probs
-        likelier[:, 0] = 0  # the likeliest token stays, whatever rounding says
         kept = kept.masked_fill(likelier >= top_p, float("-inf"))
     return kept, order
 

@@ -11,6 +11,8 @@ from megarl.telemetry.sinks.tensorboard import TensorBoardSink
 
 __all__ = ["Sink", "open_sinks"]
 
+_BEFORE_ANY_WARMUP = -(2**40)  # an earlier run may have had a longer warm-up than this one
+
 _SINKS: dict[str, Callable[[str, int], Sink]] = {
     "jsonl": JsonlSink,
     "csv": CsvSink,
@@ -23,7 +25,8 @@ def open_sinks(names: Sequence[str], run_dir: str, first_step: int) -> list[Sink
 
     Args:
         names: "console" is passed over: it is the progress display.
-        first_step: the first step that this run will log, 0 for a fresh one. What an earlier run left for that step
-            and later ones is removed, so that no step appears twice.
+        first_step: the first RL step that this run will log. What an earlier run left for that step and later ones
+            is dropped, so that no step appears twice; of 1 or less, nothing of an earlier run is kept.
     """
-    return [_SINKS[name](run_dir, first_step) for name in names if name != "console"]
+    keep_below = first_step if first_step > 1 else _BEFORE_ANY_WARMUP
+    return [_SINKS[name](run_dir, keep_below) for name in names if name != "console"]

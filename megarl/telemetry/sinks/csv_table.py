@@ -17,8 +17,9 @@ class CsvSink:
         os.makedirs(run_dir, exist_ok=True)
         self._path = os.path.join(run_dir, "metrics.csv")
         reader = csv.DictReader(complete_lines(self._path))
-        self._columns = list(reader.fieldnames or ["step"])
-        self._rewrite(row for row in reader if int(row["step"]) < first_step)
+        kept = [row for row in reader if int(row["step"]) < first_step]
+        self._columns = list(kept[0]) if kept else ["step"]
+        self._rewrite(kept)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         new = [key for key in metrics if key not in self._columns]

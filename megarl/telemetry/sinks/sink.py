@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """Takes one row of metrics per step.
+    """Takes rows of metrics.
 
-    Steps count RL steps from 1; step 0 is what comes before them: the validation of the initial policy and the rows
-    of the supervised warm-up, told apart by their own counter `warmup/step`.
+    RL steps count from 1. The steps of a supervised warm-up come before them, so that its last one is step 0; their
+    rows have `warmup/step`, counted from 1, too. Step 0 is also that of the validation before the first RL step.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained policy: installs, makes the data, runs the warm-up and the RL steps.
+# Usage: launch/quickstart.sh [key=value ...]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+# The configuration is written for four ranks, on CPUs or GPUs; on fewer GPUs the layout is made smaller.
+choose_layout() {
+    local gpus megatron=actor_rollout_ref.actor.megatron
+    gpus=$(gpu_count)
+    NPROC=4 LAYOUT=()
+    if ((gpus == 2 || gpus == 3)); then
+        NPROC=2
+    elif ((gpus == 1)); then
+        NPROC=1
+        LAYOUT=($megatron.tensor_model_parallel_size=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1)
+    fi
+    if ((NPROC < 4)); then
+        LAYOUT+=(
+            trainer.n_gpus_per_node=$NPROC
+            $megatron.pipeline_model_parallel_size=1
+            $megatron.virtual_pipeline_model_parallel_size=null
+        )
+    fi
+}
+
+choose_layout
+"$PYTHON" tools/prepare_reasoning_gym.py --out runs/quickstart/data
+"$PYTHON" -m megarl.cli.main train --nproc "$NPROC" configs/quickstart.yaml "${LAYOUT[@]}" "$@"

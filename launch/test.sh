@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Everything a change must pass: lint, types, tests. Usage: launch/test.sh [pytest arguments]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
+
+RESULTS=()
+STATUS=0
+
+# check NAME COMMAND...: run it and go on, so that one run shows everything that is wrong.
+check() {
+    echo "== $1"
+    if "${@:2}"; then
+        RESULTS+=("$1 ok")
+    else
+        RESULTS+=("$1 FAILED")
+        STATUS=1
+    fi
+}
+
+check ruff "$PYTHON" -m ruff check .
+check mypy "$PYTHON" -m mypy
+check pytest "$PYTHON" -m pytest "$@"
+echo "== summary"
+printf '%s\n' "${RESULTS[@]}"
+exit "$STATUS"

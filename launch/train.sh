@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Start a training run on this node; on several nodes, start it on each of them with its own NODE_RANK.
+# Usage: [NNODES=2 NODE_RANK=0 MASTER_ADDR=host MASTER_PORT=29500] [NPROC_PER_NODE=8] [DRY_RUN=1] \
+#            launch/train.sh CONFIG [key=value ...]
+# NPROC_PER_NODE: one rank per GPU, or 4 on CPUs. DRY_RUN=1 prints the command and starts nothing.
+set -euo pipefail
+CONFIG=${1:?usage: launch/train.sh CONFIG [key=value ...]}
+CONFIG=$(realpath "$CONFIG")
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+NNODES=${NNODES:-1}
+GPUS=$(gpu_count)
+NPROC_PER_NODE=${NPROC_PER_NODE:-$((GPUS > 0 ? GPUS : 4))}
+COMMAND=(
+    "$PYTHON" -m torch.distributed.run
+    --nnodes="$NNODES" --node_rank="${NODE_RANK:-0}" --nproc_per_node="$NPROC_PER_NODE"
+    --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${MASTER_PORT:-29500}"
+    -m megarl.train "$CONFIG" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$NPROC_PER_NODE" "${@:2}"
+)
+if [[ -n ${DRY_RUN:-} ]]; then
+    printf '%q ' "${COMMAND[@]}"
+    echo
+else
+    exec "${COMMAND[@]}"
+fi

@@ -1,0 +1,1 @@
+"""From files to token ids, batches and micro-batches."""

@@ -1,0 +1,132 @@
+"""Which sequences go through the model together, on which data-parallel rank. Pure: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from megarl.data.balance import first_fit_decreasing, karmarkar_karp
+
+MicroBatches = list[list[int]]
+"""Sequence indices of each micro-batch, in the order in which they run."""
+
+Plan = list[list[MicroBatches]]
+"""plan[dp_rank][mini_batch]. All dp ranks have the same number of micro-batches in the same mini-batch; a micro-batch
+is empty only where a rank has fewer sequences than micro-batches."""
+
+
+def pack_by_tokens(
+    lengths: Sequence[int],
+    mini_batches: Sequence[Sequence[int]],
+    *,
+    dp: int,
+    max_tokens: int,
+    multiple_of: int = 1,
+    balance: bool = True,
+) -> Plan:
+    """Micro-batches of at most `max_tokens` tokens, as few as the fullest dp rank needs, nearly equal in tokens.
+
+    Args:
+        lengths: tokens per sequence.
+        mini_batches: the sequence indices of each optimizer step.
+        dp: data-parallel ranks.
+        max_tokens: tokens per micro-batch at most (ppo_max_token_len_per_gpu).
+        multiple_of: round the number of micro-batches up to a multiple (interleaved pipelines need one of their size).
+        balance: even out tokens over the dp ranks; false: equal counts, in order.
+
+    Raises:
+        ValueError: a sequence is longer than `max_tokens`.
+    """
+    for i, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ValueError(
+                f"sequence {i} has {length} tokens, more than ppo_max_token_len_per_gpu = {max_tokens}: "
+                "raise it to data.max_prompt_length + data.max_response_length"
+            )
+    return _plan(
+        lengths,
+        mini_batches,
+        dp=dp,
+        multiple_of=multiple_of,
+        balance=balance,
+        fewest=lambda share: len(_fewest_bins(lengths, share, max_tokens)),
+        fill=lambda share, count: _bins(lengths, share, count, max_tokens),
+    )
+
+
+def pack_by_count(
+    lengths: Sequence[int],
+    mini_batches: Sequence[Sequence[int]],
+    *,
+    dp: int,
+    micro_batch_size: int,
+    multiple_of: int = 1,
+    balance: bool = True,
+) -> Plan:
+    """Micro-batches of at most `micro_batch_size` sequences (ppo_micro_batch_size_per_gpu), cut in order, equally.
+
+    The other arguments are those of `pack_by_tokens`.
+    """
+    return _plan(
+        lengths,
+        mini_batches,
+        dp=dp,
+        multiple_of=multiple_of,
+        balance=balance,
+        fewest=lambda share: -(-len(share) // micro_batch_size),
+        fill=_slices,
+    )
+
+
+def _plan(
+    lengths: Sequence[int],
+    mini_batches: Sequence[Sequence[int]],
+    *,
+    dp: int,
+    multiple_of: int,
+    balance: bool,
+    fewest: Callable[[Sequence[int]], int],
+    fill: Callable[[Sequence[int], int], MicroBatches],
+) -> Plan:
+    plan: Plan = [[] for _ in range(dp)]
+    for sequences in mini_batches:
+        shares = karmarkar_karp(lengths, sequences, dp) if balance else _slices(sequences, dp)
+        count = max(fewest(share) for share in shares)
+        count = -(-count // multiple_of) * multiple_of
+        for rank, share in enumerate(shares):
+            plan[rank].append(fill(share, count))
+    return plan
+
+
+def _slices(sequences: Sequence[int], count: int) -> MicroBatches:
+    """`count` consecutive slices whose sizes differ by one at most."""
+    cuts = [len(sequences) * k // count for k in range(count + 1)]
+    return [list(sequences[start:end]) for start, end in pairwise(cuts)]
+
+
+def _fits(lengths: Sequence[int], bins: MicroBatches, max_tokens: int) -> bool:
+    return all(sum(lengths[i] for i in part) <= max_tokens for part in bins)
+
+
+def _fewest_bins(lengths: Sequence[int], share: Sequence[int], max_tokens: int) -> MicroBatches:
+    """As few bins as balanced differencing fits into, and no more than first-fit-decreasing needs."""
+    fallback = first_fit_decreasing(lengths, share, max_tokens)
+    lower_bound = -(-sum(lengths[i] for i in share) // max_tokens)
+    for count in range(lower_bound, len(fallback)):
+        bins = karmarkar_karp(lengths, share, count)
+        if _fits(lengths, bins, max_tokens):
+            return bins
+    return fallback
+
+
+def _bins(lengths: Sequence[int], share: Sequence[int], count: int, max_tokens: int) -> MicroBatches:
+    """`count` bins within the budget; `count` is at least what `_fewest_bins` found."""
+    bins = karmarkar_karp(lengths, share, count)
+    if _fits(lengths, bins, max_tokens):
+        return bins
+    bins = _fewest_bins(lengths, share, max_tokens)
+    while len(bins) < count:
+        largest = max((part for part in bins if len(part) > 1), key=lambda part: sum(lengths[i] for i in part))
+        bins.remove(largest)
+        bins += karmarkar_karp(lengths, largest, 2)
+    return bins

@@ -1,0 +1,48 @@
+"""What the program asks of a tokenizer, and how one is found on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
+from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        vocab_size: ids are below this; the model's embedding may be padded beyond it.
+        eos_id: ends a response.
+        pad_id: fills unused places; eos_id where the vocabulary has no padding token.
+    """
+
+    vocab_size: int
+    eos_id: int
+    pad_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, without special tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text; special tokens and ids from vocab_size on leave nothing behind."""
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Open a SentencePiece `.model` file, or a directory with a Hugging Face tokenizer or a `tokenizer.model`.
+
+    Raises:
+        ValueError: nothing there, or nothing that can be read.
+    """
+    if os.path.isfile(path):
+        return SentencePieceTokenizer(path)
+    if not os.path.isdir(path):
+        raise ValueError(f"no tokenizer at '{path}': set actor_rollout_ref.model.tokenizer_path")
+    if any(os.path.isfile(os.path.join(path, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
+        return HuggingFaceTokenizer(path)
+    model = os.path.join(path, "tokenizer.model")
+    if os.path.isfile(model):
+        return SentencePieceTokenizer(model)
+    raise ValueError(f"'{path}' holds no tokenizer.json, tokenizer_config.json or tokenizer.model")

@@ -1,0 +1,38 @@
+"""Tokenizer from a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HuggingFaceTokenizer:
+    """See `megarl.data.tokenizer.Tokenizer`. Reads local files only and runs no code that comes with them.
+
+    Raises:
+        ValueError: the directory cannot be read, transformers is absent, or there is no end-of-sequence token.
+    """
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from transformers import AutoTokenizer  # optional, and costs a second to import
+        except ImportError as e:
+            raise ValueError(f"reading the tokenizer in '{directory}' needs `pip install transformers`") from e
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except Exception as e:  # the library's parsers raise anything, bare Exception included
+            reason = " ".join(str(e).split())[:200]
+            raise ValueError(f"'{directory}' holds no readable Hugging Face tokenizer: {reason}") from e
+        self.vocab_size = len(self._tokenizer)
+        eos_id = self._tokenizer.eos_token_id
+        if eos_id is None:
+            raise ValueError(f"the tokenizer in '{directory}' has no eos_token: responses could never end")
+        self.eos_id = int(eos_id)
+        pad_id = self._tokenizer.pad_token_id
+        self.pad_id = self.eos_id if pad_id is None else int(pad_id)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [i for i in ids if i < self.vocab_size]
+        return str(self._tokenizer.decode(known, skip_special_tokens=True))

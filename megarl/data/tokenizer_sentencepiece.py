@@ -1,0 +1,34 @@
+"""Tokenizer from a SentencePiece model file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sentencepiece import SentencePieceProcessor
+
+
+class SentencePieceTokenizer:
+    """See `megarl.data.tokenizer.Tokenizer`.
+
+    Raises:
+        ValueError: the file is no SentencePiece model, or its vocabulary has no end-of-sequence token.
+    """
+
+    def __init__(self, model_file: str) -> None:
+        try:
+            self._processor = SentencePieceProcessor(model_file=model_file)
+        except (RuntimeError, OSError) as e:
+            raise ValueError(f"'{model_file}' is not a readable SentencePiece model") from e
+        self.vocab_size: int = self._processor.vocab_size()
+        self.eos_id: int = self._processor.eos_id()
+        if self.eos_id < 0:
+            raise ValueError(f"'{model_file}' has no end-of-sequence token: responses could never end")
+        pad_id: int = self._processor.pad_id()
+        self.pad_id = pad_id if pad_id >= 0 else self.eos_id
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._processor.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # the library raises on ids of a padded vocabulary, which an untrained model does sample
+        return str(self._processor.decode([i for i in ids if i < self.vocab_size]))

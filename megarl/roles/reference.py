@@ -1,0 +1,20 @@
+"""The frozen policy that the KL is measured against."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.roles.actor import Actor
+from megarl.roles.policy import Policy
+
+
+class Reference(Policy):
+    """A copy of the actor's weights as they are when it is made, in the same layout."""
+
+    def __init__(self, actor: Actor) -> None:
+        super().__init__(actor.config, actor.arch, actor.groups)
+        theirs = actor.parameters()
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                parameter.copy_(theirs[name])
+                parameter.requires_grad_(False)

@@ -1,0 +1,1 @@
+"""The loops: supervised warm-up, RL steps, validation. No tensor maths."""

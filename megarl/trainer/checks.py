@@ -1,0 +1,82 @@
+"""Refuses a run that cannot work, before any rank starts: one line that says what to change."""
+
+from __future__ import annotations
+
+from megarl.checkpoint.folder import read_state
+from megarl.config import Config
+from megarl.data.examples import make_examples
+from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
+
+
+def check_run(config: Config) -> Inputs:
+    """Everything that can be known without a process group; returns what was read on the way.
+
+    Raises:
+        ValueError: the first thing that is wrong, in one line.
+    """
+    _check_layouts(config)
+    _check_batches(config)
+    inputs = read_inputs(config)
+    _check_model(inputs)
+    _check_lengths(inputs)
+    if config.warmup.total_training_steps:
+        make_examples(config.data, inputs.train_prompts, inputs.tokenizer)
+        _at_most("warmup.train_batch_size", config.warmup.train_batch_size, inputs)
+    _at_most("data.train_batch_size", config.data.train_batch_size, inputs)
+    return inputs
+
+
+def _check_layouts(config: Config) -> None:
+    layout = train_layout(config)
+    generation_layout(config)
+    if layout.chunks > 1 and layout.pp == 1:
+        raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
+
+
+def _check_batches(config: Config) -> None:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    if prompts % mini:
+        raise ValueError(f"data.train_batch_size = {prompts} is not a multiple of actor.ppo_mini_batch_size = {mini}")
+    dp = train_layout(config).dp
+    if mini * rollout.n % dp:
+        raise ValueError(
+            f"actor.ppo_mini_batch_size x rollout.n = {mini * rollout.n} sequences do not divide over {dp} "
+            f"data-parallel ranks; make it a multiple of {dp}"
+        )
+    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo":
+        raise ValueError("rollout.n = 1 leaves nothing to compare within a group; use 2 or more with grpo")
+
+
+def _check_model(inputs: Inputs) -> None:
+    config, arch = inputs.config, inputs.arch
+    layout, model = train_layout(config), config.actor_rollout_ref.model
+    arch.check_training(tp=layout.tp, pp=layout.pp, chunks=layout.chunks)
+    arch.check_generation(tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    if inputs.tokenizer.vocab_size > arch.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"
+        )
+    if model.checkpoint:
+        try:
+            read_state(model.checkpoint)
+        except ValueError as e:
+            raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
+    elif not model.random_init:
+        raise ValueError(
+            "the model has no weights: set actor_rollout_ref.model.random_init=true or actor_rollout_ref.model.checkpoint"
+        )
+
+
+def _check_lengths(inputs: Inputs) -> None:
+    longest, actor = inputs.max_sequence_length, inputs.config.actor_rollout_ref.actor
+    what = f"data.max_prompt_length + data.max_response_length = {longest}"
+    if longest > inputs.arch.max_position_embeddings:
+        raise ValueError(f"{what} is more than the model's {inputs.arch.max_position_embeddings} positions")
+    if actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
+        raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
+
+
+def _at_most(key: str, size: int, inputs: Inputs) -> None:
+    if size > len(inputs.train_prompts):
+        raise ValueError(f"{key} = {size} is more than the {len(inputs.train_prompts)} prompts of data.train_files")

@@ -1,0 +1,110 @@
+"""What a run reads from disk, and the layouts it asks for. No Megatron: a launcher can check a run with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.checkpoint.folder import complete_checkpoints, read_state
+from megarl.config import Config
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.rewards.registry import RewardFunction, load_reward
+from megarl.types import Prompt, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, before any rank talks to another.
+
+    Attributes:
+        resume_from: the checkpoint that the run goes on from, or None.
+    """
+
+    config: Config
+    arch: Architecture
+    tokenizer: Tokenizer
+    reward: RewardFunction
+    train_prompts: list[Prompt]
+    val_prompts: list[Prompt]
+    resume_from: str | None
+
+    @property
+    def total_steps(self) -> int:
+        """RL steps of the whole run."""
+        trainer, data = self.config.trainer, self.config.data
+        return trainer.total_training_steps or trainer.total_epochs * (len(self.train_prompts) // data.train_batch_size)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        actor = self.config.actor_rollout_ref.actor
+        return self.total_steps * (self.config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return self.config.data.max_prompt_length + self.config.data.max_response_length
+
+    def sampling(self, *, validation: bool) -> SamplingParams:
+        rollout = self.config.actor_rollout_ref.rollout
+        source = rollout.val_kwargs if validation else rollout
+        return SamplingParams(
+            temperature=source.temperature,
+            top_p=source.top_p,
+            top_k=source.top_k,
+            max_tokens=self.config.data.max_response_length,
+            stop_token_ids=(self.tokenizer.eos_id, *rollout.stop_token_ids),
+        )
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read everything that a run needs from disk.
+
+    Raises:
+        ValueError: what is missing or wrong, and what to change, in one line.
+    """
+    model = config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
+    return Inputs(
+        config=config,
+        arch=read_architecture(model.path),
+        tokenizer=tokenizer,
+        reward=load_reward(config.reward.name),
+        train_prompts=load_prompts(config.data, config.data.train_files, tokenizer),
+        val_prompts=load_prompts(config.data, config.data.val_files, tokenizer, "data.val_files")
+        if config.data.val_files
+        else [],
+        resume_from=_resume_from(config),
+    )
+
+
+def train_layout(config: Config) -> TrainLayout:
+    """The training layout that the configuration asks for; raises ValueError if the ranks cannot be split that way."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    return TrainLayout(
+        world_size=config.trainer.world_size,
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        chunks=megatron.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+def generation_layout(config: Config) -> GenerationLayout:
+    """The generation layout that the configuration asks for; raises ValueError if the ranks cannot be split that way."""
+    return GenerationLayout(
+        world_size=config.trainer.world_size, tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    )
+
+
+def _resume_from(config: Config) -> str | None:
+    trainer = config.trainer
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "resume_path":
+        read_state(trainer.resume_from_path)
+        return trainer.resume_from_path
+    found = complete_checkpoints(trainer.run_dir)
+    return found[-1] if found else None

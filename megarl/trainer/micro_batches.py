@@ -1,0 +1,60 @@
+"""How a batch is cut: mini-batches for the optimizer, micro-batches for this rank's forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.config import Config
+from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
+from megarl.parallel.groups import Groups
+from megarl.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """One optimizer step.
+
+    Attributes:
+        sequences: indices of its sequences, over all data-parallel ranks.
+        micro_batches: this rank's share of them.
+    """
+
+    sequences: Sequence[int]
+    micro_batches: MicroBatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """One plan serves log-probabilities and training, so that the first ratio is exactly 1."""
+
+    mini_batches: list[MiniBatch]
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """This rank's micro-batches of the whole step."""
+        return [micro for mini_batch in self.mini_batches for micro in mini_batch.micro_batches]
+
+
+def plan_micro_batches(batch: Batch, config: Config, groups: Groups, *, whole: bool = False) -> StepPlan:
+    """Cut a batch by `actor.ppo_mini_batch_size` prompts, or take it `whole` as one mini-batch."""
+    actor, layout = config.actor_rollout_ref.actor, groups.train
+    size = len(batch) if whole else actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    mini_batches = [range(i, min(i + size, len(batch))) for i in range(0, len(batch), size)]
+    lengths = batch.lengths.tolist()
+    balance = config.trainer.balance_batch
+    multiple_of = layout.pp if layout.chunks > 1 else 1  # the interleaved schedule works in rounds of pp
+    if actor.use_dynamic_bsz:
+        limit = actor.ppo_max_token_len_per_gpu
+        plan = pack_by_tokens(
+            lengths, mini_batches, dp=layout.dp, max_tokens=limit, multiple_of=multiple_of, balance=balance
+        )
+    else:
+        count = actor.ppo_micro_batch_size_per_gpu
+        plan = pack_by_count(
+            lengths, mini_batches, dp=layout.dp, micro_batch_size=count, multiple_of=multiple_of, balance=balance
+        )
+    mine = plan[layout.coords(groups.rank).dp]
+    return StepPlan(
+        mini_batches=[MiniBatch(sequences=s, micro_batches=m) for s, m in zip(mini_batches, mine, strict=True)]
+    )

@@ -1,0 +1,52 @@
+"""A run on one rank: join the others, train, leave."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint.folder import read_state
+from megarl.config import dump_config
+from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.trainer.ppo import PPOTrainer
+from megarl.trainer.report import Report
+from megarl.trainer.inputs import Inputs, generation_layout, train_layout
+
+
+def run(inputs: Inputs) -> None:
+    """Train with inputs that `checks.check_run` has passed."""
+    config = inputs.config
+    init_distributed()
+    groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
+    torch.manual_seed(config.data.seed)
+    done = read_state(inputs.resume_from)["step"] if inputs.resume_from else None
+    if groups.rank == 0:
+        os.makedirs(config.trainer.run_dir, exist_ok=True)
+        with open(os.path.join(config.trainer.run_dir, "config.yaml"), "w", encoding="utf-8") as f:
+            f.write(dump_config(config))
+    # a fresh run starts its metric files anew: the warm-up's steps count up to 0
+    first_step = done + 1 if done is not None else -config.warmup.total_training_steps
+    report = Report(inputs, rank=groups.rank, first_step=first_step)
+    trainer = PPOTrainer(inputs, groups, report)
+    report.say(_start_line(inputs, groups, trainer))
+    if inputs.resume_from:
+        report.say(f"resuming from {inputs.resume_from}")
+    trainer.fit()
+    report.close()
+    destroy_groups()
+    dist.destroy_process_group()
+
+
+def _start_line(inputs: Inputs, groups: Groups, trainer: PPOTrainer) -> str:
+    train, generation = groups.train, groups.generation
+    kernels = "Transformer Engine" if trainer.actor.transformer_engine else "torch"
+    chunks = f" x {train.chunks} chunks" if train.chunks > 1 else ""
+    moved = trainer.hybrid.resharder.statistics
+    return (
+        f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}, generation TP{generation.tp} x "
+        f"{generation.replicas} replicas on {train.world_size} {groups.device.type} ranks; {inputs.arch.family} with "
+        f"{kernels} layers, {inputs.config.actor_rollout_ref.rollout.name} engine; a reshard moves "
+        f"{(moved.local + moved.received) / 2**20:.1f} MiB per rank, {moved.received / 2**20:.1f} MiB from others"
+    )

@@ -1,0 +1,39 @@
+"""Scores the rollouts, spread over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.data.tokenizer import Tokenizer
+from megarl.parallel.groups import Groups
+from megarl.rewards.registry import RewardFunction
+from megarl.types import Rollouts
+
+
+def score(rollouts: Rollouts, reward: RewardFunction, tokenizer: Tokenizer, groups: Groups) -> Rollouts:
+    """The same rollouts with `rewards`; rank r scores every world-size-th completion, everybody gets all scores."""
+    world = groups.train.world_size
+    mine = [
+        float(reward(tokenizer.decode(rollouts.completions[i].token_ids), rollouts.prompt_of(i).row))
+        for i in range(groups.rank, len(rollouts.completions), world)
+    ]
+    gathered = groups.all_gather(mine)
+    rewards = tuple(gathered[i % world][i // world] for i in range(len(rollouts.completions)))
+    return replace(rollouts, rewards=rewards)
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Rewards, accuracy (share of scores of 1 or more), lengths in tokens and the share that was cut off."""
+    lengths = [len(c.token_ids) for c in rollouts.completions]
+    return {
+        "reward/mean": _mean(rollouts.rewards),
+        "reward/accuracy": _mean([r >= 1.0 for r in rollouts.rewards]),
+        "response/length_mean": _mean(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/truncated": _mean([c.finish_reason == "length" for c in rollouts.completions]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values)) / len(values)

@@ -1,0 +1,32 @@
+"""Whole models for tests: random weights by Hugging Face name, and an engine's parameters filled from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import engine_placements, logical_tensors
+
+
+def random_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
+    """float32, the same for the same seed on every rank; large enough that greedy choices are no near-ties."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for t in logical_tensors(arch).values():
+        noise = torch.randn(t.hf_shape, generator=generator)
+        weights[t.name] = 1 + 0.1 * noise if t.kind == "norm" else 0.15 * noise
+    return weights
+
+
+def fill_engine(params: Mapping[str, Tensor], arch: Architecture, full: Mapping[str, Tensor], tp: int, r: int) -> None:
+    """Write the part that tensor-parallel rank `r` of `tp` holds; whatever no placement covers becomes NaN."""
+    for p in params.values():
+        p.fill_(torch.nan)
+    logical = logical_tensors(arch)
+    for at in engine_placements(arch, tp, r):
+        box = full[at.tensor].reshape(logical[at.tensor].shape)[tuple(slice(*x) for x in at.box)]
+        held = params[at.param][slice(*at.rows)].view(at.view)
+        held[tuple(slice(*x) for x in at.index)] = box.to(held)

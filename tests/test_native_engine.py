@@ -1,0 +1,214 @@
+"""The native engine across tensor-parallel sizes and batchings, its finishing rules, its sleep and wake."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_weights import fill_engine, random_weights
+from ranks import Ranks
+from tiny_engines import ARCHITECTURES, GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, tokens_of
+
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import engine_placements
+from megarl.rollout.native.model import parameter_shapes
+from megarl.rollout.native.scheduler import Scheduler
+from megarl.types import Completion, SamplingParams
+
+# ---------------------------------------------------------------------------------------------- tensor parallel
+
+
+def _generate_on_rank(
+    arch: Architecture, prompts: list[list[int]], params: SamplingParams, settings: dict[str, Any]
+) -> list[Completion]:
+    assert dist.group.WORLD is not None
+    return engine_of(arch, dist.group.WORLD, **settings).generate(prompts, params, seeds=range(len(prompts)))
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"), [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen2", 4), ("qwen3", 4)]
+)  # with 4 ranks, each of the 2 KV heads is on two of them
+def test_tensor_parallel_equals_one_rank(ranks: Ranks, family: str, tp: int) -> None:
+    arch = ARCHITECTURES[family]
+    for prompts, params in ((MIXED, GREEDY), (GROUPS, SAMPLED)):
+        want = engine_of(arch).generate(prompts, params, seeds=range(len(prompts)))
+        got = ranks.run(tp, _generate_on_rank, arch, prompts, params, {"max_num_seqs": 7})
+        assert all(x == got[0] for x in got)  # bit for bit
+        assert_same(got[0], want)
+
+
+def test_bfloat16_ranks_agree_bit_for_bit(ranks: Ranks) -> None:
+    settings = {"dtype": torch.bfloat16, "max_num_seqs": 7}
+    first, second = ranks.run(2, _generate_on_rank, ARCHITECTURES["qwen3"], GROUPS, SAMPLED, settings)
+    assert first == second
+
+
+def test_rank_with_nothing_but_vocabulary_padding(ranks: Ranks) -> None:
+    arch = replace(ARCHITECTURES["qwen2"], vocab_size=5)
+    prompts = [[0, 1, 4], [3, 2]]
+    want = engine_of(arch).generate(prompts, GREEDY, seeds=[0, 0])
+    assert_same(ranks.run(4, _generate_on_rank, arch, prompts, GREEDY, {})[0], want)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_placements_cover_the_parameters(family: str, tp: int) -> None:
+    arch = ARCHITECTURES[family]
+    full = random_weights(arch, seed=1)
+    for r in range(tp):
+        params = {name: torch.empty(shape) for name, shape in parameter_shapes(arch, tp).items()}
+        assert set(params) == {p.param for p in engine_placements(arch, tp, r)}
+        fill_engine(params, arch, full, tp, r)
+        padding = arch.padded_vocab_size(tp) - arch.vocab_size if r == tp - 1 else 0
+        for name, p in params.items():
+            rows = len(p) - (padding if name in ("model.embed_tokens.weight", "lm_head.weight") else 0)
+            assert not p[:rows].isnan().any() and p[rows:].isnan().all()
+
+
+# ------------------------------------------------------------------------------------------ continuous batching
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_num_seqs": 3},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 10},
+        {"max_num_batched_tokens": 1},
+    ],
+)
+def test_batching_does_not_change_completions(limits: dict[str, Any]) -> None:
+    arch = ARCHITECTURES["qwen3"]
+    want = engine_of(arch).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS)))
+    assert len({len(c.token_ids) for c in want}) > 5  # sequences do leave at different times
+    assert len(set(tokens_of(want))) > 20  # and the samples of a prompt differ
+    assert_same(engine_of(arch, **limits).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS))), want)
+
+
+def test_order_does_not_change_completions() -> None:
+    arch = ARCHITECTURES["llama"]
+    want = engine_of(arch).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS)))
+    order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(2)).tolist()
+    got = engine_of(arch, max_num_seqs=4).generate([GROUPS[i] for i in order], SAMPLED, seeds=order)
+    assert_same(got, [want[i] for i in order])
+
+
+def test_second_call_starts_afresh() -> None:
+    engine = engine_of(ARCHITECTURES["qwen2"], max_num_seqs=6)
+    first = engine.generate(GROUPS, SAMPLED, seeds=range(len(GROUPS)))
+    engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
+    assert_same(engine.generate(GROUPS, SAMPLED, seeds=range(len(GROUPS))), first)
+    assert engine.generate([], SAMPLED, seeds=[]) == []
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
+    scheduler = Scheduler([[1, 2, 3]] * 8, GREEDY, max_num_seqs=6, max_num_batched_tokens=100)
+    admission = scheduler.admit()
+    assert admission.prompts == [[1, 2]]
+    assert (list(admission.copies.sources), list(admission.copies.targets)) == ([0] * 5, [1, 2, 3, 4, 5])
+    for _ in range(11):
+        scheduler.advance([(5, 0.0, 0.0)] * 6)
+    scheduler.running[0].token_ids.pop()  # all but the first slot's sequence now finish
+    moved = scheduler.advance([(5, 0.0, 0.0)] * 6)
+    assert (list(moved.sources), list(moved.targets)) == ([], [])
+    admission = scheduler.admit()  # the two that waited copy from it while it runs
+    assert admission.prompts == [] and list(admission.copies.sources) == [0, 0]
+
+
+def test_prompts_computed_together_respect_the_limit() -> None:
+    scheduler = Scheduler(prompts_of([9, 5, 5, 5, 40, 2]), GREEDY, max_num_seqs=64, max_num_batched_tokens=24)
+    admitted = []
+    while len(scheduler.running) < 6:
+        admitted.append([len(p) for p in scheduler.admit().prompts])
+    assert admitted == [[8, 4, 4], [4], [39], [1]]  # padded to 3 x 8; one prompt may exceed the limit alone
+
+
+# --------------------------------------------------------------------------------------------------- finishing
+
+
+def test_stop_tokens_and_max_tokens() -> None:
+    engine = engine_of(ARCHITECTURES["qwen2"])
+    free = engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
+    assert all(c.finish_reason == "length" and len(c.token_ids) == 12 for c in free)
+    stops = (free[0].token_ids[4], free[4].token_ids[7])
+    stopped = engine.generate(MIXED, replace(GREEDY, stop_token_ids=stops), seeds=[0] * len(MIXED))
+    reasons = set()
+    for a, b in zip(stopped, free, strict=True):
+        end = next((i + 1 for i, t in enumerate(b.token_ids) if t in stops), None)
+        assert a.token_ids == b.token_ids[:end]
+        assert a.finish_reason == ("length" if end is None else "stop")
+        assert len(a.logp) == len(a.model_logp) == len(a.token_ids)
+        reasons.add(a.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_stop_token_in_last_place_is_a_stop() -> None:
+    engine = engine_of(ARCHITECTURES["qwen2"])
+    token = engine.generate([MIXED[0]], replace(GREEDY, max_tokens=1), seeds=[0])[0].token_ids[0]
+    out = engine.generate([MIXED[0]], replace(GREEDY, max_tokens=1, stop_token_ids=(token,)), seeds=[0])[0]
+    assert (out.token_ids, out.finish_reason) == ((token,), "stop")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt 1 is empty; give it at least one token"),
+        ([1] * 33, "prompt 1 has 33 tokens; with max_tokens = 12 that exceeds max_model_len = 44"),
+        ([1, 61], "prompt 1 has token ids outside the model's vocabulary of 61"),
+    ],
+)
+def test_impossible_requests_are_refused(prompt: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_of(ARCHITECTURES["llama"]).generate([[1], prompt], GREEDY, seeds=[0, 0])
+
+
+def test_longest_possible_request_is_served() -> None:
+    prompt = prompts_of([32])
+    out = engine_of(ARCHITECTURES["qwen3"]).generate(prompt, GREEDY, seeds=[0])
+    roomy = engine_of(ARCHITECTURES["qwen3"], max_model_len=100).generate(prompt, GREEDY, seeds=[0])
+    assert_same(out, roomy)
+
+
+# ------------------------------------------------------------------------------------------------ sleep and wake
+
+
+def test_sleep_keeps_tensors_and_values() -> None:
+    engine = engine_of(ARCHITECTURES["qwen2"])
+    want = engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
+    before = engine.parameters()
+    objects, values = list(before.values()), {k: v.clone() for k, v in before.items()}
+    addresses = [p.data_ptr() for p in objects]
+    engine.sleep()
+    engine.wake()
+    assert all(a is b for a, b in zip(engine.parameters().values(), objects, strict=True))
+    assert [p.data_ptr() for p in objects] == addresses
+    assert all(torch.equal(engine.parameters()[k], v) for k, v in values.items())
+    assert engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED)) == want
+
+
+def test_released_weights_come_back_in_the_same_tensors() -> None:
+    arch = ARCHITECTURES["qwen3"]
+    engine = engine_of(arch)
+    want = engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
+    held = engine.parameters()
+    engine.sleep(release_weights=True)
+    assert all(p.untyped_storage().nbytes() == 0 for p in held.values())
+    engine.wake(weights_only=True)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in held.values())
+    fill_engine(held, arch, random_weights(arch, seed=1), 1, 0)
+    engine.wake()
+    assert engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED)) == want
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+def test_cuda_equals_cpu(params: SamplingParams) -> None:
+    arch = ARCHITECTURES["qwen3"]
+    want = engine_of(arch).generate(GROUPS, params, seeds=range(len(GROUPS)))
+    got = engine_of(arch, device="cuda", max_num_seqs=7).generate(GROUPS, params, seeds=range(len(GROUPS)))
+    assert_same(got, want, tolerance=1e-4)
+    rounded = engine_of(arch, device="cuda", dtype=torch.bfloat16).generate(GROUPS, params, seeds=range(len(GROUPS)))
+    assert all(torch.tensor(c.logp).isfinite().all() for c in rounded)

@@ -1,0 +1,105 @@
+"""The native engine against Hugging Face's models with the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from full_weights import random_weights
+from tiny_engines import ARCHITECTURES, GREEDY, GROUPS, MIXED, SAMPLED, engine_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from megarl.models.families import FAMILIES
+from megarl.rollout.native.sampler import sample
+
+HF_CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def config_of(family: str) -> PretrainedConfig:
+    arch = ARCHITECTURES[family]
+    return HF_CONFIGS[family](
+        num_hidden_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        intermediate_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_attention_heads,
+        num_key_value_heads=arch.num_key_value_heads,
+        head_dim=arch.head_dim,
+        vocab_size=arch.vocab_size,
+        max_position_embeddings=arch.max_position_embeddings,
+        tie_word_embeddings=arch.tie_word_embeddings,
+        rms_norm_eps=arch.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+@cache
+def hugging_face(family: str) -> Any:
+    """The model with `random_weights`, float32."""
+    model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager").eval()
+    loaded = model.load_state_dict(random_weights(ARCHITECTURES[family], seed=1), strict=False)
+    assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_config_describes_the_architecture(family: str) -> None:
+    name = type(hugging_face(family)).__name__
+    assert FAMILIES[name](config_of(family).to_dict()) == ARCHITECTURES[family]
+
+
+@torch.no_grad()
+def hf_logits(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """float32 [response, vocab], from which each response token is drawn, by one full forward pass without cache."""
+    return model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+
+
+def hf_logp(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """float32 [response], log-probability of each response token."""
+    return hf_logits(model, prompt, response).log_softmax(-1)[range(len(response)), list(response)]
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_greedy_equals_hugging_face(family: str) -> None:
+    model = hugging_face(family)
+    out = engine_of(ARCHITECTURES[family]).generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
+    for prompt, completion in zip(MIXED, out, strict=True):
+        want = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, len(prompt) :]
+        assert list(completion.token_ids) == want.tolist()
+        assert completion.logp == completion.model_logp
+        torch.testing.assert_close(
+            torch.tensor(completion.model_logp), hf_logp(model, prompt, want.tolist()), atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_samples_are_drawn_from_hugging_faces_logits(family: str) -> None:
+    out = engine_of(ARCHITECTURES[family]).generate(GROUPS, SAMPLED, seeds=range(100, 100 + len(GROUPS)))
+    for i, (prompt, completion) in enumerate(zip(GROUPS, out, strict=True)):
+        positions = torch.arange(len(completion.token_ids))
+        logits = hf_logits(hugging_face(family), prompt, completion.token_ids)
+        want = sample(logits, SAMPLED, seeds=torch.full_like(positions, 100 + i), positions=positions)
+        assert list(completion.token_ids) == want.token_ids.tolist()
+        torch.testing.assert_close(torch.tensor(completion.logp), want.logp, atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(completion.model_logp), want.model_logp, atol=1e-5, rtol=0)
+
+
+def test_bfloat16_is_as_close_to_float32_as_hugging_face_is() -> None:
+    arch = ARCHITECTURES["qwen3"]
+    out = engine_of(arch, dtype=torch.bfloat16).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS)))
+    rounded = AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager").eval()
+    rounded.load_state_dict(hugging_face("qwen3").state_dict())
+    rounded = rounded.bfloat16()
+    ours, theirs = [], []
+    for prompt, completion in zip(GROUPS, out, strict=True):
+        exact = hf_logp(hugging_face("qwen3"), prompt, completion.token_ids)
+        ours.append(torch.tensor(completion.model_logp) - exact)
+        theirs.append(hf_logp(rounded, prompt, completion.token_ids) - exact)
+    assert torch.cat(ours).abs().mean() < 1.3 * torch.cat(theirs).abs().mean()

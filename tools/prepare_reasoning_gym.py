@@ -1,0 +1,186 @@
+"""Make training and validation prompts from a reasoning-gym task, and a tokenizer that fits them.
+
+    python tools/prepare_reasoning_gym.py --out runs/sums/data --task chain_sum --config '{"max_terms": 3}'
+
+writes to --out:
+
+    train.jsonl, val.jsonl   columns prompt, answer, data_source, question, metadata; for `reward.name: reasoning_gym`
+    tokenizer.model          SentencePiece, trained on the training text alone; pad 0, eos 1, unk 2
+    manifest.json            the arguments; a second call with the same ones does nothing
+
+No question appears twice, neither within a file nor across the two. The same arguments give the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+DRAWS_PER_ROW = 50  # how often a small task may repeat itself before it is said to have too few questions
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--out", required=True, type=Path, help="folder to write to")
+    parser.add_argument("--task", default="chain_sum", help="name of a reasoning-gym dataset")
+    parser.add_argument("--config", default="{}", type=json_object, help="the generator's settings, a JSON object")
+    parser.add_argument("--train", default=4096, type=int, help="training rows")
+    parser.add_argument("--val", default=256, type=int, help="validation rows")
+    parser.add_argument("--seed", default=1, type=int, help="seeds the generator")
+    parser.add_argument("--vocab-size", default=256, type=int, help="tokens at most; small texts may need fewer")
+    parser.add_argument("--template", default="{question}", help="the prompt; fields: question, and those of metadata")
+    return parser.parse_args(argv)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError('must be a JSON object, such as {"max_terms": 3}')
+    return value
+
+
+def questions(task: str, config: dict[str, Any], seed: int, draws: int) -> Iterator[Row]:
+    """Entries (question, answer, metadata) as the task generates them, `draws` at most; raises ValueError."""
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.0)
+        raise ValueError(f"--task: reasoning-gym has no '{task}'; nearest of its {len(DATASETS)}: {', '.join(near)}")
+    known = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
+    for key in config:
+        if key not in known:
+            raise ValueError(f"--config: '{key}' is no setting of {task}; it has {', '.join(sorted(known))}")
+    try:
+        dataset = reasoning_gym.create_dataset(task, seed=seed, size=draws, **config)
+    except (AssertionError, TypeError, ValueError) as e:
+        raise ValueError(f"--config: {task} refuses its settings: {e}") from e
+    yield from dataset
+
+
+def distinct_rows(args: argparse.Namespace) -> list[Row]:
+    """args.val + args.train rows with different questions, in order of generation; raises ValueError."""
+    wanted = args.val + args.train
+    rows: list[Row] = []
+    seen: set[str] = set()
+    repeated = 0
+    for entry in questions(args.task, args.config, args.seed, DRAWS_PER_ROW * wanted):
+        if entry["question"] in seen:
+            repeated += 1
+            continue
+        seen.add(entry["question"])
+        rows.append(to_row(entry, args.task, args.template))
+        if len(rows) == wanted:
+            print(f"{wanted} different questions of {args.task}; {repeated} repeated ones left out")
+            return rows
+    raise ValueError(
+        f"{args.task} made only {len(rows)} different questions in {DRAWS_PER_ROW * wanted} draws, but --train and "
+        f"--val want {wanted}: lower them, or widen --config"
+    )
+
+
+def to_row(entry: Row, task: str, template: str) -> Row:
+    """One line of the files; raises ValueError for a template that names an unknown field."""
+    values = {**entry["metadata"], "question": entry["question"]}
+    try:
+        prompt = template.format(**values)
+    except (KeyError, IndexError, ValueError) as e:
+        raise ValueError(f"--template '{template}' does not fit; its fields can be {', '.join(values)}") from e
+    return {
+        "prompt": prompt,
+        "answer": entry["answer"],
+        "data_source": task,
+        "question": entry["question"],
+        "metadata": entry["metadata"],
+    }
+
+
+def write_jsonl(path: Path, rows: list[Row]) -> None:
+    try:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    except TypeError as e:
+        raise ValueError(f"this task's metadata cannot be written as JSON: {e}") from e
+
+
+def train_tokenizer(path: Path, texts: list[str], vocab_size: int) -> int:
+    """Write a SentencePiece model; returns how many tokens it has. Raises ValueError if there are too few for them.
+
+    Text is kept as it is, line breaks and repeated blanks included, so that decoding gives the encoded text back; and
+    every digit is a token, so that numbers of any length are spelled the same way.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            byte_fallback=False,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            pad_id=0,
+            eos_id=1,
+            unk_id=2,
+            bos_id=-1,
+            num_threads=1,  # the result must not depend on the machine
+            minloglevel=2,
+        )
+    except RuntimeError as e:
+        raise ValueError(f"--vocab-size {vocab_size} does not work for this text: {e}") from e
+    path.write_bytes(model.getvalue())
+    return int(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size())
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Do what the module says; raises ValueError, in one line, for arguments that do not work."""
+    if args.train < 1 or args.val < 1:
+        raise ValueError("--train and --val must be 1 or more")
+    arguments = {key: value for key, value in vars(args).items() if key != "out"}
+    arguments["reasoning_gym"] = version("reasoning-gym")  # another release may ask other questions
+    manifest = args.out / "manifest.json"
+    if manifest.is_file() and json.loads(manifest.read_text()) == arguments:
+        print(f"{args.out} is up to date")
+        return
+    rows = distinct_rows(args)
+    # validation is drawn first: it stays a fair sample of the task, which what is left after training rows is not
+    val, train = rows[: args.val], rows[args.val :]
+    args.out.mkdir(parents=True, exist_ok=True)
+    manifest.unlink(missing_ok=True)
+    write_jsonl(args.out / "train.jsonl", train)
+    write_jsonl(args.out / "val.jsonl", val)
+    texts = [text for row in train for text in (row["prompt"], row["answer"])]
+    size = train_tokenizer(args.out / "tokenizer.model", texts, args.vocab_size)
+    manifest.write_text(json.dumps(arguments, indent=2) + "\n")
+    print(f"{args.out}: {len(train)} training rows, {len(val)} validation rows, {size} tokens")
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        prepare(parse(argv))
+    except ValueError as e:
+        print(f"prepare_reasoning_gym: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
