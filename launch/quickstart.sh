@@ -17,7 +17,6 @@ choose_layout() {
     fi
     if ((NPROC < 4)); then
         LAYOUT+=(
-            trainer.n_gpus_per_node=$NPROC
             $megatron.pipeline_model_parallel_size=1
             $megatron.virtual_pipeline_model_parallel_size=null
         )

@@ -8,14 +8,12 @@ CONFIG=${1:?usage: launch/train.sh CONFIG [key=value ...]}
 CONFIG=$(realpath "$CONFIG")
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-NNODES=${NNODES:-1}
 GPUS=$(gpu_count)
-NPROC_PER_NODE=${NPROC_PER_NODE:-$((GPUS > 0 ? GPUS : 4))}
 COMMAND=(
     "$PYTHON" -m torch.distributed.run
-    --nnodes="$NNODES" --node_rank="${NODE_RANK:-0}" --nproc_per_node="$NPROC_PER_NODE"
+    --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --nproc_per_node="${NPROC_PER_NODE:-$((GPUS > 0 ? GPUS : 4))}"
     --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${MASTER_PORT:-29500}"
-    -m megarl.train "$CONFIG" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$NPROC_PER_NODE" "${@:2}"
+    -m megarl.train "$CONFIG" "${@:2}"
 )
 if [[ -n ${DRY_RUN:-} ]]; then
     printf '%q ' "${COMMAND[@]}"

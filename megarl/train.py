@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 
 from megarl.config import Config, ConfigError, load_config
 
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         return _refuse(f"megarl: error: {e}", rank)
 
+    _hush_dependencies()
     from megarl.trainer.run import run
 
     try:
@@ -41,6 +43,12 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         os._exit(1)
     return 0
+
+
+def _hush_dependencies() -> None:
+    """Megatron-Core and torch warn of their own deprecations and absent options once per rank and call site."""
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=module)
 
 
 def _refuse(message: str, rank: int) -> int:

@@ -1,7 +1,7 @@
 """Real ranks for tests: a pool of processes that stay alive, each job with a process group of its own.
 
 Starting a rank costs seconds of imports, so the pool is started once per test session and every job initialises and
-destroys its own gloo world of 1 to 4 ranks.
+destroys its own world of 1 to 4 ranks: gloo on CPUs; where there are enough GPUs, NCCL for tensors on them as well.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,10 +24,15 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     while (job := pipe.recv()) is not None:
         fn, rank, world, store, args = job
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+            backend = "gloo"
+            if torch.cuda.device_count() >= world:
+                torch.cuda.set_device(rank)
+                backend = "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
             try:
                 pipe.send((True, fn(*args)))
             finally:
@@ -55,7 +61,7 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
-        """`fn(*args)` on every rank of a gloo world; returns the results in rank order, raises if a rank did."""
+        """`fn(*args)` on every rank of a world; returns the results in rank order, raises if a rank did."""
         self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):

@@ -132,6 +132,7 @@ def train_tokenizer(path: Path, texts: list[str], vocab_size: int) -> int:
             vocab_size=vocab_size,
             hard_vocab_limit=False,
             character_coverage=1.0,
+            required_chars="\n",  # the trainer drops a line break that ends a text, and would not know it
             byte_fallback=False,
             split_digits=True,
             normalization_rule_name="identity",
@@ -145,7 +146,8 @@ def train_tokenizer(path: Path, texts: list[str], vocab_size: int) -> int:
             minloglevel=2,
         )
     except RuntimeError as e:
-        raise ValueError(f"--vocab-size {vocab_size} does not work for this text: {e}") from e
+        reason = str(e).rpartition("] ")[2]  # after the place in the library's source
+        raise ValueError(f"--vocab-size {vocab_size} does not work for this text: {reason}") from e
     path.write_bytes(model.getvalue())
     return int(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size())
 

@@ -194,6 +194,7 @@ class Reward(Section):
 class Warmup(Section):
     """A supervised phase before the RL steps: cross-entropy on `data.answer_key`, then a fresh optimizer."""
 
+    train_files: list[str] = Field(default_factory=list, description="demonstrations; default data.train_files")
     total_training_steps: int = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
     train_batch_size: int = Field(256, ge=1, description="examples per step, over all ranks")
     optim: Optim = Optim(lr=1e-5)

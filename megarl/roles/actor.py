@@ -19,6 +19,7 @@ from megarl.config.schema import ActorRolloutRef, Optim
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.roles.microbatch import MicroBatch
+from megarl.roles.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from megarl.roles.policy import Policy
 from megarl.types import Batch
 
@@ -145,16 +146,15 @@ class Actor(Policy):
 
     def sharded_training_state(self, *, loading: bool) -> dict[str, Any]:
         """Weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into."""
-        model = self.sharded_state()
-        optimizer = self.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
-        )
-        return {**model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+        weights = self.sharded_state()
+        split = self.groups.pgs.dp_cp if self.config.actor.megatron.use_distributed_optimizer else None
+        optimizer = sharded_optimizer_state(self.optimizer, weights, split, loading=loading)
+        return {**weights, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Take over what was read through `sharded_training_state`."""
         self.load_sharded(state)
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer_state(self.optimizer, self.sharded_state(), state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
 
     def train_chunks(self) -> list[Any]:

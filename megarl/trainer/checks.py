@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megarl.checkpoint.folder import read_state
 from megarl.config import Config
-from megarl.data.examples import make_examples
 from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
 
 
@@ -19,10 +18,10 @@ def check_run(config: Config) -> Inputs:
     inputs = read_inputs(config)
     _check_model(inputs)
     _check_lengths(inputs)
+    _at_most("data.train_batch_size", config.data.train_batch_size, len(inputs.train_prompts), "data.train_files")
     if config.warmup.total_training_steps:
-        make_examples(config.data, inputs.train_prompts, inputs.tokenizer)
-        _at_most("warmup.train_batch_size", config.warmup.train_batch_size, inputs)
-    _at_most("data.train_batch_size", config.data.train_batch_size, inputs)
+        demonstrations = len(inputs.demonstrations)
+        _at_most("warmup.train_batch_size", config.warmup.train_batch_size, demonstrations, "warmup.train_files")
     return inputs
 
 
@@ -77,6 +76,6 @@ def _check_lengths(inputs: Inputs) -> None:
         raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
 
 
-def _at_most(key: str, size: int, inputs: Inputs) -> None:
-    if size > len(inputs.train_prompts):
-        raise ValueError(f"{key} = {size} is more than the {len(inputs.train_prompts)} prompts of data.train_files")
+def _at_most(key: str, size: int, there_are: int, files: str) -> None:
+    if size > there_are:
+        raise ValueError(f"{key} = {size} is more than the {there_are} rows of {files}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megarl.checkpoint.folder import complete_checkpoints, read_state
 from megarl.config import Config
+from megarl.data.examples import Example, make_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
@@ -20,6 +21,7 @@ class Inputs:
     """What a run reads, before any rank talks to another.
 
     Attributes:
+        demonstrations: what the warm-up learns from; empty without a warm-up.
         resume_from: the checkpoint that the run goes on from, or None.
     """
 
@@ -29,6 +31,7 @@ class Inputs:
     reward: RewardFunction
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
+    demonstrations: list[Example]
     resume_from: str | None
 
     @property
@@ -66,17 +69,16 @@ def read_inputs(config: Config) -> Inputs:
     Raises:
         ValueError: what is missing or wrong, and what to change, in one line.
     """
-    model = config.actor_rollout_ref.model
+    model, data = config.actor_rollout_ref.model, config.data
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     return Inputs(
         config=config,
         arch=read_architecture(model.path),
         tokenizer=tokenizer,
         reward=load_reward(config.reward.name),
-        train_prompts=load_prompts(config.data, config.data.train_files, tokenizer),
-        val_prompts=load_prompts(config.data, config.data.val_files, tokenizer, "data.val_files")
-        if config.data.val_files
-        else [],
+        train_prompts=load_prompts(data, data.train_files, tokenizer),
+        val_prompts=load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else [],
+        demonstrations=_demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
         resume_from=_resume_from(config),
     )
 
@@ -97,6 +99,13 @@ def generation_layout(config: Config) -> GenerationLayout:
     return GenerationLayout(
         world_size=config.trainer.world_size, tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size
     )
+
+
+def _demonstrations(config: Config, tokenizer: Tokenizer) -> list[Example]:
+    files, what = config.warmup.train_files, "warmup.train_files"
+    if not files:
+        files, what = config.data.train_files, "data.train_files"
+    return make_examples(config.data, load_prompts(config.data, files, tokenizer, what), tokenizer)
 
 
 def _resume_from(config: Config) -> str | None:

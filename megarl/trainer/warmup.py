@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.policy_loss import supervised_loss
-from megarl.data.examples import make_examples
 from megarl.data.sampler import PromptSampler
 from megarl.roles.actor import Actor
 from megarl.trainer.micro_batches import plan_micro_batches
@@ -16,7 +15,7 @@ from megarl.types import batch_of
 def warm_up(inputs: Inputs, actor: Actor, report: Report) -> None:
     """Train the actor for `warmup.total_training_steps` optimizer steps."""
     config, warmup = inputs.config, inputs.config.warmup
-    examples = make_examples(config.data, inputs.train_prompts, inputs.tokenizer)
+    examples = inputs.demonstrations
     sampler = PromptSampler(len(examples), warmup.train_batch_size, True, config.data.seed)
     actor.start_optimizer(warmup.optim, warmup.total_training_steps)
     with report.phase("warm-up", warmup.total_training_steps):

@@ -1,0 +1,140 @@
+"""The optimizer's state in model space: per parameter, in the parameter's own shape, hence loadable in any layout.
+
+MegaRL's own, because Megatron-Core's formats for the distributed optimizer cannot load torch's AdamW (its `step` is
+in no format) and, for parameters whose size is not a multiple of 64, drop elements at the ends of buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """This rank's part of one parameter's optimizer state.
+
+    Attributes:
+        main: the fp32 tensor that the inner optimizer steps.
+        adam: that inner optimizer.
+        start, stop: which elements of the flattened model parameter it is.
+    """
+
+    main: Tensor
+    adam: Any
+    start: int
+    stop: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fp32 weights and Adam's moments, made if the optimizer has not stepped yet."""
+        state = self.adam.state[self.main]
+        for name in MOMENTS:
+            if name not in state:
+                state[name] = torch.zeros_like(self.main, dtype=torch.float32)
+        return {"main": self.main, **{name: state[name] for name in MOMENTS}}
+
+
+def sharded_optimizer_state(
+    optimizer: Any, weights: dict[str, Any], data_parallel: dist.ProcessGroup | None, *, loading: bool
+) -> dict[str, Any]:
+    """The state as Megatron-Core's sharded state dict, shaped like the weights.
+
+    Args:
+        optimizer: Megatron-Core's optimizer, distributed or not.
+        weights: sharded state dict of the model.
+        data_parallel: the ranks over which the optimizer splits its state, if it does; all of them call.
+        loading: leave the tensors empty, to be read into.
+
+    Returns:
+        {"step": ..., "state": {index of the weight: {name: sharded tensor of the weight's shape}}}
+    """
+    state = {}
+    for index, weight in enumerate(_weights(weights)):
+        slot = _slot(optimizer, weight.data)
+        wholes = {name: torch.zeros_like(weight.data, dtype=torch.float32) for name in ("main", *MOMENTS)}
+        if not loading:
+            _gather(wholes, slot, data_parallel)
+        state[index] = {
+            name: replace(weight, key=f"optimizer.{name}.{weight.key}", data=whole, **_fp32(weight))
+            for name, whole in wholes.items()
+        }
+    return {"step": _step(optimizer), "state": state}
+
+
+def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Take over what was read through `sharded_optimizer_state`."""
+    with torch.no_grad():
+        for index, weight in enumerate(_weights(weights)):
+            slot = _slot(optimizer, weight.data)
+            if slot is not None:
+                for name, tensor in slot.tensors().items():
+                    whole = loaded["state"][index][name].flatten()
+                    tensor.copy_(whole[slot.start : slot.stop].view_as(tensor))
+    for adam in _inner(optimizer):
+        for group in adam.param_groups:
+            if "step" in group:  # Transformer Engine's and apex's FusedAdam
+                group["step"] = loaded["step"]
+            for main in group["params"]:
+                if isinstance(adam, torch.optim.Adam):
+                    adam.state[main]["step"] = torch.tensor(float(loaded["step"]))
+
+
+def _gather(wholes: dict[str, Tensor], slot: Slot | None, data_parallel: dist.ProcessGroup | None) -> None:
+    """Put the parts of all data-parallel ranks together; they do not overlap, so adding them rounds nothing."""
+    for name, whole in wholes.items():
+        if slot is not None:
+            whole.view(-1)[slot.start : slot.stop] = slot.tensors()[name].detach().flatten()
+        if data_parallel is not None:
+            dist.all_reduce(whole, group=data_parallel)
+
+
+def _weights(weights: dict[str, Any]) -> Iterator[Any]:
+    """Sharded tensors (or their factories) of trained parameters, in the order of the state dict."""
+    for value in nested_values(weights):
+        if isinstance(value, ShardedBase) and isinstance(value.data, torch.nn.Parameter):
+            yield value
+
+
+def _slot(optimizer: Any, parameter: Tensor) -> Slot | None:
+    """Where this rank keeps its part of a parameter's state; None if it has no part."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if hasattr(part, "model_param_group_index_map"):  # the distributed optimizer
+            if parameter in part.model_param_group_index_map:
+                group, order = part.model_param_group_index_map[parameter]
+                held = part._get_model_param_range_map(parameter)["param"]
+                main = part.optimizer.param_groups[group]["params"][order]
+                return Slot(main=main, adam=part.optimizer, start=held.start, stop=held.end)
+        else:
+            main = getattr(parameter, "main_param", parameter)
+            return Slot(main=main, adam=part.optimizer, start=0, stop=parameter.numel())
+    return None
+
+
+def _fp32(weight: Any) -> dict[str, Any]:
+    """A sharded tensor names its dtype, a factory takes that of its data."""
+    return {"dtype": torch.float32} if hasattr(weight, "dtype") else {}
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def _step(optimizer: Any) -> int:
+    """Optimizer steps taken so far, the same for all parameters."""
+    for adam in _inner(optimizer):
+        for group in adam.param_groups:
+            if "step" in group:
+                return int(group["step"])
+            for main in group["params"]:
+                if "step" in adam.state[main]:
+                    return int(adam.state[main]["step"])
+    return 0

@@ -1,0 +1,133 @@
+"""Advantages, aggregation, KL estimators and the policy loss against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import compute_advantages
+from megarl.algorithms.aggregation import LossAggMode, token_weights
+from megarl.algorithms.grpo import group_advantages
+from megarl.algorithms.kl import AdaptiveKlController, KlPenalty, kl_estimate
+from megarl.algorithms.policy_loss import PolicyLoss, TokenBatch, supervised_loss
+from megarl.config.schema import Algorithm
+from megarl.types import Batch, batch_of
+
+
+def _batch() -> Batch:
+    return batch_of([[1, 2], [1, 2], [3], [3]], [[4], [5, 6, 7], [8, 9], [4, 4, 4, 4]], [0, 0, 1, 1])
+
+
+def test_batch_lays_sequences_one_after_another() -> None:
+    batch = _batch()
+    assert batch.tokens.tolist() == [1, 2, 4, 1, 2, 5, 6, 7, 3, 8, 9, 3, 4, 4, 4, 4]
+    assert batch.cu_seqlens.tolist() == [0, 3, 8, 11, 16]
+    assert batch.response_lengths.tolist() == [1, 3, 2, 4]
+    assert batch.sum_per_sequence(batch.tokens).tolist() == [7, 21, 20, 19]
+
+
+def test_group_advantages() -> None:
+    scores, groups = torch.tensor([1.0, 0.0, 0.0, 2.0, 2.0, 5.0]), torch.tensor([0, 0, 0, 1, 1, 2])
+    mean, std = 1 / 3, math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
+    wanted = [(1 - mean) / std, -mean / std, -mean / std, 0, 0, 0]
+    assert group_advantages(scores, groups, by_std=True).tolist() == pytest.approx(wanted, abs=1e-5)
+    plain = [2 / 3, -1 / 3, -1 / 3, 0, 0, 0]
+    assert group_advantages(scores, groups, by_std=False).tolist() == pytest.approx(plain, abs=1e-6)
+
+
+def test_kl_in_reward_lowers_the_score_of_its_sequence() -> None:
+    batch = _batch()
+    old = torch.where(batch.response_mask, -1.0, 0.0)
+    ref = torch.where(batch.response_mask & (batch.sequence_of_token == 1), -1.5, old)
+    batch = batch.with_(old_logp=old, ref_logp=ref, rewards=torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    out = compute_advantages(batch, Algorithm(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False), 0.2)
+    assert out.kl_in_reward is not None and out.advantages is not None
+    assert out.kl_in_reward.tolist() == pytest.approx([0, 1.5, 0, 0])
+    # 0.2 x 1.5 nats off the second score: the pair is 0.15 above and below its mean; prompt tokens have none
+    assert out.advantages.tolist() == pytest.approx([0, 0, 0.15, 0, 0, -0.15, -0.15, -0.15] + [0] * 8, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"),
+    [
+        ("token-mean", lambda sums, lengths: sum(sums) / sum(lengths)),
+        ("seq-mean-token-sum", lambda sums, lengths: sum(sums) / len(sums)),
+        ("seq-mean-token-mean", lambda sums, lengths: sum(s / n for s, n in zip(sums, lengths)) / len(sums)),
+        ("seq-mean-token-sum-norm", lambda sums, lengths: sum(sums) / len(sums) / 7),
+    ],
+)
+def test_aggregation_modes(mode: LossAggMode, wanted: object) -> None:
+    batch = _batch()
+    per_token = torch.arange(16.0) * batch.response_mask
+    chosen = [0, 1, 3]
+    got = (token_weights(batch, chosen, mode, 7) * per_token).sum()
+    sums = batch.sum_per_sequence(per_token)[chosen].tolist()
+    assert callable(wanted)
+    assert float(got) == pytest.approx(wanted(sums, [1, 3, 4]), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_kl_estimators_are_unbiased(kind: KlPenalty) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(9, generator=generator).log_softmax(0) for _ in range(2))
+    exact = float((p.exp() * (p - q)).sum())
+    assert float((p.exp() * kl_estimate(p, q, kind)).sum()) == pytest.approx(exact, rel=1e-5)
+
+
+def test_kl_estimators_by_hand() -> None:
+    p, q = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    assert kl_estimate(p, q, "k1").tolist() == [0.5, -1.0]
+    assert kl_estimate(p, q, "abs").tolist() == [0.5, 1.0]
+    assert kl_estimate(p, q, "k2").tolist() == [0.125, 0.5]
+    k3 = [math.exp(-0.5) - 1 + 0.5, math.exp(1) - 1 - 1]
+    assert kl_estimate(p, q, "k3").tolist() == pytest.approx(k3, rel=1e-6)
+    assert torch.isfinite(kl_estimate(torch.tensor([-1e4]), torch.tensor([0.0]), "k3")).all()
+
+
+def test_adaptive_kl_controller() -> None:
+    control = AdaptiveKlController(0.1, target=2.0, horizon=100)
+    control.update(2.2, 10)  # 10 % too high
+    assert control.coefficient == pytest.approx(0.1 * (1 + 0.1 * 10 / 100))
+    control.update(50.0, 10)  # clipped to 20 %
+    assert control.coefficient == pytest.approx(0.101 * (1 + 0.2 * 10 / 100))
+
+
+def _tokens(old: list[float], new: list[float], adv: list[float]) -> tuple[TokenBatch, Tensor]:
+    logp = torch.tensor(new, requires_grad=True)
+    weights = torch.full((len(new),), 1 / len(new))
+    return (
+        TokenBatch(
+            logp=logp,
+            entropy=torch.full_like(logp, 0.5),
+            weights=weights,
+            old_logp=torch.tensor(old),
+            advantages=torch.tensor(adv),
+        ),
+        logp,
+    )
+
+
+def test_policy_loss_clips_each_side() -> None:
+    old, new, adv = [0.0] * 6, [0.5, -0.5, 0.1, 0.5, -0.5, 2.0], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
+    tokens, logp = _tokens(old, new, adv)
+    out = PolicyLoss(clip_low=0.2, clip_high=0.28, clip_c=3.0, entropy_coeff=0.1)(tokens)
+    by_hand = []
+    for n, a in zip(new, adv, strict=True):
+        ratio = math.exp(n)
+        loss = max(-a * ratio, -a * min(max(ratio, 0.8), 1.28))
+        by_hand.append(min(loss, -a * 3.0) if a < 0 else loss)
+    assert float(out.loss) == pytest.approx(sum(by_hand) / 6 - 0.1 * 0.5, rel=1e-6)
+    assert float(out.sums["actor/clipfrac"]) == pytest.approx(5 / 6)
+    assert float(out.maxima["actor/ratio_max_deviation"]) == pytest.approx(math.exp(2) - 1)
+    out.loss.backward()
+    assert logp.grad is not None
+    moving = [0, -math.exp(-0.5), -math.exp(0.1), math.exp(0.5), 0, 0]  # clipped tokens pull no more
+    assert (logp.grad * 6).tolist() == pytest.approx(moving, rel=1e-5)
+
+
+def test_supervised_loss_is_cross_entropy() -> None:
+    tokens, _ = _tokens([0.0] * 2, [-1.0, -3.0], [0.0] * 2)
+    assert float(supervised_loss(tokens).loss) == pytest.approx(2.0)

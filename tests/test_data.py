@@ -1,0 +1,261 @@
+"""Readers, tokenizers, prompts, examples, the sampler, and the data that tools/prepare_reasoning_gym.py makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.config.schema import Data
+from megarl.data.examples import make_examples
+from megarl.data.prompts import load_prompts
+from megarl.data.readers import read_rows, require_column
+from megarl.data.sampler import PromptSampler
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from tools.prepare_reasoning_gym import main, train_tokenizer
+
+Refusal = Callable[[], object]
+
+
+def message(call: Refusal) -> str:
+    """What a ValueError says; it must be one line."""
+    with pytest.raises(ValueError) as refusal:
+        call()
+    assert "\n" not in str(refusal.value)
+    return str(refusal.value)
+
+
+@pytest.fixture(scope="session")
+def model_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A SentencePiece model whose tokens are single characters."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
+    train_tokenizer(path, ["0123456789", "a b c", "+ - =\n"], vocab_size=21)
+    return str(path)
+
+
+@pytest.fixture
+def tokenizer(model_file: str) -> Tokenizer:
+    return load_tokenizer(model_file)
+
+
+def write_jsonl(path: Path, rows: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# ----------------------------------------------------------------------------------------------------- readers
+
+
+def test_files_are_read_in_order_and_once(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", [{"x": 2}, {"x": 3}])
+    write_jsonl(tmp_path / "a.jsonl", [{"x": 1}])
+    parquet.write_table(pa.table({"x": [4], "meta": [{"k": [1, 2]}]}), tmp_path / "c.parquet")
+    rows = read_rows([f"{tmp_path}/c.parquet", f"{tmp_path}/*.jsonl", f"{tmp_path}/a.jsonl"], "data.train_files")
+    assert rows == [{"x": 4, "meta": {"k": [1, 2]}}, {"x": 1}, {"x": 2}, {"x": 3}]
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    def read(name: str) -> str:
+        return message(lambda: read_rows([str(tmp_path / name)], "data.val_files"))
+
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"x": 1}\n{"x": \n')
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"x": "\xff"}\n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "bad.parquet").write_text("x")
+    assert message(lambda: read_rows([], "data.val_files")).startswith("data.val_files is empty")
+    assert read("no*.jsonl") == f"data.val_files: no file matches '{tmp_path}/no*.jsonl'"
+    assert read("empty.jsonl") == f"data.val_files: '{tmp_path}/empty.jsonl' holds no rows"
+    assert "bad.jsonl:2 is not JSON" in read("bad.jsonl")
+    assert "bytes.jsonl:1 is not JSON" in read("bytes.jsonl")
+    assert "list.jsonl:1 must be an object of columns, not list" in read("list.jsonl")
+    assert "is neither .jsonl nor .parquet" in read("rows.txt")
+    assert "is not a readable parquet file" in read("bad.parquet")
+
+
+def test_a_missing_column_is_named_beside_those_there_are() -> None:
+    assert message(lambda: require_column([{"prompt": 1, "answer": 2}], "promt", "data.prompt_key")) == (
+        "data.prompt_key = 'promt': no such column in row 0; columns: prompt, answer"
+    )
+    assert "in row 1;" in message(lambda: require_column([{"a": 1}, {"b": 1}], "a", "data.prompt_key"))
+
+
+# -------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_sentencepiece_gives_the_text_back(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("1 + 23 =\n")
+    assert len(ids) == 9 and not {tokenizer.eos_id, tokenizer.pad_id} & set(ids)
+    assert tokenizer.decode(ids) == "1 + 23 =\n"
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 21)
+    padded_vocabulary = [tokenizer.vocab_size, tokenizer.vocab_size + 7]
+    assert tokenizer.decode([tokenizer.pad_id, *ids, tokenizer.eos_id, *padded_vocabulary]) == "1 + 23 =\n"
+
+
+def test_huggingface_directory(tmp_path: Path) -> None:
+    words = RustTokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("one two") == [2, 3]
+    assert tokenizer.decode([2, 3, 1, 99]).split() == ["one", "two"]
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (4, 1, 1)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "holds no readable Hugging Face tokenizer" in message(lambda: load_tokenizer(str(tmp_path)))
+
+
+def test_tokenizer_directory_with_only_a_model_file(tokenizer: Tokenizer, model_file: str) -> None:
+    found = load_tokenizer(str(Path(model_file).parent))
+    assert found.encode("12") == tokenizer.encode("12")
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    garbage = tmp_path / "garbage.model"
+    garbage.write_bytes(b"\x00\xffgarbage" * 50)
+    assert message(lambda: load_tokenizer(str(garbage))) == f"'{garbage}' is not a readable SentencePiece model"
+    assert "no tokenizer at" in message(lambda: load_tokenizer(str(tmp_path / "none")))
+    (tmp_path / "empty").mkdir()
+    assert "holds no tokenizer.json" in message(lambda: load_tokenizer(str(tmp_path / "empty")))
+
+
+# ---------------------------------------------------------------------------------------------------- prompts
+
+
+def test_prompts_keep_their_index_and_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", [{"q": "1+2", "a": "3"}, {"q": "12+34", "a": "46"}, {"q": "4", "a": "4"}])
+    data = Data(prompt_key="q", answer_key="a", max_prompt_length=3, filter_overlong_prompts=True)
+    prompts = load_prompts(data, [file], tokenizer)
+    assert [p.index for p in prompts] == [0, 2]
+    assert tokenizer.decode(prompts[0].token_ids) == "1+2"
+    assert prompts[0].row == {"q": "1+2", "a": "3", "answer": "3"}  # verifiers look under "answer"
+
+
+@pytest.mark.parametrize(("truncation", "left"), [("left", "6789"), ("right", "1234"), ("middle", "1289")])
+def test_truncation(tmp_path: Path, tokenizer: Tokenizer, truncation: str, left: str) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "123456789"}])
+    data = Data.model_validate({"max_prompt_length": 4, "truncation": truncation})
+    (prompt,) = load_prompts(data, [file], tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == left
+
+
+def test_prompts_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def load(*prompts: object, drop: bool = False) -> str:
+        file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt} for prompt in prompts])
+        data = Data(max_prompt_length=4, filter_overlong_prompts=drop)
+        return message(lambda: load_prompts(data, [file], tokenizer, "data.val_files"))
+
+    assert load("1", "12345").startswith("row 1: the prompt has 5 tokens, more than data.max_prompt_length = 4; raise")
+    assert load("1", "") == "row 1: the prompt in column 'prompt' is empty"
+    assert load(["chat"]) == "row 0: column 'prompt' must hold text, not list"
+    assert load("12345", "123456", drop=True) == (
+        "data.val_files: none of the 2 prompts has at most data.max_prompt_length = 4 tokens"
+    )
+
+
+def test_examples_end_with_the_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1+2", "answer": 3}, {"prompt": "4+5", "answer": "10"}])
+    prompts = load_prompts(Data(), [file], tokenizer)
+    examples = make_examples(Data(max_response_length=3), prompts, tokenizer)
+    prompt_ids, response_ids = examples[0]
+    assert prompt_ids == prompts[0].token_ids
+    assert response_ids == (*tokenizer.encode("3"), tokenizer.eos_id)
+    assert message(lambda: make_examples(Data(max_response_length=2), prompts, tokenizer)) == (
+        "row 1: the answer in column 'answer' has 3 tokens with its end token, more than data.max_response_length = 2"
+    )
+    assert "data.answer_key = 'solution': no such column in row 0; columns: prompt, answer" in message(
+        lambda: make_examples(Data(answer_key="solution"), prompts, tokenizer)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- sampler
+
+
+def test_an_epoch_draws_every_row_once_in_a_new_order() -> None:
+    sampler = PromptSampler(12, 4, True, 7)
+    epochs = [[i for _ in range(sampler.batches_per_epoch) for i in sampler.next()] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1] and epochs[0] != list(range(12))
+    plain = PromptSampler(5, 2, False, 7)
+    assert [plain.next() for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.booleans(), st.integers(0, 2**31), st.integers(0, 30))
+def test_resuming_continues_the_same_order(rows: int, size: int, shuffle: bool, seed: int, drawn: int) -> None:
+    rows = max(rows, size)
+    first = PromptSampler(rows, size, shuffle, seed)
+    for _ in range(drawn):
+        first.next()
+    second = PromptSampler(rows, size, shuffle, seed)
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert [second.next() for _ in range(10)] == [first.next() for _ in range(10)]
+
+
+def test_sampler_refusals() -> None:
+    assert message(lambda: PromptSampler(3, 4, True, 1)) == (
+        "data.train_batch_size = 4 exceeds the 3 prompts of data.train_files"
+    )
+    shrunk = PromptSampler(3, 2, True, 1)
+    assert "had drawn 8 rows" in message(lambda: shrunk.load_state({"epoch": 0, "position": 8}))
+
+
+# --------------------------------------------------------------------------------------------- reasoning-gym data
+
+
+def prepare(out: Path, *args: str) -> int:
+    small = ["--train", "60", "--val", "20", "--vocab-size", "64", "--config", '{"max_terms": 2, "max_digits": 2}']
+    return main(["--out", str(out), *small, *args])
+
+
+def test_prepared_data_is_disjoint_and_reproducible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare(tmp_path / "a", "--template", "{expression} =") == 0
+    train = read_rows([str(tmp_path / "a" / "train.jsonl")], "data.train_files")
+    val = read_rows([str(tmp_path / "a" / "val.jsonl")], "data.val_files")
+    assert (len(train), len(val)) == (60, 20)
+    assert len({row["question"] for row in train + val}) == 80
+    assert train[0]["prompt"] == f"{train[0]['metadata']['expression']} ="
+    tokenizer = load_tokenizer(str(tmp_path / "a" / "tokenizer.model"))
+    assert (tokenizer.pad_id, tokenizer.eos_id) == (0, 1)
+    for row in train:
+        assert tokenizer.decode(tokenizer.encode(row["prompt"])) == row["prompt"]
+    assert "80 different questions" in capsys.readouterr().out
+
+    prepare(tmp_path / "b", "--template", "{expression} =")
+    for name in ("train.jsonl", "val.jsonl", "tokenizer.model"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    capsys.readouterr()
+    prepare(tmp_path / "a", "--template", "{expression} =")
+    assert capsys.readouterr().out == f"{tmp_path / 'a'} is up to date\n"
+    prepare(tmp_path / "a")
+    assert read_rows([str(tmp_path / "a" / "train.jsonl")], "")[0]["prompt"] == train[0]["question"]
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--task", "chan_sum"], "reasoning-gym has no 'chan_sum'; nearest of its"),
+        (["--config", '{"terms": 2}'], "'terms' is no setting of chain_sum; it has"),
+        (["--config", '{"min_terms": 9}'], "chain_sum refuses its settings"),
+        (["--template", "{expresion}"], "--template '{expresion}' does not fit; its fields can be"),
+        (["--train", "200000"], "different questions in"),
+        (["--vocab-size", "5"], "--vocab-size 5 does not work for this text"),
+        (["--val", "0"], "--train and --val must be 1 or more"),
+    ],
+)
+def test_prepare_refuses_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], said: str
+) -> None:
+    if "--train" in args:
+        args = [*args, "--config", '{"max_terms": 2, "max_digits": 1}', "--train", "300"]
+    assert prepare(tmp_path, *args) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

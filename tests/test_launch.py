@@ -1,0 +1,158 @@
+"""Launch scripts: syntax, the commands that they would start, and requirements that agree with setup.py."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "slurm" / "train.sbatch", ROOT / ".ci" / "run"]
+LAUNCH = ROOT / "launch"
+
+
+def run(script: str, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script with this Python, on a machine without GPUs or a Slurm job of its own."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") and k != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(
+        ["bash", script, *args],
+        env={**inherited, "MEGARL_PYTHON": sys.executable, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def dry_run(script: str, *args: str, **environment: str) -> list[str]:
+    """The command that a script would start, as words."""
+    result = run(script, *args, DRY_RUN="1", **environment)
+    assert result.returncode == 0, result.stderr
+    return shlex.split(result.stdout)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse(script: Path) -> None:
+    subprocess.run(["bash", "-n", script], check=True)
+    assert os.access(script, os.X_OK) or script.name == "environment.sh"
+
+
+def test_train_on_one_node() -> None:
+    command = dry_run("launch/train.sh", "pyproject.toml", "data.prompt_key=a b", NPROC_PER_NODE="2")
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    options, arguments = command[3 : command.index("megarl.train")], command[command.index("megarl.train") + 1 :]
+    assert options == [
+        "--nnodes=1", "--node_rank=0", "--nproc_per_node=2", "--master_addr=127.0.0.1", "--master_port=29500", "-m"
+    ]  # fmt: skip
+    assert arguments == [str(ROOT / "pyproject.toml"), "data.prompt_key=a b"]
+
+
+def test_train_on_several_nodes() -> None:
+    node = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "head", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"}
+    command = dry_run("launch/train.sh", "a.yaml", **node)
+    for option in ("--nnodes=4", "--node_rank=3", "--nproc_per_node=8", "--master_addr=head", "--master_port=1234"):
+        assert option in command
+
+
+def test_slurm_without_slurm() -> None:
+    command = dry_run("slurm/train.sbatch", "configs/a.yaml", "data.seed=3")
+    assert command[:5] == ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    assert command[6:9] == [sys.executable, "-m", "torch.distributed.run"]
+    assert command[9:14] == [
+        "--nnodes=1", "--nproc_per_node=8", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:20000", "--rdzv_id=0"
+    ]  # fmt: skip
+    assert command[14:] == ["-m", "megarl.train", str(ROOT / "configs" / "a.yaml"), "data.seed=3"]
+
+
+def test_slurm_takes_the_job_s_numbers() -> None:
+    command = dry_run("slurm/train.sbatch", "a.yaml", SLURM_NNODES="16", SLURM_GPUS_ON_NODE="4", SLURM_JOB_ID="123456")
+    for option in ("--ntasks=16", "--nnodes=16", "--nproc_per_node=4", "--rdzv_id=123456"):
+        assert option in command
+    assert "--rdzv_endpoint=127.0.0.1:23456" in command
+
+
+@pytest.mark.parametrize("script", ["launch/train.sh", "slurm/train.sbatch"])
+def test_a_missing_config_is_one_line(script: str) -> None:
+    result = run(script)
+    assert result.returncode != 0
+    assert re.search(r"usage: .*train\.\w+ CONFIG \[key=value \.\.\.\]$", result.stderr.strip())
+
+
+def test_a_wrong_interpreter_is_one_line() -> None:
+    result = run("launch/train.sh", "a.yaml", MEGARL_PYTHON="/no/python")
+    assert result.returncode == 1
+    assert result.stderr == "megarl: MEGARL_PYTHON = '/no/python' is no executable\n"
+
+
+def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "cat", "cksum", "dirname", "grep", "mkdir", "realpath", "tr"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    result = run(str(tmp_path / "launch" / "train.sh"), "a.yaml", MEGARL_PYTHON="", PATH=str(tools))
+    assert result.returncode == 1
+    assert result.stderr.startswith("megarl: no Python 3.10 or newer") and result.stderr.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ requirements
+
+
+def pins(file: str, python: str) -> dict[str, str]:
+    """Package -> version as a requirements file pins it for a Python version."""
+    found: dict[str, str] = {}
+    for line in (LAUNCH / file).read_text().splitlines():
+        if line.startswith("-r "):
+            found |= pins(line[3:], python)
+        elif line and not line.startswith("#"):
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"python_version": python}):
+                (specifier,) = requirement.specifier
+                assert specifier.operator == "==" and requirement.name not in found, line
+                found[requirement.name] = specifier.version
+    return found
+
+
+def declared() -> tuple[list[str], dict[str, list[str]]]:
+    """install_requires and extras_require of setup.py, read without running it."""
+    calls = [node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.Call)]
+    (setup,) = (call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "setup")
+    values = {k.arg: k.value for k in setup.keywords}
+    return ast.literal_eval(values["install_requires"]), ast.literal_eval(values["extras_require"])
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+@pytest.mark.parametrize("file", ["requirements.txt", "requirements-gpu.txt"])
+def test_pins_are_the_declared_dependencies(file: str, python: str) -> None:
+    install_requires, _ = declared()
+    pinned = pins(file, python)
+    assert pinned.keys() == {Requirement(line).name for line in install_requires}
+    for line in install_requires:
+        assert Requirement(line).specifier.contains(pinned[Requirement(line).name]), line
+
+
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12"])
+def test_test_tools_are_the_dev_extra(python: str) -> None:
+    _, extras = declared()
+    pinned = pins("requirements-dev.txt", python)
+    assert pinned.keys() == {Requirement(line).name for line in extras["dev"]}
+    for line in extras["dev"]:
+        assert Requirement(line).specifier.contains(pinned[Requirement(line).name]), line
+
+
+def test_version_is_the_package_s() -> None:
+    import megarl
+
+    said = subprocess.check_output([sys.executable, "setup.py", "--version"], cwd=ROOT, text=True)
+    assert said.strip() == megarl.__version__

@@ -1,0 +1,62 @@
+"""The same numbers in every layout: real Megatron-Core ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+from training_cases import Case, train
+
+GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
+
+CASES = [
+    Case(tp=2),
+    Case(pp=2),
+    Case(tp=2, pp=2),
+    Case(dp=2),
+    Case(tp=2, sequence_parallel=True),
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(tp=4, sequence_parallel=True),
+    Case(pp=4),
+    Case(pp=2, chunks=2),
+    Case(pp=2, dp=2, chunks=2),
+    Case(packed=False),
+    Case(tp=2, pp=2, packed=False, sequence_parallel=True),
+    Case(tp=2, dp=2, config={"actor": {"megatron": {"use_distributed_optimizer": False}}}),
+    Case(dp=2, pp=2, config={"actor": {"megatron": {"overlap_grad_reduce": True}}}),
+    Case(tp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Ranks) -> dict[str, list[tuple[float, float]]]:
+    """One rank, no parallelism."""
+    return {loss: ranks.run(1, train, Case(), 3, loss)[0] for loss in ("supervised", "policy")}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + "-".join(map(str, case.config)))
+@pytest.mark.parametrize("loss", ["supervised", "policy"])
+def test_loss_and_gradient_norm_agree(
+    ranks: Ranks, plain: dict[str, list[tuple[float, float]]], case: Case, loss: str
+) -> None:
+    for history in ranks.run(case.world, train, case, 3, loss):
+        for got, want in zip(history, plain[loss], strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+def test_golden_curve(ranks: Ranks) -> None:
+    """20 policy updates give the recorded losses and gradient norms. Rewrite: python tests/test_layout_parity.py."""
+    golden = json.loads(GOLDEN.read_text())
+    history = ranks.run(1, train, Case(), 20, "policy")[0]
+    assert [loss for loss, _ in history] == pytest.approx(golden["loss"], rel=1e-4, abs=1e-6)
+    assert [norm for _, norm in history] == pytest.approx(golden["grad_norm"], rel=1e-3)
+
+
+if __name__ == "__main__":
+    pool = Ranks()
+    curve = pool.run(1, train, Case(), 20, "policy")[0]
+    pool.close()
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(json.dumps({"loss": [a for a, _ in curve], "grad_norm": [b for _, b in curve]}, indent=1) + "\n")

@@ -1,0 +1,78 @@
+"""Vocab-parallel log-probabilities against torch's own log_softmax, values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+TOKENS, HIDDEN, VOCAB = 37, 16, 61
+
+
+def _inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype)
+    labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    return hidden, weight, labels, torch.randn(2, TOKENS, generator=generator)
+
+
+def _reference(temperature: float) -> list[torch.Tensor]:
+    hidden, weight, labels, pull = _inputs(torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    log_p = torch.log_softmax(hidden.double() @ weight.double().t() / temperature, -1)
+    logp = log_p.gather(-1, labels[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    (logp * pull[0] + entropy * pull[1]).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [logp.detach().float(), entropy.detach().float(), hidden.grad, weight.grad]
+
+
+def _parallel(temperature: float, chunk: int) -> list[torch.Tensor]:
+    """The same from the vocabulary's shards; the weight's gradient put together again."""
+    from megarl.models.logprobs import token_log_probs, vocab_shard
+
+    hidden, weight, labels, pull = _inputs(torch.float32)
+    group = dist.group.WORLD
+    assert group is not None
+    tp, rank = group.size(), group.rank()
+    rows = -(-VOCAB // tp)
+    shard = vocab_shard(VOCAB, rows * tp, group)
+    padded = torch.cat([weight, torch.full((rows * tp - VOCAB, HIDDEN), 7.0)])  # padding that would change the result
+    mine = padded[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    hidden.requires_grad_()
+    logp, entropy = token_log_probs(hidden, mine, labels, shard, temperature=temperature, chunk_size=chunk)
+    (logp * pull[0] + entropy * pull[1]).sum().backward()
+    assert hidden.grad is not None and mine.grad is not None
+    grads = [torch.empty_like(mine) for _ in range(tp)]
+    dist.all_gather(grads, mine.grad)
+    return [logp.detach(), entropy.detach(), hidden.grad, torch.cat(grads)[:VOCAB]]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(("temperature", "chunk"), [(1.0, 1000), (0.7, 5)])
+def test_values_and_gradients(ranks: Ranks, tp: int, temperature: float, chunk: int) -> None:
+    wanted = _reference(temperature)
+    for got in ranks.run(tp, _parallel, temperature, chunk):
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def _empty() -> tuple[float, float]:
+    from megarl.models.logprobs import token_log_probs, vocab_shard
+
+    group = dist.group.WORLD
+    assert group is not None
+    hidden = torch.zeros(0, HIDDEN, requires_grad=True)
+    weight = torch.zeros(VOCAB, HIDDEN, requires_grad=True)
+    logp, entropy = token_log_probs(
+        hidden, weight, torch.zeros(0, dtype=torch.int64), vocab_shard(VOCAB, VOCAB, group), temperature=1.0
+    )
+    (logp.sum() + entropy.sum()).backward()
+    assert weight.grad is not None
+    return float(logp.sum()), float(weight.grad.abs().max())
+
+
+def test_no_tokens_give_zero_gradients(ranks: Ranks) -> None:
+    assert ranks.run(1, _empty) == [(0.0, 0.0)]

@@ -1,0 +1,111 @@
+"""On-policy identities, and the generation layout's log-probabilities against the training layout's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+
+from megarl.types import Prompt, SamplingParams
+
+
+def _first_update(case: Case) -> tuple[dict[str, float], float]:
+    """Metrics of the first mini-batch with a reference, and the largest |log p - log p_ref| before it."""
+    from megarl.algorithms.advantages import compute_advantages
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.policy_loss import PolicyLoss
+    from megarl.config.schema import Algorithm, Optim
+    from megarl.roles.reference import Reference
+
+    with actor_in(case) as actor:
+        actor.start_optimizer(Optim(lr=1e-2), 4)
+        reference = Reference(actor)
+        batch, micro_batches = fixed_batch(), micro_batches_of(actor, 3)
+        batch = batch.with_(
+            old_logp=actor.log_probs(batch, micro_batches, 0.8), ref_logp=reference.log_probs(batch, micro_batches, 0.8)
+        )
+        assert batch.old_logp is not None and batch.ref_logp is not None
+        gap = float((batch.old_logp - batch.ref_logp).abs().max())
+        batch = compute_advantages(batch, Algorithm(use_kl_in_reward=True), 0.5)
+        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
+        loss = PolicyLoss(clip_low=0.2, clip_high=0.2, kl_coef=0.1)
+        first = actor.update(batch, micro_batches, weights, loss, temperature=0.8)
+        second = actor.update(batch, micro_batches, weights, loss, temperature=0.8)
+        assert second["actor/ratio_max_deviation"] > 1e-3  # the policy has moved
+        return first, gap
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2), Case(tp=2, packed=False)],
+    ids=lambda case: case.name,
+)
+def test_first_ratio_is_exactly_one(ranks: Ranks, case: Case) -> None:
+    for metrics, gap in ranks.run(case.world, _first_update, case):
+        assert gap == 0.0
+        assert metrics["actor/ratio_max_deviation"] == 0.0
+        assert metrics["actor/ppo_kl"] == 0.0
+        assert metrics["actor/ref_kl"] == 0.0
+        assert metrics["actor/clipfrac"] == 0.0
+
+
+def _generate_and_compare(case: Case, temperature: float) -> tuple[list[tuple[int, ...]], float, float]:
+    """Responses by the hybrid engine after an update, and how far its log-probs are from the training layout's."""
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.policy_loss import supervised_loss
+    from megarl.config.schema import Optim
+    from megarl.hybrid.engine import HybridEngine
+    from megarl.telemetry.timers import PhaseTimers
+
+    with actor_in(case) as actor:
+        actor.start_optimizer(Optim(lr=1e-2), 4)
+        batch = fixed_batch()
+        hybrid = HybridEngine(actor.config, actor, PhaseTimers(actor.groups.device), max_model_len=32)
+        prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(5)]
+        params = SamplingParams(temperature=temperature, max_tokens=9, stop_token_ids=(1,))
+        for _ in range(2):  # the second time with other weights, after the engine gave its memory back
+            weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
+            actor.update(batch, micro_batches_of(actor), weights, supervised_loss, temperature=1.0)
+            with hybrid.generation() as engine:
+                rollouts = engine.generate(prompts, 3, params, seed=1, round_=4)
+        made = rollouts.to_batch()
+        layout = actor.groups.train
+        mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
+        logp = actor.log_probs(made, [mine[: len(mine) // 2], mine[len(mine) // 2 :]], temperature or 1.0)
+        plain = actor.log_probs(made, [mine[: len(mine) // 2], mine[len(mine) // 2 :]], 1.0)
+        assert made.rollout_logp is not None
+        by_model = torch.zeros(len(made.tokens))
+        by_model[made.response_mask] = torch.tensor([x for c in rollouts.completions for x in c.model_logp])
+        return (
+            [c.token_ids for c in rollouts.completions],
+            float((logp - made.rollout_logp).abs().max()),
+            float((plain - by_model).abs().max()),
+        )
+
+
+def _engine_config(gen_tp: int) -> dict[str, Any]:
+    return {
+        "rollout": {"tensor_model_parallel_size": gen_tp, "max_num_seqs": 4},
+        "reshard": {"verify": True, "bucket_bytes": 4096},
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: float) -> None:
+    """And the same seed gives the same rollouts on any layout."""
+    cases = [
+        Case(config=_engine_config(1)),
+        Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
+        Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
+        Case(tp=2, dp=2, gen_tp=1, config=_engine_config(1)),
+    ]
+    wanted = None
+    for case in cases:
+        for tokens, gap, model_gap in ranks.run(case.world, _generate_and_compare, case, temperature):
+            assert gap < 1e-5 and model_gap < 1e-5
+            wanted = wanted or tokens
+            assert tokens == wanted
+    assert wanted is not None and len(set(wanted)) >= (4 if temperature == 0 else 12) and ARCH.vocab_size > max(map(max, wanted))

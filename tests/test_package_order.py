@@ -1,0 +1,53 @@
+"""The packages' total order: each may import only those before it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ORDER = (
+    "config types telemetry algorithms rewards data parallel models checkpoint reshard rollout roles hybrid trainer "
+    "cli train"
+).split()
+ROOT = Path(__file__).parents[1] / "megarl"
+TORCH_FREE = ["config", "parallel/layout.py", "models/architecture.py", "models/tensors.py", "models/families"]
+
+
+def _imports(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+def _files(place: str = "") -> list[Path]:
+    path = ROOT / place
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def test_imports_follow_the_order() -> None:
+    assert len(_files()) > 50
+    for file in _files():
+        own = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue
+        assert own in ORDER, f"{file}: its package is not in the order"
+        for name in _imports(file):
+            parts = name.split(".")
+            if parts[0] == "megarl" and len(parts) > 1:
+                assert ORDER.index(parts[1]) <= ORDER.index(own), f"{file} imports {name}, which comes after {own}"
+
+
+def test_parallel_state_has_one_door() -> None:
+    users = [file for file in _files() if "parallel_state" in file.read_text() and "import parallel_state" in file.read_text()]
+    assert users == [ROOT / "parallel" / "groups.py"]
+
+
+def test_plans_and_configuration_import_no_torch() -> None:
+    for place in TORCH_FREE:
+        for file in _files(place):
+            assert not {name.split(".")[0] for name in _imports(file)} & {"torch", "megatron"}, file

@@ -1,0 +1,205 @@
+"""Timers, metric files and their resumption, progress, samples, the learning curve."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import threading
+import time
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megarl.telemetry.plot import _phase_seconds, plot_learning_curve
+from megarl.telemetry.progress import Progress, duration
+from megarl.telemetry.samples import Sample, write_samples
+from megarl.telemetry.sinks import open_sinks
+from megarl.telemetry.timers import PhaseTimers
+
+
+def test_phases_do_not_overlap() -> None:
+    timers = PhaseTimers(torch.device("cpu"))
+    started = time.perf_counter()
+    with timers("generate"):
+        time.sleep(0.02)
+        with timers("reshard"):
+            time.sleep(0.05)
+        time.sleep(0.01)
+    with timers("generate"):
+        time.sleep(0.01)
+    whole = time.perf_counter() - started
+    seconds = timers.collect()
+    assert list(seconds) == ["generate", "reshard"]
+    assert seconds["generate"] >= 0.04 and seconds["reshard"] >= 0.05
+    assert whole - 0.2 < sum(seconds.values()) <= whole
+    assert timers.collect() == {}
+
+
+def test_timer_survives_an_error_inside() -> None:
+    timers = PhaseTimers(torch.device("cpu"))
+    with pytest.raises(KeyError), timers("a"), timers("b"):
+        raise KeyError
+    time.sleep(0.2)  # belongs to no phase
+    assert sum(timers.collect().values()) < 0.2
+
+
+def log_run(run_dir: Path, first_step: int, steps: range, names: tuple[str, ...]) -> None:
+    sinks = open_sinks(["console", *names], str(run_dir), first_step)
+    for step in steps:
+        row = {"warmup/step": step + 3.0} if step <= 0 else {"reward/mean": step / 8}
+        if step == 4:
+            row["val/accuracy"] = 0.5
+        for sink in sinks:
+            sink.log(step, row)
+    for sink in sinks:
+        sink.close()
+
+
+def jsonl(run_dir: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_jsonl_resume_drops_what_will_be_logged_again(tmp_path: Path) -> None:
+    log_run(tmp_path, -2, range(-2, 6), ("jsonl",))
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 6, "rew')  # killed while writing
+    log_run(tmp_path, 3, range(3, 5), ("jsonl",))
+    rows = jsonl(tmp_path)
+    assert [row["step"] for row in rows] == [-2, -1, 0, 1, 2, 3, 4]
+    assert rows[0] == {"step": -2, "warmup/step": 1.0} and rows[-1]["val/accuracy"] == 0.5
+    log_run(tmp_path, 0, range(1, 2), ("jsonl",))
+    assert [row["step"] for row in jsonl(tmp_path)] == [1]  # a fresh run keeps nothing, not even a longer warm-up
+
+
+def test_jsonl_row_is_written_at_once_and_stays_json(tmp_path: Path) -> None:
+    (sink,) = open_sinks(["jsonl"], str(tmp_path), 1)
+    sink.log(1, {"loss": math.nan, "norm": math.inf, "reward": torch.tensor(0.25).item()})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "norm": null, "reward": 0.25}\n'
+    sink.close()
+
+
+def test_csv_header_grows_and_resumes(tmp_path: Path) -> None:
+    log_run(tmp_path, 1, range(1, 6), ("csv",))
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
+        "step,reward/mean,val/accuracy", "1,0.125,", "2,0.25,", "3,0.375,", "4,0.5,0.5", "5,0.625,"
+    ]  # fmt: skip
+    log_run(tmp_path, 3, range(3, 5), ("csv",))
+    with open(tmp_path / "metrics.csv") as f:
+        assert [(row["step"], row["val/accuracy"]) for row in csv.DictReader(f)] == [
+            ("1", ""), ("2", ""), ("3", ""), ("4", "0.5")
+        ]  # fmt: skip
+    log_run(tmp_path, 1, range(1, 2), ("csv",))
+    assert (tmp_path / "metrics.csv").read_text() == "step,reward/mean\n1,0.125\n"
+
+
+def test_tensorboard_resume_purges(tmp_path: Path) -> None:
+    log_run(tmp_path, 1, range(-2, 6), ("tensorboard",))
+    log_run(tmp_path, 3, range(3, 4), ("tensorboard",))
+    # its readers take event files by name, which begins with the second of their creation
+    for file in (tmp_path / "tensorboard").iterdir():
+        part = file.name.rsplit(".", 1)[-1]
+        file.rename(file.with_name(f"events.out.tfevents.{1_000_000_000 + int(part)}"))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert [e.step for e in events.Scalars("warmup/step")] == [-2, -1, 0]
+
+
+def test_samples_are_readable(tmp_path: Path) -> None:
+    path = write_samples(str(tmp_path), 12, [Sample(prompt="1 + 1 =", response="zwölf", answer="2", reward=0.0)])
+    assert path == str(tmp_path / "rollouts" / "step_000012.jsonl")
+    text = Path(path).read_text(encoding="utf-8")
+    assert text == '{"prompt": "1 + 1 =", "response": "zwölf", "answer": "2", "reward": 0.0}\n'
+
+
+METRICS = {
+    "reward/mean": 0.25,
+    "val/accuracy": 0.5,
+    "actor/loss": 3.0,
+    "tokens_per_s": 12345.6,
+    "timing/generate_s": 1.5,
+    "timing/reward_s": 0.01,
+}
+
+
+def test_progress_without_a_terminal_is_one_line_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(12, "RL", done=2) as progress:
+        progress.advance(METRICS)
+        progress.note("checkpoint [global_step_3] written")
+        progress.advance({"reward/mean": 0.5})
+    first, note, second = capsys.readouterr().out.splitlines()
+    fields = "reward 0.250  accuracy 50.0%  tokens/s 12,346 | generate 1.50s  reward 0.01s"
+    assert re.fullmatch(rf"RL 3/12 \| {re.escape(fields)} \| eta \w+", first)
+    assert note == "checkpoint [global_step_3] written"
+    assert re.fullmatch(r"RL 4/12 \| reward 0\.500 \| eta \w+", second)
+
+
+def read_until_closed(terminal: int, into: bytearray) -> None:
+    with suppress(OSError):  # how Linux says that the other end is closed
+        while data := os.read(terminal, 4096):
+            into += data
+
+
+def test_progress_on_a_terminal_keeps_the_last_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    ours, theirs = os.openpty()
+    output = bytearray()
+    reader = threading.Thread(target=read_until_closed, args=(ours, output))  # the terminal's buffer is small
+    reader.start()
+    with os.fdopen(theirs, "w") as terminal, redirect_stdout(terminal), Progress(2, "RL") as progress:
+        progress.advance(METRICS)
+        progress.note("saved [a]")
+        progress.advance({"reward/mean": 0.5})
+    reader.join()
+    os.close(ours)
+    shown = output.decode()
+    last = shown[shown.rindex("RL") :]
+    assert "2/2" in last and "0.500" in last and "50.0%" in last and "eta" in last
+    assert "saved [a]" in shown
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59, 61, 3661)] == ["0s", "59s", "1m01s", "1h01m"]
+
+
+def test_phase_seconds_add_up_to_the_step() -> None:
+    steps = [
+        {"timing/update_s": 2.0, "timing/generate_s": 3.0, "timing/step_s": 5.5},
+        {"timing/update_s": 2.0, "timing/generate_s": 4.0, "timing/validate_s": 1.0, "timing/step_s": 7.0},
+    ]
+    seconds = _phase_seconds(steps)
+    assert list(seconds) == ["generate", "update", "validate", "other"]
+    assert seconds["validate"].tolist() == [0.0, 1.0] and seconds["other"].tolist() == [0.5, 0.0]
+
+
+def test_learning_curve_is_drawn(tmp_path: Path) -> None:
+    rows: list[dict[str, float | None]] = [
+        {"step": i - 4, "warmup/step": i, "warmup/loss": 3.0 / i} for i in range(1, 5)
+    ]
+    rows += [{"step": 0, "val/accuracy": 0.1}]
+    rows += [
+        {"step": i, "reward/mean": i / 9, "timing/generate_s": 1.0, "timing/save_s": 0.0, "timing/step_s": 1.5}
+        for i in range(1, 8)
+    ]
+    rows += [{"step": 8, "reward/mean": None, "val/accuracy": 0.9, "timing/generate_s": 90.0, "timing/step_s": 91.0}]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    plot_learning_curve(str(tmp_path / "metrics.jsonl"), str(tmp_path / "curve.png"))
+    head = (tmp_path / "curve.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(head[16:20], "big") == 1260  # pixels wide
+
+
+def test_learning_curve_needs_steps(tmp_path: Path) -> None:
+    write_rows(tmp_path / "m.jsonl", [{"step": 0, "warmup/step": 1, "warmup/loss": 2.0}])
+    with pytest.raises(ValueError, match="no rows of RL steps"):
+        plot_learning_curve(str(tmp_path / "m.jsonl"), str(tmp_path / "curve.png"))
+
+
+def write_rows(path: Path, rows: list[dict[str, float | None]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

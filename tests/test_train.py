@@ -1,0 +1,225 @@
+"""Whole runs through the command line: results, resuming, refusals, and what happens when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import ROOT, megarl, metrics_of, write_run
+
+FOUR_RANKS: dict[str, Any] = {
+    "actor_rollout_ref__actor__megatron": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
+    "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+    "trainer__n_gpus_per_node": 4,
+}
+REFERENCE: dict[str, Any] = {
+    "actor_rollout_ref__actor__use_kl_loss": True,
+    "actor_rollout_ref__actor__kl_loss_coef": 0.1,
+    "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01}},
+}
+TIMES = ("timing/", "tokens_per_s")
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {k: v for k, v in row.items() if not k.startswith(TIMES)}
+
+
+def test_a_run_on_four_ranks_leaves_its_records(tmp_path: Path) -> None:
+    config = write_run(
+        tmp_path,
+        **FOUR_RANKS,
+        warmup={"total_training_steps": 3, "train_batch_size": 20},
+        trainer__logger=["console", "jsonl", "csv", "tensorboard"],
+        trainer__test_freq=1,
+    )
+    done = megarl("train", str(config))
+    assert done.returncode == 0, done.stderr
+    assert "training TP2 x PP2 x DP1, generation TP2 x 2 replicas on 4 cpu ranks" in done.stdout
+    assert "warm-up 3/3" in done.stdout and "RL 2/2" in done.stdout
+
+    rows = metrics_of(tmp_path)
+    assert [row["step"] for row in rows] == [-2, -1, 0, 0, 1, 2]
+    assert rows[2]["warmup/loss"] < rows[0]["warmup/loss"]
+    assert 0 <= rows[3]["val/accuracy"] <= 1
+    for row in rows[4:]:
+        assert row["actor/first_ratio_max_deviation"] == 0.0
+        assert row["rollout/logp_gap_max"] < 1e-4
+        assert row["tokens"] > 64 and row["tokens_per_s"] > 0
+        assert {"timing/generate_s", "timing/reshard_s", "timing/log_probs_s", "timing/update_s"} < set(row)
+    run = tmp_path / "run"
+    samples = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    assert len(samples) == 8 and all(sample["prompt"].endswith("=") for sample in samples)
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "ppo_mini_batch_size: 8" in (run / "config.yaml").read_text()
+    assert (run / "metrics.csv").exists() and list((run / "tensorboard").iterdir())
+
+
+def test_resume_gives_the_same_next_step(tmp_path: Path) -> None:
+    """Stopped after step 2 and resumed: steps 3 and 4 have the numbers of the run that went straight through."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    rows = {}
+    for folder in (straight, stopped):
+        folder.mkdir()
+        config = write_run(
+            folder,
+            **FOUR_RANKS,
+            **REFERENCE,
+            warmup={"total_training_steps": 2, "train_batch_size": 20},
+            trainer__total_training_steps=4,
+            trainer__save_freq=2,
+            trainer__test_freq=0,
+            trainer__val_before_train=False,
+            trainer__max_ckpt_to_keep=1,
+        )
+        if folder == stopped:
+            assert megarl("train", str(config), "trainer.total_training_steps=2").returncode == 0
+            partial = folder / "run" / "checkpoints" / ".global_step_4.partial"
+            partial.mkdir()  # as a job leaves it that dies while it saves
+        done = megarl("train", str(config))
+        assert done.returncode == 0, done.stderr
+        assert ("resuming from" in done.stdout) == (folder == stopped)
+        rows[folder] = metrics_of(folder)
+    assert [row["step"] for row in rows[stopped]] == [-1, 0, 1, 2, 3, 4]
+    assert [_numbers(row) for row in rows[stopped]] == [_numbers(row) for row in rows[straight]]
+    assert rows[stopped][-1]["actor/ref_kl"] > 0
+    assert os.listdir(stopped / "run" / "checkpoints") == ["global_step_4"]
+
+    # the same checkpoint in another layout: the same log-probabilities of the same rollouts, to rounding
+    config = write_run(stopped, **REFERENCE, trainer__total_training_steps=5, trainer__test_freq=0)
+    other = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2}
+    megarl("train", str(config), *[f"{k}={v}" for k, v in other.items()])
+    config = write_run(straight, **FOUR_RANKS, **REFERENCE, trainer__total_training_steps=5, trainer__test_freq=0)
+    megarl("train", str(config))
+    here, there = metrics_of(stopped)[-1], metrics_of(straight)[-1]
+    assert here["step"] == there["step"] == 5
+    for key in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy"):
+        assert here[key] == pytest.approx(there[key], rel=1e-4, abs=1e-6), key
+
+
+def test_a_checkpoint_gives_another_run_its_weights(tmp_path: Path) -> None:
+    config = write_run(tmp_path, trainer__save_freq=2, trainer__test_freq=2, trainer__logger=["jsonl"])
+    assert megarl("train", str(config)).returncode == 0
+    trained = metrics_of(tmp_path)[-1]["val/accuracy"]
+    folder = tmp_path / "run" / "checkpoints" / "global_step_2"
+    second = tmp_path / "second"
+    second.mkdir()
+    config = write_run(second, trainer__total_training_steps=1, trainer__logger=["jsonl"])
+    done = megarl(
+        "train",
+        str(config),
+        "actor_rollout_ref.model.random_init=false",
+        f"actor_rollout_ref.model.checkpoint={folder}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert metrics_of(second)[0]["val/accuracy"] == trained
+
+
+REFUSALS = [
+    (["data.train_bach_size=4"], "unknown key 'data.train_bach_size'; did you mean 'data.train_batch_size'?"),
+    (["data.train_batch_size=many"], "data.train_batch_size: "),
+    (["nonsense"], "override 'nonsense' is not of the form key=value"),
+    (["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3", "--nproc=3"], "does not divide the model's 4 at"),
+    (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3", "--nproc=3"], "the model's 4 layers"),
+    (["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"], "1 ranks cannot be split into tensor x pipe"),
+    (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "1 ranks cannot be split into generation replicas"),
+    (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "data.train_batch_size = 16 is not a multiple of actor.ppo_mi"),
+    (["actor_rollout_ref.actor.ppo_mini_batch_size=1", "--nproc=3"], "= 4 sequences do not divide over 3 data-parall"),
+    (["data.train_batch_size=96"], "data.train_batch_size = 96 is more than the 80 rows of data.train_files"),
+    (["data.train_files=[]"], "data.train_files is empty"),
+    (["data.train_files=[nowhere/*.jsonl]"], "data.train_files: no file matches 'nowhere/*.jsonl'"),
+    (["data.prompt_key=question"], "data.prompt_key = 'question': no such column in row 0; columns: prompt, answer, id"),
+    (["actor_rollout_ref.model.tokenizer_path=nowhere"], "no tokenizer at 'nowhere'"),
+    (["actor_rollout_ref.model.tokenizer_path=README.md"], "README.md"),
+    (["actor_rollout_ref.model.path=tests"], "actor_rollout_ref.model.path: no config.json in 'tests'"),
+    (["actor_rollout_ref.model.random_init=false"], "the model has no weights: set actor_rollout_ref.model.random_init"),
+    (["actor_rollout_ref.model.checkpoint=tests"], "actor_rollout_ref.model.checkpoint: 'tests' is not a checkpoint"),
+    (["trainer.resume_mode=resume_path", "trainer.resume_from_path=tests"], "'tests' is not a checkpoint"),
+    (["data.max_response_length=64"], "= 72 is more than the model's 32 positions"),
+    (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8"], "is more than actor.ppo_max_token_len_per_gpu = 8"),
+    (["data.max_prompt_length=2"], "row 0: the prompt has 4 tokens, more than data.max_prompt_length = 2"),
+    (["reward.name=exact_mach"], "exact_match"),
+    (["actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSALS, ids=[" ".join(a)[:60] for a, _ in REFUSALS])
+def test_a_bad_run_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    """In this process: nothing may start, so nothing needs a process of its own."""
+    from megarl.cli.main import main
+
+    config = write_run(tmp_path_factory.mktemp("refused"))
+    options = [a for a in arguments if a.startswith("--")]
+    assert main(["train", *options, str(config), *[a for a in arguments if a not in options]]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and printed.count("\n") == 1 and printed.startswith("megarl: error: ")
+
+
+def test_a_refusal_leaves_with_code_2(tmp_path: Path) -> None:
+    done = megarl("train", str(tmp_path / "none.yaml"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"megarl: error: no config file at '{tmp_path / 'none.yaml'}'\n"
+    rank = subprocess.run(
+        [sys.executable, "-m", "megarl.train", str(write_run(tmp_path)), "trainer.stepz=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (rank.returncode, rank.stderr.count("\n")) == (2, 1)
+    assert "unknown key 'trainer.stepz'" in rank.stderr
+
+
+def test_a_reward_that_raises_takes_the_job_down(tmp_path: Path) -> None:
+    """On one of two ranks only: the other waits for it, and must not do so for ever."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import os\n"
+        "def score(response, row):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise RuntimeError('the judge is out')\n"
+        "    return 0.0\n"
+    )
+    config = write_run(tmp_path, trainer__n_gpus_per_node=2, reward__name=f"{reward}:score", trainer__save_freq=0)
+    started = time.monotonic()
+    done = megarl("train", str(config), "trainer.val_before_train=false")
+    assert done.returncode == 1
+    assert "rank 1 failed" in done.stderr and "RuntimeError: the judge is out" in done.stderr
+    assert time.monotonic() - started < 60  # the start takes most of it
+
+
+def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
+    config = write_run(tmp_path, trainer__n_gpus_per_node=2, trainer__total_training_steps=10_000)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "megarl.cli.main", "train", str(config)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert job.stdout is not None
+    for line in job.stdout:
+        if "RL 2/" in line:
+            break
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if b"megarl.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert len(ranks) == 2
+    killed = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert time.monotonic() - killed < 30
+    assert f"-9 (pid: {ranks[1]})" in out
+    assert not Path(f"/proc/{ranks[0]}").exists()

@@ -1,0 +1,104 @@
+"""A complete run in a temporary folder: model config, tokenizer, data and YAML, small enough for seconds."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+def write_run(folder: Path, **sections: Any) -> Path:
+    """Write a runnable configuration (one rank, unless `sections` say otherwise); returns the YAML's path.
+
+    Args:
+        sections: values merged into the configuration, by dotted key with "__" for ".".
+    """
+    rng = random.Random(0)
+    rows = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10)]
+    rng.shuffle(rows)
+    for name, part in (("train", rows[:80]), ("val", rows[80:])):
+        lines = [json.dumps({"prompt": p, "answer": a, "id": i}) for i, (p, a) in enumerate(part)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(p + a for p, a in rows),
+        model_writer=model,
+        model_type="char",
+        vocab_size=16,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 18,
+                "max_position_embeddings": 32,
+                "tie_word_embeddings": True,
+                "initializer_range": 0.1,
+            }
+        )
+    )
+    config: dict[str, Any] = {
+        "data": {
+            "train_files": [str(folder / "train.jsonl")],
+            "val_files": [str(folder / "val.jsonl")],
+            "train_batch_size": 16,
+            "max_prompt_length": 8,
+            "max_response_length": 4,
+        },
+        "actor_rollout_ref": {
+            "model": {"path": str(folder), "random_init": True, "dtype": "float32"},
+            "actor": {"optim": {"lr": 1e-3}, "ppo_mini_batch_size": 8, "ppo_max_token_len_per_gpu": 256},
+            "rollout": {"n": 4},
+            "reshard": {"verify": True},
+        },
+        "trainer": {"default_local_dir": str(folder / "run"), "total_training_steps": 2, "save_freq": 0},
+    }
+    for key, value in sections.items():
+        *parents, leaf = key.split("__")
+        at = config
+        for name in parents:
+            at = at.setdefault(name, {})
+        at[leaf] = value
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def megarl(*args: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the `megarl` command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "megarl.cli.main", *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,130 @@
+"""Training jobs that run inside the pool's ranks: an actor in some layout on a fixed batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.models.architecture import Architecture
+from megarl.types import Batch, batch_of
+
+ARCH = Architecture(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=61,  # divisible by no tensor-parallel size
+    max_position_embeddings=64,
+    qkv_bias=True,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    init_std=0.1,
+)
+SEQUENCES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training layout and how micro-batches are made."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    chunks: int = 1
+    gen_tp: int = 1
+    sequence_parallel: bool = False
+    packed: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def name(self) -> str:
+        tags = [("x%d" % self.chunks) * (self.chunks > 1), "sp" * self.sequence_parallel, "padded" * (not self.packed)]
+        return "-".join([f"{self.tp}{self.pp}{self.dp}", *filter(None, tags)])
+
+
+def fixed_batch() -> Batch:
+    """16 sequences of 4 prompts with lengths all over the place, scores and a made-up old policy."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(ARCH.vocab_size, (length,), generator=generator).tolist()
+
+    prompts = [draw(2, 9) for _ in range(4)]
+    batch = batch_of(
+        [prompts[i // 4] for i in range(SEQUENCES)],
+        [draw(1, 12) for _ in range(SEQUENCES)],
+        [i // 4 for i in range(SEQUENCES)],
+    )
+    return batch.with_(rewards=torch.rand(SEQUENCES, generator=generator))
+
+
+@contextmanager
+def actor_in(case: Case, arch: Architecture = ARCH, dtype: str = "float32") -> Iterator[Any]:
+    """An actor with the same random weights in every layout, inside an initialised world."""
+    from megarl.config.schema import ActorRolloutRef
+    from megarl.models.weights import random_source
+    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.layout import GenerationLayout, TrainLayout
+    from megarl.roles.actor import Actor
+
+    world = dist.get_world_size()
+    groups = build_groups(
+        TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks),
+        GenerationLayout(world_size=world, tp=case.gen_tp),
+    )
+    config = ActorRolloutRef.model_validate(
+        {
+            "model": {"dtype": dtype, "use_remove_padding": case.packed},
+            "actor": {"megatron": {"sequence_parallel": case.sequence_parallel}},
+            **case.config,
+        }
+    )
+    try:
+        yield Actor(config, arch, groups, initial=lambda policy: policy.load(random_source(arch, 1)))
+    finally:
+        destroy_groups()
+
+
+def micro_batches_of(actor: Any, size: int = 2) -> list[list[int]]:
+    """This data-parallel rank's sequences, `size` at a time."""
+    layout = actor.groups.train
+    mine = list(range(SEQUENCES))[layout.coords(actor.groups.rank).dp :: layout.dp]
+    return [mine[i : i + size] for i in range(0, len(mine), size)]
+
+
+def train(case: Case, steps: int, loss: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step; `loss` is "supervised" or "policy" (clipped, with entropy and reference)."""
+    from megarl.algorithms.advantages import compute_advantages
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.policy_loss import PolicyLoss, supervised_loss
+    from megarl.config.schema import Algorithm, Optim
+
+    with actor_in(case) as actor:
+        actor.start_optimizer(Optim(lr=3e-3), steps)
+        batch = fixed_batch()
+        micro_batches = micro_batches_of(actor)
+        function: Any = supervised_loss
+        if loss == "policy":
+            old = actor.log_probs(batch, micro_batches, 0.9)
+            batch = batch.with_(old_logp=old, ref_logp=old * 1.1)
+            batch = compute_advantages(batch, Algorithm(), 0.0)
+            function = PolicyLoss(clip_low=0.2, clip_high=0.28, entropy_coeff=0.01, kl_coef=0.1)
+        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
+        history = []
+        for _ in range(steps):
+            metrics = actor.update(batch, micro_batches, weights, function, temperature=0.9)
+            history.append((metrics["actor/loss"], metrics["actor/grad_norm"]))
+        return history
