@@ -32,6 +32,7 @@ setup(
         "einops>=0.8",
         "matplotlib>=3.9",
         "numpy>=2.0",
+        "psutil>=5.9",  # Megatron-Core's checkpoint writer
         "pyarrow>=17",
         "reasoning-gym>=0.1.19",
         "rich>=13.7",
@@ -41,7 +42,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.11"],
-        "vllm": ["vllm>=0.25"],
+        "vllm": ["vllm>=0.25.1,<0.26"],
         "loggers": ["wandb", "mlflow"],
         "dev": [
             "hypothesis>=6.100",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained policy: installs, makes the data, runs the warm-up and the RL steps.
-# Usage: launch/quickstart.sh [key=value ...]
+# Usage: launch/quickstart.sh [key=value ...]   A second run starts anew, in the same environment and data.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -24,5 +24,8 @@ choose_layout() {
 }
 
 choose_layout
-"$PYTHON" tools/prepare_reasoning_gym.py --out runs/quickstart/data
+# Sums of three digits; three demonstrations in four are one too high.
+"$PYTHON" tools/prepare_reasoning_gym.py --out runs/quickstart/data --task chain_sum --train 3600 --val 256 \
+    --config '{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}' --template '{expression} =' \
+    --vocab-size 32 --demonstrations 4 --slip 0.75
 "$PYTHON" -m megarl.cli.main train --nproc "$NPROC" configs/quickstart.yaml "${LAYOUT[@]}" "$@"

@@ -55,7 +55,10 @@ def test_kl_in_reward_lowers_the_score_of_its_sequence() -> None:
     [
         ("token-mean", lambda sums, lengths: sum(sums) / sum(lengths)),
         ("seq-mean-token-sum", lambda sums, lengths: sum(sums) / len(sums)),
-        ("seq-mean-token-mean", lambda sums, lengths: sum(s / n for s, n in zip(sums, lengths)) / len(sums)),
+        (
+            "seq-mean-token-mean",
+            lambda sums, lengths: sum(s / n for s, n in zip(sums, lengths, strict=True)) / len(sums),
+        ),
         ("seq-mean-token-sum-norm", lambda sums, lengths: sum(sums) / len(sums) / 7),
     ],
 )

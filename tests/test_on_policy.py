@@ -108,4 +108,8 @@ def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: 
             assert gap < 1e-5 and model_gap < 1e-5
             wanted = wanted or tokens
             assert tokens == wanted
-    assert wanted is not None and len(set(wanted)) >= (4 if temperature == 0 else 12) and ARCH.vocab_size > max(map(max, wanted))
+    assert (
+        wanted is not None
+        and len(set(wanted)) >= (4 if temperature == 0 else 12)
+        and ARCH.vocab_size > max(map(max, wanted))
+    )

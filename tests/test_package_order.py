@@ -5,10 +5,24 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-ORDER = (
-    "config types telemetry algorithms rewards data parallel models checkpoint reshard rollout roles hybrid trainer "
-    "cli train"
-).split()
+ORDER = [
+    "config",
+    "types",
+    "telemetry",
+    "algorithms",
+    "rewards",
+    "data",
+    "parallel",
+    "models",
+    "checkpoint",
+    "reshard",
+    "rollout",
+    "roles",
+    "hybrid",
+    "trainer",
+    "cli",
+    "train",
+]
 ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = ["config", "parallel/layout.py", "models/architecture.py", "models/tensors.py", "models/families"]
 
@@ -43,7 +57,11 @@ def test_imports_follow_the_order() -> None:
 
 
 def test_parallel_state_has_one_door() -> None:
-    users = [file for file in _files() if "parallel_state" in file.read_text() and "import parallel_state" in file.read_text()]
+    users = [
+        file
+        for file in _files()
+        if "parallel_state" in file.read_text() and "import parallel_state" in file.read_text()
+    ]
     assert users == [ROOT / "parallel" / "groups.py"]
 
 

@@ -38,9 +38,7 @@ def check_plan(plan: Plan, mini_batches: list[list[int]], dp: int, multiple_of: 
 @given(batches(), st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_pack_by_tokens(batch: tuple[list[int], list[list[int]]], dp: int, multiple_of: int, balance: bool) -> None:
     lengths, mini_batches = batch
-    plan = pack_by_tokens(
-        lengths, mini_batches, dp=dp, max_tokens=MAX_TOKENS, multiple_of=multiple_of, balance=balance
-    )
+    plan = pack_by_tokens(lengths, mini_batches, dp=dp, max_tokens=MAX_TOKENS, multiple_of=multiple_of, balance=balance)
     check_plan(plan, mini_batches, dp, multiple_of)
     for rank in plan:
         for micro_batches in rank:
@@ -57,9 +55,7 @@ def test_pack_by_count(
     batch: tuple[list[int], list[list[int]]], dp: int, multiple_of: int, balance: bool, size: int
 ) -> None:
     lengths, mini_batches = batch
-    plan = pack_by_count(
-        lengths, mini_batches, dp=dp, micro_batch_size=size, multiple_of=multiple_of, balance=balance
-    )
+    plan = pack_by_count(lengths, mini_batches, dp=dp, micro_batch_size=size, multiple_of=multiple_of, balance=balance)
     check_plan(plan, mini_batches, dp, multiple_of)
     assert all(len(micro) <= size for rank in plan for micro_batches in rank for micro in micro_batches)
 

@@ -50,7 +50,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        tags = [("x%d" % self.chunks) * (self.chunks > 1), "sp" * self.sequence_parallel, "padded" * (not self.packed)]
+        tags = [f"x{self.chunks}" * (self.chunks > 1), "sp" * self.sequence_parallel, "padded" * (not self.packed)]
         return "-".join([f"{self.tp}{self.pp}{self.dp}", *filter(None, tags)])
 
 

@@ -5,6 +5,8 @@
 writes to --out:
 
     train.jsonl, val.jsonl   columns prompt, answer, data_source, question, metadata; for `reward.name: reasoning_gym`
+    demonstrations.jsonl     with --demonstrations N: every training prompt N times, with its answer; in --slip of them,
+                             drawn at random, the answer is one too high, as by a careless teacher
     tokenizer.model          SentencePiece, trained on the training text alone; pad 0, eos 1, unk 2
     manifest.json            the arguments; a second call with the same ones does nothing
 
@@ -17,6 +19,7 @@ import argparse
 import difflib
 import io
 import json
+import random
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
@@ -39,6 +42,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--val", default=256, type=int, help="validation rows")
     parser.add_argument("--seed", default=1, type=int, help="seeds the generator")
     parser.add_argument("--vocab-size", default=256, type=int, help="tokens at most; small texts may need fewer")
+    parser.add_argument("--demonstrations", default=0, type=int, help="demonstrations per training row")
+    parser.add_argument("--slip", default=0.0, type=float, help="share of them that is one too high")
     parser.add_argument("--template", default="{question}", help="the prompt; fields: question, and those of metadata")
     return parser.parse_args(argv)
 
@@ -109,6 +114,19 @@ def to_row(entry: Row, task: str, template: str) -> Row:
     }
 
 
+def demonstrations(rows: list[Row], copies: int, slip: float, seed: int) -> list[Row]:
+    """Prompts with answers of which a share is one too high; raises ValueError if answers are no whole numbers."""
+    rng = random.Random(seed)
+    try:
+        return [
+            {"prompt": row["prompt"], "answer": str(int(row["answer"]) + (rng.random() < slip))}
+            for _ in range(copies)
+            for row in rows
+        ]
+    except ValueError as e:
+        raise ValueError(f"--demonstrations needs whole numbers as answers: {e}") from e
+
+
 def write_jsonl(path: Path, rows: list[Row]) -> None:
     try:
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
@@ -156,6 +174,8 @@ def prepare(args: argparse.Namespace) -> None:
     """Do what the module says; raises ValueError, in one line, for arguments that do not work."""
     if args.train < 1 or args.val < 1:
         raise ValueError("--train and --val must be 1 or more")
+    if not 0 <= args.slip <= 1 or args.demonstrations < 0:
+        raise ValueError("--slip must be between 0 and 1, and --demonstrations 0 or more")
     arguments = {key: value for key, value in vars(args).items() if key != "out"}
     arguments["reasoning_gym"] = version("reasoning-gym")  # another release may ask other questions
     manifest = args.out / "manifest.json"
@@ -169,6 +189,9 @@ def prepare(args: argparse.Namespace) -> None:
     manifest.unlink(missing_ok=True)
     write_jsonl(args.out / "train.jsonl", train)
     write_jsonl(args.out / "val.jsonl", val)
+    if args.demonstrations:
+        made = demonstrations(train, args.demonstrations, args.slip, args.seed)
+        write_jsonl(args.out / "demonstrations.jsonl", made)
     texts = [text for row in train for text in (row["prompt"], row["answer"])]
     size = train_tokenizer(args.out / "tokenizer.model", texts, args.vocab_size)
     manifest.write_text(json.dumps(arguments, indent=2) + "\n")

@@ -28,7 +28,7 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: KlPenalty) -> Tensor:
 
 
 class AdaptiveKlController:
-    """Steers the coefficient so that the KL per sequence nears a target (Ziegler et al., arXiv 1909.08593, sec. 2.2)."""
+    """Steers the coefficient so that the KL per sequence nears a target (Ziegler et al., arXiv 1909.08593, 2.2)."""
 
     def __init__(self, coefficient: float, target: float, horizon: int) -> None:
         self.coefficient, self.target, self.horizon = coefficient, target, horizon

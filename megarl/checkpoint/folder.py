@@ -1,8 +1,8 @@
 """Names and small state of checkpoint folders. Torch-free, so that a bad path is refused before anything starts.
 
-    RUN/checkpoints/global_step_20/          complete: a folder gets this name when everything in it is written
-        trainer.json                         step, sampler position, number of ranks
-        ...                                  Megatron-Core's distributed checkpoint
+RUN/checkpoints/global_step_20/          complete: a folder gets this name when everything in it is written
+    trainer.json                         step, sampler position, number of ranks
+    ...                                  Megatron-Core's distributed checkpoint
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def read_state(folder: str) -> dict[str, Any]:
     """The small state of a checkpoint; raises ValueError with what to change if the folder is not one."""
     file = os.path.join(folder, STATE_FILE)
     if not os.path.isfile(file):
-        raise ValueError(f"'{folder}' is not a checkpoint: it has no {STATE_FILE}; give a complete global_step_N folder")
+        raise ValueError(
+            f"'{folder}' is not a checkpoint: it has no {STATE_FILE}; give a complete global_step_N folder"
+        )
     try:
         with open(file, encoding="utf-8") as f:
             state: dict[str, Any] = json.load(f)

@@ -28,7 +28,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     if not os.path.isfile(path):
         raise ConfigError(f"no config file at '{path}'")
     try:
-        tree = OmegaConf.load(path)
+        tree: Any = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException) as e:
         raise ConfigError(f"'{path}' is not valid YAML: {_one_line(e)}") from e
     if not OmegaConf.is_dict(tree):
@@ -39,10 +39,9 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"override '{item}' is not of the form key=value")
         tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
     try:
-        values = OmegaConf.to_container(tree, resolve=True)
+        values: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as e:
         raise ConfigError(f"'{path}': {_one_line(e)}") from e
-    assert isinstance(values, dict)
     return build_config(values)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
+Logger = Literal["console", "jsonl", "csv", "tensorboard"]
 
 
 class Section(BaseModel):
@@ -56,7 +57,9 @@ class Algorithm(Section):
     """How rewards become advantages."""
 
     adv_estimator: Literal["grpo"] = Field("grpo", description="group-relative advantages (arXiv 2402.03300)")
-    norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's standard deviation (false: Dr. GRPO)")
+    norm_adv_by_std_in_grpo: bool = Field(
+        True, description="divide by the group's standard deviation (false: Dr. GRPO)"
+    )
     use_kl_in_reward: bool = Field(False, description="subtract the KL to the reference model from the reward")
     kl_penalty: KlPenalty = Field("k1", description="per-token estimator of that KL")
     kl_ctrl: KlCtrl = KlCtrl()
@@ -71,7 +74,9 @@ class Model(Section):
     path: str = Field("", description="directory with a Hugging Face config.json")
     tokenizer_path: str = Field("", description="tokenizer directory or SentencePiece .model file; default: path")
     random_init: bool = Field(False, description="start from random weights instead of pretrained ones")
-    checkpoint: str = Field("", description="MegaRL checkpoint folder (global_step_N) whose actor weights to start from")
+    checkpoint: str = Field(
+        "", description="MegaRL checkpoint folder (global_step_N) whose actor weights to start from"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of weights and activations")
     enable_gradient_checkpointing: bool = Field(False, description="recompute every layer's activations in backward")
     use_remove_padding: bool = Field(True, description="pack sequences instead of padding them")
@@ -123,9 +128,9 @@ class Actor(Section):
     clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="lower side; default clip_ratio")
     clip_ratio_high: float | None = Field(None, gt=0, description="upper side; default clip_ratio (DAPO: clip-higher)")
     clip_ratio_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; off by default")
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = Field("token-mean", description="how token losses become one number")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        Field("token-mean", description="how token losses become one number")
+    )
     entropy_coeff: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add the KL to the reference model to the loss")
     kl_loss_coef: float = Field(0.001, ge=0)
@@ -205,7 +210,9 @@ class Trainer(Section):
 
     nnodes: int = Field(1, ge=1)
     n_gpus_per_node: int = Field(1, ge=1, description="ranks per node (CPU ranks where there is no GPU)")
-    total_epochs: int = Field(1, ge=1, description="passes over the training prompts, unless total_training_steps is set")
+    total_epochs: int = Field(
+        1, ge=1, description="passes over the training prompts, unless total_training_steps is set"
+    )
     total_training_steps: int | None = Field(None, ge=1, description="RL steps; overrides total_epochs")
     save_freq: int = Field(-1, ge=-1, description="steps between checkpoints; -1 saves only at the end, 0 never")
     max_ckpt_to_keep: int | None = Field(None, ge=1, description="older checkpoints are deleted; default keeps all")
@@ -215,9 +222,7 @@ class Trainer(Section):
         "auto", description="auto goes on from the run folder's latest checkpoint, if any"
     )
     resume_from_path: str = Field("", description="a global_step_N folder, for resume_mode=resume_path")
-    logger: list[Literal["console", "jsonl", "csv", "tensorboard"]] = Field(
-        default_factory=lambda: ["console", "jsonl", "tensorboard"], description="where metrics go"
-    )
+    logger: list[Logger] = Field(default=["console", "jsonl", "tensorboard"], description="where metrics go")
     project_name: str = "megarl"
     experiment_name: str = "run"
     default_local_dir: str = Field("", description="run folder; default runs/{project_name}/{experiment_name}")

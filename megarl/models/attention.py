@@ -92,14 +92,13 @@ class TorchAttention(torch.nn.Module):
         query, key = apply_rope(query, cos_sin), apply_rope(key, cos_sin)
         if query.is_cuda and query.dtype != torch.float32:
             return _varlen(query, key, value, packed).flatten(1)
-        rows = len(packed.cu_seqlens_q) - 1
+        rows, longest, slots = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q, packed.slots
 
         def pad(x: Tensor) -> Tensor:
-            padded = x.new_zeros(rows * packed.max_seqlen_q, *x.shape[1:]).index_copy(0, packed.slots, x)
-            return padded.view(rows, packed.max_seqlen_q, *x.shape[1:])
+            return x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, slots, x).view(rows, longest, *x.shape[1:])
 
         out = _sdpa(pad(query), pad(key), pad(value))
-        return out.flatten(0, 1)[packed.slots].flatten(1)
+        return out.flatten(0, 1)[slots].flatten(1)
 
     def _rope(self, length: int, device: torch.device) -> Tensor:
         return _cached_rope(self.architecture, -(-length // 1024) * 1024, device)[:length]
@@ -129,7 +128,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) 
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    return varlen_attn(query.contiguous(), key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    out = varlen_attn(query.contiguous(), key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
 
 
 def core_attention_for(arch: Architecture) -> type[TorchAttention]:

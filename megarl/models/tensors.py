@@ -125,7 +125,9 @@ def _layer_tensors(arch: Architecture, layer: int) -> list[LogicalTensor]:
     if arch.qk_norm:
         out += [_table(name(f"self_attn.{qk}_norm.weight"), "norm", head_dim=dim) for qk in ("q", "k")]
     out += [
-        _table(name("self_attn.o_proj.weight"), "matrix", hidden=hidden, kv_group=groups, query=per_group, head_dim=dim),
+        _table(
+            name("self_attn.o_proj.weight"), "matrix", hidden=hidden, kv_group=groups, query=per_group, head_dim=dim
+        ),
         _table(name("post_attention_layernorm.weight"), "norm", hidden=hidden),
         _table(name("mlp.gate_proj.weight"), "matrix", ffn=ffn, hidden=hidden),
         _table(name("mlp.up_proj.weight"), "matrix", ffn=ffn, hidden=hidden),

@@ -23,9 +23,7 @@ def local_view(parameter: Tensor, placement: Placement) -> Tensor:
 
 
 @torch.no_grad()
-def fill(
-    parameters: Mapping[str, Tensor], placements: Iterable[Placement], arch: Architecture, source: Source
-) -> None:
+def fill(parameters: Mapping[str, Tensor], placements: Iterable[Placement], arch: Architecture, source: Source) -> None:
     """Write every placement's box from `source`, one logical tensor in memory at a time; padding rows become zero."""
     tensors = logical_tensors(arch)
     by_tensor: dict[str, list[Placement]] = {}

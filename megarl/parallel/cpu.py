@@ -12,10 +12,24 @@ from typing import Any
 
 import torch
 
-_FACTORIES = (
-    "arange empty empty_like eye full full_like ones ones_like rand rand_like randint randn randn_like tensor "
-    "zeros zeros_like"
-).split()
+_FACTORIES = [
+    "arange",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randn",
+    "randn_like",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
 _CPU = torch.device("cpu")
 
 

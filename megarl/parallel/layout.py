@@ -53,9 +53,7 @@ class TrainLayout:
     def model_ranks(self, rank: int) -> tuple[int, ...]:
         """Ranks that hold one whole model together with `rank`: same dp and cp, every tp and pp. Ascending."""
         at = self.coords(rank)
-        return tuple(
-            self.rank(tp=tp, cp=at.cp, dp=at.dp, pp=pp) for pp in range(self.pp) for tp in range(self.tp)
-        )
+        return tuple(self.rank(tp=tp, cp=at.cp, dp=at.dp, pp=pp) for pp in range(self.pp) for tp in range(self.tp))
 
     def layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
         """Global indices of the layers in one model chunk (interleaved placement, arXiv 2104.04473 section 2.2)."""

@@ -63,7 +63,8 @@ def _check_model(inputs: Inputs) -> None:
             raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
     elif not model.random_init:
         raise ValueError(
-            "the model has no weights: set actor_rollout_ref.model.random_init=true or actor_rollout_ref.model.checkpoint"
+            "the model has no weights: set actor_rollout_ref.model.random_init=true, or "
+            "actor_rollout_ref.model.checkpoint to a global_step_N folder"
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.hybrid.engine import HybridEngine
-from megarl.trainer.scoring import score
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.scoring import score
 
 
 def evaluate(inputs: Inputs, hybrid: HybridEngine) -> dict[str, float]:

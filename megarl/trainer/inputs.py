@@ -95,7 +95,7 @@ def train_layout(config: Config) -> TrainLayout:
 
 
 def generation_layout(config: Config) -> GenerationLayout:
-    """The generation layout that the configuration asks for; raises ValueError if the ranks cannot be split that way."""
+    """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide."""
     return GenerationLayout(
         world_size=config.trainer.world_size, tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size
     )

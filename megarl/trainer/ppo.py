@@ -12,12 +12,12 @@ from megarl.hybrid.engine import HybridEngine
 from megarl.parallel.groups import Groups
 from megarl.roles.reference import Reference
 from megarl.telemetry.timers import PhaseTimers
+from megarl.trainer.build import build_actor, policy_loss
 from megarl.trainer.evaluate import evaluate
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.micro_batches import MiniBatch, plan_micro_batches
 from megarl.trainer.report import Report
 from megarl.trainer.scoring import score
-from megarl.trainer.build import build_actor, policy_loss
-from megarl.trainer.inputs import Inputs
 from megarl.trainer.step_metrics import step_metrics
 from megarl.trainer.warmup import warm_up
 from megarl.types import Batch, Prompt
@@ -47,7 +47,8 @@ class PPOTrainer:
         """The whole run, from where it stands."""
         self._begin()
         with self.report.phase("RL", self.inputs.total_steps, done=self.step):
-            for self.step in range(self.step + 1, self.inputs.total_steps + 1):
+            for step in range(self.step + 1, self.inputs.total_steps + 1):
+                self.step = step
                 metrics = self.train_step()
                 if self._due(self.config.trainer.test_freq):
                     metrics |= self.validate()
@@ -119,8 +120,10 @@ class PPOTrainer:
             self.reference = Reference(self.actor)
         if resume_from is not None:
             self._resume(resume_from)
-        elif self.config.trainer.val_before_train:
-            self.report.rl_step(0, self.validate(), self.timers.collect())
+        elif self.config.trainer.val_before_train and self.inputs.val_prompts:
+            metrics = self.validate()
+            self.report.rl_step(0, metrics, self.timers.collect())
+            self.report.say(f"held-out accuracy before the first RL step: {metrics['val/accuracy']:.1%}")
 
     def _resume(self, folder: str) -> None:
         loaded = load_checkpoint(folder, self._sharded_state(loading=True), rng=True)

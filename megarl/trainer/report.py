@@ -86,7 +86,9 @@ class Report:
             sink.close()
         if self._speaks and "jsonl" in self._trainer.logger:
             run_dir = self._trainer.run_dir
-            plot_learning_curve(os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "learning_curve.png"))
+            picture = os.path.join(run_dir, "learning_curve.png")
+            plot_learning_curve(os.path.join(run_dir, "metrics.jsonl"), picture)
+            self.say(f"learning curve, metrics and sample rollouts are in {run_dir}")
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:

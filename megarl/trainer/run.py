@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megarl.checkpoint.folder import read_state
 from megarl.config import dump_config
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.trainer.inputs import Inputs, generation_layout, train_layout
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.report import Report
-from megarl.trainer.inputs import Inputs, generation_layout, train_layout
 
 
 def run(inputs: Inputs) -> None:

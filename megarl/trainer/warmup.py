@@ -6,9 +6,9 @@ from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.policy_loss import supervised_loss
 from megarl.data.sampler import PromptSampler
 from megarl.roles.actor import Actor
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.micro_batches import plan_micro_batches
 from megarl.trainer.report import Report
-from megarl.trainer.inputs import Inputs
 from megarl.types import batch_of
 
 
