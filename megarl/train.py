@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
 
 def _hush_dependencies() -> None:
     """Megatron-Core and torch warn of their own deprecations and absent options once per rank and call site."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=module)
 

@@ -70,10 +70,11 @@ def read_inputs(config: Config) -> Inputs:
         ValueError: what is missing or wrong, and what to change, in one line.
     """
     model, data = config.actor_rollout_ref.model, config.data
+    arch = read_architecture(model.path)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     return Inputs(
         config=config,
-        arch=read_architecture(model.path),
+        arch=arch,
         tokenizer=tokenizer,
         reward=load_reward(config.reward.name),
         train_prompts=load_prompts(data, data.train_files, tokenizer),
