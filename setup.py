@@ -45,6 +45,8 @@ setup(
         "vllm": ["vllm>=0.25.1,<0.26"],
         "loggers": ["wandb", "mlflow"],
         "dev": [
+            "accelerate>=1.0",
+            "gguf>=0.10",
             "hypothesis>=6.100",
             "mypy>=1.11",
             "pytest>=8",

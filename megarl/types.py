@@ -49,7 +49,8 @@ class Completion:
         token_ids: response tokens, the stop token included when there is one.
         logp: log-probability of each token under the distribution it was drawn from (temperature and filters
             applied), nats. Greedy: the distribution at temperature 1, unfiltered.
-        model_logp: log-probability of each token under the model (temperature 1, unfiltered), nats.
+        model_logp: log-probability of each token under the model (temperature 1, unfiltered), nats; empty where the
+            engine knows only `logp` (vLLM, unless the two are the same).
         finish_reason: "stop" after a stop token, "length" after `max_tokens`.
     """
 
@@ -75,6 +76,7 @@ class Batch:
         groups: int64 [N], which prompt a sequence belongs to.
         rewards: float32 [N], one score per sequence.
         rollout_logp: float32 [T], as the generation engine recorded it.
+        rollout_weights: float32 [T], importance weights of the tokens, 0 for rejected ones; None: all 1.
         old_logp: float32 [T], by the training layout before the first update.
         ref_logp: float32 [T], by the reference model.
         kl_in_reward: float32 [N], KL to the reference per sequence, when the reward contains it; nats.
@@ -87,6 +89,7 @@ class Batch:
     groups: Tensor
     rewards: Tensor | None = None
     rollout_logp: Tensor | None = None
+    rollout_weights: Tensor | None = None
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     kl_in_reward: Tensor | None = None

@@ -1,7 +1,7 @@
 """Real ranks for tests: a pool of processes that stay alive, each job with a process group of its own.
 
 Starting a rank costs seconds of imports, so the pool is started once per test session and every job initialises and
-destroys its own world of 1 to 4 ranks: gloo on CPUs; where there are enough GPUs, NCCL for tensors on them as well.
+destroys its own world of 1 to 6 ranks: gloo on CPUs; where there are enough GPUs, NCCL for tensors on them as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.multiprocessing as mp
-
-MAX_RANKS = 4
 
 
 def _serve(pipe: Connection) -> None:
@@ -43,16 +41,16 @@ def _serve(pipe: Connection) -> None:
 
 
 class Ranks:
-    """Runs functions on 1 to 4 ranks."""
+    """Runs functions on as many ranks as they need."""
 
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
-    def _start(self) -> None:
+    def _start(self, world: int) -> None:
         os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
-        for _ in range(MAX_RANKS - len(self._pipes)):
+        for _ in range(world - len(self._pipes)):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
@@ -62,7 +60,7 @@ class Ranks:
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
         """`fn(*args)` on every rank of a world; returns the results in rank order, raises if a rank did."""
-        self._start()
+        self._start(world)
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 self._pipes[rank].send((fn, rank, world, os.path.join(folder, "store"), args))

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.models.tensors import Box, Placement, logical_tensors
 
 UNWRITTEN = -7
 """Bits of every element before a reshard; no logical tensor holds them, so a guard row must still have them after."""
+
+EXPERTS = MixtureOfExperts(num_experts=3, experts_per_token=2, norm_topk_prob=True)
 
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 

@@ -128,6 +128,26 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     assert "holds no tokenizer.json" in message(lambda: load_tokenizer(str(tmp_path / "empty")))
 
 
+def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
+    words = RustTokenizer(models.WordLevel({"<e>": 0, "u": 1, "a": 2, ":": 3, "7": 4, "+": 5, "?": 6}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", unk_token="?")
+    template = "{% for m in messages %}{{ m['role'][0] }} : {{ m['content'] }} {% endfor %}a :"
+    fast.chat_template = template + "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+    fast.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    chat = [{"role": "user", "content": "7 + 7"}]
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": chat}])
+    (prompt,) = load_prompts(Data(), [file], tokenizer)
+    assert prompt.token_ids == (1, 3, 4, 5, 4, 2, 3)
+    whole = fast.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert list(prompt.token_ids) == list(whole)
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": chat * 3}])
+    assert "row 0: the chat template refuses the messages: too long" in message(
+        lambda: load_prompts(Data(), [file], tokenizer)
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- prompts
 
 
@@ -156,7 +176,11 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> No
 
     assert load("1", "12345").startswith("row 1: the prompt has 5 tokens, more than data.max_prompt_length = 4; raise")
     assert load("1", "") == "row 1: the prompt in column 'prompt' is empty"
-    assert load(["chat"]) == "row 0: column 'prompt' must hold text, not list"
+    assert load(["chat"]) == (
+        "row 0: column 'prompt' must hold text or a list of messages with role and content, not list"
+    )
+    chat = [{"role": "user", "content": "1"}]
+    assert load(chat) == "row 0: a SentencePiece model has no chat template: give prompts as plain text"
     assert load("12345", "123456", drop=True) == (
         "data.val_files: none of the 2 prompts has at most data.max_prompt_length = 4 tokens"
     )

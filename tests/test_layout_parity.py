@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks
-from training_cases import Case, train
+from training_cases import WITH_EXPERTS, Case, train
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
@@ -43,6 +43,23 @@ def test_loss_and_gradient_norm_agree(
 ) -> None:
     for history in ranks.run(case.world, train, case, 3, loss):
         for got, want in zip(history, plain[loss], strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+EXPERT_CASES = [
+    Case(tp=2, sequence_parallel=True),
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(tp=2, dp=2, sequence_parallel=True),
+    Case(dp=2, pp=2, chunks=2),
+    Case(tp=2, sequence_parallel=True, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+]
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name + "-".join(map(str, case.config)))
+def test_loss_and_gradient_norm_agree_with_experts(ranks: Ranks, case: Case) -> None:
+    plain = ranks.run(1, train, Case(), 3, "policy", WITH_EXPERTS)[0]
+    for history in ranks.run(case.world, train, case, 3, "policy", WITH_EXPERTS):
+        for got, want in zip(history, plain, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from full_weights import random_weights
+from hugging_face import hugging_face
 from ranks import Ranks
-from tiny_engines import ARCHITECTURES
+from tiny_families import ARCHITECTURES
 from training_cases import Case, actor_in
 
 from megarl.types import Batch, batch_of
 
-FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+CASES = [Case(), Case(tp=2), Case(pp=2), Case(tp=2, pp=2), Case(tp=4)]
 
 
 def _batch() -> Batch:
@@ -23,26 +24,7 @@ def _batch() -> Batch:
 
 
 def _hf_log_probs(family: str) -> torch.Tensor:
-    import transformers
-
-    arch = ARCHITECTURES[family]
-    config: Any = getattr(transformers, f"{FAMILIES[family]}Config")(
-        hidden_size=arch.hidden_size,
-        intermediate_size=arch.ffn_hidden_size,
-        num_hidden_layers=arch.num_layers,
-        num_attention_heads=arch.num_attention_heads,
-        num_key_value_heads=arch.num_key_value_heads,
-        head_dim=arch.head_dim,
-        vocab_size=arch.vocab_size,
-        max_position_embeddings=arch.max_position_embeddings,
-        rms_norm_eps=arch.norm_eps,
-        rope_theta=arch.rope_theta,
-        tie_word_embeddings=arch.tie_word_embeddings,
-    )
-    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).float().eval()
-    missing, unexpected = model.load_state_dict(random_weights(arch, 7), strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
+    model = hugging_face(family)
     batch, out = _batch(), []
     for i in range(len(batch)):
         tokens = batch.tokens[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]]
@@ -54,15 +36,17 @@ def _hf_log_probs(family: str) -> torch.Tensor:
 
 def _megatron_log_probs(case: Case, family: str) -> torch.Tensor:
     arch = ARCHITECTURES[family]
-    weights = random_weights(arch, 7)
+    weights = random_weights(arch, 1)
     with actor_in(case, arch) as actor:
         actor.load(lambda tensor: weights[tensor.name].view(tensor.shape))
         return actor.log_probs(_batch(), [[0, 1], [2, 3]], 1.0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", [Case(), Case(tp=2), Case(pp=2), Case(tp=2, pp=2), Case(tp=4)], ids=lambda c: c.name)
+@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_log_probs(ranks: Ranks, family: str, case: Case) -> None:
+    if ARCHITECTURES[family].moe and case.tp > 1:
+        case = replace(case, sequence_parallel=True)
     wanted = _hf_log_probs(family)
     assert wanted.std() > 0.5
     for got in ranks.run(case.world, _megatron_log_probs, case, family):

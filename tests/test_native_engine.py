@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from full_weights import fill_engine, random_weights
 from ranks import Ranks
-from tiny_engines import ARCHITECTURES, GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, tokens_of
+from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, tokens_of
+from tiny_families import ARCHITECTURES
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import engine_placements
@@ -29,7 +30,7 @@ def _generate_on_rank(
 
 
 @pytest.mark.parametrize(
-    ("family", "tp"), [("qwen2", 2), ("qwen3", 2), ("llama", 2), ("qwen2", 4), ("qwen3", 4)]
+    ("family", "tp"), [*((family, 2) for family in ARCHITECTURES), ("qwen2", 4), ("qwen3", 4), ("mixtral", 4)]
 )  # with 4 ranks, each of the 2 KV heads is on two of them
 def test_tensor_parallel_equals_one_rank(ranks: Ranks, family: str, tp: int) -> None:
     arch = ARCHITECTURES[family]

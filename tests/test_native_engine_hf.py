@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from full_weights import random_weights
-from tiny_engines import ARCHITECTURES, GREEDY, GROUPS, MIXED, SAMPLED, engine_of
+from hugging_face import hugging_face
+from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, engine_of
+from tiny_families import ARCHITECTURES
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from megarl.models.families import FAMILIES
 from megarl.rollout.native.sampler import sample
-
-HF_CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
-
-
-def config_of(family: str) -> PretrainedConfig:
-    arch = ARCHITECTURES[family]
-    return HF_CONFIGS[family](
-        num_hidden_layers=arch.num_layers,
-        hidden_size=arch.hidden_size,
-        intermediate_size=arch.ffn_hidden_size,
-        num_attention_heads=arch.num_attention_heads,
-        num_key_value_heads=arch.num_key_value_heads,
-        head_dim=arch.head_dim,
-        vocab_size=arch.vocab_size,
-        max_position_embeddings=arch.max_position_embeddings,
-        tie_word_embeddings=arch.tie_word_embeddings,
-        rms_norm_eps=arch.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": arch.rope_theta},
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-
-
-@cache
-def hugging_face(family: str) -> Any:
-    """The model with `random_weights`, float32."""
-    model = AutoModelForCausalLM.from_config(config_of(family), attn_implementation="eager").eval()
-    loaded = model.load_state_dict(random_weights(ARCHITECTURES[family], seed=1), strict=False)
-    assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model
-
-
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_config_describes_the_architecture(family: str) -> None:
-    name = type(hugging_face(family)).__name__
-    assert FAMILIES[name](config_of(family).to_dict()) == ARCHITECTURES[family]
 
 
 @torch.no_grad()
@@ -94,9 +54,7 @@ def test_samples_are_drawn_from_hugging_faces_logits(family: str) -> None:
 def test_bfloat16_is_as_close_to_float32_as_hugging_face_is() -> None:
     arch = ARCHITECTURES["qwen3"]
     out = engine_of(arch, dtype=torch.bfloat16).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS)))
-    rounded = AutoModelForCausalLM.from_config(config_of("qwen3"), attn_implementation="eager").eval()
-    rounded.load_state_dict(hugging_face("qwen3").state_dict())
-    rounded = rounded.bfloat16()
+    rounded = hugging_face("qwen3", dtype=torch.bfloat16)
     ours, theirs = [], []
     for prompt, completion in zip(GROUPS, out, strict=True):
         exact = hf_logp(hugging_face("qwen3"), prompt, completion.token_ids)

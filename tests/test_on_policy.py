@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, micro_batches_of
 
+from megarl.models.architecture import Architecture
 from megarl.types import Prompt, SamplingParams
 
 
@@ -52,7 +53,9 @@ def test_first_ratio_is_exactly_one(ranks: Ranks, case: Case) -> None:
         assert metrics["actor/clipfrac"] == 0.0
 
 
-def _generate_and_compare(case: Case, temperature: float) -> tuple[list[tuple[int, ...]], float, float]:
+def _generate_and_compare(
+    case: Case, temperature: float, arch: Architecture = ARCH
+) -> tuple[list[tuple[int, ...]], float, float]:
     """Responses by the hybrid engine after an update, and how far its log-probs are from the training layout's."""
     from megarl.algorithms.aggregation import token_weights
     from megarl.algorithms.policy_loss import supervised_loss
@@ -60,7 +63,7 @@ def _generate_and_compare(case: Case, temperature: float) -> tuple[list[tuple[in
     from megarl.hybrid.engine import HybridEngine
     from megarl.telemetry.timers import PhaseTimers
 
-    with actor_in(case) as actor:
+    with actor_in(case, arch) as actor:
         actor.start_optimizer(Optim(lr=1e-2), 4)
         batch = fixed_batch()
         hybrid = HybridEngine(actor.config, actor, PhaseTimers(actor.groups.device), max_model_len=32)
@@ -113,3 +116,16 @@ def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: 
         and len(set(wanted)) >= (4 if temperature == 0 else 12)
         and ARCH.vocab_size > max(map(max, wanted))
     )
+
+
+def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) -> None:
+    cases = [
+        Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
+        Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
+    ]
+    responses = set()
+    for case in cases:
+        for tokens, gap, model_gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WITH_EXPERTS):
+            assert gap < 1e-5 and model_gap < 1e-5
+            responses.add(tuple(tokens))
+    assert len(responses) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from reshard_cases import INTEGERS, architecture, logical_values, parameters, same_bits
+from reshard_cases import EXPERTS, INTEGERS, architecture, logical_values, parameters, same_bits
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import EMBEDDING, FINAL_NORM, engine_placements, training_placements
@@ -71,12 +71,17 @@ def build(
 
 
 def reshard_all(tp: int, pp: int, generation_tp: int) -> list[int]:
-    """Both dtypes, with buckets that hold everything and buckets of which a row fills several; a second run too."""
+    """Both dtypes, with buckets that hold everything and buckets of which a row fills several; experts; twice each."""
     train = TrainLayout(world_size=dist.get_world_size(), tp=tp, pp=pp)
     group = block_group(train)
     moved = []
-    for dtype, bucket_bytes, tied in ((torch.float32, 1 << 20, False), (torch.bfloat16, 144, True)):
-        arch = architecture(num_layers=pp, tied=tied, qkv_bias=True, qk_norm=True)
+    cases = (
+        (torch.float32, 1 << 20, False, None),
+        (torch.bfloat16, 144, True, None),
+        (torch.float32, 4096, True, EXPERTS),
+    )
+    for dtype, bucket_bytes, tied, moe in cases:
+        arch = architecture(num_layers=pp, tied=tied, qkv_bias=True, qk_norm=True, moe=moe)
         world = build(arch, train, generation_tp, dtype=dtype, bucket_bytes=bucket_bytes, group=group)
         world.resharder.run()
         world.check()
@@ -105,7 +110,7 @@ LAYOUTS = [
 def test_the_engine_gets_the_logical_tensors(ranks: Ranks, world: int, tp: int, pp: int, generation_tp: int) -> None:
     received = ranks.run(world, reshard_all, tp, pp, generation_tp)
     if tp == pp == 1:
-        assert received == [[0, 0]] * world
+        assert received == [[0, 0, 0]] * world
 
 
 def reshard_interleaved() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reshard_cases import architecture, logical_values, parameters, same_bits, shapes, slices
+from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import engine_placements, training_placements
@@ -53,8 +53,9 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.sampled_from((4, 8))),
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
+        moe=draw(st.sampled_from((None, EXPERTS))),
     )
-    arch.check_training(tp=tp, pp=pp, chunks=chunks)
+    arch.check_training(tp=tp, pp=pp, chunks=chunks, sequence_parallel=True)
     arch.check_generation(tp=generation_tp)
     return Case(
         arch=arch,

@@ -150,7 +150,7 @@ REFUSALS = [
     (["actor_rollout_ref.model.path=tests"], "actor_rollout_ref.model.path: no config.json in 'tests'"),
     (
         ["actor_rollout_ref.model.random_init=false"],
-        "the model has no weights: set actor_rollout_ref.model.random_init",
+        "has no weights: neither model.safetensors nor",
     ),
     (["actor_rollout_ref.model.checkpoint=tests"], "actor_rollout_ref.model.checkpoint: 'tests' is not a checkpoint"),
     (["trainer.resume_mode=resume_path", "trainer.resume_from_path=tests"], "'tests' is not a checkpoint"),
@@ -158,6 +158,7 @@ REFUSALS = [
     (["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8"], "is more than actor.ppo_max_token_len_per_gpu = 8"),
     (["data.max_prompt_length=2"], "row 0: the prompt has 4 tokens, more than data.max_prompt_length = 2"),
     (["reward.name=exact_mach"], "exact_match"),
+    (["actor_rollout_ref.rollout.top_p=0.9"], "set algorithm.rollout_correction.rollout_is=token"),
     (["actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare"),
 ]
 

@@ -9,35 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from full_weights import fill_engine, random_weights
+from tiny_families import VOCAB
 
 from megarl.models.architecture import Architecture
 from megarl.rollout.native.engine import NativeEngine
 from megarl.types import Completion, SamplingParams
-
-VOCAB = 61
-"""Divisible by no tensor-parallel size."""
-
-
-def tiny(family: str, **switches: Any) -> Architecture:
-    sizes: dict[str, Any] = {
-        "num_layers": 2,
-        "hidden_size": 32,
-        "ffn_hidden_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "norm_eps": 1e-5,
-    }
-    return Architecture(family=family, **(sizes | switches))
-
-
-ARCHITECTURES = {
-    "qwen2": tiny("qwen2", qkv_bias=True, tie_word_embeddings=True),
-    "qwen3": tiny("qwen3", qk_norm=True, head_dim=16),
-    "llama": tiny("llama", rope_theta=500_000.0),
-}
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=14, stop_token_ids=(3, 7, 11, 20))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.types import Batch, batch_of
 
 ARCH = Architecture(
@@ -28,6 +28,7 @@ ARCH = Architecture(
     tie_word_embeddings=True,
     init_std=0.1,
 )
+WITH_EXPERTS = replace(ARCH, moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True))
 SEQUENCES = 16
 
 
@@ -105,14 +106,14 @@ def micro_batches_of(actor: Any, size: int = 2) -> list[list[int]]:
     return [mine[i : i + size] for i in range(0, len(mine), size)]
 
 
-def train(case: Case, steps: int, loss: str) -> list[tuple[float, float]]:
+def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; `loss` is "supervised" or "policy" (clipped, with entropy and reference)."""
     from megarl.algorithms.advantages import compute_advantages
     from megarl.algorithms.aggregation import token_weights
     from megarl.algorithms.policy_loss import PolicyLoss, supervised_loss
     from megarl.config.schema import Algorithm, Optim
 
-    with actor_in(case) as actor:
+    with actor_in(case, arch) as actor:
         actor.start_optimizer(Optim(lr=3e-3), steps)
         batch = fixed_batch()
         micro_batches = micro_batches_of(actor)

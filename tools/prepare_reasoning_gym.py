@@ -7,7 +7,7 @@ writes to --out:
     train.jsonl, val.jsonl   columns prompt, answer, data_source, question, metadata; for `reward.name: reasoning_gym`
     demonstrations.jsonl     with --demonstrations N: every training prompt N times, with its answer; in --slip of them,
                              drawn at random, the answer is one too high, as by a careless teacher
-    tokenizer.model          SentencePiece, trained on the training text alone; pad 0, eos 1, unk 2
+    tokenizer.model          without --chat: SentencePiece, trained on the training text alone; pad 0, eos 1, unk 2
     manifest.json            the arguments; a second call with the same ones does nothing
 
 No question appears twice, neither within a file nor across the two. The same arguments give the same files.
@@ -42,6 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--val", default=256, type=int, help="validation rows")
     parser.add_argument("--seed", default=1, type=int, help="seeds the generator")
     parser.add_argument("--vocab-size", default=256, type=int, help="tokens at most; small texts may need fewer")
+    parser.add_argument("--chat", action="store_true", help="prompts as chat messages, and no tokenizer: the model's")
     parser.add_argument("--demonstrations", default=0, type=int, help="demonstrations per training row")
     parser.add_argument("--slip", default=0.0, type=float, help="share of them that is one too high")
     parser.add_argument("--template", default="{question}", help="the prompt; fields: question, and those of metadata")
@@ -88,7 +89,7 @@ def distinct_rows(args: argparse.Namespace) -> list[Row]:
             repeated += 1
             continue
         seen.add(entry["question"])
-        rows.append(to_row(entry, args.task, args.template))
+        rows.append(to_row(entry, args.task, args.template, chat=args.chat))
         if len(rows) == wanted:
             print(f"{wanted} different questions of {args.task}; {repeated} repeated ones left out")
             return rows
@@ -98,7 +99,7 @@ def distinct_rows(args: argparse.Namespace) -> list[Row]:
     )
 
 
-def to_row(entry: Row, task: str, template: str) -> Row:
+def to_row(entry: Row, task: str, template: str, *, chat: bool) -> Row:
     """One line of the files; raises ValueError for a template that names an unknown field."""
     values = {**entry["metadata"], "question": entry["question"]}
     try:
@@ -106,7 +107,7 @@ def to_row(entry: Row, task: str, template: str) -> Row:
     except (KeyError, IndexError, ValueError) as e:
         raise ValueError(f"--template '{template}' does not fit; its fields can be {', '.join(values)}") from e
     return {
-        "prompt": prompt,
+        "prompt": [{"role": "user", "content": prompt}] if chat else prompt,
         "answer": entry["answer"],
         "data_source": task,
         "question": entry["question"],
@@ -192,10 +193,12 @@ def prepare(args: argparse.Namespace) -> None:
     if args.demonstrations:
         made = demonstrations(train, args.demonstrations, args.slip, args.seed)
         write_jsonl(args.out / "demonstrations.jsonl", made)
-    texts = [text for row in train for text in (row["prompt"], row["answer"])]
-    size = train_tokenizer(args.out / "tokenizer.model", texts, args.vocab_size)
+    made_tokenizer = ""
+    if not args.chat:
+        texts = [text for row in train for text in (row["prompt"], row["answer"])]
+        made_tokenizer = f", {train_tokenizer(args.out / 'tokenizer.model', texts, args.vocab_size)} tokens"
     manifest.write_text(json.dumps(arguments, indent=2) + "\n")
-    print(f"{args.out}: {len(train)} training rows, {len(val)} validation rows, {size} tokens")
+    print(f"{args.out}: {len(train)} training rows, {len(val)} validation rows{made_tokenizer}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,16 +24,19 @@ def token_weights(batch: Batch, sequences: Sequence[int], mode: LossAggMode, max
         max_response_length: tokens.
 
     Returns:
-        float32 [T], 0 outside the mini-batch and at prompt tokens.
+        float32 [T], 0 outside the mini-batch and at prompt tokens. With `rollout_weights` each token's weight is
+        multiplied by its importance weight, and rejected tokens count in no denominator.
     """
-    lengths = batch.response_lengths.float()
+    token = batch.response_mask.float() if batch.rollout_weights is None else batch.rollout_weights
+    lengths = batch.sum_per_sequence((token > 0).float())
     chosen = torch.zeros(len(batch))
     chosen[torch.tensor(list(sequences), dtype=torch.int64)] = 1.0
-    per_sequence = chosen / max(1, len(sequences))
+    chosen *= lengths > 0
+    per_sequence = chosen / chosen.sum().clamp_min(1.0)
     if mode == "token-mean":
         per_sequence = chosen / (chosen * lengths).sum().clamp_min(1.0)
     elif mode == "seq-mean-token-mean":
         per_sequence = per_sequence / lengths.clamp_min(1.0)
     elif mode == "seq-mean-token-sum-norm":
         per_sequence = per_sequence / max_response_length
-    return per_sequence[batch.sequence_of_token] * batch.response_mask
+    return per_sequence[batch.sequence_of_token] * token

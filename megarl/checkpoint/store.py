@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +13,17 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megarl.checkpoint.folder import STATE_FILE, checkpoint_folder, complete_checkpoints, read_state
+from megarl.checkpoint.folder import checkpoint_folder, complete_checkpoints, read_state, write_state
 
 
-def save_checkpoint(run_dir: str, step: int, sharded: dict[str, Any], trainer_state: dict[str, Any]) -> str:
+def save_checkpoint(
+    run_dir: str,
+    step: int,
+    sharded: dict[str, Any],
+    trainer_state: dict[str, Any],
+    *,
+    write_model: Callable[[str], None],
+) -> str:
     """Write `global_step_{step}`; every rank calls it, and it returns once the checkpoint is complete.
 
     Everything is written into a folder of another name, which is renamed when it is whole: a job that dies in between
@@ -25,6 +32,7 @@ def save_checkpoint(run_dir: str, step: int, sharded: dict[str, Any], trainer_st
     Args:
         sharded: Megatron-Core sharded state dict of this rank.
         trainer_state: small JSON-able state, the same on every rank.
+        write_model: called on every rank with the unfinished folder, to add the model's Hugging Face files.
 
     Returns:
         the checkpoint's folder.
@@ -38,11 +46,10 @@ def save_checkpoint(run_dir: str, step: int, sharded: dict[str, Any], trainer_st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist_checkpointing.save({**sharded, "rng": _rng_state()}, partial)
+    write_model(partial)
+    dist.barrier()
     if dist.get_rank() == 0:
-        with open(os.path.join(partial, STATE_FILE), "w", encoding="utf-8") as f:
-            json.dump({**trainer_state, "world_size": dist.get_world_size()}, f)
-            f.flush()
-            os.fsync(f.fileno())
+        write_state(partial, {**trainer_state, "world_size": dist.get_world_size()})
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
     dist.barrier()

@@ -28,7 +28,7 @@ class Data(Section):
 
     train_files: list[str] = Field(default_factory=list, description="jsonl or parquet files, globs allowed")
     val_files: list[str] = Field(default_factory=list, description="held-out files for validation, globs allowed")
-    prompt_key: str = Field("prompt", description="column with the prompt text")
+    prompt_key: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer")
     train_batch_size: int = Field(64, ge=1, description="prompts per step, over all ranks")
     max_prompt_length: int = Field(512, ge=1, description="tokens; longer prompts follow `truncation`")
@@ -53,6 +53,28 @@ class KlCtrl(Section):
     horizon: int = Field(10_000, ge=1, description="sequences over which the adaptive controller reacts")
 
 
+class RolloutCorrection(Section):
+    """Weights and rejection for the gap between the engine's distribution and the training layout's."""
+
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None, description="truncated importance sampling by each token's ratio p_train / p_rollout, or its sequence's"
+    )
+    rollout_is_threshold: float = Field(2.0, gt=0, description="importance weights are cut off here")
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = Field(
+        None, description="reject tokens, or sequences by product or geometric mean, whose ratio is out of range"
+    )
+    rollout_rs_threshold: float = Field(2.0, ge=1, description="upper end of that range")
+    rollout_rs_threshold_lower: float | None = Field(None, gt=0, le=1, description="lower end; default 1 / upper")
+    rollout_token_veto_threshold: float | None = Field(
+        None, gt=0, lt=1, description="reject every sequence with a token whose ratio is below this"
+    )
+
+    @property
+    def rs_lower(self) -> float:
+        lower = self.rollout_rs_threshold_lower
+        return 1 / self.rollout_rs_threshold if lower is None else lower
+
+
 class Algorithm(Section):
     """How rewards become advantages."""
 
@@ -63,6 +85,7 @@ class Algorithm(Section):
     use_kl_in_reward: bool = Field(False, description="subtract the KL to the reference model from the reward")
     kl_penalty: KlPenalty = Field("k1", description="per-token estimator of that KL")
     kl_ctrl: KlCtrl = KlCtrl()
+    rollout_correction: RolloutCorrection = RolloutCorrection()
 
 
 # ------------------------------------------------------------------------------------------------ actor, rollout
@@ -71,9 +94,9 @@ class Algorithm(Section):
 class Model(Section):
     """The policy's architecture and weights."""
 
-    path: str = Field("", description="directory with a Hugging Face config.json")
+    path: str = Field("", description="directory with a Hugging Face config.json, and weights in safetensors files")
     tokenizer_path: str = Field("", description="tokenizer directory or SentencePiece .model file; default: path")
-    random_init: bool = Field(False, description="start from random weights instead of pretrained ones")
+    random_init: bool = Field(False, description="start from random weights instead of those in path")
     checkpoint: str = Field(
         "", description="MegaRL checkpoint folder (global_step_N) whose actor weights to start from"
     )
@@ -158,7 +181,7 @@ class ValKwargs(Section):
 class Rollout(Section):
     """Generation: engine, layout and sampling."""
 
-    name: Literal["native"] = Field("native", description="generation engine")
+    name: Literal["native", "vllm"] = Field("native", description="generation engine")
     n: int = Field(8, ge=1, description="samples per prompt")
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
@@ -166,8 +189,18 @@ class Rollout(Section):
     stop_token_ids: list[int] = Field(default_factory=list, description="stop tokens beside the tokenizer's own end")
     tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share one generation replica")
     max_num_seqs: int = Field(256, ge=1, description="sequences decoded together in one replica")
-    max_num_batched_tokens: int = Field(8192, ge=1, description="prompt tokens prefilled together in one replica")
-    free_cache_engine: bool = Field(True, description="give the KV cache back after each generation phase")
+    max_num_batched_tokens: int = Field(
+        8192, ge=1, description="tokens computed together in one replica (native: prompt tokens only)"
+    )
+    gpu_memory_utilization: float = Field(
+        0.5, gt=0, le=1, description="vllm: part of a GPU's memory for the engine's weights, activations and KV cache"
+    )
+    enforce_eager: bool = Field(
+        False, description="vllm: no compilation and CUDA graphs: starts a minute sooner, generates more slowly"
+    )
+    free_cache_engine: bool = Field(
+        True, description="give the engine's weights and KV cache back after each generation phase"
+    )
     val_kwargs: ValKwargs = ValKwargs()
 
 
@@ -238,6 +271,12 @@ class Trainer(Section):
         return self.nnodes * self.n_gpus_per_node
 
 
+class Checkpoint(Section):
+    """What a checkpoint holds beside what resuming needs."""
+
+    save_hf: bool = Field(False, description="the actor as a Hugging Face folder, global_step_N/huggingface")
+
+
 class Config(Section):
     """The whole configuration of a run."""
 
@@ -247,6 +286,7 @@ class Config(Section):
     reward: Reward = Reward()
     warmup: Warmup = Warmup()
     trainer: Trainer = Trainer()
+    checkpoint: Checkpoint = Checkpoint()
 
     @property
     def needs_reference(self) -> bool:

@@ -46,9 +46,18 @@ def load_prompts(
 
 
 def _encode(text: object, index: int, key: str, tokenizer: Tokenizer) -> list[int]:
-    if not isinstance(text, str):
-        raise ValueError(f"row {index}: column '{key}' must hold text, not {type(text).__name__}")
-    ids = tokenizer.encode(text)
+    if isinstance(text, list) and text and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in text):
+        try:
+            ids = tokenizer.encode_chat(text)
+        except ValueError as e:
+            raise ValueError(f"row {index}: {e}") from e
+    elif isinstance(text, str):
+        ids = tokenizer.encode(text)
+    else:
+        raise ValueError(
+            f"row {index}: column '{key}' must hold text or a list of messages with role and content, "
+            f"not {type(text).__name__}"
+        )
     if not ids:
         raise ValueError(f"row {index}: the prompt in column '{key}' is empty")
     return ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
@@ -25,6 +25,16 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without special tokens."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation in the chat template, up to where the assistant's reply begins.
+
+        Args:
+            messages: `role` and `content` each.
+
+        Raises:
+            ValueError: there is no chat template, or it refuses the messages.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text; special tokens and ids from vocab_size on leave nothing behind."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class HuggingFaceTokenizer:
@@ -22,6 +22,7 @@ class HuggingFaceTokenizer:
         except Exception as e:  # the library's parsers raise anything, bare Exception included
             reason = " ".join(str(e).split())[:200]
             raise ValueError(f"'{directory}' holds no readable Hugging Face tokenizer: {reason}") from e
+        self._directory = directory
         self.vocab_size = len(self._tokenizer)
         eos_id = self._tokenizer.eos_token_id
         if eos_id is None:
@@ -32,6 +33,17 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError(f"the tokenizer in '{self._directory}' has no chat template: give prompts as plain text")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as e:  # templates are programs and raise what they like
+            raise ValueError(f"the chat template refuses the messages: {' '.join(str(e).split())[:200]}") from e
+        return self.encode(str(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sentencepiece import SentencePieceProcessor
 
@@ -28,6 +28,9 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise ValueError("a SentencePiece model has no chat template: give prompts as plain text")
 
     def decode(self, ids: Sequence[int]) -> str:
         # the library raises on ids of a padded vocabulary, which an untrained model does sample

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megarl.config.schema import ActorRolloutRef
+from megarl.models.tensors import EMBEDDING
 from megarl.reshard.execute import Resharder
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.verify import verify
 from megarl.roles.actor import Actor
 from megarl.roles.policy import DTYPES
-from megarl.rollout.engine import Engine
-from megarl.rollout.native.engine import NativeEngine
+from megarl.rollout.build import build_engine
 from megarl.rollout.replicas import generate_rollouts
 from megarl.telemetry.timers import PhaseTimers
 from megarl.types import Prompt, Rollouts, SamplingParams
@@ -33,15 +33,8 @@ class HybridEngine:
         """
         groups = actor.groups
         self.config, self.actor, self.groups, self.timers = config, actor, groups, timers
-        rollout = config.rollout
-        self.engine: Engine = NativeEngine(
-            actor.arch,
-            tp_group=groups.generation_tp if groups.generation.tp > 1 else None,
-            dtype=DTYPES[config.model.dtype],
-            device=groups.device,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            max_model_len=max_model_len,
+        self.engine = build_engine(
+            config, actor.arch, groups, dtype=DTYPES[config.model.dtype], max_model_len=max_model_len
         )
         plan = plan_reshard(
             actor.arch,
@@ -49,6 +42,7 @@ class HybridEngine:
             groups.generation,
             groups.rank,
             transformer_engine=actor.transformer_engine,
+            vocab_rows=len(self.engine.parameters()[EMBEDDING]),
         )
         self.engine.wake(weights_only=True)
         self.resharder = Resharder(
@@ -79,6 +73,10 @@ class HybridEngine:
     ) -> Rollouts:
         """`n` completions of each prompt, on every rank; only inside `generation()`."""
         return generate_rollouts(self.engine, self.groups, prompts, n, params, seed=seed, round_=round_)
+
+    def close(self) -> None:
+        """Give the engine's memory and process groups back; while the world still stands."""
+        self.engine.close()
 
     def _sleep(self) -> None:
         if self.config.rollout.free_cache_engine:

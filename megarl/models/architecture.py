@@ -6,12 +6,60 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Slower rotary frequencies, for sequences longer than those of the pretraining.
+
+    Attributes:
+        factor: what the frequencies are divided by.
+        low_freq_factor, high_freq_factor: with original_max_position_embeddings, Llama 3.1's rule: only waves longer
+            than original_max_position_embeddings / low_freq_factor are stretched whole, those shorter than
+            original_max_position_embeddings / high_freq_factor not at all, and those between in part.
+        original_max_position_embeddings: sequence length of the pretraining, tokens; None stretches all frequencies
+            alike (linear interpolation, arXiv 2306.15595).
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts:
+    """Experts in place of every layer's MLP, and a router that sends each token to some of them.
+
+    Attributes:
+        num_experts: experts per layer.
+        experts_per_token: how many of them a token goes to: the most probable under softmax(router(x)).
+        norm_topk_prob: scale a token's expert weights to sum to 1; otherwise they are the probabilities themselves.
+        module: the block's name within a layer, in Hugging Face files and in vLLM.
+        gate_proj, up_proj, down_proj: names of an expert's matrices in Hugging Face files.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool
+    module: str = "mlp"
+    gate_proj: str = "gate_proj"
+    up_proj: str = "up_proj"
+    down_proj: str = "down_proj"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(f"{self.experts_per_token} experts per token of {self.num_experts} experts")
+        if self.experts_per_token == 1 and self.norm_topk_prob:
+            raise ValueError(
+                "norm_topk_prob with one expert per token makes every weight 1, so that nothing would train the router"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Dimensions and switches of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention.
 
     Attributes:
         family: name of the module in `megarl.models.families` that described it.
-        num_layers, hidden_size, ffn_hidden_size: depth, residual width, MLP width.
+        num_layers, hidden_size, ffn_hidden_size: depth, residual width, width of the MLP or of each expert.
         num_attention_heads, num_key_value_heads, head_dim: attention; query heads are a multiple of KV heads.
         vocab_size: rows of the embedding that mean something (no padding).
         max_position_embeddings: longest sequence the model was made for, tokens.
@@ -20,6 +68,8 @@ class Architecture:
         qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
         norm_eps: epsilon of every RMSNorm.
         rope_theta: base of the rotary frequencies.
+        rope_scaling: how those frequencies are changed; None leaves them.
+        moe: the experts of every layer; None is one MLP per layer.
         init_std: standard deviation of random initial weights.
     """
 
@@ -37,6 +87,8 @@ class Architecture:
     qk_norm: bool = False
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    moe: MixtureOfExperts | None = None
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -54,9 +106,15 @@ class Architecture:
         """Rows of the embedding once every tensor-parallel rank holds the same number of them."""
         return -(-self.vocab_size // tp) * tp
 
-    def check_training(self, *, tp: int, pp: int, chunks: int) -> None:
+    def check_training(self, *, tp: int, pp: int, chunks: int, sequence_parallel: bool) -> None:
         """Raises ValueError with what to change if the training layout cannot hold this model."""
         self._check_tp(tp, "tensor_model_parallel_size")
+        if self.moe and tp > 1 and not sequence_parallel:
+            # Megatron-Core refuses it too, in the first training step: every rank would dispatch every token.
+            raise ValueError(
+                f"a mixture of experts with tensor_model_parallel_size = {tp} needs "
+                "actor.megatron.sequence_parallel=true"
+            )
         if self.num_layers % (pp * chunks):
             what = "pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if chunks > 1 else "")
             raise ValueError(f"{what} = {pp * chunks} does not divide the model's {self.num_layers} layers")

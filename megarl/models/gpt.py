@@ -11,8 +11,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.models.layer_spec import block_spec
+from megarl.models.rope import rope_frequencies
 from megarl.parallel.groups import Groups
 
 
@@ -92,9 +93,23 @@ def transformer_config(
         overlap_p2p_comm=layout.chunks > 1,
         batch_p2p_comm=layout.chunks == 1,
     )
+    if arch.moe:
+        fields |= _expert_fields(arch, arch.moe)
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return TransformerConfig(**fields | dict(overrides or {}))
+
+
+def _expert_fields(arch: Architecture, moe: MixtureOfExperts) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=moe.num_experts,
+        moe_ffn_hidden_size=arch.ffn_hidden_size,
+        moe_router_topk=moe.experts_per_token,
+        moe_router_pre_softmax=not moe.norm_topk_prob,  # a softmax over the chosen ones alone sums to 1
+        moe_router_dtype="fp32",  # rounded logits would tie, and a tie may go to another expert than in the engine
+        moe_router_load_balancing_type="none",  # no loss but the one that was asked for
+        moe_aux_loss_coeff=0.0,
+    )
 
 
 def _keep(weight: Tensor) -> Tensor:
@@ -121,10 +136,12 @@ def build_chunks(
                 share_embeddings_and_output_weights=arch.tie_word_embeddings,
                 # without Transformer Engine the attention module rotates queries and keys itself
                 position_embedding_type="rope" if transformer_engine else "none",
-                rotary_base=int(arch.rope_theta),
                 pg_collection=groups.pgs,
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
+        if transformer_engine:
+            # Megatron-Core's own take an integer base, and only some of Llama's scaling
+            model.rotary_pos_emb.inv_freq = rope_frequencies(arch, groups.device)
         chunks.append(model.to(groups.device))
     return chunks
 

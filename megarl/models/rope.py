@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
 
 
+def rope_frequencies(arch: Architecture, device: torch.device | str) -> Tensor:
+    """Radians per position: float32 [head_dim / 2], with the architecture's scaling.
+
+    Llama 3.1's rule is that of its reference code (`apply_scaling` in meta-llama/llama-models, `llama3` in
+    transformers): between the two wavelengths the weight of the unscaled frequency is linear in 1 / wavelength.
+    """
+    exponent = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device) / arch.head_dim
+    frequencies = 1.0 / arch.rope_theta**exponent
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return frequencies
+    slowed = frequencies / scaling.factor
+    if scaling.original_max_position_embeddings is None:
+        return slowed
+    waves = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # in the pretraining's length
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return torch.lerp(slowed, frequencies, ((waves - low) / (high - low)).clamp(0, 1))
+
+
 def rope_table(arch: Architecture, length: int, device: torch.device | str) -> Tensor:
     """cos and sin of every position: float32 [length, 2, head_dim / 2]."""
-    exponent = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device) / arch.head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), arch.rope_theta**-exponent)
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, rope_frequencies(arch, device))
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 

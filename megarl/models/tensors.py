@@ -8,6 +8,7 @@ particular boxes.
     q_proj of a layer        (kv_group, query, head_dim, hidden)
     Megatron's linear_qkv    rows of [kv_group, query... k v, head_dim], kv groups split over TP
     the engine's qkv_proj    rows of [all queries | all keys | all values], heads split over TP
+    an expert's down_proj    (hidden, ffn): a parameter of its own in Megatron, row e of `w2_weight` in the engine
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.parallel.layout import TrainLayout
 
 Box = tuple[tuple[int, int], ...]
@@ -111,7 +112,6 @@ def _table(name: str, kind: str, *, out_axes: int = 1, **axes: int) -> LogicalTe
 
 def _layer_tensors(arch: Architecture, layer: int) -> list[LogicalTensor]:
     groups, per_group, dim, hidden = arch.num_key_value_heads, arch.queries_per_group, arch.head_dim, arch.hidden_size
-    ffn = arch.ffn_hidden_size
 
     def name(leaf: str) -> str:
         return layer_name(layer, leaf)
@@ -129,11 +129,28 @@ def _layer_tensors(arch: Architecture, layer: int) -> list[LogicalTensor]:
             name("self_attn.o_proj.weight"), "matrix", hidden=hidden, kv_group=groups, query=per_group, head_dim=dim
         ),
         _table(name("post_attention_layernorm.weight"), "norm", hidden=hidden),
-        _table(name("mlp.gate_proj.weight"), "matrix", ffn=ffn, hidden=hidden),
-        _table(name("mlp.up_proj.weight"), "matrix", ffn=ffn, hidden=hidden),
-        _table(name("mlp.down_proj.weight"), "matrix", hidden=hidden, ffn=ffn),
     ]
+    if arch.moe:
+        out.append(_table(name(router_leaf(arch.moe)), "matrix", expert=arch.moe.num_experts, hidden=hidden))
+    for expert in range(arch.moe.num_experts) if arch.moe else (None,):
+        gate, up, down = (name(leaf) for leaf in _mlp_leaves(arch, expert))
+        out += [_table(leaf, "matrix", ffn=arch.ffn_hidden_size, hidden=hidden) for leaf in (gate, up)]
+        out.append(_table(down, "matrix", hidden=hidden, ffn=arch.ffn_hidden_size))
     return out
+
+
+def router_leaf(moe: MixtureOfExperts) -> str:
+    """Name of the router's weight within a layer, in Hugging Face files and in the engines."""
+    return f"{moe.module}.gate.weight"
+
+
+def _mlp_leaves(arch: Architecture, expert: int | None) -> tuple[str, str, str]:
+    """Hugging Face names within a layer of the gate, up and down matrices of the MLP, or of one of its experts."""
+    moe = arch.moe
+    if moe is None:
+        return "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"
+    prefix = f"{moe.module}.experts.{expert}."
+    return f"{prefix}{moe.gate_proj}.weight", f"{prefix}{moe.up_proj}.weight", f"{prefix}{moe.down_proj}.weight"
 
 
 # -------------------------------------------------------------------------------------- Megatron's training layout
@@ -148,11 +165,12 @@ def training_placements(
         transformer_engine: whether the norms are fused into the linear layers, as Transformer Engine's spec does.
     """
     at = layout.coords(rank)
+    vocab_rows = arch.padded_vocab_size(layout.tp) // layout.tp
     for chunk in range(layout.chunks):
         first, last = layout.is_first(at.pp, chunk), layout.is_last(at.pp, chunk)
         tied_copy = last and arch.tie_word_embeddings and not first
         if first:
-            yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", layout.tp, at.tp)
+            yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", vocab_rows, at.tp)
         for local, layer in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
             prefix = f"{chunk}.decoder.layers.{local}."
             yield from _megatron_layer(arch, layer, prefix, layout.tp, at.tp, transformer_engine)
@@ -160,7 +178,7 @@ def training_placements(
             yield _whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
         if tied_copy or (last and not arch.tie_word_embeddings):
             name = EMBEDDING if tied_copy else OUTPUT
-            yield from _vocab(arch, name, f"{chunk}.output_layer.weight", layout.tp, at.tp)
+            yield from _vocab(arch, name, f"{chunk}.output_layer.weight", vocab_rows, at.tp)
 
 
 def _megatron_layer(
@@ -169,7 +187,8 @@ def _megatron_layer(
     hidden = arch.hidden_size
     attn, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
     norm1 = f"{attn}linear_qkv.layer_norm_weight" if transformer_engine else f"{prefix}input_layernorm.weight"
-    norm2 = f"{mlp}linear_fc1.layer_norm_weight" if transformer_engine else f"{prefix}pre_mlp_layernorm.weight"
+    fused_norm2 = transformer_engine and not arch.moe  # the router needs the normalised input as well
+    norm2 = f"{mlp}linear_fc1.layer_norm_weight" if fused_norm2 else f"{prefix}pre_mlp_layernorm.weight"
 
     yield _whole(layer_name(layer, "input_layernorm.weight"), norm1, (hidden,))
     yield from _megatron_qkv(arch, layer, f"{attn}linear_qkv.weight", "weight", tp, r)
@@ -182,7 +201,13 @@ def _megatron_layer(
             )
     yield from _o_proj(arch, layer, f"{attn}linear_proj.weight", tp, r)
     yield _whole(layer_name(layer, "post_attention_layernorm.weight"), norm2, (hidden,))
-    yield from _mlp(arch, layer, f"{mlp}linear_fc1.weight", f"{mlp}linear_fc2.weight", tp, r)
+    if arch.moe is None:
+        yield from _mlp(arch, layer, None, f"{mlp}linear_fc1.weight", f"{mlp}linear_fc2.weight", tp, r)
+        return
+    yield _router(arch, arch.moe, layer, f"{mlp}router.weight")
+    for local, expert in enumerate(experts_on_rank(arch.moe)):
+        one = f"{mlp}experts.local_experts.{local}."
+        yield from _mlp(arch, layer, expert, f"{one}linear_fc1.weight", f"{one}linear_fc2.weight", tp, r)
 
 
 def _megatron_qkv(arch: Architecture, layer: int, param: str, leaf: str, tp: int, r: int) -> Iterator[Placement]:
@@ -222,22 +247,37 @@ def _megatron_qkv(arch: Architecture, layer: int, param: str, leaf: str, tp: int
         )
 
 
+def experts_on_rank(moe: MixtureOfExperts, ep: int = 1, r: int = 0) -> range:
+    """The experts of expert-parallel rank `r` of `ep`: an even, contiguous part. The layouts have no such axis yet."""
+    n = moe.num_experts // ep
+    return range(r * n, (r + 1) * n)
+
+
 # ------------------------------------------------------------------------------------------- the engines' layout
 
+STACKED_GATE_UP = "experts.routed_experts.w13_weight"
+STACKED_DOWN = "experts.routed_experts.w2_weight"
 
-def engine_placements(arch: Architecture, tp: int, r: int) -> Iterator[Placement]:
+
+def engine_placements(arch: Architecture, tp: int, r: int, *, vocab_rows: int | None = None) -> Iterator[Placement]:
     """What tensor-parallel rank `r` of `tp` holds in a generation engine.
 
     Parameters have vLLM's names and shapes: `qkv_proj` is all queries, then keys, then values of the rank's heads;
     `gate_up_proj` is gate, then up; embeddings are split over (padded) rows. Each rank has at least one KV head, so
-    with fewer KV heads than ranks a head sits on several ranks.
+    with fewer KV heads than ranks a head sits on several ranks. Experts are stacked along a first axis
+    ([experts, 2 * ffn / tp, hidden] and [experts, hidden, ffn / tp]), each split like an MLP.
+
+    Args:
+        vocab_rows: rows of the embedding on each rank, of an engine that pads the vocabulary further than to a
+            multiple of `tp`.
     """
-    yield from _vocab(arch, EMBEDDING, EMBEDDING, tp, r)
+    rows = vocab_rows or arch.padded_vocab_size(tp) // tp
+    yield from _vocab(arch, EMBEDDING, EMBEDDING, rows, r)
     for layer in range(arch.num_layers):
         yield from _engine_layer(arch, layer, tp, r)
     yield _whole(FINAL_NORM, FINAL_NORM, (arch.hidden_size,))
     if not arch.tie_word_embeddings:
-        yield from _vocab(arch, OUTPUT, OUTPUT, tp, r)
+        yield from _vocab(arch, OUTPUT, OUTPUT, rows, r)
 
 
 def _engine_layer(arch: Architecture, layer: int, tp: int, r: int) -> Iterator[Placement]:
@@ -254,7 +294,13 @@ def _engine_layer(arch: Architecture, layer: int, tp: int, r: int) -> Iterator[P
     yield from _o_proj(arch, layer, name("self_attn.o_proj.weight"), tp, r)
     leaf = "post_attention_layernorm.weight"
     yield _whole(name(leaf), name(leaf), (arch.hidden_size,))
-    yield from _mlp(arch, layer, name("mlp.gate_up_proj.weight"), name("mlp.down_proj.weight"), tp, r)
+    if arch.moe is None:
+        yield from _mlp(arch, layer, None, name("mlp.gate_up_proj.weight"), name("mlp.down_proj.weight"), tp, r)
+        return
+    yield _router(arch, arch.moe, layer, name(router_leaf(arch.moe)))
+    gate_up, down = (name(f"{arch.moe.module}.{leaf}") for leaf in (STACKED_GATE_UP, STACKED_DOWN))
+    for expert in range(arch.moe.num_experts):
+        yield from _mlp(arch, layer, expert, gate_up, down, tp, r, stacked=True)
 
 
 def _engine_qkv(arch: Architecture, layer: int, leaf: str, tp: int, r: int) -> Iterator[Placement]:
@@ -303,9 +349,8 @@ def _hidden_tail(arch: Architecture, leaf: str) -> tuple[tuple[int, ...], Box]:
     return ((arch.hidden_size,), ((0, arch.hidden_size),)) if leaf == "weight" else ((), ())
 
 
-def _vocab(arch: Architecture, tensor: str, param: str, tp: int, r: int) -> Iterator[Placement]:
-    """Rows split over TP after padding; the padding belongs to no logical tensor."""
-    rows = arch.padded_vocab_size(tp) // tp
+def _vocab(arch: Architecture, tensor: str, param: str, rows: int, r: int) -> Iterator[Placement]:
+    """`rows` rows of the padded vocabulary on each rank; the padding belongs to no logical tensor."""
     lo, hi = r * rows, min((r + 1) * rows, arch.vocab_size)
     if lo < hi:
         view = (hi - lo, arch.hidden_size)
@@ -327,23 +372,32 @@ def _o_proj(arch: Architecture, layer: int, param: str, tp: int, r: int) -> Iter
     )
 
 
-def _mlp(arch: Architecture, layer: int, gate_up: str, down: str, tp: int, r: int) -> Iterator[Placement]:
+def _router(arch: Architecture, moe: MixtureOfExperts, layer: int, param: str) -> Placement:
+    return _whole(layer_name(layer, router_leaf(moe)), param, (moe.num_experts, arch.hidden_size))
+
+
+def _mlp(
+    arch: Architecture, layer: int, expert: int | None, gate_up: str, down: str, tp: int, r: int, stacked: bool = False
+) -> Iterator[Placement]:
+    """The MLP's or an expert's share of the width; `stacked` parameters hold expert e in row e of their first axis."""
     hidden, n = arch.hidden_size, arch.ffn_hidden_size // tp
-    held = (r * n, (r + 1) * n)
-    for i, proj in enumerate(("gate", "up")):
+    held, whole = (r * n, (r + 1) * n), (0, hidden)
+    own_row = (expert, expert + 1) if stacked and expert is not None else None
+    gate_leaf, up_leaf, down_leaf = _mlp_leaves(arch, expert)
+    for i, leaf in enumerate((gate_leaf, up_leaf)):
         yield Placement(
-            tensor=layer_name(layer, f"mlp.{proj}_proj.weight"),
-            box=(held, (0, hidden)),
+            tensor=layer_name(layer, leaf),
+            box=(held, whole),
             param=gate_up,
-            rows=(i * n, (i + 1) * n),
-            view=(n, hidden),
-            index=((0, n), (0, hidden)),
+            rows=own_row or (0, 2 * n),
+            view=(2 * n, hidden),
+            index=((i * n, (i + 1) * n), whole),
         )
     yield Placement(
-        tensor=layer_name(layer, "mlp.down_proj.weight"),
-        box=((0, hidden), held),
+        tensor=layer_name(layer, down_leaf),
+        box=(whole, held),
         param=down,
-        rows=(0, hidden),
+        rows=own_row or whole,
         view=(hidden, n),
-        index=((0, hidden), (0, n)),
+        index=(whole, (0, n)),
     )

@@ -6,11 +6,13 @@ Megatron-Core writes the literal `device='cuda'`, asks `torch.cuda` for the curr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _FACTORIES = [
     "arange",
@@ -39,6 +41,9 @@ class _NoStream:
     def wait_stream(self, stream: object) -> None:
         del stream
 
+    def record_event(self) -> _NoStream:
+        return self
+
     def synchronize(self) -> None: ...
 
 
@@ -50,12 +55,14 @@ def enable_cpu_ranks() -> None:
     """
     if torch.cuda.is_available():
         return
+    _device_constructors()  # cached: `with torch.device(...)` must know the factories that the redirected ones call
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *_: None
     cuda.current_stream = lambda *_: _NoStream()
+    cuda.Stream, cuda.stream = _NoStream, contextlib.nullcontext  # the expert dispatcher copies counts on its own
     cuda.FloatTensor, cuda.IntTensor, cuda.BoolTensor = torch.FloatTensor, torch.IntTensor, torch.BoolTensor
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)

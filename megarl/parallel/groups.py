@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -70,14 +73,7 @@ def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1
         seed: of Megatron-Core's tensor-parallel random number tracker (dropout).
     """
     assert dist.get_world_size() == train.world_size == generation.world_size
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=train.tp,
-        pipeline_model_parallel_size=train.pp,
-        virtual_pipeline_model_parallel_size=train.chunks if train.chunks > 1 else None,
-        context_parallel_size=train.cp,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    pgs = _megatron_groups(train, seed)
     rank = dist.get_rank()
     on_gpu = torch.cuda.is_available()
     replicas = [dist.new_group(generation.ranks(i)) for i in range(generation.replicas)]
@@ -86,10 +82,48 @@ def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
         train=train,
         generation=generation,
-        pgs=ProcessGroupCollection.use_mpu_process_groups(),
+        pgs=pgs,
         generation_tp=replicas[generation.coords(rank).replica],
         control=dist.new_group(backend="gloo"),
     )
+
+
+@contextmanager
+def stand_in(train: TrainLayout, rank: int, device: torch.device) -> Iterator[Groups]:
+    """Groups of a rank of a job that does not run: to describe its model, or to run a world of one rank.
+
+    Nothing is sent in these groups: what a collective over several ranks gives means nothing. The process must not be
+    in a world already.
+
+    Args:
+        device: where the rank's tensors would live; "meta" describes them without memory.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=train.world_size)
+    sys.excepthook = hook  # torch's would go on naming the rank in every traceback of this process
+    try:
+        pgs = _megatron_groups(train, seed=1)
+        generation = GenerationLayout(world_size=train.world_size)
+        yield Groups(
+            rank=rank, device=device, train=train, generation=generation, pgs=pgs, generation_tp=pgs.tp, control=pgs.tp
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _megatron_groups(train: TrainLayout, seed: int) -> ProcessGroupCollection:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=train.tp,
+        pipeline_model_parallel_size=train.pp,
+        virtual_pipeline_model_parallel_size=train.chunks if train.chunks > 1 else None,
+        context_parallel_size=train.cp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def destroy_groups() -> None:

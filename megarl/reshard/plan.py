@@ -71,18 +71,28 @@ class Plan:
 
 
 def plan_reshard(
-    arch: Architecture, train: TrainLayout, generation: GenerationLayout, rank: int, *, transformer_engine: bool
+    arch: Architecture,
+    train: TrainLayout,
+    generation: GenerationLayout,
+    rank: int,
+    *,
+    transformer_engine: bool,
+    vocab_rows: int | None = None,
 ) -> Plan:
     """What `rank` copies, sends and receives so that its engine parameters hold the actor's weights.
 
     Args:
         rank: global rank; its peers are among `train.model_ranks(rank)`.
         transformer_engine: see `training_placements`.
+        vocab_rows: see `engine_placements`.
     """
     assert train.world_size == generation.world_size, "both layouts are of the same ranks"
     block = train.model_ranks(rank)
     engine_rank = {r: generation.coords(r).tp for r in block}
-    wanted = {g: _by_tensor(engine_placements(arch, generation.tp, g)) for g in set(engine_rank.values())}
+    wanted = {
+        g: _by_tensor(engine_placements(arch, generation.tp, g, vocab_rows=vocab_rows))
+        for g in set(engine_rank.values())
+    }
 
     local: list[Piece] = []
     sends: defaultdict[int, list[Piece]] = defaultdict(list)

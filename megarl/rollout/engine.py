@@ -54,3 +54,7 @@ class Engine(Protocol):
     def sleep(self, *, release_weights: bool = False) -> None:
         """Give back the KV cache, and with `release_weights` the weights."""
         ...
+
+    def close(self) -> None:
+        """Give everything back, process groups included. No other call may follow."""
+        ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
 from megarl.models.weights import random_source
@@ -20,8 +21,10 @@ def build_actor(inputs: Inputs, groups: Groups) -> Actor:
     def initial(policy: Policy) -> None:
         if model.checkpoint:
             policy.load_sharded(load_checkpoint(model.checkpoint, policy.sharded_state(), rng=False))
-        else:
+        elif model.random_init:
             policy.load(random_source(inputs.arch, config.data.seed))
+        else:
+            load_weights(policy.parameters(), policy.placements(), HuggingFaceWeights(model.path, inputs.arch))
 
     return Actor(config.actor_rollout_ref, inputs.arch, groups, initial=initial)
 

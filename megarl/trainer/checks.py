@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from megarl.checkpoint.folder import read_state
+from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
+from megarl.rollout.vllm.checks import check_vllm
 from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
 
 
@@ -43,6 +47,12 @@ def _check_batches(config: Config) -> None:
             f"actor.ppo_mini_batch_size x rollout.n = {mini * rollout.n} sequences do not divide over {dp} "
             f"data-parallel ranks; make it a multiple of {dp}"
         )
+    filtered = rollout.top_p < 1 or rollout.top_k > 0
+    if filtered and config.algorithm.rollout_correction.rollout_is is None:
+        raise ValueError(
+            "rollout.top_p and rollout.top_k sample from another distribution than the training log-probabilities; "
+            "set algorithm.rollout_correction.rollout_is=token, which weighs by it, or leave them off"
+        )
     if rollout.n == 1 and config.algorithm.adv_estimator == "grpo":
         raise ValueError("rollout.n = 1 leaves nothing to compare within a group; use 2 or more with grpo")
 
@@ -50,8 +60,16 @@ def _check_batches(config: Config) -> None:
 def _check_model(inputs: Inputs) -> None:
     config, arch = inputs.config, inputs.arch
     layout, model = train_layout(config), config.actor_rollout_ref.model
-    arch.check_training(tp=layout.tp, pp=layout.pp, chunks=layout.chunks)
-    arch.check_generation(tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    arch.check_training(
+        tp=layout.tp,
+        pp=layout.pp,
+        chunks=layout.chunks,
+        sequence_parallel=config.actor_rollout_ref.actor.megatron.sequence_parallel,
+    )
+    rollout = config.actor_rollout_ref.rollout
+    arch.check_generation(tp=rollout.tensor_model_parallel_size)
+    if rollout.name == "vllm":
+        check_vllm(arch, path=model.path, tp=rollout.tensor_model_parallel_size, on_gpu=torch.cuda.is_available())
     if inputs.tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"
@@ -62,10 +80,11 @@ def _check_model(inputs: Inputs) -> None:
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
     elif not model.random_init:
-        raise ValueError(
-            "the model has no weights: set actor_rollout_ref.model.random_init=true, or "
-            "actor_rollout_ref.model.checkpoint to a global_step_N folder"
-        )
+        try:
+            refuse_remote_code(model.path)
+            check_weights(model.path, arch)
+        except ValueError as e:
+            raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
 
 
 def _check_lengths(inputs: Inputs) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.kl import AdaptiveKlController
+from megarl.algorithms.rollout_correction import correct_rollouts
 from megarl.checkpoint.folder import read_state
 from megarl.checkpoint.store import load_checkpoint, prune_checkpoints, save_checkpoint
 from megarl.data.sampler import PromptSampler
@@ -16,6 +19,7 @@ from megarl.trainer.build import build_actor, policy_loss
 from megarl.trainer.evaluate import evaluate
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.micro_batches import MiniBatch, plan_micro_batches
+from megarl.trainer.model_files import write_model_files
 from megarl.trainer.report import Report
 from megarl.trainer.scoring import score
 from megarl.trainer.step_metrics import step_metrics
@@ -76,6 +80,7 @@ class PPOTrainer:
         if self.reference is not None:
             with timers("ref"):
                 batch = batch.with_(ref_logp=self.reference.log_probs(batch, plan.micro_batches, temperature))
+        batch = correct_rollouts(batch, self.config.algorithm.rollout_correction)
         batch = compute_advantages(batch, self.config.algorithm, self.kl_control.coefficient)
         with timers("update"):
             epochs = range(self.config.actor_rollout_ref.actor.ppo_epochs)
@@ -106,7 +111,13 @@ class PPOTrainer:
         """A checkpoint of everything that the next step depends on."""
         with self.timers("save"):
             state = {"step": self.step, "sampler": self.sampler.state(), "kl_coef": self.kl_control.coefficient}
-            save_checkpoint(self.config.trainer.run_dir, self.step, self._sharded_state(loading=False), state)
+            save_checkpoint(
+                self.config.trainer.run_dir,
+                self.step,
+                self._sharded_state(loading=False),
+                state,
+                write_model=partial(write_model_files, self.config, self.actor),
+            )
             if self.groups.rank == 0:
                 prune_checkpoints(self.config.trainer.run_dir, self.config.trainer.max_ckpt_to_keep)
 

@@ -35,6 +35,7 @@ def run(inputs: Inputs) -> None:
         report.say(f"resuming from {inputs.resume_from}")
     trainer.fit()
     report.close()
+    trainer.hybrid.close()
     destroy_groups()
     dist.destroy_process_group()
 

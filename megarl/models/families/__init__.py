@@ -1,4 +1,20 @@
-"""The supported model families: Hugging Face `config.json` -> `Architecture`, and the names of the weights."""
+"""The supported model families: Hugging Face `config.json` -> `Architecture`, and the names of the weights.
+
+To add one:
+
+1. Write `megarl/models/families/NAME.py` with `architecture(config)`: the fields of `config.json` as an `Architecture`
+   whose `family` is NAME. Start from the closest family's `fields`; raise ValueError for whatever the model can
+   do and MegaRL cannot, so that nobody trains a model that is not theirs.
+2. Register it below, under the name in `architectures` of `config.json`.
+3. Add a tiny `config.json` to `CONFIGS` in `tests/tiny_families.py`.
+
+`pytest tests/test_families.py tests/test_models_hf.py tests/test_native_engine_hf.py` then compares the weights' names
+with Hugging Face's files and the logits with `transformers`, for the training layout and for the native engine.
+
+A weight that the table of `megarl.models.tensors` lacks, or a layer that differs from Llama's in more than
+`Architecture` can say, needs a new field there, and its meaning in `tensors.py`, `gpt.py`, `layer_spec.py` and
+`megarl/rollout/native/model.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +24,15 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.models.architecture import Architecture
-from megarl.models.families import llama, qwen2, qwen3
+from megarl.models.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "LlamaForCausalLM": llama.architecture,
+    "MistralForCausalLM": mistral.architecture,
+    "MixtralForCausalLM": mixtral.architecture,
     "Qwen2ForCausalLM": qwen2.architecture,
     "Qwen3ForCausalLM": qwen3.architecture,
+    "Qwen3MoeForCausalLM": qwen3_moe.architecture,
 }
 
 

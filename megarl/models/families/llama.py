@@ -1,14 +1,14 @@
-"""Llama (arXiv 2302.13971, 2407.21783): the family that the others differ from."""
+"""Llama 2 and 3 (arXiv 2307.09288, 2407.21783): the family that the others differ from."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, RopeScaling
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """Fields of a Hugging Face `LlamaConfig`; raises KeyError for a missing one, ValueError for an unsupported one."""
+    """From a Hugging Face `LlamaConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
     return Architecture(**fields(config, "llama"))
 
 
@@ -17,9 +17,9 @@ def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
     for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("attention_bias", False)):
         if config.get(key, wanted) != wanted:
             raise ValueError(f"{family}: {key} = {config[key]!r} is not supported (only {wanted!r})")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"{family}: rope type {rope['rope_type']!r} is not supported (only 'default')")
+    for kind in config.get("layer_types") or ():
+        if kind != "full_attention":
+            raise ValueError(f"{family}: layer_types with {kind!r} is not supported (only 'full_attention')")
     heads = config["num_attention_heads"]
     return dict(
         family=family,
@@ -33,6 +33,24 @@ def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
         max_position_embeddings=config["max_position_embeddings"],
         tie_word_embeddings=config.get("tie_word_embeddings", False),
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10_000.0),
         init_std=config.get("initializer_range", 0.02),
+        **_rope(config, family),
     )
+
+
+def _rope(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Base and scaling: transformers 5 has both in `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ValueError(f"{family}: partial_rotary_factor = {partial} is not supported (only 1.0)")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return dict(rope_theta=theta)
+    if kind == "linear":
+        return dict(rope_theta=theta, rope_scaling=RopeScaling(factor=rope["factor"]))
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        return dict(rope_theta=theta, rope_scaling=RopeScaling(**{name: rope[name] for name in names}))
+    raise ValueError(f"{family}: rope type {kind!r} is not supported (only 'default', 'linear', 'llama3')")

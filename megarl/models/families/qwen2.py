@@ -9,7 +9,12 @@ from megarl.models.families import llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
-    """Fields of a Hugging Face `Qwen2Config`; raises KeyError for a missing one, ValueError for an unsupported one."""
+    """From a Hugging Face `Qwen2Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    return Architecture(**fields(config, "qwen2"), qkv_bias=True)
+
+
+def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Llama's; `sliding_window` and `max_window_layers` mean nothing while `use_sliding_window` is false."""
     if config.get("use_sliding_window"):
-        raise ValueError("qwen2: use_sliding_window = true is not supported")
-    return Architecture(**llama.fields(config, "qwen2"), qkv_bias=True)
+        raise ValueError(f"{family}: use_sliding_window = true is not supported")
+    return llama.fields(config, family)

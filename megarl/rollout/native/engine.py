@@ -14,6 +14,7 @@ from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
 from megarl.rollout.native.sampler import sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
+from megarl.rollout.requests import check_requests
 from megarl.types import Completion, SamplingParams
 
 
@@ -79,13 +80,16 @@ class NativeEngine:
             for p in self._parameters.values():
                 p.untyped_storage().resize_(0)
 
+    def close(self) -> None:
+        self.sleep(release_weights=True)
+
     @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
         assert self._cache is not None, "wake() before generate()"
         assert len(prompts) == len(seeds)
-        self._check(prompts, params)
+        check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
         scheduler = Scheduler(
             prompts,
             params,
@@ -97,23 +101,6 @@ class NativeEngine:
             drawn = self._decode(self._cache, scheduler.running, params, seeds)
             self._cache.copy_slots(scheduler.advance(drawn))
         return scheduler.completions
-
-    def _check(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        """Raises ValueError for the first request that cannot be served."""
-        for i, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {i} is empty; give it at least one token (a BOS token, say)")
-            if len(prompt) + params.max_tokens > self._max_model_len:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens; with max_tokens = {params.max_tokens} that exceeds "
-                    f"max_model_len = {self._max_model_len}: shorten it, or raise max_model_len"
-                )
-            # A rank looks up only its own rows, so such a token would silently count as a zero embedding.
-            if max(prompt) >= self._arch.vocab_size or min(prompt) < 0:
-                raise ValueError(
-                    f"prompt {i} has token ids outside the model's vocabulary of {self._arch.vocab_size}; "
-                    "use the model's own tokenizer"
-                )
 
     def _prefill(self, cache: KVCache, admission: Admission) -> None:
         """Fill the slots of new requests."""

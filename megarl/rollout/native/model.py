@@ -14,12 +14,13 @@ from megarl.models.architecture import Architecture
 from megarl.models.rope import apply_rope, rope_table
 from megarl.models.tensors import EMBEDDING, FINAL_NORM, OUTPUT, heads_on_rank, layer_name
 from megarl.rollout.native.attention import Attention
+from megarl.rollout.native.mlp import MLP, mlp_of, mlp_shapes
 
 
 def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
     """Shapes of one tensor-parallel rank's parameters by name, the vocabulary padded; the same on every rank."""
     groups, queries = (hi - lo for lo, hi in heads_on_rank(arch, tp, 0))
-    dim, hidden, ffn = arch.head_dim, arch.hidden_size, arch.ffn_hidden_size // tp
+    dim, hidden = arch.head_dim, arch.hidden_size
     heads = groups * queries
     qkv = (heads + 2 * groups) * dim
     layer: dict[str, tuple[int, ...]] = {
@@ -29,8 +30,7 @@ def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         **({"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)} if arch.qk_norm else {}),
         "self_attn.o_proj.weight": (hidden, heads * dim),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_up_proj.weight": (2 * ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
+        **mlp_shapes(arch, tp),
     }
     vocab = (arch.padded_vocab_size(tp) // tp, hidden)
     return {
@@ -52,11 +52,10 @@ class LayerWeights:
     k_norm: Tensor | None
     o: Tensor
     post_attention_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    mlp: MLP
 
     @staticmethod
-    def of(params: Mapping[str, Tensor], layer: int) -> LayerWeights:
+    def of(arch: Architecture, params: Mapping[str, Tensor], layer: int) -> LayerWeights:
         def get(leaf: str) -> Tensor | None:
             return params.get(layer_name(layer, leaf))
 
@@ -71,8 +70,7 @@ class LayerWeights:
             k_norm=get("self_attn.k_norm.weight"),
             o=need("self_attn.o_proj.weight"),
             post_attention_norm=need("post_attention_layernorm.weight"),
-            gate_up=need("mlp.gate_up_proj.weight"),
-            down=need("mlp.down_proj.weight"),
+            mlp=mlp_of(arch, params, layer),
         )
 
 
@@ -97,7 +95,7 @@ class Decoder:
         self._tp = 1 if tp_group is None else tp_group.size()
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
         self._output = params[EMBEDDING if arch.tie_word_embeddings else OUTPUT]
-        self._layers = [LayerWeights.of(params, i) for i in range(arch.num_layers)]
+        self._layers = [LayerWeights.of(arch, params, i) for i in range(arch.num_layers)]
         self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
         self._rope = rope_table(arch, max_model_len, self._embedding.device).to(self._embedding.dtype)
         self._kv_heads, queries = (hi - lo for lo, hi in heads_on_rank(arch, self._tp, 0))
@@ -110,8 +108,7 @@ class Decoder:
         for i, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos_sin)
             x = x + self._sum_over_ranks(F.linear(attention(i, q, k, v), layer.o))
-            gate, up = F.linear(self._norm(x, layer.post_attention_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + self._sum_over_ranks(F.linear(F.silu(gate).mul_(up), layer.down))
+            x = x + self._sum_over_ranks(layer.mlp(self._norm(x, layer.post_attention_norm)))
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

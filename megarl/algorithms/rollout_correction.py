@@ -1,0 +1,82 @@
+"""Corrects for the engine having sampled from another distribution than the training layout computes.
+
+The engine's kernels, precision, and sampling filters make its log-probabilities differ from the training layout's.
+Truncated importance sampling weighs each token or sequence by the ratio of the two, capped ("Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training", Yao et al. 2025; truncation: Ionides 2008, "Truncated Importance
+Sampling"); rejection leaves out those where the ratio is outside a range.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.config.schema import RolloutCorrection
+from megarl.types import Batch
+
+MAX_LOG_RATIO = 20.0
+"""exp of more is an overflow for a long sequence and means nothing."""
+
+
+def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
+    """The batch with `rollout_weights`, float32 [T]: truncated importance weights, 0 for rejected tokens.
+
+    Unchanged if no correction is asked for. The ratio is p_train / p_rollout of each sampled token; of a sequence,
+    their product (`sequence`) or geometric mean (`geometric`).
+    """
+    if config.rollout_is is None and config.rollout_rs is None and config.rollout_token_veto_threshold is None:
+        return batch
+    log_ratio = log_ratios(batch)
+    weights = batch.response_mask.float()
+    if config.rollout_is is not None:
+        ratio = _ratio(batch, log_ratio, config.rollout_is)
+        weights = weights * ratio.clamp_max(config.rollout_is_threshold)
+    if config.rollout_rs is not None:
+        ratio = _ratio(batch, log_ratio, config.rollout_rs)
+        weights = weights * ((ratio >= config.rs_lower) & (ratio <= config.rollout_rs_threshold))
+    if config.rollout_token_veto_threshold is not None:
+        vetoed = (log_ratio.exp() < config.rollout_token_veto_threshold) & batch.response_mask
+        sequences = batch.sum_per_sequence(vetoed.float()) > 0
+        weights = weights * ~sequences[batch.sequence_of_token]
+    return batch.with_(rollout_weights=weights)
+
+
+def log_ratios(batch: Batch) -> Tensor:
+    """log p_train / p_rollout of each response token, 0 at prompt tokens; float32 [T], nats."""
+    assert batch.old_logp is not None and batch.rollout_logp is not None
+    return torch.where(batch.response_mask, batch.old_logp - batch.rollout_logp, 0.0)
+
+
+def gap_metrics(batch: Batch) -> dict[str, float]:
+    """How far the engine's distribution is from the training layout's, over the response tokens.
+
+    logp_gap_*: |log-probability difference|; ratio_pNN: percentiles of p_train / p_rollout; kl_k1, kl_k3: estimates
+    of KL(rollout || train) per token (http://joschu.net/blog/kl-approx.html); nats.
+    """
+    log_ratio = log_ratios(batch)[batch.response_mask]
+    ratio = log_ratio.exp()
+    # torch.quantile refuses more than 16 million values
+    in_order = ratio.sort().values
+    metrics = {
+        "rollout/logp_gap_mean": float(log_ratio.abs().mean()),
+        "rollout/logp_gap_max": float(log_ratio.abs().max()),
+        "rollout/kl_k1": float(-log_ratio.mean()),
+        "rollout/kl_k3": float((torch.expm1(log_ratio) - log_ratio).mean()),
+    }
+    for percent in (1, 50, 99):
+        metrics[f"rollout/ratio_p{percent:02d}"] = float(in_order[round((len(in_order) - 1) * percent / 100)])
+    if batch.rollout_weights is not None:
+        weights = batch.rollout_weights[batch.response_mask]
+        metrics["rollout/weight_mean"] = float(weights.mean())
+        metrics["rollout/rejected"] = float((weights == 0).float().mean())
+    return metrics
+
+
+def _ratio(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:
+    """Ratio per token [T]: of the token itself, or of its whole sequence."""
+    if level != "token":
+        of_sequence = batch.sum_per_sequence(log_ratio)
+        if level == "geometric":
+            of_sequence = of_sequence / batch.response_lengths.clamp_min(1)
+        log_ratio = of_sequence[batch.sequence_of_token]
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,0 +1,103 @@
+"""Conversion between Hugging Face folders and Megatron-Core checkpoints in one process, one parameter at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
+from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
+from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
+from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
+from megarl.models.families import read_architecture
+from megarl.models.tensors import logical_tensors, volume
+from megarl.parallel.layout import TrainLayout
+
+Advance = Callable[[int, int], None]
+"""Called with the elements done so far and in all."""
+
+
+def huggingface_to_megatron(
+    source: str, target: str, *, tp: int, pp: int, dtype: torch.dtype | None, max_file_bytes: int, advance: Advance
+) -> None:
+    """Write the checkpoint that a job of tp x pp ranks would write; a job in any other layout can read it, too.
+
+    Args:
+        dtype: of the weights; None takes the narrowest of bfloat16 and float32 that changes no weight.
+
+    Raises:
+        ValueError: the source cannot be imported, or the target is already there.
+    """
+    arch = read_architecture(source)
+    refuse_remote_code(source)
+    check_weights(source, arch)
+    arch.check_training(tp=tp, pp=pp, chunks=1, sequence_parallel=True)
+    weights = HuggingFaceWeights(source, arch)
+    dtype = dtype or (torch.bfloat16 if weights.dtypes == {"BF16"} else torch.float32)
+    layout = TrainLayout(world_size=tp * pp, tp=tp, pp=pp)
+    ranks = [describe(arch, layout, rank, dtype) for rank in range(layout.world_size)]
+    written = [p for rank in ranks for p in rank.parameters.values() if p.chunks(p.meta)]
+    total, done = sum(p.meta.numel() for p in written), 0
+
+    def fill(parameter: StoredParameter, data: Tensor) -> None:
+        nonlocal done
+        load_weights({place.param: data for place in parameter.placements}, parameter.placements, weights)
+        done += data.numel()
+        advance(done, total)
+
+    with new_folder(target) as partial:
+        write_megatron(partial, ranks, fill, max_file_bytes=max_file_bytes)
+        copy_model_files(source, source, partial, dtype=dtype_name(dtype))
+
+
+def megatron_to_huggingface(
+    source: str, target: str, *, model_files: str, max_shard_bytes: int, advance: Advance
+) -> None:
+    """Write a Hugging Face folder from the actor's weights in a checkpoint, in the type that they have there.
+
+    Args:
+        model_files: folder with the model's `config.json` and tokenizer; a checkpoint has its own.
+
+    Raises:
+        ValueError: the source is no checkpoint of that model, or the target is already there.
+    """
+    arch = read_architecture(model_files)
+    weights = MegatronWeights(source, arch)
+    tensors = logical_tensors(arch)
+    total, done = sum(volume(tensor.box) for tensor in tensors.values()), 0
+    files = plan_files(tensors.values(), weights.dtype.itemsize, max_shard_bytes)
+    with new_folder(target) as partial:
+        for file in files:
+            writer = open_file(partial, file, weights.dtype)
+            for tensor in file.tensors:
+                append(writer, weights.tensor(tensor.name))
+                done += volume(tensor.box)
+                advance(done, total)
+        write_index(partial, files, weights.dtype.itemsize)
+        copy_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The type in the words of `config.json`, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def new_folder(target: str) -> Iterator[str]:
+    """A folder to write into, which gets its name when it is whole; raises ValueError if the name is taken."""
+    target = os.path.abspath(target)
+    if os.path.lexists(target):
+        raise ValueError(f"'{target}' is already there; delete it or give another name")
+    partial = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    os.makedirs(partial)
+    try:
+        yield partial
+        os.rename(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

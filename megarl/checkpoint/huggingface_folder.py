@@ -1,0 +1,159 @@
+"""What a Hugging Face model folder holds, and whether it can be imported. Torch-free: a bad one is refused early.
+
+config.json                          the architecture
+model.safetensors                    the weights, or
+model.safetensors.index.json         which of model-0000N-of-0000M.safetensors each weight is in
+tokenizer.json, ...                  the tokenizer
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, read_header
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import EMBEDDING, OUTPUT, logical_tensors
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")  # buffers that old files hold and every model computes
+_COMPANIONS = re.compile(
+    r"(generation_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|tokenizer.*\.(json|model)"
+    r"|spiece\.model|merges\.txt|vocab\.txt|chat_template\.jinja"
+)
+
+
+def check_weights(folder: str, arch: Architecture) -> None:
+    """Raises ValueError if the folder's weights are not exactly those of the architecture; reads headers only.
+
+    A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte.
+    """
+    found, wanted = weight_entries(folder), logical_tensors(arch)
+    if arch.tie_word_embeddings and OUTPUT in found and EMBEDDING in found:
+        if not _same_bytes(found[OUTPUT], found[EMBEDDING]):
+            raise ValueError(
+                f"'{folder}': {OUTPUT} differs from {EMBEDDING} although {CONFIG} says tie_word_embeddings = true; "
+                f"set it to false to keep both"
+            )
+        del found[OUTPUT]
+    _refuse(folder, "the files lack", (name for name in wanted if name not in found))
+    _refuse(folder, "the architecture has no", (n for n in found if n not in wanted and not _COMPUTED.search(n)))
+    entries = {name: found[name] for name in wanted}
+    _refuse(
+        folder,
+        "the shape does not fit config.json:",
+        (
+            f"{name} (file {list(entry.shape)}, model {list(wanted[name].hf_shape)})"
+            for name, entry in entries.items()
+            if entry.shape != wanted[name].hf_shape
+        ),
+    )
+    _refuse(
+        folder,
+        f"only {', '.join(ITEMSIZE)} can be read (no quantised weights), not",
+        (f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in ITEMSIZE),
+    )
+
+
+def refuse_remote_code(folder: str) -> None:
+    """Raises ValueError if the model is defined by Python code in its own folder."""
+    if "auto_map" in read_config(folder):
+        raise ValueError(
+            f"'{folder}': {CONFIG} has auto_map: the model comes with Python code of its own (trust_remote_code), "
+            f"which is never run"
+        )
+
+
+def weight_entries(folder: str) -> dict[str, Entry]:
+    """Every tensor in the folder's safetensors files by name.
+
+    Raises:
+        ValueError: no weights, only pickled ones, or files that the index names and that are missing or damaged.
+    """
+    index, single = os.path.join(folder, INDEX), os.path.join(folder, SINGLE)
+    if os.path.isfile(index):
+        try:
+            with open(index, encoding="utf-8") as f:
+                files = sorted(set(json.load(f)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"'{index}' is not an index of safetensors files: {e}") from e
+        _refuse(folder, f"{INDEX} names missing", (x for x in files if not os.path.isfile(os.path.join(folder, x))))
+    elif os.path.isfile(single):
+        files = [SINGLE]
+    else:
+        raise ValueError(_no_weights(folder))
+    return {name: entry for file in files for name, entry in read_header(os.path.join(folder, file)).items()}
+
+
+def read_config(folder: str) -> dict[str, Any]:
+    """The folder's `config.json`."""
+    with open(os.path.join(folder, CONFIG), encoding="utf-8") as f:
+        config: dict[str, Any] = json.load(f)
+    return config
+
+
+def copy_model_files(source: str, tokenizer: str, target: str, *, dtype: str | None = None) -> None:
+    """Copy all but the weights: `config.json`, the tokenizer and the generation settings.
+
+    Args:
+        tokenizer: folder of the tokenizer, or a SentencePiece .model file.
+        dtype: of the weights, such as "bfloat16", to be written into `config.json`; None leaves what is there.
+    """
+    config = read_config(source)
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    with open(os.path.join(target, CONFIG), "w", encoding="utf-8") as f:
+        f.write(json.dumps(config, indent=2) + "\n")
+    if os.path.isfile(tokenizer):
+        shutil.copyfile(tokenizer, os.path.join(target, "tokenizer.model"))
+    for folder in {source: None, tokenizer: None}:  # the tokenizer's own files last: they win
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            if _COMPANIONS.fullmatch(name):
+                shutil.copyfile(os.path.join(folder, name), os.path.join(target, name))
+
+
+def _no_weights(folder: str) -> str:
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    if "metadata.json" in names:
+        return f"'{folder}' is a Megatron-Core checkpoint, not a Hugging Face folder with weights"
+    pickled = [name for name in names if name.endswith(_PICKLED)]
+    if pickled:
+        return (
+            f"'{folder}' has only pickled weights ({_some(pickled)}), which can run code when they are read; "
+            f"convert them to safetensors"
+        )
+    return f"'{folder}' has no weights: neither {SINGLE} nor {INDEX}"
+
+
+def _same_bytes(a: Entry, b: Entry, step: int = 16 * 2**20) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with (
+        open(a.file, "rb") as f,
+        open(b.file, "rb") as g,
+        mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as x,
+        mmap.mmap(g.fileno(), 0, access=mmap.ACCESS_READ) as y,
+    ):
+        return all(
+            x[a.start + at : min(a.stop, a.start + at + step)] == y[b.start + at : min(b.stop, b.start + at + step)]
+            for at in range(0, a.stop - a.start, step)
+        )
+
+
+def _refuse(folder: str, what: str, names: Iterable[str]) -> None:
+    wrong = list(names)
+    if wrong:
+        raise ValueError(f"'{folder}': {what} {_some(wrong)}")
+
+
+def _some(names: Sequence[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,272 @@
+"""A Megatron-Core `dist_checkpointing` folder, written and read parameter by parameter in one process.
+
+`dist_checkpointing.save` and `load` want a whole state dict. Their format is that of `torch.distributed.checkpoint`,
+whose storage writer asks for one tensor at a time, and whose reader reads one at a time. Keys, shapes and offsets
+come from Megatron-Core itself: from the sharded state dict of a model on the meta device.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megarl.checkpoint.folder import write_state
+from megarl.models.architecture import Architecture
+from megarl.models.gpt import build_chunks, named_parameters, transformer_config
+from megarl.models.tensors import Placement, training_placements
+from megarl.models.weights import local_view
+from megarl.parallel.groups import stand_in
+from megarl.parallel.layout import TrainLayout
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoredParameter:
+    """A parameter of one rank, and where a checkpoint keeps it.
+
+    Attributes:
+        rank: of the layout.
+        meta: its shape and type.
+        placements: which boxes of logical tensors it holds.
+        sharded: Megatron-Core's description of it.
+    """
+
+    rank: int
+    meta: Tensor
+    placements: list[Placement]
+    sharded: ShardedTensor | ShardedTensorFactory
+
+    def chunks(self, data: Tensor) -> list[ShardedTensor]:
+        """Views of `data`, each with its key and its place in the checkpoint; none if another rank stores it."""
+        if isinstance(self.sharded, ShardedTensorFactory):
+            parts = nested_values(replace(self.sharded, data=data).build())
+        else:
+            parts = [replace(self.sharded, data=data, dtype=data.dtype)]
+        return [part for part in parts if is_main_replica(part.replica_id)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What one rank of a layout keeps in a checkpoint.
+
+    Attributes:
+        parameters: by placement name.
+        empty_objects: keys of Megatron-Core's per-module extra states, which hold nothing but must be there.
+    """
+
+    parameters: dict[str, StoredParameter]
+    empty_objects: list[str]
+
+
+def describe(arch: Architecture, layout: TrainLayout, rank: int, dtype: torch.dtype) -> Stored:
+    """What a rank keeps; takes no memory for its weights."""
+    meta = torch.device("meta")
+    with stand_in(layout, rank, meta) as groups, meta:
+        config = transformer_config(arch, groups, dtype=dtype, overrides={"use_cpu_initialization": True})
+        chunks = build_chunks(arch, config, groups, transformer_engine=False)
+        sharded = [value for chunk in chunks for value in nested_values(chunk.sharded_state_dict(""))]
+    placed: dict[str, list[Placement]] = {}
+    for placement in training_placements(arch, layout, rank, transformer_engine=False):
+        placed.setdefault(placement.param, []).append(placement)
+    by_data = {id(value.data): value for value in sharded}
+    parameters = {
+        name: StoredParameter(
+            rank=rank, meta=parameter, placements=placed.get(name, []), sharded=by_data[id(parameter)]
+        )
+        for name, parameter in named_parameters(chunks).items()
+    }
+    objects = [value for value in sharded if isinstance(value, ShardedObject) and is_main_replica(value.replica_id)]
+    assert all(value.data is None for value in objects)
+    return Stored(parameters=parameters, empty_objects=[value.unique_key for value in objects])
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+Fill = Callable[[StoredParameter, Tensor], None]
+"""Writes a parameter's values into a tensor of its shape, which is zero."""
+
+
+def write_megatron(folder: str, ranks: list[Stored], fill: Fill, *, max_file_bytes: int) -> None:
+    """Write the checkpoint that these ranks would write together; one parameter in memory at a time.
+
+    Args:
+        folder: an existing, empty folder.
+        max_file_bytes: a rank's parameters are spread over files of about this size.
+    """
+    planner = _SavePlanner(fill)
+    plans = [plan for stored in ranks for plan in planner.plans(stored, max_file_bytes)]
+    writer = FileSystemWriter(folder, thread_count=1)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan(plans)  # checks that the chunks cover every tensor exactly once
+    plans = writer.prepare_global_plan(plans)
+    results = [writer.write_data(plan, planner).wait() for plan in plans]
+    torch.save({}, os.path.join(folder, "common.pt"))
+    writer.finish(metadata, results)
+    save_config(CheckpointingConfig("torch_dist"), folder)
+    write_state(folder, {"step": 0, "weights_only": True})
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Makes a tensor when the storage writer asks for it."""
+
+    def __init__(self, fill: Fill) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._fill = fill
+        self._source: dict[MetadataIndex, StoredParameter] = {}
+        self._current: tuple[StoredParameter, dict[MetadataIndex, Tensor]] | None = None
+
+    def plans(self, stored: Stored, max_file_bytes: int) -> Iterator[SavePlan]:
+        """One plan per file."""
+        items = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in stored.empty_objects]
+        size = 0
+        for parameter in stored.parameters.values():
+            chunks = parameter.chunks(parameter.meta)
+            nbytes = parameter.meta.nbytes if chunks else 0
+            if size and size + nbytes > max_file_bytes:
+                yield SavePlan(items)
+                items, size = [], 0
+            for chunk in chunks:
+                items.append(_write_item(chunk))
+                self._source[items[-1].index] = parameter
+            size += nbytes
+        yield SavePlan(items)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type == WriteItemType.BYTE_IO:
+            nothing = io.BytesIO()
+            torch.save([None], nothing)
+            return nothing
+        parameter = self._source[write_item.index]
+        if self._current is None or self._current[0] is not parameter:
+            self._current = None  # gives the last one's memory back before the next one is made
+            data = torch.zeros_like(parameter.meta, device="cpu", requires_grad=False)
+            self._fill(parameter, data)
+            self._current = (
+                parameter,
+                {_index(chunk): chunk.data.view(_stored_shape(chunk)) for chunk in parameter.chunks(data)},
+            )
+        return self._current[1][write_item.index]
+
+
+def _write_item(chunk: ShardedTensor) -> WriteItem:
+    assert chunk.data is not None
+    data = TensorWriteData(
+        chunk=_chunk_metadata(chunk),
+        properties=TensorProperties.create_from_tensor(chunk.data),
+        size=torch.Size(chunk.global_shape),
+    )
+    return WriteItem(index=_index(chunk), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def _index(chunk: ShardedTensor) -> MetadataIndex:
+    return MetadataIndex(chunk.key, torch.Size(chunk.global_offset))
+
+
+def _chunk_metadata(chunk: ShardedTensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(chunk.global_offset), sizes=torch.Size(_stored_shape(chunk)))
+
+
+def _stored_shape(chunk: ShardedTensor) -> tuple[int, ...]:
+    """With the layer's axis, which the parameter has not."""
+    return (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+class MegatronWeights:
+    """The weights of a checkpoint that was written in any layout, one parameter of a one-rank model at a time."""
+
+    def __init__(self, folder: str, arch: Architecture) -> None:
+        """Raises ValueError if the folder is no checkpoint of this architecture."""
+        if not os.path.isfile(os.path.join(folder, "metadata.json")):
+            raise ValueError(f"'{folder}' is not a Megatron-Core distributed checkpoint: it has no metadata.json")
+        self._folder = folder
+        self._reader = FileSystemReader(folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._stored = metadata.state_dict_metadata
+        self.parameters = describe(arch, TrainLayout(world_size=1), 0, torch.float32).parameters
+        self._by_tensor = {
+            place.tensor: name for name, stored in self.parameters.items() for place in stored.placements
+        }
+        self._kept: dict[str, Tensor] = {}
+        chunks = [chunk for stored in self.parameters.values() for chunk in stored.chunks(stored.meta)]
+        self.dtype = self._check(chunks)
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole logical tensor, in the checkpoint's type and with its logical shape."""
+        param = self._by_tensor[name]
+        if param not in self._kept:
+            # of the last two only: q, k and v, or gate and up, are parts of one parameter, and so are their biases
+            self._kept = dict(list(self._kept.items())[-1:])
+            self._kept[param] = self.parameter(param)
+        place = next(p for p in self.parameters[param].placements if p.tensor == name)
+        return local_view(self._kept[param], place)
+
+    def parameter(self, name: str) -> Tensor:
+        """A parameter of the one-rank model, in the checkpoint's type."""
+        stored = self.parameters[name]
+        whole = torch.empty(stored.meta.shape, dtype=self.dtype)
+        for chunk in stored.chunks(whole):
+            tensor, where = self._stored[chunk.key], _chunk_metadata(chunk)
+            assert isinstance(tensor, TensorStorageMetadata) and chunk.data is not None
+            items = create_read_items_for_chunk_list(chunk.key, tensor, [where])
+            self._reader.read_data(LoadPlan(items), _Into(chunk.data.view(_stored_shape(chunk)))).wait()
+        return whole
+
+    def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
+        dtypes = set()
+        for chunk in chunks:
+            stored = self._stored.get(chunk.key)
+            if not isinstance(stored, TensorStorageMetadata):
+                raise ValueError(f"'{self._folder}' has no {chunk.key}: it is no checkpoint of this model")
+            # a vocabulary that is padded further than this one is no mismatch
+            rows_may_differ = chunk.allow_shape_mismatch
+            found, wanted = tuple(stored.size), tuple(chunk.global_shape)
+            if found != wanted and not (rows_may_differ and found[0] >= wanted[0] and found[1:] == wanted[1:]):
+                raise ValueError(
+                    f"'{self._folder}': {chunk.key} has shape {list(found)}, the model's is {list(wanted)}: "
+                    f"it is no checkpoint of this model"
+                )
+            dtypes.add(stored.properties.dtype)
+        if len(dtypes) > 1:
+            raise ValueError(f"'{self._folder}' mixes weights of several types: {', '.join(sorted(map(str, dtypes)))}")
+        return dtypes.pop()
+
+
+class _Into(DefaultLoadPlanner):
+    """Reads into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        part = self._target
+        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(axis, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...

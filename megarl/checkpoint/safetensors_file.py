@@ -1,0 +1,91 @@
+"""The safetensors format: headers read without the tensors, and files written one tensor at a time. Torch-free.
+
+A file is 8 bytes with the header's length, the header (JSON: name -> dtype, shape, byte range of the data), the data.
+`safetensors.torch.save_file` wants all tensors of a file at once; a header is known before its tensors are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2}
+"""Bytes per element of the types that a weight may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        file: path.
+        dtype: in the format's words, such as "BF16".
+        shape: size of each axis.
+        start, stop: which bytes of the file are its elements, row-major.
+    """
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(file: str) -> dict[str, Entry]:
+    """The tensors of a file by name; raises ValueError if it is not a whole safetensors file."""
+    try:
+        with open(file, "rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            size = os.fstat(f.fileno()).st_size
+            if length > size:
+                raise ValueError(f"its header would have {length} bytes")
+            header = json.loads(f.read(length))
+        entries = {}
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, stop = (8 + length + at for at in tensor["data_offsets"])
+                shape = tuple(tensor["shape"])
+                entries[name] = Entry(file=file, dtype=tensor["dtype"], shape=shape, start=start, stop=stop)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"'{file}' is not a safetensors file: {e}") from e
+    end = max((entry.stop for entry in entries.values()), default=0)
+    if end > size:
+        raise ValueError(f"'{file}' is cut short: {size} bytes of {end}; copy it again")
+    return entries
+
+
+class SafetensorsWriter:
+    """Writes a file whose tensors are announced at once and given one by one, in that order."""
+
+    def __init__(self, file: str, dtype: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """
+        Args:
+            dtype: of every tensor, in the format's words.
+            tensors: name and shape of each.
+        """
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        self._sizes = []
+        for name, shape in tensors:
+            size = math.prod(shape) * ITEMSIZE[dtype]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+            self._sizes.append(size)
+            at += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes, so that they can be mapped
+        self._file = open(file, "wb")  # noqa: SIM115
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._written = 0
+
+    def write(self, data: memoryview) -> None:
+        """The elements of the next tensor, row-major; after the last one the file is whole, on disk and closed."""
+        written = self._file.write(data)
+        assert written == self._sizes[self._written], "a tensor of another size than announced"
+        self._written += 1
+        if self._written == len(self._sizes):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()

@@ -1,0 +1,24 @@
+"""Mistral (arXiv 2310.06825): Llama with a sliding window, which must not matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models.architecture import Architecture
+from megarl.models.families import llama
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    """From a Hugging Face `MistralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    return Architecture(**fields(config, "mistral"))
+
+
+def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Llama's, once it is sure that no position sees less than all before it."""
+    window, longest = config.get("sliding_window"), config["max_position_embeddings"]
+    if window is not None and window < longest:
+        raise ValueError(
+            f"{family}: sliding_window = {window} is less than max_position_embeddings = {longest}, and windows are "
+            f"not supported; set max_position_embeddings to {window} in config.json to use sequences up to that length"
+        )
+    return llama.fields(config, family)

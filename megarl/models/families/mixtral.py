@@ -1,0 +1,23 @@
+"""Mixtral (arXiv 2401.04088): Mistral with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.models.families import mistral
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    """From a Hugging Face `MixtralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    moe = MixtureOfExperts(
+        num_experts=config["num_local_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        norm_topk_prob=True,
+        module="block_sparse_moe",
+        gate_proj="w1",
+        up_proj="w3",
+        down_proj="w2",
+    )
+    defaults = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+    return Architecture(**mistral.fields(defaults | config, "mixtral"), moe=moe)

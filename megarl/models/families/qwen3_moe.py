@@ -1,0 +1,23 @@
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with experts in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.models.families import qwen2
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    """From a Hugging Face `Qwen3MoeConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    for key, wanted in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if (config.get(key) or wanted) != wanted:
+            raise ValueError(f"qwen3_moe: {key} = {config[key]!r} is not supported (only {wanted!r})")
+    moe = MixtureOfExperts(
+        num_experts=config.get("num_local_experts") or config["num_experts"],  # transformers 5, 4
+        experts_per_token=config["num_experts_per_tok"],
+        norm_topk_prob=config.get("norm_topk_prob", False),
+    )
+    # intermediate_size is the width of the layers without experts, of which there are none
+    fields = qwen2.fields(config, "qwen3_moe") | dict(ffn_hidden_size=config["moe_intermediate_size"])
+    return Architecture(**fields, qk_norm=True, moe=moe)

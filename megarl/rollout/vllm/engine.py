@@ -1,0 +1,168 @@
+"""vLLM behind the engine protocol: one `vllm.LLM` per rank, the ranks of a replica working in step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.models.architecture import Architecture
+from megarl.parallel.groups import Groups
+from megarl.rollout.requests import check_requests
+from megarl.rollout.vllm import internals
+from megarl.types import Completion, SamplingParams
+
+CPU_BLOCK = 128
+"""Tokens in a KV cache block of vLLM on CPU."""
+
+
+class VLLMEngine:
+    """Implements `megarl.rollout.engine.Engine`. Starts awake, with meaningless weights. All ranks build it together.
+
+    Prompts that share a beginning share its KV cache until the next `wake`. CUDA graphs are captured once and stay
+    valid, since the weights are written in place.
+
+    Args:
+        path: the model's folder, whose config.json vLLM builds it from.
+        dtype: of weights, activations and KV cache.
+        max_num_seqs: sequences decoded together.
+        max_num_batched_tokens: tokens computed in one step, prompts and responses.
+        max_model_len: prompt and response of a sequence at most, tokens.
+        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache together. CPU ranks take
+            as much KV cache as `max_num_seqs` sequences can fill.
+        enforce_eager: without compiled kernels and CUDA graphs; CPU ranks always are.
+        sleeps: whether `sleep` gives memory back; without it, it does nothing. CPU ranks have no sleep.
+
+    Attributes:
+        llm: vLLM's own engine.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        path: str,
+        groups: Groups,
+        dtype: torch.dtype,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        gpu_memory_utilization: float,
+        enforce_eager: bool,
+        sleeps: bool,
+    ) -> None:
+        tp, on_cpu = groups.generation.tp, groups.device.type == "cpu"
+        self._arch, self._max_model_len = arch, max_model_len
+        self._sleeps = sleeps and not on_cpu
+        self._asleep: set[str] = set()
+        with internals.undisturbed():
+            internals.prepare(groups)
+            from vllm import LLM
+
+            self.llm = LLM(
+                model=path,
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype=str(dtype).removeprefix("torch."),
+                load_format="dummy",
+                seed=0,
+                tensor_parallel_size=tp,
+                distributed_executor_backend="external_launcher",
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+                max_model_len=max_model_len,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_memory_bytes=(
+                    _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype) if on_cpu else None
+                ),
+                enforce_eager=enforce_eager or on_cpu,
+                enable_sleep_mode=self._sleeps,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
+                **({"moe_backend": "triton"} if arch.moe else {}),
+            )
+            self._parameters = internals.parameters_of(self.llm)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self._parameters
+
+    def wake(self, *, weights_only: bool = False) -> None:
+        wanted = {"weights"} if weights_only else {"weights", "kv_cache"}
+        tags = sorted(self._asleep & wanted)
+        if tags:
+            torch.cuda.empty_cache()  # what torch keeps in reserve, vLLM's allocator could not take
+            self.llm.wake_up(tags)
+            self._asleep -= wanted
+        if not weights_only and not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache, which belongs to other weights")
+
+    def sleep(self, *, release_weights: bool = False) -> None:
+        """Without `release_weights` vLLM moves the weights to the host's memory, and back when it wakes."""
+        if self._sleeps and not self._asleep:
+            self.llm.sleep(level=2 if release_weights else 1)
+            self._asleep = {"weights", "kv_cache"}
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Completion]:
+        assert not self._asleep, "wake() before generate()"
+        assert len(prompts) == len(seeds)
+        check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
+        if not prompts:
+            return []
+        with internals.undisturbed():
+            outputs = self.llm.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                [_sampling(params, seed) for seed in seeds],
+                use_tqdm=False,
+            )
+        as_the_model = params.temperature == 1.0 and params.top_p == 1.0 and params.top_k < 1
+        return [_completion(request.outputs[0], as_the_model or params.temperature == 0.0) for request in outputs]
+
+    def close(self) -> None:
+        self._parameters = {}
+        internals.shut_down(self.llm)
+        del self.llm
+
+
+def _sampling(params: SamplingParams, seed: int) -> Any:
+    """vLLM's parameters of one request. With a seed of its own a request is drawn alike on every rank of a replica."""
+    import vllm
+
+    return vllm.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=seed,
+        max_tokens=params.max_tokens,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=0,
+        flat_logprobs=True,
+    )
+
+
+def _completion(output: Any, as_the_model: bool) -> Completion:
+    """Args:
+    as_the_model: whether tokens were drawn, or their log-probabilities taken, from the model's own distribution.
+    """
+    token_ids, logp = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+    assert len(token_ids) == len(logp), "vLLM returned log-probabilities of other tokens than the sampled ones"
+    return Completion(
+        token_ids=token_ids,
+        logp=logp,
+        model_logp=logp if as_the_model else (),
+        finish_reason="stop" if output.finish_reason == "stop" else "length",
+    )
+
+
+def _kv_cache_bytes(arch: Architecture, tp: int, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> int:
+    """What `max_num_seqs` sequences of full length take on one rank, and a block that vLLM keeps for itself."""
+    blocks = max_num_seqs * math.ceil(max_model_len / CPU_BLOCK) + 1
+    heads = max(arch.num_key_value_heads // tp, 1)
+    return blocks * CPU_BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize

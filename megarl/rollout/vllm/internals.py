@@ -1,0 +1,112 @@
+"""Every touch of vLLM's internals, in one place, for the versions that `megarl.rollout.vllm.checks` admits.
+
+vLLM starts its workers itself unless `distributed_executor_backend="external_launcher"`, where each rank makes an
+engine and the engines of a tensor-parallel group work in step. It then builds its groups in the world that is already
+initialised, as [replicas, 1, 1, 1, tp] in rank order (`initialize_model_parallel`: "ExternalDP x DP x PP x PCP x TP"),
+which is this program's `GenerationLayout`. Its data-parallel size stays 1: replicas must not wait for each other, and
+with more it would spread the experts of a MoE model over them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.parallel.groups import Groups
+
+_ENVIRONMENT = {
+    # the engine runs in this process, not in one of its own
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_CPU_ENVIRONMENT = {
+    # otherwise every rank binds its threads to cores of its own, of which there may be too few
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
+def prepare(groups: Groups) -> None:
+    """Import vLLM and make it fit for living in a rank of this program; call it before building an engine."""
+    on_cpu = groups.device.type == "cpu"
+    for name, value in {**_ENVIRONMENT, **(_CPU_ENVIRONMENT if on_cpu else {})}.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM sets its level itself
+    _place_ranks(groups)
+    _spare_the_world()
+    if on_cpu:
+        _keep_cpu_weights()
+
+
+def _place_ranks(groups: Groups) -> None:
+    """vLLM would read ranks from RANK and LOCAL_RANK, and name its shared memory alike in every job on a machine."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    job = groups.all_gather(os.getpid())[0]
+    local_rank = groups.device.index or 0
+
+    def distributed_args(self: Any) -> tuple[str, int, int]:
+        # The first is not connected to, the world being there already: its end names the CPU ranks' shared memory.
+        return f"tcp://megarl:{job}", groups.rank, local_rank
+
+    ExecutorWithExternalLauncher._distributed_args = distributed_args
+
+
+def _spare_the_world() -> None:
+    """An engine that shuts down destroys all process groups of the process, not only vLLM's."""
+    from vllm.v1.engine import core
+
+    core.cleanup_dist_env_and_memory = leave
+
+
+def _keep_cpu_weights() -> None:
+    """On CPUs vLLM repacks linear weights and leaves empty parameters, into which nothing can be resharded."""
+    import vllm.model_executor.layers.utils as utils
+
+    def plain_linear(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain_linear
+
+
+def parameters_of(llm: Any) -> dict[str, torch.Tensor]:
+    """This rank's weights by name, as vLLM uses them; tied embeddings once."""
+    return llm.apply_model(lambda model: {name: p.data for name, p in model.named_parameters()})[0]
+
+
+def shut_down(llm: Any) -> None:
+    """End the engine and give its memory back."""
+    llm.llm_engine.engine_core.shutdown()
+
+
+def leave() -> None:
+    """Destroy vLLM's groups; the world and everybody else's groups stay."""
+    from vllm.distributed import parallel_state
+
+    if torch.distributed.is_initialized():  # otherwise they went with it
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keeps this process's random number generators and thread settings, which vLLM seeds, draws from and replaces."""
+    on_gpu, set_num_threads = torch.cuda.is_available(), torch.set_num_threads
+    python, numpy, default_dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_gpu else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_num_threads = set_num_threads
+            torch.set_default_dtype(default_dtype)

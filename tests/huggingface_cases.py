@@ -1,0 +1,125 @@
+"""Hugging Face folders for tests, and jobs inside the pool's ranks that import and export them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from full_weights import random_weights
+from safetensors.torch import load_file, save_file
+from tiny_families import ARCHITECTURES, CONFIGS
+from torch import Tensor
+from training_cases import Case
+
+from megarl.types import Batch, batch_of
+
+
+def write_folder(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, files: int = 1) -> Path:
+    """A tiny model's folder with `random_weights`, in one or several files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    write_weights(
+        folder, {key: value.to(dtype) for key, value in random_weights(ARCHITECTURES[name], 1).items()}, files
+    )
+    return folder
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor], files: int = 1) -> None:
+    """Save tensors as `model.safetensors`, or dealt out over several files with an index."""
+    if files == 1:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return
+    weight_map = {}
+    for i in range(files):
+        file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
+        part = dict(list(weights.items())[i::files])
+        save_file(part, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor in a folder's safetensors files."""
+    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+
+
+def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """The same names, types and bits."""
+    assert sorted(a) == sorted(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+@contextmanager
+def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
+    """A policy in some layout with weights that are still to be read."""
+    import torch.distributed as dist
+
+    from megarl.config.schema import ActorRolloutRef
+    from megarl.models.families import read_architecture
+    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.layout import GenerationLayout, TrainLayout
+    from megarl.roles.policy import Policy
+
+    world = dist.get_world_size()
+    layout = TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks)
+    groups = build_groups(layout, GenerationLayout(world_size=world))
+    megatron = {"sequence_parallel": case.tp > 1}
+    config = ActorRolloutRef.model_validate({"model": {"dtype": dtype}, "actor": {"megatron": megatron}})
+    try:
+        yield Policy(config, read_architecture(folder), groups)
+    finally:
+        destroy_groups()
+
+
+def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, max_shard_bytes: int) -> None:
+    """Every (source, target): read the source in a layout, write the target from it."""
+    from megarl.checkpoint.export_huggingface import export_weights
+    from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
+    from megarl.models.tensors import logical_tensors, training_placements
+
+    for source, target in folders:
+        with policy_in(case, source, dtype) as policy:
+            for parameter in policy.parameters().values():
+                parameter.data.fill_(torch.nan)
+            load_weights(policy.parameters(), policy.placements(), HuggingFaceWeights(source, policy.arch))
+            assert all(parameter.isfinite().all() for parameter in policy.parameters().values())
+            layout = policy.groups.train
+            ranks = layout.model_ranks(0)
+            if policy.groups.rank in ranks:
+                placements = {
+                    rank: training_placements(policy.arch, layout, rank, transformer_engine=False) for rank in ranks
+                }
+                export_weights(
+                    target,
+                    logical_tensors(policy.arch),
+                    policy.parameters(),
+                    placements,
+                    policy.groups.model,
+                    max_shard_bytes=max_shard_bytes,
+                )
+
+
+def text_batch() -> Batch:
+    """Three sequences of ordinary token ids; every token but the first is scored."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(49_152, (n,), generator=generator).tolist() for n in (40, 7, 23)]
+    return batch_of([row[:1] for row in rows], [row[1:] for row in rows], range(3))
+
+
+def log_probs(case: Case, folder: str, checkpoint: str | None = None) -> Tensor:
+    """Log-probabilities of `text_batch` in float32, with the weights of a folder or of a Megatron checkpoint."""
+    from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
+    from megarl.checkpoint.store import load_checkpoint
+
+    with policy_in(case, folder, "float32") as policy:
+        if checkpoint is None:
+            load_weights(policy.parameters(), policy.placements(), HuggingFaceWeights(folder, policy.arch))
+        else:
+            policy.load_sharded(load_checkpoint(checkpoint, policy.sharded_state(), rng=False))
+        result: Tensor = policy.log_probs(text_batch(), [[0, 1, 2]], 1.0)
+        return result

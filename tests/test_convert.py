@@ -1,0 +1,128 @@
+"""tools/convert.py: bits, logits, memory, refusals, and that a job reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_cases import assert_same_weights, log_probs, read_weights, write_folder
+from ranks import Ranks
+from safetensors.torch import save_file
+from tiny_families import CONFIGS
+from tiny_run import ROOT
+from training_cases import Case
+
+from tools.convert import main
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_bits_survive_both_ways(tmp_path: Path, tp: int, pp: int) -> None:
+    for i, name in enumerate(CONFIGS):
+        dtype = torch.bfloat16 if i % 2 else torch.float32
+        source = write_folder(tmp_path / name, name, dtype=dtype, files=1 + i % 2)
+        megatron, back = tmp_path / f"{name}-megatron", tmp_path / f"{name}-back"
+        cut = [f"--tp={tp}", f"--pp={pp}", "--max-shard-bytes=20000"]
+        assert main(["hf-to-megatron", str(source), str(megatron), *cut, "--verify"]) == 0
+        assert main(["megatron-to-hf", str(megatron), str(back), "--max-shard-bytes=20000", "--verify"]) == 0
+        assert_same_weights(read_weights(source), read_weights(back))
+        assert json.loads((back / "config.json").read_text()).items() >= CONFIGS[name].items()
+
+
+def test_a_real_model(ranks: Ranks, smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Cut for TP3 x PP2, read by TP1 x PP3, and back."""
+    megatron, back = str(tmp_path / "megatron"), tmp_path / "back"
+    assert main(["hf-to-megatron", smollm2, megatron, "--tp=3", "--pp=2", "--verify=logits"]) == 0
+    assert "verified: 272 weights are the same bits" in capsys.readouterr().out
+    assert main(["megatron-to-hf", megatron, str(back)]) == 0
+    assert_same_weights(read_weights(Path(smollm2)), read_weights(back))
+    assert (back / "tokenizer.json").read_bytes() == Path(smollm2, "tokenizer.json").read_bytes()
+    wanted = ranks.run(1, log_probs, Case(), smollm2)[0]
+    for got in ranks.run(3, log_probs, Case(pp=3), smollm2, megatron):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+
+
+MEMORY = """
+import sys, threading, time
+from tools.convert import main
+
+def anonymous():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("RssAnon")) * 1024
+
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+small, big, out = sys.argv[1:]
+for source, name in ((small, "warm"), (big, "big")):  # the first conversion imports and caches
+    start = peak = anonymous()
+    if name == "warm":
+        threading.Thread(target=watch, daemon=True).start()
+    assert main(["hf-to-megatron", source, f"{out}/{name}", "--max-shard-bytes=30000000"]) == 0
+    assert main(["megatron-to-hf", f"{out}/{name}", f"{out}/{name}-hf", "--max-shard-bytes=30000000"]) == 0
+print(peak - start)
+"""
+
+
+def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
+    """Anonymous memory (pages of mapped files are the kernel's to drop) over a model of 192 MiB."""
+    small = write_folder(tmp_path / "small", "qwen3")
+    big = tmp_path / "big"
+    big.mkdir()
+    layers, hidden, ffn, vocab = 24, 512, 1536, 4096
+    shape = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": ffn, "vocab_size": vocab}
+    config = CONFIGS["llama"] | shape | {"head_dim": 128}
+    (big / "config.json").write_text(json.dumps(config))
+    from megarl.models.families import read_architecture
+    from megarl.models.tensors import logical_tensors
+
+    tensors = logical_tensors(read_architecture(str(big)))
+    weights = {t.name: torch.ones(t.hf_shape, dtype=torch.bfloat16) for t in tensors.values()}
+    save_file(weights, big / "model.safetensors", {"format": "pt"})
+    model, largest = sum(w.nbytes for w in weights.values()), max(w.nbytes for w in weights.values())
+    assert model > 30 * largest
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(small), str(big), str(tmp_path / "out")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    growth = int(done.stdout.split()[-1])
+    print(f"model {model >> 20} MiB, largest parameter {largest >> 20} MiB, growth {growth >> 20} MiB")
+    assert growth < 4 * largest < model / 6
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(write_folder(tmp_path / "source", "qwen2"))
+    megatron = str(tmp_path / "megatron")
+    assert main(["hf-to-megatron", source, megatron]) == 0
+    capsys.readouterr()
+    another = str(write_folder(tmp_path / "another", "qwen3"))
+    for arguments, message in [
+        (["hf-to-megatron", source, megatron], f"'{megatron}' is already there"),
+        (["hf-to-megatron", source, str(tmp_path / "x"), "--tp=3"], "does not divide the model's 4 attention heads"),
+        (["hf-to-megatron", megatron, str(tmp_path / "x")], "is a Megatron-Core checkpoint, not a Hugging"),
+        (["megatron-to-hf", source, str(tmp_path / "x")], "is not a Megatron-Core distributed checkpoint"),
+        (["megatron-to-hf", megatron, str(tmp_path / "x"), "--model", another], "is no checkpoint of this model"),
+    ]:
+        assert main(arguments) == 2
+        printed = capsys.readouterr().err
+        assert message in printed.splitlines()[-1] and not (tmp_path / "x").exists(), printed
+
+
+def test_a_converted_checkpoint_is_no_run_to_resume(tmp_path: Path) -> None:
+    from megarl.checkpoint.folder import check_resumable
+
+    megatron = tmp_path / "megatron"
+    assert main(["hf-to-megatron", str(write_folder(tmp_path / "source", "llama")), str(megatron)]) == 0
+    with pytest.raises(ValueError, match=r"no run to go on from; start one from it with"):
+        check_resumable(str(megatron))

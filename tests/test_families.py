@@ -1,0 +1,111 @@
+"""Every registered family: its config, its weights' names, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hugging_face import hugging_face, saved_shapes
+from ranks import Ranks
+from tiny_families import ARCHITECTURES, CONFIGS
+
+import megarl.models.families
+from megarl.models.architecture import MixtureOfExperts
+from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.rope import rope_frequencies, rope_table
+from megarl.models.tensors import logical_tensors
+
+
+def test_every_family_is_registered_and_in_the_test_table() -> None:
+    """Fails with what the author of a new family still has to do."""
+    folder = Path(megarl.models.families.__file__).parent
+    files = {file.stem for file in folder.glob("*.py")} - {"__init__"}
+    registered = {function.__module__.rsplit(".", 1)[1] for function in FAMILIES.values()}
+    assert files == registered, f"register {files - registered} in FAMILIES of megarl/models/families/__init__.py"
+    tested = {config["architectures"][0] for config in CONFIGS.values()}
+    assert set(FAMILIES) == tested, (
+        f"add a tiny config of {set(FAMILIES) - tested} to CONFIGS in tests/tiny_families.py"
+    )
+    for name, arch in ARCHITECTURES.items():
+        module = FAMILIES[CONFIGS[name]["architectures"][0]].__module__.rsplit(".", 1)[1]
+        assert arch.family == module, f"{name}: Architecture.family is {arch.family!r}, its module is {module!r}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_table_has_the_names_and_shapes_of_hugging_faces_files(name: str, tmp_path: Path) -> None:
+    ours = {tensor.name: tensor.hf_shape for tensor in logical_tensors(ARCHITECTURES[name]).values()}
+    theirs = saved_shapes(name, tmp_path)
+    assert ours == theirs, f"only in ours: {set(ours) - set(theirs)}; only in theirs: {set(theirs) - set(ours)}"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_transformers_wrote_describes_the_same_architecture(name: str, tmp_path: Path) -> None:
+    """transformers 5 spells some fields differently from the configs of the table, which are as published."""
+    config = hugging_face(name).config.to_dict() | {"architectures": CONFIGS[name]["architectures"]}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    assert read_architecture(str(tmp_path)) == ARCHITECTURES[name]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rotary_frequencies_are_hugging_faces(name: str) -> None:
+    theirs = hugging_face(name).model.rotary_emb.inv_freq
+    torch.testing.assert_close(rope_frequencies(ARCHITECTURES[name], "cpu"), theirs, rtol=1e-6, atol=0)
+
+
+def _megatron_rotary_table(name: str) -> torch.Tensor:
+    from megarl.parallel.cpu import enable_cpu_ranks
+
+    enable_cpu_ranks()
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    arch = ARCHITECTURES[name]
+    rotary = RotaryEmbedding(arch.head_dim, rotary_percent=1.0, cp_group=torch.distributed.group.WORLD)
+    rotary.inv_freq = rope_frequencies(arch, "cpu")  # as `build_chunks` does for Transformer Engine
+    angles = rotary(40)[:, 0, 0, : arch.head_dim // 2]
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3", "llama_linear"])
+def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) -> None:
+    (table,) = ranks.run(1, _megatron_rotary_table, name)
+    assert torch.equal(table, rope_table(ARCHITECTURES[name], 40, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "llama: rope type 'yarn' is not supported (only 'default'"),
+        ("llama", {"hidden_act": "gelu"}, "llama: hidden_act = 'gelu' is not supported (only 'silu')"),
+        ("llama", {"partial_rotary_factor": 0.5}, "llama: partial_rotary_factor = 0.5 is not supported (only 1.0)"),
+        ("mistral", {"sliding_window": 64}, "mistral: sliding_window = 64 is less than max_position_embeddings = 128"),
+        ("mixtral", {"sliding_window": 64}, "mixtral: sliding_window = 64 is less than max_position_embeddings = 128"),
+        ("qwen2", {"use_sliding_window": True}, "qwen2: use_sliding_window = true is not supported"),
+        ("qwen3", {"layer_types": ["sliding_attention"]}, "qwen3: layer_types with 'sliding_attention' is not"),
+        ("qwen3", {"head_dim": ...}, "field 'head_dim' is missing"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "qwen3_moe: decoder_sparse_step = 2 is not supported (only 1)"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "qwen3_moe: mlp_only_layers = [1] is not supported (only [])"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "7 experts per token of 6 experts"),
+        ("mixtral", {"num_experts_per_tok": 1}, "norm_topk_prob with one expert per token makes every weight 1"),
+        ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
+    ],
+)
+def test_refusals(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    config = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError) as error:
+        read_architecture(str(tmp_path))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
+    arch = ARCHITECTURES["mixtral"]
+    assert isinstance(arch.moe, MixtureOfExperts)
+    arch.check_training(tp=2, pp=2, chunks=1, sequence_parallel=True)
+    arch.check_training(tp=1, pp=2, chunks=1, sequence_parallel=False)
+    with pytest.raises(
+        ValueError, match=r"tensor_model_parallel_size = 2 needs actor\.megatron\.sequence_parallel=true"
+    ):
+        arch.check_training(tp=2, pp=1, chunks=1, sequence_parallel=False)

