@@ -87,7 +87,8 @@ def transformer_config(
         bias_activation_fusion=transformer_engine,
         bias_dropout_fusion=False,
         apply_rope_fusion=transformer_engine,
-        deallocate_pipeline_outputs=True,
+        # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
+        deallocate_pipeline_outputs=groups.device.type == "cuda",
         # interleaved stages talk in both directions at once: a batch of sends and receives between the same two
         # ranks would be matched in the wrong order
         overlap_p2p_comm=layout.chunks > 1,
