@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ class SamplingParams:
     Attributes:
         max_tokens: response tokens at most, the stop token included.
         stop_token_ids: a response ends with (and includes) the first of these.
+        stop: a response ends with the token that completes one of these strings in its text.
     """
 
     temperature: float = 1.0
@@ -39,24 +42,25 @@ class SamplingParams:
     top_k: int = -1
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A generated response.
+    """A generated response, in arrays: a step may have 10^8 tokens.
 
     Attributes:
-        token_ids: response tokens, the stop token included when there is one.
-        logp: log-probability of each token under the distribution it was drawn from (temperature and filters
-            applied), nats. Greedy: the distribution at temperature 1, unfiltered.
-        model_logp: log-probability of each token under the model (temperature 1, unfiltered), nats; empty where the
-            engine knows only `logp` (vLLM, unless the two are the same).
-        finish_reason: "stop" after a stop token, "length" after `max_tokens`.
+        token_ids: int32 ("i"), response tokens, the stop token included when there is one.
+        logp: float32 ("f"), log-probability of each token under the distribution it was drawn from (temperature and
+            filters applied), nats. Greedy: the distribution at temperature 1, unfiltered.
+        model_logp: float32 ("f"), log-probability of each token under the model (temperature 1, unfiltered), nats;
+            empty where the engine knows only `logp` (vLLM, unless the two are the same).
+        finish_reason: "stop" after a stop token or string, "length" after `max_tokens`.
     """
 
-    token_ids: tuple[int, ...]
-    logp: tuple[float, ...]
-    model_logp: tuple[float, ...]
+    token_ids: array[int]
+    logp: array[float]
+    model_logp: array[float]
     finish_reason: Literal["stop", "length"]
 
 
@@ -125,15 +129,12 @@ class Batch:
 
 def batch_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], groups: Sequence[int]) -> Batch:
     """Concatenate prompt and response token ids into a `Batch`; every response token is trained on."""
-    tokens, mask, lengths = [], [], []
-    for prompt, response in zip(prompts, responses, strict=True):
-        tokens += [*prompt, *response]
-        mask += [False] * len(prompt) + [True] * len(response)
-        lengths.append(len(prompt) + len(response))
+    parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
     return Batch(
-        tokens=torch.tensor(tokens, dtype=torch.int64),
-        cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
-        response_mask=torch.tensor(mask, dtype=torch.bool),
+        tokens=torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])),
+        cu_seqlens=torch.cat((sizes.new_zeros(1), sizes.view(-1, 2).sum(1).cumsum(0))),
+        response_mask=torch.tensor([False, True]).repeat(len(parts) // 2).repeat_interleave(sizes),
         groups=torch.tensor(groups, dtype=torch.int64),
     )
 
@@ -164,6 +165,6 @@ class Rollouts:
             prompts, [c.token_ids for c in self.completions], [i // self.n for i in range(len(self.completions))]
         )
         logp = torch.zeros(len(batch.tokens))
-        logp[batch.response_mask] = torch.tensor([x for c in self.completions for x in c.logp])
+        logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(c.logp) for c in self.completions]))
         batch = batch.with_(rollout_logp=logp)
         return batch.with_(rewards=torch.tensor(self.rewards, dtype=torch.float32)) if self.rewards else batch

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import engine_placements, logical_tensors
+from megarl.models.weights import Source
 
 
 def random_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
@@ -19,6 +20,11 @@ def random_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
         noise = torch.randn(t.hf_shape, generator=generator)
         weights[t.name] = 1 + 0.1 * noise if t.kind == "norm" else 0.15 * noise
     return weights
+
+
+def source_of(weights: Mapping[str, Tensor]) -> Source:
+    """Boxes of logical tensors from weights by Hugging Face name."""
+    return lambda tensor, box: weights[tensor.name].view(tensor.shape)[tuple(slice(*i) for i in box)]
 
 
 def fill_engine(params: Mapping[str, Tensor], arch: Architecture, full: Mapping[str, Tensor], tp: int, r: int) -> None:

@@ -79,14 +79,14 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
 def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, max_shard_bytes: int) -> None:
     """Every (source, target): read the source in a layout, write the target from it."""
     from megarl.checkpoint.export_huggingface import export_weights
-    from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
+    from megarl.checkpoint.import_huggingface import HuggingFaceWeights
     from megarl.models.tensors import logical_tensors, training_placements
 
     for source, target in folders:
         with policy_in(case, source, dtype) as policy:
             for parameter in policy.parameters().values():
                 parameter.data.fill_(torch.nan)
-            load_weights(policy.parameters(), policy.placements(), HuggingFaceWeights(source, policy.arch))
+            policy.load(HuggingFaceWeights(source, policy.arch).box)
             assert all(parameter.isfinite().all() for parameter in policy.parameters().values())
             layout = policy.groups.train
             ranks = layout.model_ranks(0)
@@ -113,12 +113,12 @@ def text_batch() -> Batch:
 
 def log_probs(case: Case, folder: str, checkpoint: str | None = None) -> Tensor:
     """Log-probabilities of `text_batch` in float32, with the weights of a folder or of a Megatron checkpoint."""
-    from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
+    from megarl.checkpoint.import_huggingface import HuggingFaceWeights
     from megarl.checkpoint.store import load_checkpoint
 
     with policy_in(case, folder, "float32") as policy:
         if checkpoint is None:
-            load_weights(policy.parameters(), policy.placements(), HuggingFaceWeights(folder, policy.arch))
+            policy.load(HuggingFaceWeights(folder, policy.arch).box)
         else:
             policy.load_sharded(load_checkpoint(checkpoint, policy.sharded_state(), rng=False))
         result: Tensor = policy.log_probs(text_batch(), [[0, 1, 2]], 1.0)

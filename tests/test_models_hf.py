@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from full_weights import random_weights
+from full_weights import random_weights, source_of
 from hugging_face import hugging_face
 from ranks import Ranks
 from tiny_families import ARCHITECTURES
@@ -38,7 +38,7 @@ def _megatron_log_probs(case: Case, family: str) -> torch.Tensor:
     arch = ARCHITECTURES[family]
     weights = random_weights(arch, 1)
     with actor_in(case, arch) as actor:
-        actor.load(lambda tensor: weights[tensor.name].view(tensor.shape))
+        actor.load(source_of(weights))
         return actor.log_probs(_batch(), [[0, 1], [2, 3]], 1.0)
 
 

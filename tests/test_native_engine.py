@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from full_weights import fill_engine, random_weights
 from ranks import Ranks
-from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, tokens_of
+from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, text_of, tokens_of
 from tiny_families import ARCHITECTURES
 
 from megarl.models.architecture import Architecture
@@ -106,7 +106,7 @@ def test_second_call_starts_afresh() -> None:
 
 
 def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
-    scheduler = Scheduler([[1, 2, 3]] * 8, GREEDY, max_num_seqs=6, max_num_batched_tokens=100)
+    scheduler = Scheduler([[1, 2, 3]] * 8, GREEDY, max_num_seqs=6, max_num_batched_tokens=100, decode=text_of)
     admission = scheduler.admit()
     assert admission.prompts == [[1, 2]]
     assert (list(admission.copies.sources), list(admission.copies.targets)) == ([0] * 5, [1, 2, 3, 4, 5])
@@ -120,7 +120,8 @@ def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
 
 
 def test_prompts_computed_together_respect_the_limit() -> None:
-    scheduler = Scheduler(prompts_of([9, 5, 5, 5, 40, 2]), GREEDY, max_num_seqs=64, max_num_batched_tokens=24)
+    prompts = prompts_of([9, 5, 5, 5, 40, 2])
+    scheduler = Scheduler(prompts, GREEDY, max_num_seqs=64, max_num_batched_tokens=24, decode=text_of)
     admitted = []
     while len(scheduler.running) < 6:
         admitted.append([len(p) for p in scheduler.admit().prompts])
@@ -128,6 +129,20 @@ def test_prompts_computed_together_respect_the_limit() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- finishing
+
+
+def test_stop_strings() -> None:
+    engine = engine_of(ARCHITECTURES["qwen2"])
+    free = engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
+    a, b = free[0].token_ids[3:5]
+    stop = (f"{a}><{b}", "never")  # begins within a token, ends within the next
+    stopped = engine.generate(MIXED, replace(GREEDY, stop=stop), seeds=[0] * len(MIXED))
+    for one, whole in zip(stopped, free, strict=True):
+        ends = [n for n in range(1, 13) if stop[0] in text_of(whole.token_ids[:n])]
+        assert one.token_ids == whole.token_ids[: ends[0] if ends else 12]
+        assert one.logp == pytest.approx(whole.logp[: len(one.logp)], abs=1e-5)
+        assert one.finish_reason == ("stop" if ends else "length")
+    assert stopped[0].finish_reason == "stop"
 
 
 def test_stop_tokens_and_max_tokens() -> None:
@@ -150,7 +165,7 @@ def test_stop_token_in_last_place_is_a_stop() -> None:
     engine = engine_of(ARCHITECTURES["qwen2"])
     token = engine.generate([MIXED[0]], replace(GREEDY, max_tokens=1), seeds=[0])[0].token_ids[0]
     out = engine.generate([MIXED[0]], replace(GREEDY, max_tokens=1, stop_token_ids=(token,)), seeds=[0])[0]
-    assert (out.token_ids, out.finish_reason) == ((token,), "stop")
+    assert (list(out.token_ids), out.finish_reason) == ([token], "stop")
 
 
 @pytest.mark.parametrize(

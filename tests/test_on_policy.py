@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, micro_batches_of
+from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
 
 from megarl.models.architecture import Architecture
 from megarl.types import Prompt, SamplingParams
@@ -60,13 +60,11 @@ def _generate_and_compare(
     from megarl.algorithms.aggregation import token_weights
     from megarl.algorithms.policy_loss import supervised_loss
     from megarl.config.schema import Optim
-    from megarl.hybrid.engine import HybridEngine
-    from megarl.telemetry.timers import PhaseTimers
 
     with actor_in(case, arch) as actor:
         actor.start_optimizer(Optim(lr=1e-2), 4)
         batch = fixed_batch()
-        hybrid = HybridEngine(actor.config, actor, PhaseTimers(actor.groups.device), max_model_len=32)
+        hybrid = hybrid_of(actor, max_model_len=32)
         prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(5)]
         params = SamplingParams(temperature=temperature, max_tokens=9, stop_token_ids=(1,))
         for _ in range(2):  # the second time with other weights, after the engine gave its memory back
@@ -83,7 +81,7 @@ def _generate_and_compare(
         by_model = torch.zeros(len(made.tokens))
         by_model[made.response_mask] = torch.tensor([x for c in rollouts.completions for x in c.model_logp])
         return (
-            [c.token_ids for c in rollouts.completions],
+            [tuple(c.token_ids) for c in rollouts.completions],
             float((logp - made.rollout_logp).abs().max()),
             float((plain - by_model).abs().max()),
         )

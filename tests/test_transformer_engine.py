@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
+
+from megarl.models.architecture import Architecture, RopeScaling
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None,
@@ -15,13 +18,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _train_and_generate(case: Case, which: str) -> tuple[bool, torch.Tensor, list[float], float]:
+def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[bool, torch.Tensor, list[float], float]:
     """Log-probs before, losses of 3 updates, and the engine's largest log-prob gap after them."""
     from megarl.algorithms.aggregation import token_weights
     from megarl.algorithms.policy_loss import supervised_loss
     from megarl.config.schema import Optim
-    from megarl.hybrid.engine import HybridEngine
-    from megarl.telemetry.timers import PhaseTimers
     from megarl.types import Prompt, SamplingParams
 
     megatron = {"transformer_engine": which, "sequence_parallel": case.sequence_parallel}
@@ -31,7 +32,7 @@ def _train_and_generate(case: Case, which: str) -> tuple[bool, torch.Tensor, lis
         "reshard": {"verify": True},
     }
     case = Case(tp=case.tp, pp=case.pp, gen_tp=case.gen_tp, sequence_parallel=case.sequence_parallel, config=config)
-    with actor_in(case, ARCH, "bfloat16") as actor:
+    with actor_in(case, arch, "bfloat16") as actor:
         actor.start_optimizer(Optim(lr=1e-3), 4)
         batch, micro_batches = fixed_batch(), micro_batches_of(actor, 4)
         before = actor.log_probs(batch, micro_batches, 1.0)
@@ -40,7 +41,7 @@ def _train_and_generate(case: Case, which: str) -> tuple[bool, torch.Tensor, lis
             actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)["actor/loss"]
             for _ in range(3)
         ]
-        hybrid = HybridEngine(actor.config, actor, PhaseTimers(actor.groups.device), max_model_len=32)
+        hybrid = hybrid_of(actor, max_model_len=32)
         prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(4)]
         with hybrid.generation() as engine:
             rollouts = engine.generate(prompts, 4, SamplingParams(max_tokens=9), seed=1, round_=1)
@@ -50,12 +51,18 @@ def _train_and_generate(case: Case, which: str) -> tuple[bool, torch.Tensor, lis
         return actor.transformer_engine, before, losses, float((logp - made.rollout_logp).abs().mean())
 
 
+LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize("arch", [ARCH, replace(ARCH, rope_scaling=LLAMA3), WITH_EXPERTS], ids=["", "rope", "experts"])
 @pytest.mark.parametrize(
     "case", [Case(), Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True)], ids=lambda case: case.name
 )
-def test_transformer_engine_agrees_with_torch(ranks: Ranks, case: Case) -> None:
-    ours = ranks.run(case.world, _train_and_generate, case, "off")[0]
-    theirs = ranks.run(case.world, _train_and_generate, case, "auto")[0]
+def test_transformer_engine_agrees_with_torch(ranks: Ranks, case: Case, arch: Architecture) -> None:
+    if torch.cuda.device_count() < case.world:
+        pytest.skip(f"needs {case.world} GPUs")
+    ours = ranks.run(case.world, _train_and_generate, case, "off", arch)[0]
+    theirs = ranks.run(case.world, _train_and_generate, case, "auto", arch)[0]
     assert (ours[0], theirs[0]) == (False, True)
     assert float((ours[1] - theirs[1]).abs().mean()) < 0.02  # bf16 has 8 bits
     assert theirs[2] == pytest.approx(ours[2], rel=5e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from full_weights import random_weights
+from full_weights import random_weights, source_of
 from ranks import Ranks
+from tiny_engines import text_of
 from tiny_run import megarl, metrics_of, write_run
 from torch import Tensor
-from training_cases import Case, actor_in
+from training_cases import Case, actor_in, hybrid_of
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -95,12 +97,6 @@ def _config(folder: str, gen_tp: int, name: str) -> dict[str, Any]:
     }
 
 
-def _full(arch: Architecture, seed: int) -> Any:
-    """A source of logical tensors, and the same weights by Hugging Face name."""
-    weights = random_weights(arch, seed)
-    return (lambda tensor: weights[tensor.name].reshape(tensor.shape)), weights
-
-
 def _wanted(name: str, p: Tensor, full: dict[str, Tensor], tp: int, r: int) -> Tensor:
     """What vLLM's own loader would put into a parameter: its rules, not our table. Padding rows as they are."""
 
@@ -123,20 +119,18 @@ def _generate(
     case: Case, folder: str, name: str, params: SamplingParams
 ) -> list[tuple[list[tuple[int, ...]], list[str], float]]:
     """For two sets of weights: tokens, finish reasons, largest gap of the log-probs to the training layout's."""
-    from megarl.hybrid.engine import HybridEngine
-    from megarl.telemetry.timers import PhaseTimers
 
     arch = read_architecture(folder)
     case = Case(**{**vars(case), "config": _config(folder, case.gen_tp, name)})
     out = []
     with actor_in(case, arch) as actor:
         state = torch.get_rng_state()
-        hybrid = HybridEngine(actor.config, actor, PhaseTimers(actor.groups.device), max_model_len=192)
+        hybrid = hybrid_of(actor, max_model_len=192)
         prompts = [Prompt(index=i, token_ids=tuple(p), row={}) for i, p in enumerate(PROMPTS)]
         layout, at = actor.groups.train, actor.groups.generation.coords(actor.groups.rank)
         for seed in (1, 2):
-            source, full = _full(arch, seed)
-            actor.load(source)
+            full = random_weights(arch, seed)
+            actor.load(source_of(full))
             with hybrid.generation() as engine:
                 if name == "vllm":
                     for key, p in hybrid.engine.parameters().items():
@@ -149,8 +143,8 @@ def _generate(
             gap = float((logp - made.rollout_logp).abs().max())
             same = params.temperature in (0.0, 1.0)
             for c in rollouts.completions:
-                assert name == "native" or c.model_logp == (c.logp if same else ())
-            tokens, reasons = zip(*((c.token_ids, c.finish_reason) for c in rollouts.completions), strict=True)
+                assert name == "native" or list(c.model_logp) == (list(c.logp) if same else [])
+            tokens, reasons = zip(*((tuple(c.token_ids), c.finish_reason) for c in rollouts.completions), strict=True)
             out.append((list(tokens), list(reasons), gap))
         hybrid.close()
         assert torch.equal(state, torch.get_rng_state())
@@ -198,6 +192,31 @@ def test_greedy_equals_transformers_and_the_native_engine(
             for tokens, reasons, gap in rank:
                 assert reasons == ["stop" if t[-1] == STOP else "length" for t in tokens]
                 assert gap < 1e-4
+
+
+@needs_vllm
+def test_stop_strings_end_a_response_where_the_native_engine_ends_it(
+    vllm_ranks: Ranks, folders: dict[str, str]
+) -> None:
+    folder = folders["qwen2"]
+    free = [_hugging_face(folder, seed) for seed in (1, 2)]
+    first = free[0][0]
+    params = replace(GREEDY, stop=(f"{first[2]}><{first[3]}", f"<{free[1][-1][5]}>"))
+    wanted = []
+    for responses in free:
+        prefixes = [[t[:n] for n in range(1, len(t) + 1)] for t in responses]
+        wanted.append([next((p for p in ps if any(s in text_of(p) for s in params.stop)), ps[-1]) for ps in prefixes])
+    assert len(wanted[0][0]) <= 4 and len(wanted[1][-1]) <= 6
+    for name in ("vllm", "native"):
+        for rank in vllm_ranks.run(2, _generate, Case(pp=2, gen_tp=2), folder, name, params):
+            assert [tokens for tokens, _, _ in rank] == wanted
+            for tokens, reasons, gap in rank:
+                assert reasons == ["length" if len(t) == 10 and not _stops(t, params) else "stop" for t in tokens]
+                assert gap < 1e-4
+
+
+def _stops(token_ids: tuple[int, ...], params: SamplingParams) -> bool:
+    return token_ids[-1] in params.stop_token_ids or any(s in text_of(token_ids) for s in params.stop)
 
 
 @needs_vllm

@@ -19,6 +19,11 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=14, stop_token_ids=(3, 7, 11, 20))
 
 
+def text_of(token_ids: Sequence[int]) -> str:
+    """A made-up tokenizer's text: token 7 is "<7>"."""
+    return "".join(f"<{i}>" for i in token_ids)
+
+
 def prompts_of(lengths: Sequence[int]) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
@@ -37,6 +42,7 @@ def engine_of(arch: Architecture, group: dist.ProcessGroup | None = None, **sett
         "max_num_seqs": 64,
         "max_num_batched_tokens": 256,
         "max_model_len": 44,
+        "decode": text_of,
     }
     engine = NativeEngine(arch, tp_group=group, **(usual | settings))
     tp, r = (1, 0) if group is None else (group.size(), group.rank())
@@ -46,7 +52,7 @@ def engine_of(arch: Architecture, group: dist.ProcessGroup | None = None, **sett
 
 
 def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
-    return [c.token_ids for c in completions]
+    return [tuple(c.token_ids) for c in completions]
 
 
 def assert_same(got: Sequence[Completion], want: Sequence[Completion], tolerance: float = 1e-5) -> None:

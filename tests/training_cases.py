@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tiny_engines import text_of
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.types import Batch, batch_of
@@ -97,6 +98,15 @@ def actor_in(case: Case, arch: Architecture = ARCH, dtype: str = "float32") -> I
         yield Actor(config, arch, groups, initial=lambda policy: policy.load(random_source(arch, 1)))
     finally:
         destroy_groups()
+
+
+def hybrid_of(actor: Any, max_model_len: int) -> Any:
+    """A hybrid engine around the actor; the text of token 7 is "<7>"."""
+    from megarl.hybrid.engine import HybridEngine
+    from megarl.telemetry.timers import PhaseTimers
+
+    timers = PhaseTimers(actor.groups.device)
+    return HybridEngine(actor.config, actor, timers, max_model_len=max_model_len, decode=text_of)
 
 
 def micro_batches_of(actor: Any, size: int = 2) -> list[list[int]]:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
 from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
-from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
+from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
 from megarl.models.families import read_architecture
 from megarl.models.tensors import logical_tensors, volume
+from megarl.models.weights import fill
 from megarl.parallel.layout import TrainLayout
 
 Advance = Callable[[int, int], None]
@@ -44,14 +45,14 @@ def huggingface_to_megatron(
     written = [p for rank in ranks for p in rank.parameters.values() if p.chunks(p.meta)]
     total, done = sum(p.meta.numel() for p in written), 0
 
-    def fill(parameter: StoredParameter, data: Tensor) -> None:
+    def write(parameter: StoredParameter, data: Tensor) -> None:
         nonlocal done
-        load_weights({place.param: data for place in parameter.placements}, parameter.placements, weights)
+        fill({p.param: data for p in parameter.placements}, parameter.placements, weights.tensors, weights.box)
         done += data.numel()
         advance(done, total)
 
     with new_folder(target) as partial:
-        write_megatron(partial, ranks, fill, max_file_bytes=max_file_bytes)
+        write_megatron(partial, ranks, write, max_file_bytes=max_file_bytes)
         copy_model_files(source, source, partial, dtype=dtype_name(dtype))
 
 

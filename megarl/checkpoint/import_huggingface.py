@@ -1,19 +1,16 @@
-"""Hugging Face weights into a rank's parameters: each rank reads its own slices and nothing else."""
+"""The weights of a Hugging Face folder, slice by slice: each rank reads its own and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from megarl.checkpoint.file_slice import file_slice
 from megarl.checkpoint.huggingface_folder import weight_entries
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import Box, Placement, logical_tensors
-from megarl.models.weights import local_view
+from megarl.models.tensors import Box, LogicalTensor, logical_tensors
 
 
 class HuggingFaceWeights:
@@ -29,22 +26,11 @@ class HuggingFaceWeights:
         """The types of the weights, in safetensors' words."""
         return {self._entries[name].dtype for name in self.tensors}
 
-    def box(self, name: str, box: Box) -> Tensor:
+    def box(self, tensor: LogicalTensor, box: Box) -> Tensor:
         """A box of a logical tensor, in the file's type; a view of the mapped file, which holds no memory."""
-        at = file_slice(self.tensors[name], box)
-        file = self._entries[name].file
+        at = file_slice(tensor, box)
+        file = self._entries[tensor.name].file
         if file not in self._files:
             self._files[file] = safe_open(file, framework="pt")
-        part: Tensor = self._files[file].get_slice(name)[tuple(slice(*r) for r in at.ranges)]
+        part: Tensor = self._files[file].get_slice(tensor.name)[tuple(slice(*r) for r in at.ranges)]
         return part.view(at.view)[tuple(slice(*i) for i in at.index)]
-
-
-@torch.no_grad()
-def load_weights(
-    parameters: Mapping[str, Tensor], placements: Iterable[Placement], weights: HuggingFaceWeights
-) -> None:
-    """Write every placement's box from the files, converted to the parameter's type; padding rows become zero."""
-    for parameter in parameters.values():
-        parameter.zero_()
-    for place in placements:
-        local_view(parameters[place.param], place).copy_(weights.box(place.tensor, place.box))

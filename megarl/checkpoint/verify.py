@@ -21,7 +21,7 @@ def compare_weights(huggingface: str, megatron: str, arch: Architecture) -> int:
     """
     here, there = HuggingFaceWeights(huggingface, arch), MegatronWeights(megatron, arch)
     for name, tensor in here.tensors.items():
-        if not torch.equal(here.box(name, tensor.box).to(there.dtype), there.tensor(name)):
+        if not torch.equal(here.box(tensor, tensor.box).to(there.dtype), there.tensor(name)):
             raise ValueError(f"{name} in '{huggingface}' differs from that in '{megatron}'")
     return len(here.tensors)
 

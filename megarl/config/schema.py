@@ -6,11 +6,12 @@ unknown keys are refused by `megarl.config.load`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
+NonEmpty = Annotated[str, Field(min_length=1)]
 Logger = Literal["console", "jsonl", "csv", "tensorboard"]
 
 
@@ -187,6 +188,9 @@ class Rollout(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     top_k: int = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
     stop_token_ids: list[int] = Field(default_factory=list, description="stop tokens beside the tokenizer's own end")
+    stop: list[NonEmpty] = Field(
+        default_factory=list, description="strings that end a response; it keeps the token that completes one"
+    )
     tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share one generation replica")
     max_num_seqs: int = Field(256, ge=1, description="sequences decoded together in one replica")
     max_num_batched_tokens: int = Field(

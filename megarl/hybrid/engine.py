@@ -19,6 +19,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.policy import DTYPES
 from megarl.rollout.build import build_engine
 from megarl.rollout.replicas import generate_rollouts
+from megarl.rollout.stop_strings import Decode
 from megarl.telemetry.timers import PhaseTimers
 from megarl.types import Prompt, Rollouts, SamplingParams
 
@@ -26,15 +27,23 @@ from megarl.types import Prompt, Rollouts, SamplingParams
 class HybridEngine:
     """Owns the generation engine and the plan that fills it from the actor."""
 
-    def __init__(self, config: ActorRolloutRef, actor: Actor, timers: PhaseTimers, *, max_model_len: int) -> None:
+    def __init__(
+        self, config: ActorRolloutRef, actor: Actor, timers: PhaseTimers, *, max_model_len: int, decode: Decode
+    ) -> None:
         """
         Args:
             max_model_len: tokens of the longest prompt and response together.
+            decode: token ids to text, for stop strings.
         """
         groups = actor.groups
         self.config, self.actor, self.groups, self.timers = config, actor, groups, timers
         self.engine = build_engine(
-            config, actor.arch, groups, dtype=DTYPES[config.model.dtype], max_model_len=max_model_len
+            config,
+            actor.arch,
+            groups,
+            dtype=DTYPES[config.model.dtype],
+            max_model_len=max_model_len,
+            decode=decode,
         )
         plan = plan_reshard(
             actor.arch,

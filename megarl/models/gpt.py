@@ -120,7 +120,7 @@ def _keep(weight: Tensor) -> Tensor:
 def build_chunks(
     arch: Architecture, config: TransformerConfig, groups: Groups, *, transformer_engine: bool
 ) -> list[PolicyModel]:
-    """This rank's model chunks, on its device, with weights that are still to be filled."""
+    """This rank's model chunks, on its device, all weights zero."""
     layout, at = groups.train, groups.train.coords(groups.rank)
     chunks = []
     for chunk in range(layout.chunks):
@@ -143,6 +143,8 @@ def build_chunks(
         if transformer_engine:
             # Megatron-Core's own take an integer base, and only some of Llama's scaling
             model.rotary_pos_emb.inv_freq = rope_frequencies(arch, groups.device)
+        for parameter in model.parameters():
+            parameter.data.zero_()  # nothing fills the vocabulary's padding, and 0 x NaN in its gradient is NaN
         chunks.append(model.to(groups.device))
     return chunks
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import LogicalTensor, Placement, logical_tensors
+from megarl.models.tensors import Box, LogicalTensor, Placement
 
-Source = Callable[[LogicalTensor], Tensor]
-"""Gives a logical tensor (with its logical shape) on demand."""
+Source = Callable[[LogicalTensor, Box], Tensor]
+"""Gives a box of a logical tensor on demand."""
 
 
 def local_view(parameter: Tensor, placement: Placement) -> Tensor:
@@ -23,29 +24,28 @@ def local_view(parameter: Tensor, placement: Placement) -> Tensor:
 
 
 @torch.no_grad()
-def fill(parameters: Mapping[str, Tensor], placements: Iterable[Placement], arch: Architecture, source: Source) -> None:
-    """Write every placement's box from `source`, one logical tensor in memory at a time; padding rows become zero."""
-    tensors = logical_tensors(arch)
-    by_tensor: dict[str, list[Placement]] = {}
-    for placement in placements:
-        by_tensor.setdefault(placement.tensor, []).append(placement)
+def fill(
+    parameters: Mapping[str, Tensor],
+    placements: Iterable[Placement],
+    tensors: Mapping[str, LogicalTensor],
+    source: Source,
+) -> None:
+    """Write every placement's box from `source`, converted to the parameter's type; padding rows become zero."""
     for parameter in parameters.values():
         parameter.zero_()
-    for name, places in by_tensor.items():
-        whole = source(tensors[name])
-        for place in places:
-            box = whole[tuple(slice(*i) for i in place.box)]
-            local_view(parameters[place.param], place).copy_(box)
+    for place in placements:
+        local_view(parameters[place.param], place).copy_(source(tensors[place.tensor], place.box))
 
 
 def random_source(arch: Architecture, seed: int) -> Source:
     """Random initial weights that depend on (seed, tensor name) alone, hence not on the layout."""
 
-    def source(tensor: LogicalTensor) -> Tensor:
+    @lru_cache(maxsize=1)  # a rank may hold several boxes of a tensor, one after the other
+    def whole(tensor: LogicalTensor) -> Tensor:
         if tensor.kind != "matrix":
             return torch.full(tensor.shape, 1.0 if tensor.kind == "norm" else 0.0)
         digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         return torch.randn(tensor.shape, generator=generator) * arch.init_std
 
-    return source
+    return lambda tensor, box: whole(tensor)[tuple(slice(*i) for i in box)]

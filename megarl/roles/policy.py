@@ -18,7 +18,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.gpt import PolicyModel, build_chunks, named_parameters, transformer_config
 from megarl.models.layer_spec import transformer_engine_available
 from megarl.models.logprobs import token_log_probs, vocab_shard
-from megarl.models.tensors import training_placements
+from megarl.models.tensors import logical_tensors, training_placements
 from megarl.models.weights import Source, fill
 from megarl.parallel.groups import Groups
 from megarl.roles.microbatch import MicroBatch, make_micro_batch
@@ -55,7 +55,7 @@ class Policy:
 
     def load(self, source: Source) -> None:
         """Fill the weights from logical tensors."""
-        fill(named_parameters(self.chunks), self.placements(), self.arch, source)
+        fill(self.parameters(), self.placements(), logical_tensors(self.arch), source)
 
     def placements(self) -> list[Any]:
         """Where this rank holds what, in the names of `parameters()`."""

@@ -8,16 +8,24 @@ from megarl.config.schema import ActorRolloutRef
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.rollout.engine import Engine
+from megarl.rollout.stop_strings import Decode
 
 
 def build_engine(
-    config: ActorRolloutRef, arch: Architecture, groups: Groups, *, dtype: torch.dtype, max_model_len: int
+    config: ActorRolloutRef,
+    arch: Architecture,
+    groups: Groups,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    decode: Decode,
 ) -> Engine:
     """This rank's part of its replica's engine. Every rank calls it.
 
     Args:
         dtype: of weights, activations and KV cache.
         max_model_len: tokens of the longest prompt and response together.
+        decode: token ids to text, for stop strings.
     """
     rollout = config.rollout
     if rollout.name == "vllm":
@@ -34,6 +42,7 @@ def build_engine(
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             enforce_eager=rollout.enforce_eager,
             sleeps=rollout.free_cache_engine,
+            decode=decode,
         )
 
     from megarl.rollout.native.engine import NativeEngine
@@ -46,4 +55,5 @@ def build_engine(
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         max_model_len=max_model_len,
+        decode=decode,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.checkpoint.import_huggingface import HuggingFaceWeights, load_weights
+from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
 from megarl.models.weights import random_source
@@ -14,17 +14,19 @@ from megarl.trainer.inputs import Inputs
 
 
 def build_actor(inputs: Inputs, groups: Groups) -> Actor:
-    """The actor with its first weights."""
+    """The actor with its first weights, or all zero if the run goes on from a checkpoint, which has them all."""
     config = inputs.config
     model = config.actor_rollout_ref.model
 
     def initial(policy: Policy) -> None:
+        if inputs.resume_from:
+            return
         if model.checkpoint:
             policy.load_sharded(load_checkpoint(model.checkpoint, policy.sharded_state(), rng=False))
         elif model.random_init:
             policy.load(random_source(inputs.arch, config.data.seed))
         else:
-            load_weights(policy.parameters(), policy.placements(), HuggingFaceWeights(model.path, inputs.arch))
+            policy.load(HuggingFaceWeights(model.path, inputs.arch).box)
 
     return Actor(config.actor_rollout_ref, inputs.arch, groups, initial=initial)
 

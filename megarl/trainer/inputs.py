@@ -60,6 +60,7 @@ class Inputs:
             top_k=source.top_k,
             max_tokens=self.config.data.max_response_length,
             stop_token_ids=(self.tokenizer.eos_id, *rollout.stop_token_ids),
+            stop=tuple(rollout.stop),
         )
 
 

@@ -37,7 +37,11 @@ class PPOTrainer:
         self.timers = PhaseTimers(groups.device)
         self.actor = build_actor(inputs, groups)
         self.hybrid = HybridEngine(
-            self.config.actor_rollout_ref, self.actor, self.timers, max_model_len=inputs.max_sequence_length
+            self.config.actor_rollout_ref,
+            self.actor,
+            self.timers,
+            max_model_len=inputs.max_sequence_length,
+            decode=inputs.tokenizer.decode,
         )
         self.reference: Reference | None = None  # a copy of the actor as the RL steps begin
         self.loss = policy_loss(self.config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.data.tokenizer import Tokenizer
@@ -21,19 +20,3 @@ def score(rollouts: Rollouts, reward: RewardFunction, tokenizer: Tokenizer, grou
     gathered = groups.all_gather(mine)
     rewards = tuple(gathered[i % world][i // world] for i in range(len(rollouts.completions)))
     return replace(rollouts, rewards=rewards)
-
-
-def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Rewards, accuracy (share of scores of 1 or more), lengths in tokens and the share that was cut off."""
-    lengths = [len(c.token_ids) for c in rollouts.completions]
-    return {
-        "reward/mean": _mean(rollouts.rewards),
-        "reward/accuracy": _mean([r >= 1.0 for r in rollouts.rewards]),
-        "response/length_mean": _mean(lengths),
-        "response/length_max": float(max(lengths)),
-        "response/truncated": _mean([c.finish_reason == "length" for c in rollouts.completions]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(sum(values)) / len(values)

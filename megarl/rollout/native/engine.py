@@ -15,6 +15,7 @@ from megarl.rollout.native.model import Decoder, parameter_shapes
 from megarl.rollout.native.sampler import sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.rollout.requests import check_requests
+from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
 
 
@@ -27,6 +28,7 @@ class NativeEngine:
         max_num_seqs: sequences decoded together: slots of the KV cache.
         max_num_batched_tokens: prompt tokens (padding included) computed together; one prompt may be longer.
         max_model_len: prompt and response of a sequence at most, tokens: length of a slot.
+        decode: token ids to text, for stop strings.
 
     Raises:
         ValueError: the architecture cannot be split over the group.
@@ -42,12 +44,13 @@ class NativeEngine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        decode: Decode,
     ) -> None:
         self._tp = 1 if tp_group is None else tp_group.size()
         arch.check_generation(tp=self._tp)
         self._arch, self._dtype, self._device = arch, dtype, torch.device(device)
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self._max_model_len = max_model_len
+        self._max_model_len, self._decode_text = max_model_len, decode
         self._parameters = {
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, shape in parameter_shapes(arch, self._tp).items()
@@ -95,6 +98,7 @@ class NativeEngine:
             params,
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
+            decode=self._decode_text,
         )
         while scheduler.busy:
             self._prefill(self._cache, scheduler.admit())

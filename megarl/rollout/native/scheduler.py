@@ -6,10 +6,12 @@ so the ranks stay in step without talking about it.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.types import Completion, SamplingParams
 
 
@@ -22,9 +24,9 @@ class Running:
 
     request: int
     prompt: Sequence[int]
-    token_ids: list[int] = field(default_factory=list)
-    logp: list[float] = field(default_factory=list)
-    model_logp: list[float] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logp: array[float] = field(default_factory=lambda: array("f"))
+    model_logp: array[float] = field(default_factory=lambda: array("f"))
 
     @property
     def newest(self) -> int:
@@ -64,6 +66,7 @@ class Scheduler:
     Args:
         max_num_seqs: slots.
         max_num_batched_tokens: tokens, padding included, of the prompts computed together; one prompt may be longer.
+        decode: token ids to text, for `params.stop`.
     """
 
     def __init__(
@@ -73,9 +76,11 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        decode: Decode,
     ) -> None:
         self.running: list[Running] = []
-        self._params, self._stop = params, frozenset(params.stop_token_ids)
+        self._params, self._stop_token_ids = params, frozenset(params.stop_token_ids)
+        self._stop_strings = StopStrings(params.stop, decode)
         self._prompts = prompts
         first_with: dict[tuple[int, ...], int] = {}
         self._same_prompt = [first_with.setdefault(tuple(p), i) for i, p in enumerate(prompts)]
@@ -139,13 +144,13 @@ class Scheduler:
         running.token_ids.append(token)
         running.logp.append(logp)
         running.model_logp.append(model_logp)
-        stopped = token in self._stop
+        stopped = token in self._stop_token_ids or self._stop_strings.found(running.token_ids) is not None
         if not stopped and len(running.token_ids) < self._params.max_tokens:
             return False
         self._completions[running.request] = Completion(
-            token_ids=tuple(running.token_ids),
-            logp=tuple(running.logp),
-            model_logp=tuple(running.model_logp),
+            token_ids=running.token_ids,
+            logp=running.logp,
+            model_logp=running.model_logp,
             finish_reason="stop" if stopped else "length",
         )
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.rollout.requests import check_requests
+from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.rollout.vllm import internals
 from megarl.types import Completion, SamplingParams
 
@@ -35,6 +37,7 @@ class VLLMEngine:
             as much KV cache as `max_num_seqs` sequences can fill.
         enforce_eager: without compiled kernels and CUDA graphs; CPU ranks always are.
         sleeps: whether `sleep` gives memory back; without it, it does nothing. CPU ranks have no sleep.
+        decode: token ids to text, for stop strings.
 
     Attributes:
         llm: vLLM's own engine.
@@ -53,9 +56,10 @@ class VLLMEngine:
         gpu_memory_utilization: float,
         enforce_eager: bool,
         sleeps: bool,
+        decode: Decode,
     ) -> None:
         tp, on_cpu = groups.generation.tp, groups.device.type == "cpu"
-        self._arch, self._max_model_len = arch, max_model_len
+        self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
         self._sleeps = sleeps and not on_cpu
         self._asleep: set[str] = set()
         with internals.undisturbed():
@@ -114,7 +118,7 @@ class VLLMEngine:
         check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
         if not prompts:
             return []
-        with internals.undisturbed():
+        with internals.undisturbed(), internals.stopping_at(StopStrings(params.stop, self._decode).found):
             outputs = self.llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 [_sampling(params, seed) for seed in seeds],
@@ -143,7 +147,6 @@ def _sampling(params: SamplingParams, seed: int) -> Any:
         ignore_eos=True,
         detokenize=False,
         logprobs=0,
-        flat_logprobs=True,
     )
 
 
@@ -151,12 +154,12 @@ def _completion(output: Any, as_the_model: bool) -> Completion:
     """Args:
     as_the_model: whether tokens were drawn, or their log-probabilities taken, from the model's own distribution.
     """
-    token_ids, logp = tuple(output.token_ids), tuple(output.logprobs.logprobs)
+    token_ids, logp = array("i", output.token_ids), array("f", output.logprobs)
     assert len(token_ids) == len(logp), "vLLM returned log-probabilities of other tokens than the sampled ones"
     return Completion(
         token_ids=token_ids,
         logp=logp,
-        model_logp=logp if as_the_model else (),
+        model_logp=logp if as_the_model else array("f"),
         finish_reason="stop" if output.finish_reason == "stop" else "length",
     )
 
