@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -153,19 +154,19 @@ class NativeEngine:
         self, running: Sequence[Running], params: SamplingParams, seeds: Sequence[int]
     ) -> list[tuple[int, float, float]]:
         """Draw the next (token, logp, model_logp) of every running request."""
-        host = [(r.newest, r.position, r.slot, r.blocks[-1], seeds[r.request], len(r.token_ids)) for r in running]
+        table = [(r.newest, r.position, r.slot, r.blocks[-1], seeds[r.request], len(r.token_ids)) for r in running]
         if self._graphs is None:
-            rows = torch.tensor(host, device=self._device)
+            rows = _int64(table).to(self._device)
             logits = self._logits(rows, longest=max(r.position for r in running) + 1)
         else:
             filling = bucket(len(running), self._max_num_seqs) - len(running)
-            host += [(0, 0, self._max_num_seqs, SCRATCH_BLOCK, 0, 0)] * filling
-            rows, logits = self._graphs(torch.tensor(host))
+            table += [(0, 0, self._max_num_seqs, SCRATCH_BLOCK, 0, 0)] * filling
+            rows, logits = self._graphs(_int64(table))
         *_, row_seeds, drawn = rows[: len(running)].unbind(1)
         out = sample(logits[: len(running)], params, seeds=row_seeds, positions=drawn)
         # The step's only wait for the device. float64 holds every token id.
-        table = torch.stack((out.token_ids.double(), out.logp.double(), out.model_logp.double()), dim=1).tolist()
-        return [(int(token), logp, model_logp) for token, logp, model_logp in table]
+        drawn_rows = torch.stack((out.token_ids.double(), out.logp.double(), out.model_logp.double()), dim=1).tolist()
+        return [(int(token), logp, model_logp) for token, logp, model_logp in drawn_rows]
 
     def _logits(self, rows: Tensor, longest: int | None = None) -> Tensor:
         """A decode step up to the logits: int64 [B, COLUMNS] -> [B, vocab_size].
@@ -187,3 +188,8 @@ class NativeEngine:
                 cache, self._rope, slots=slots, positions=positions, longest=longest or self._max_model_len
             )
         return self._decoder.logits(self._decoder.forward(tokens, attention))
+
+
+def _int64(table: Sequence[tuple[int, ...]]) -> Tensor:
+    """Through numpy, which reads a table of integers several times faster than torch does."""
+    return torch.from_numpy(np.array(table, dtype=np.int64))

@@ -110,7 +110,7 @@ class Scheduler:
     def admit(self) -> Admission:
         """Give every running request the block its next token needs, then let waiting ones enter, in order."""
         self._grow()
-        with_prompt = {self._same_prompt[r.request]: r for r in self.running}
+        with_prompt = {self._same_prompt[r.request]: r for r in self.running} if self._waiting else {}
         entered: list[Running] = []
         computed: list[Running] = []
         sources: list[int] = []
