@@ -16,7 +16,6 @@ from tiny_families import ARCHITECTURES
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import engine_placements
 from megarl.rollout.native.model import parameter_shapes
-from megarl.rollout.native.scheduler import Scheduler
 from megarl.types import Completion, SamplingParams
 
 # ---------------------------------------------------------------------------------------------- tensor parallel
@@ -103,29 +102,6 @@ def test_second_call_starts_afresh() -> None:
     engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
     assert_same(engine.generate(GROUPS, SAMPLED, seeds=range(len(GROUPS))), first)
     assert engine.generate([], SAMPLED, seeds=[]) == []
-
-
-def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
-    scheduler = Scheduler([[1, 2, 3]] * 8, GREEDY, max_num_seqs=6, max_num_batched_tokens=100, decode=text_of)
-    admission = scheduler.admit()
-    assert admission.prompts == [[1, 2]]
-    assert (list(admission.copies.sources), list(admission.copies.targets)) == ([0] * 5, [1, 2, 3, 4, 5])
-    for _ in range(11):
-        scheduler.advance([(5, 0.0, 0.0)] * 6)
-    scheduler.running[0].token_ids.pop()  # all but the first slot's sequence now finish
-    moved = scheduler.advance([(5, 0.0, 0.0)] * 6)
-    assert (list(moved.sources), list(moved.targets)) == ([], [])
-    admission = scheduler.admit()  # the two that waited copy from it while it runs
-    assert admission.prompts == [] and list(admission.copies.sources) == [0, 0]
-
-
-def test_prompts_computed_together_respect_the_limit() -> None:
-    prompts = prompts_of([9, 5, 5, 5, 40, 2])
-    scheduler = Scheduler(prompts, GREEDY, max_num_seqs=64, max_num_batched_tokens=24, decode=text_of)
-    admitted = []
-    while len(scheduler.running) < 6:
-        admitted.append([len(p) for p in scheduler.admit().prompts])
-    assert admitted == [[8, 4, 4], [4], [39], [1]]  # padded to 3 x 8; one prompt may exceed the limit alone
 
 
 # --------------------------------------------------------------------------------------------------- finishing
@@ -217,14 +193,3 @@ def test_released_weights_come_back_in_the_same_tensors() -> None:
     fill_engine(held, arch, random_weights(arch, seed=1), 1, 0)
     engine.wake()
     assert engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED)) == want
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_cuda_equals_cpu(params: SamplingParams) -> None:
-    arch = ARCHITECTURES["qwen3"]
-    want = engine_of(arch).generate(GROUPS, params, seeds=range(len(GROUPS)))
-    got = engine_of(arch, device="cuda", max_num_seqs=7).generate(GROUPS, params, seeds=range(len(GROUPS)))
-    assert_same(got, want, tolerance=1e-4)
-    rounded = engine_of(arch, device="cuda", dtype=torch.bfloat16).generate(GROUPS, params, seeds=range(len(GROUPS)))
-    assert all(torch.tensor(c.logp).isfinite().all() for c in rounded)

@@ -43,6 +43,8 @@ def engine_of(arch: Architecture, group: dist.ProcessGroup | None = None, **sett
         "max_num_batched_tokens": 256,
         "max_model_len": 44,
         "decode": text_of,
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": False,
     }
     engine = NativeEngine(arch, tp_group=group, **(usual | settings))
     tp, r = (1, 0) if group is None else (group.size(), group.rank())

@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 """Rollout tokens per second inside the trainer's hybrid engine, against vLLM alone on the same prompts.
 
-    torchrun --nproc_per_node N tools/bench_rollout.py CONFIG [key=value ...] [--rounds 3] [--json FILE]
+    torchrun --nproc_per_node N tools/bench_rollout.py CONFIG [key=value ...] [--rounds 3] [--peer vllm] [--json FILE]
 
 Everything a training run holds is there: the actor, its optimizer and the reshard. Each round measures two ways of
-generating `rollout.n` responses to the first `data.train_batch_size` prompts with the same engine and weights:
+generating `rollout.n` responses to the first `data.train_batch_size` prompts:
 
     hybrid    as the trainer does it: a seed per sample, log-probabilities, everything on every rank
-    raw       `LLM.generate` with vLLM's defaults: no seeds, no log-probabilities, nothing gathered (with vllm only)
+    raw       `LLM.generate` with vLLM's defaults: no seeds, no log-probabilities, nothing gathered
+
+With rollout.name=vllm, raw is the same engine with the same weights. With rollout.name=native on one GPU, `--peer vllm`
+starts a `vllm.LLM` of its own for it, with random weights and in a process of its own as vLLM has it by default, after
+the native engine has given its memory back.
 
 Responses have no stop token, so all have `data.max_response_length` tokens. The first round warms up and does not
 count. The reshard, waking and going to sleep are reported beside them.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -24,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +39,7 @@ from megarl.config import ConfigError
 from megarl.hybrid.engine import HybridEngine
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.rollout.vllm import internals
+from megarl.rollout.vllm.checks import check_vllm
 from megarl.rollout.vllm.engine import VLLMEngine
 from megarl.telemetry.timers import PhaseTimers
 from megarl.train import load_run_config
@@ -48,6 +55,7 @@ class Figures:
 
     Attributes:
         raw_tokens_per_second, ratio: None where there is no raw vLLM to compare with.
+        peer: whether the raw vLLM is an engine of its own.
     """
 
     engine: str
@@ -59,6 +67,7 @@ class Figures:
     tokens_per_second: float
     raw_tokens_per_second: float | None
     ratio: float | None
+    peer: bool
     start_seconds: float
     reshard_seconds: float
     sleep_seconds: float
@@ -69,16 +78,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--peer", choices=["vllm"], help="engine to compare the native one with, on one GPU")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_args(argv)
     try:
         inputs = check_run(load_run_config(args.config, args.overrides))
+        if args.peer:
+            check_peer(inputs)
     except (ConfigError, ValueError) as e:
         print(f"bench_rollout: error: {e}", file=sys.stderr)
         return 2
     init_distributed()
     groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config))
-    figures = measure(inputs, groups, args.rounds)
+    figures = measure(inputs, groups, args.rounds, peer=bool(args.peer))
     if groups.rank == 0:
         print_table(figures)
         print(json.dumps(asdict(figures)))
@@ -90,7 +102,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
+def check_peer(inputs: Inputs) -> None:
+    """Raises ValueError with what to change if there is nothing to compare."""
+    config = inputs.config
+    if config.actor_rollout_ref.rollout.name != "native" or config.trainer.world_size > 1:
+        raise ValueError("--peer vllm needs rollout.name=native and one rank; rollout.name=vllm is compared without it")
+    check_vllm(inputs.arch, path=config.actor_rollout_ref.model.path, tp=1, on_gpu=torch.cuda.is_available())
+
+
+def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figures:
     config = inputs.config
     ours = config.actor_rollout_ref
     actor = build_actor(inputs, groups)
@@ -114,10 +134,13 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
             generate = partial(hybrid.generate, prompts, n, params, seed=1, round_=round_)
             through_trainer.append(seconds(groups, generate))
             if isinstance(hybrid.engine, VLLMEngine):
-                alone.append(seconds(groups, partial(raw_vllm, hybrid.engine, groups, prompts, n, params.max_tokens)))
+                mine = replica_share(groups, prompts)
+                alone.append(seconds(groups, partial(raw_vllm, hybrid.engine.llm, mine, n, params.max_tokens)))
             leaving = time.perf_counter()
         sleep.append(time.perf_counter() - leaving)
     hybrid.close()
+    if peer:
+        alone = peer_vllm(inputs, groups, rounds, prompts)
 
     taken, raw = statistics.median(through_trainer[1:]), statistics.median(alone[1:]) if alone else None
     return Figures(
@@ -130,6 +153,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
         tokens_per_second=tokens / taken,
         raw_tokens_per_second=tokens / raw if raw else None,
         ratio=raw / taken if raw else None,
+        peer=peer,
         start_seconds=start,
         reshard_seconds=statistics.median(reshard[1:]),
         sleep_seconds=statistics.median(sleep[1:]),
@@ -147,20 +171,47 @@ def seconds(groups: Groups, job: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def raw_vllm(engine: VLLMEngine, groups: Groups, prompts: Sequence[Prompt], n: int, max_tokens: int) -> None:
-    """This replica's share with vLLM alone, without what the trainer adds."""
+def replica_share(groups: Groups, prompts: Sequence[Prompt]) -> list[Prompt]:
+    at = groups.generation.coords(groups.rank)
+    return [p for i, p in enumerate(prompts) if i % groups.generation.replicas == at.replica]
+
+
+def raw_vllm(llm: Any, prompts: Sequence[Prompt], n: int, max_tokens: int) -> None:
+    """vLLM alone, without what the trainer adds."""
     import vllm
 
-    at = groups.generation.coords(groups.rank)
-    mine = [p for i, p in enumerate(prompts) if i % groups.generation.replicas == at.replica]
     sampling = vllm.SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    engine.llm.reset_prefix_cache()  # the trainer's generation just before had the same prompts
+    llm.reset_prefix_cache()  # the generation just before had the same prompts
     with internals.undisturbed():
         # without seeds of their own the requests are drawn from these, which a replica's ranks must have in common
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-        engine.llm.generate([{"prompt_token_ids": list(p.token_ids)} for p in mine], sampling, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": list(p.token_ids)} for p in prompts], sampling, use_tqdm=False)
+
+
+def peer_vllm(inputs: Inputs, groups: Groups, rounds: int, prompts: Sequence[Prompt]) -> list[float]:
+    """Seconds of each round with a plain vLLM, the first to warm up, in the memory that the configuration allows."""
+    config = inputs.config
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    torch.cuda.empty_cache()
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        del os.environ[name]  # the process that vLLM starts would look for its own ranks in torchrun's store
+    from vllm import LLM
+
+    llm = LLM(
+        model=model.path,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=model.dtype,
+        load_format="dummy",
+        seed=0,
+        max_num_seqs=rollout.max_num_seqs,
+        max_model_len=inputs.max_sequence_length,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+    )
+    generate = partial(raw_vllm, llm, prompts, rollout.n, config.data.max_response_length)
+    return [seconds(groups, generate) for _ in range(rounds + 1)]
 
 
 def print_table(figures: Figures) -> None:

@@ -197,10 +197,10 @@ class Rollout(Section):
         8192, ge=1, description="tokens computed together in one replica (native: prompt tokens only)"
     )
     gpu_memory_utilization: float = Field(
-        0.5, gt=0, le=1, description="vllm: part of a GPU's memory for the engine's weights, activations and KV cache"
+        0.5, gt=0, le=1, description="part of a GPU's memory for the engine's weights, activations and KV cache"
     )
     enforce_eager: bool = Field(
-        False, description="vllm: no compilation and CUDA graphs: starts a minute sooner, generates more slowly"
+        False, description="no CUDA graphs (vllm: nor compilation, so it starts a minute sooner): generates more slowly"
     )
     free_cache_engine: bool = Field(
         True, description="give the engine's weights and KV cache back after each generation phase"

@@ -10,9 +10,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.models.architecture import Architecture
+from megarl.models.packed_attention import packed_attention, padded_attention
 from megarl.models.rope import apply_rope, rope_table
 
 
@@ -83,22 +83,22 @@ class TorchAttention(torch.nn.Module):
         length, batch = query.shape[:2]
         cos_sin = self._rope(length, query.device).repeat_interleave(batch, 0)
         query, key = (apply_rope(x.flatten(0, 1), cos_sin).view(x.shape) for x in (query, key))
-        out = _sdpa(*(x.transpose(0, 1) for x in (query, key, value)))
+        out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)))
         return out.transpose(0, 1).reshape(length, batch, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         assert packed.positions is not None and packed.slots is not None
         cos_sin = self._rope(packed.max_seqlen_q, query.device)[packed.positions]
         query, key = apply_rope(query, cos_sin), apply_rope(key, cos_sin)
-        if query.is_cuda and query.dtype != torch.float32:
-            return _varlen(query, key, value, packed).flatten(1)
-        rows, longest, slots = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q, packed.slots
-
-        def pad(x: Tensor) -> Tensor:
-            return x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, slots, x).view(rows, longest, *x.shape[1:])
-
-        out = _sdpa(pad(query), pad(key), pad(value))
-        return out.flatten(0, 1)[slots].flatten(1)
+        out = packed_attention(
+            query,
+            key,
+            value,
+            cu_seqlens=packed.cu_seqlens_q,
+            longest=packed.max_seqlen_q,
+            slots=packed.slots,
+        )
+        return out.flatten(1)
 
     def _rope(self, length: int, device: torch.device) -> Tensor:
         return _cached_rope(self.architecture, -(-length // 1024) * 1024, device)[:length]
@@ -113,24 +113,6 @@ def _cached_rope(arch: Architecture, length: int, device: torch.device) -> Tenso
     if key not in _ROPE:
         _ROPE[key] = rope_table(arch, length, device)
     return _ROPE[key]
-
-
-def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """[batch, length, heads, dim] -> the same."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-
-
-def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-    cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    out = varlen_attn(query.contiguous(), key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
-    assert isinstance(out, Tensor)
-    return out
 
 
 def core_attention_for(arch: Architecture) -> type[TorchAttention]:

@@ -56,4 +56,6 @@ def build_engine(
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         max_model_len=max_model_len,
         decode=decode,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
     )

@@ -1,1 +1,1 @@
-"""The built-in engine: plain PyTorch, on CPU and CUDA, tensor-parallel."""
+"""The built-in engine: PyTorch on CPU, with Triton kernels and CUDA graphs on GPUs, tensor-parallel."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.rollout.native.kv_cache import KVCache, round_length
+from megarl.models.packed_attention import packed_attention
+from megarl.models.rope import apply_rope
+from megarl.rollout.native.blocks import BLOCK_SIZE, blocks_for
+from megarl.rollout.native.kv_cache import KVCache
 
 
 class Attention(Protocol):
-    """Called once per layer with the rotated queries and keys of a flat batch of tokens."""
+    """Called once per layer with the queries, keys and values of a flat batch of tokens, not yet rotated."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores keys and values, returns what the queries attend to.
+        """Rotates queries and keys, stores keys and values, returns what the queries attend to.
 
         Args:
             q: [T, heads, head_dim].
@@ -27,47 +31,53 @@ class Attention(Protocol):
 
 
 class PrefillAttention:
-    """`sequences` prompts of `length` tokens each, padded on the right, into the slots from `first_slot` on.
-
-    Causal attention keeps the padding from the prompt's tokens, so no mask is needed. The padding's keys and values
-    land in positions that decoding overwrites before it reads them.
-    """
-
-    def __init__(self, cache: KVCache, *, first_slot: int, sequences: int, length: int) -> None:
-        self._cache = cache
-        self._first_slot = first_slot
-        self._rectangle = (sequences, length)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.unflatten(0, self._rectangle).transpose(1, 2) for x in (q, k, v))
-        self._cache.write_prompts(layer, self._first_slot, k, v)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-class DecodeAttention:
-    """Token i is the newest of the sequence in slot i and attends to that slot up to its own position.
-
-    The queries that share a KV head are treated as so many query tokens of one head: they are at the same position,
-    and grouped-query attention with a mask would otherwise copy the keys and values once per query head on CUDA.
+    """The first `lengths[i]` tokens of the sequence in `slots[i]`, one sequence after another.
 
     Args:
-        positions: int64 [T], of each token in its sequence.
-        longest: max(positions) + 1, known to the caller without asking the device.
-        dtype: of the queries.
+        rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
     """
 
-    def __init__(self, cache: KVCache, *, positions: Tensor, longest: int, dtype: torch.dtype) -> None:
-        self._cache = cache
-        self._positions, self._slots = positions, torch.arange(len(positions), device=positions.device)
-        self._length = round_length(longest)
-        hidden = torch.arange(self._length, device=positions.device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, float("-inf"))
+    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        device, self._cache = rope.device, cache
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        self._longest = max(lengths)
+        self._padded = (rows * self._longest + positions).to(device)
+        self._slots, self._positions = torch.tensor(slots)[rows].to(device), positions.to(device)
+        self._cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+        self._cos_sin = rope[self._positions]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = apply_rope(q, self._cos_sin), apply_rope(k, self._cos_sin)
+        self._cache.write(layer, self._slots, self._positions, k, v)
+        out = packed_attention(q, k, v, cu_seqlens=self._cu_seqlens, longest=self._longest, slots=self._padded)
+        return out.flatten(1)
+
+
+class GatheredAttention:
+    """Token i is the newest of the sequence in slots[i] and attends to that sequence up to its own position.
+
+    Gathers the blocks of every sequence, up to the longest's, then is torch's attention. The queries that share a KV
+    head are treated as so many query tokens of one head: they are at the same position, and grouped-query attention
+    with a mask would otherwise copy the keys and values once per query head on CUDA.
+
+    Args:
+        rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
+        slots, positions: int64 [T].
+        longest: max(positions) + 1, known to the caller without asking the device.
+    """
+
+    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, longest: int) -> None:
+        self._cache, self._slots, self._positions = cache, slots, positions
+        self._cos_sin = rope[positions]
+        self._blocks = blocks_for(longest)
+        hidden = torch.arange(self._blocks * BLOCK_SIZE, device=rope.device) > positions[:, None]
+        mask = torch.zeros(hidden.shape, dtype=rope.dtype, device=rope.device).masked_fill_(hidden, float("-inf"))
         self._mask = mask[:, None, None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.write_tokens(layer, self._slots, self._positions, k, v)
-        keys = self._cache.keys[layer, : len(q), :, : self._length]
-        values = self._cache.values[layer, : len(q), :, : self._length]
+        q, k = apply_rope(q, self._cos_sin), apply_rope(k, self._cos_sin)
+        self._cache.write(layer, self._slots, self._positions, k, v)
+        keys, values = self._cache.read(layer, self._slots, self._blocks)
         out = scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, attn_mask=self._mask)
         return out.flatten(1)

@@ -1,15 +1,24 @@
-"""The built-in generation engine: plain PyTorch, on CPU and CUDA, tensor-parallel over the group it is given."""
+"""The built-in generation engine: PyTorch on CPU and CUDA, tensor-parallel over the group it is given.
+
+With Triton on a GPU, decoding runs its own kernels inside CUDA graphs. Everything else is plain torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.rollout.native.attention import DecodeAttention, PrefillAttention
+from megarl.models.rope import rope_table
+from megarl.rollout.native import kernels
+from megarl.rollout.native.attention import Attention, GatheredAttention, PrefillAttention
+from megarl.rollout.native.blocks import SCRATCH_BLOCK
+from megarl.rollout.native.budget import cache_blocks
+from megarl.rollout.native.graphs import DecodeGraphs, bucket
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
 from megarl.rollout.native.sampler import sample
@@ -18,6 +27,9 @@ from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
 
+COLUMNS = 6
+"""Of a row of a decode step: newest token, its position, slot, block, the request's seed, tokens drawn so far."""
+
 
 class NativeEngine:
     """Implements `megarl.rollout.engine.Engine`. Starts with its weights allocated and all zero, without KV cache.
@@ -25,13 +37,19 @@ class NativeEngine:
     Args:
         tp_group: the replica's ranks; None is one rank alone.
         dtype: of weights, activations and KV cache; float32 or bfloat16.
-        max_num_seqs: sequences decoded together: slots of the KV cache.
-        max_num_batched_tokens: prompt tokens (padding included) computed together; one prompt may be longer.
-        max_model_len: prompt and response of a sequence at most, tokens: length of a slot.
+        max_num_seqs: sequences decoded together.
+        max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
+        max_model_len: prompt and response of a sequence at most, tokens.
+        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache together, of which no
+            more is taken than `max_num_seqs` sequences of `max_model_len` fill, nor than is free on waking. CPU ranks
+            take what those sequences fill.
         decode: token ids to text, for stop strings.
+        enforce_eager: without CUDA graphs. So decode CPU ranks, GPUs without Triton, and mixtures of experts, which
+            read back how many tokens each expert gets.
 
     Raises:
-        ValueError: the architecture cannot be split over the group.
+        ValueError: the architecture cannot be split over the group; on waking: the memory does not hold the cache of
+            one sequence.
     """
 
     def __init__(
@@ -45,18 +63,25 @@ class NativeEngine:
         max_num_batched_tokens: int,
         max_model_len: int,
         decode: Decode,
+        gpu_memory_utilization: float,
+        enforce_eager: bool,
     ) -> None:
         self._tp = 1 if tp_group is None else tp_group.size()
         arch.check_generation(tp=self._tp)
-        self._arch, self._dtype, self._device = arch, dtype, torch.device(device)
+        self._arch, self._tp_group, self._dtype, self._device = arch, tp_group, dtype, torch.device(device)
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self._max_model_len, self._decode_text = max_model_len, decode
+        self._max_model_len, self._gpu_memory_utilization = max_model_len, gpu_memory_utilization
+        self._decode_text = decode
         self._parameters = {
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, shape in parameter_shapes(arch, self._tp).items()
         }
-        self._decoder = Decoder(arch, self._parameters, tp_group=tp_group, max_model_len=max_model_len)
+        self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
+        self._rope = rope_table(arch, max_model_len, self._device).to(dtype)
         self._cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
+        if kernels.on(self._device) and arch.moe is None and not enforce_eager:
+            self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, columns=COLUMNS, device=self._device)
 
     def parameters(self) -> dict[str, Tensor]:
         return self._parameters
@@ -70,13 +95,26 @@ class NativeEngine:
             self._cache = KVCache(
                 self._arch,
                 tp=self._tp,
-                slots=self._max_num_seqs,
-                length=self._max_model_len,
+                blocks=cache_blocks(
+                    self._arch,
+                    tp_group=self._tp_group,
+                    dtype=self._dtype,
+                    device=self._device,
+                    max_num_seqs=self._max_num_seqs,
+                    max_num_batched_tokens=self._max_num_batched_tokens,
+                    max_model_len=self._max_model_len,
+                    weight_bytes=sum(p.nbytes for p in self._parameters.values()),
+                    gpu_memory_utilization=self._gpu_memory_utilization,
+                ),
+                max_num_seqs=self._max_num_seqs,
+                max_model_len=self._max_model_len,
                 dtype=self._dtype,
                 device=self._device,
             )
 
     def sleep(self, *, release_weights: bool = False) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
         self._cache = None
         if release_weights:
             # The storage goes, the tensors stay: whoever holds them from `parameters` can write to them after waking.
@@ -99,36 +137,64 @@ class NativeEngine:
             max_num_seqs=self._max_num_seqs,
             max_num_batched_tokens=self._max_num_batched_tokens,
             decode=self._decode_text,
+            blocks=self._cache.blocks,
         )
         while scheduler.busy:
             self._prefill(self._cache, scheduler.admit())
-            drawn = self._decode(self._cache, scheduler.running, params, seeds)
-            self._cache.copy_slots(scheduler.advance(drawn))
+            scheduler.advance(self._decode(scheduler.running, params, seeds))
         return scheduler.completions
 
     def _prefill(self, cache: KVCache, admission: Admission) -> None:
-        """Fill the slots of new requests."""
-        longest = max((len(p) for p in admission.prompts), default=0)
-        if longest > 0:
-            rectangle = [[*p, *([0] * (longest - len(p)))] for p in admission.prompts]
-            tokens = torch.tensor(rectangle, device=self._device)
-            positions = torch.arange(longest, device=self._device).expand_as(tokens)
-            attention = PrefillAttention(
-                cache, first_slot=admission.first_slot, sequences=len(rectangle), length=longest
-            )
-            self._decoder.forward(tokens.flatten(), positions.flatten(), attention)
-        cache.copy_slots(admission.copies)
+        """Fill the blocks of the requests that enter."""
+        cache.enter(admission.entered)
+        computed = [(r.slot, r.cached) for r in admission.computed if r.position]
+        if computed:
+            slots, sequences = zip(*computed, strict=True)
+            attention = PrefillAttention(cache, self._rope, slots=slots, lengths=[len(s) for s in sequences])
+            tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
+            self._decoder.forward(tokens, attention)
+        cache.copy(admission.copies)
 
     def _decode(
-        self, cache: KVCache, running: Sequence[Running], params: SamplingParams, seeds: Sequence[int]
+        self, running: Sequence[Running], params: SamplingParams, seeds: Sequence[int]
     ) -> list[tuple[int, float, float]]:
-        """Draw the next (token, logp, model_logp) of every running sequence."""
-        host = [(r.newest, r.position, seeds[r.request], len(r.token_ids)) for r in running]
-        tokens, positions, row_seeds, drawn = torch.tensor(host, device=self._device).unbind(1)
-        longest = max(r.position for r in running) + 1
-        attention = DecodeAttention(cache, positions=positions, longest=longest, dtype=self._dtype)
-        logits = self._decoder.logits(self._decoder.forward(tokens, positions, attention))
-        out = sample(logits, params, seeds=row_seeds, positions=drawn)
+        """Draw the next (token, logp, model_logp) of every running request."""
+        table = [(r.newest, r.position, r.slot, r.blocks[-1], seeds[r.request], len(r.token_ids)) for r in running]
+        if self._graphs is None:
+            rows = _int64(table).to(self._device)
+            logits = self._logits(rows, longest=max(r.position for r in running) + 1)
+        else:
+            filling = bucket(len(running), self._max_num_seqs) - len(running)
+            table += [(0, 0, self._max_num_seqs, SCRATCH_BLOCK, 0, 0)] * filling
+            rows, logits = self._graphs(_int64(table))
+        *_, row_seeds, drawn = rows[: len(running)].unbind(1)
+        out = sample(logits[: len(running)], params, seeds=row_seeds, positions=drawn)
         # The step's only wait for the device. float64 holds every token id.
-        table = torch.stack((out.token_ids.double(), out.logp.double(), out.model_logp.double()), dim=1).tolist()
-        return [(int(token), logp, model_logp) for token, logp, model_logp in table]
+        drawn_rows = torch.stack((out.token_ids.double(), out.logp.double(), out.model_logp.double()), dim=1).tolist()
+        return [(int(token), logp, model_logp) for token, logp, model_logp in drawn_rows]
+
+    def _logits(self, rows: Tensor, longest: int | None = None) -> Tensor:
+        """A decode step up to the logits: int64 [B, COLUMNS] -> [B, vocab_size].
+
+        Args:
+            longest: tokens of the longest sequence, where the caller knows; otherwise `max_model_len`.
+        """
+        cache = self._cache
+        assert cache is not None
+        tokens, positions, slots, blocks, *_ = rows.unbind(1)
+        cache.grow(slots, positions, blocks)
+        attention: Attention
+        if kernels.on(self._device):
+            from megarl.rollout.native.kernels.paged_attention import PagedAttention
+
+            attention = PagedAttention(cache, self._rope, slots=slots, positions=positions, blocks=blocks)
+        else:
+            attention = GatheredAttention(
+                cache, self._rope, slots=slots, positions=positions, longest=longest or self._max_model_len
+            )
+        return self._decoder.logits(self._decoder.forward(tokens, attention))
+
+
+def _int64(table: Sequence[tuple[int, ...]]) -> Tensor:
+    """Through numpy, which reads a table of integers several times faster than torch does."""
+    return torch.from_numpy(np.array(table, dtype=np.int64))

@@ -1,55 +1,90 @@
-"""The keys and values of the running sequences, one slot per sequence."""
+"""The keys and values of the running sequences, in blocks (arXiv 2309.06180), and the table of who holds which."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import heads_on_rank
-from megarl.rollout.native.scheduler import SlotCopies
-
-LENGTH_MULTIPLE = 16
-"""CUDA's memory-efficient attention copies a mask whose rows are not a multiple of 16 long, in every layer."""
-
-
-def round_length(length: int) -> int:
-    """The length that attention reads for sequences of up to `length` tokens."""
-    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+from megarl.rollout.native.blocks import BLOCK_SIZE, SCRATCH_BLOCK, blocks_for
+from megarl.rollout.native.scheduler import BlockCopies, Running
 
 
 class KVCache:
-    """Keys and values, each [layers, slots, kv_heads, length, head_dim] in the heads of this rank.
+    """
+    Args:
+        blocks: how many, the scratch block included; kept as an attribute.
+        max_num_seqs: sequences that run together.
+        max_model_len: tokens of the longest.
 
-    Running sequences sit in the first slots without a gap, so decoding reads a plain slice and gathers nothing.
+    Attributes:
+        layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank.
+        tables: int32 [max_num_seqs + 1, blocks of the longest sequence], the blocks of the sequence in each slot. The
+            last row belongs to no sequence.
     """
 
     def __init__(
-        self, arch: Architecture, *, tp: int, slots: int, length: int, dtype: torch.dtype, device: torch.device
+        self,
+        arch: Architecture,
+        *,
+        tp: int,
+        blocks: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        (first, last), _ = heads_on_rank(arch, tp, 0)
-        shape = (arch.num_layers, slots, last - first, round_length(length), arch.head_dim)
+        self.blocks = blocks
+        shape = (blocks, _kv_heads(arch, tp), BLOCK_SIZE, arch.head_dim)
         # Not torch.empty: a masked position counts for nothing only if it is finite (0 x NaN is NaN).
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(arch.num_layers)]
+        self.tables = torch.full(
+            (max_num_seqs + 1, blocks_for(max_model_len)), SCRATCH_BLOCK, dtype=torch.int32, device=device
+        )
 
-    def write_prompts(self, layer: int, first_slot: int, k: Tensor, v: Tensor) -> None:
-        """k, v: [sequences, kv_heads, tokens, head_dim], from position 0 on into the slots from `first_slot` on."""
-        slots = slice(first_slot, first_slot + k.shape[0])
-        self.keys[layer, slots, :, : k.shape[2]] = k
-        self.values[layer, slots, :, : v.shape[2]] = v
+    def enter(self, sequences: Sequence[Running]) -> None:
+        """Write down the blocks that sequences enter with."""
+        if not sequences:
+            return
+        width = max(len(r.blocks) for r in sequences)
+        rows = [[*r.blocks, *([SCRATCH_BLOCK] * (width - len(r.blocks)))] for r in sequences]
+        slots = torch.tensor([r.slot for r in sequences], device=self.tables.device)
+        self.tables[slots, :width] = torch.tensor(rows, dtype=torch.int32, device=self.tables.device)
 
-    def write_tokens(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """k, v: [T, kv_heads, head_dim], token i at positions[i] of slots[i]; both int64 [T]."""
-        self.keys[layer][slots, :, positions] = k
-        self.values[layer][slots, :, positions] = v
+    def grow(self, slots: Tensor, positions: Tensor, blocks: Tensor) -> None:
+        """Write down that positions[i] of the sequence in slots[i] is in blocks[i]; all int64 [T]."""
+        self.tables[slots, positions // BLOCK_SIZE] = blocks.int()
 
-    def copy_slots(self, copies: SlotCopies) -> None:
+    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """k, v: [T, kv_heads, head_dim], token i at positions[i] of the sequence in slots[i]; both int64 [T]."""
+        blocks, within = self.tables[slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE
+        keys, values = self.layers[layer]
+        keys[blocks, :, within] = k
+        values[blocks, :, within] = v
+
+    def read(self, layer: int, slots: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `blocks` blocks of some sequences, each [S, kv_heads, tokens, head_dim]."""
+        held = self.layers[layer][:, self.tables[slots, :blocks].flatten()]
+        keys, values = held.unflatten(1, (len(slots), blocks)).transpose(2, 3).flatten(3, 4)
+        return keys, values
+
+    def copy(self, copies: BlockCopies) -> None:
         """Carry out what the scheduler planned."""
         if not copies.sources:
             return
-        source, target = torch.tensor([copies.sources, copies.targets], device=self.keys.device)
-        # Layer by layer: the temporary copy of all layers at once would be as large as the slots themselves.
-        for cache in (*self.keys, *self.values):
-            held = cache[:, :, : copies.length]
-            held.index_copy_(0, target, held.index_select(0, source))
+        source, target = torch.tensor([copies.sources, copies.targets], device=self.tables.device)
+        for layer in self.layers:
+            layer.index_copy_(1, target, layer.index_select(1, source))
+
+
+def block_bytes(arch: Architecture, tp: int, dtype: torch.dtype) -> int:
+    """What one block takes on one rank, in all layers."""
+    return 2 * arch.num_layers * _kv_heads(arch, tp) * BLOCK_SIZE * arch.head_dim * dtype.itemsize
+
+
+def _kv_heads(arch: Architecture, tp: int) -> int:
+    (first, last), _ = heads_on_rank(arch, tp, 0)
+    return last - first

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.models.tensors import STACKED_DOWN, STACKED_GATE_UP, layer_name, router_leaf
+from megarl.rollout.native.fused import silu_and_mul
 
 
 class MLP(Protocol):
@@ -48,8 +49,7 @@ class SwiGLU:
     down: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), self.down)
+        return F.linear(silu_and_mul(F.linear(x, self.gate_up)), self.down)
 
 
 @dataclass(frozen=True)

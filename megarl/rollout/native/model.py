@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.rope import apply_rope, rope_table
 from megarl.models.tensors import EMBEDDING, FINAL_NORM, OUTPUT, heads_on_rank, layer_name
 from megarl.rollout.native.attention import Attention
+from megarl.rollout.native.fused import add_and_norm
 from megarl.rollout.native.mlp import MLP, mlp_of, mlp_shapes
 
 
@@ -80,48 +80,41 @@ class Decoder:
     Args:
         params: this rank's parameters, named and shaped as in `parameter_shapes`.
         tp_group: the replica's ranks; None is one rank alone.
-        max_model_len: positions that the rotary table covers.
     """
 
-    def __init__(
-        self,
-        arch: Architecture,
-        params: Mapping[str, Tensor],
-        *,
-        tp_group: dist.ProcessGroup | None,
-        max_model_len: int,
-    ) -> None:
+    def __init__(self, arch: Architecture, params: Mapping[str, Tensor], *, tp_group: dist.ProcessGroup | None) -> None:
         self._arch, self._group = arch, tp_group
         self._tp = 1 if tp_group is None else tp_group.size()
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
         self._output = params[EMBEDDING if arch.tie_word_embeddings else OUTPUT]
         self._layers = [LayerWeights.of(arch, params, i) for i in range(arch.num_layers)]
         self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
-        self._rope = rope_table(arch, max_model_len, self._embedding.device).to(self._embedding.dtype)
         self._kv_heads, queries = (hi - lo for lo, hi in heads_on_rank(arch, self._tp, 0))
         self._heads = self._kv_heads * queries
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """int64 [T] tokens at int64 [T] positions -> the last layer's output [T, hidden], before the final norm."""
-        x = self._embed(tokens)
-        cos_sin = self._rope[positions]
-        for i, layer in enumerate(self._layers):
-            q, k, v = self._qkv(layer, self._norm(x, layer.input_norm), cos_sin)
-            x = x + self._sum_over_ranks(F.linear(attention(i, q, k, v), layer.o))
-            x = x + self._sum_over_ranks(layer.mlp(self._norm(x, layer.post_attention_norm)))
+    def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
+        """int64 [T] -> the output of the final norm [T, hidden]. The attention knows the tokens' positions."""
+        eps = self._arch.norm_eps
+        norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
+        total = self._embed(tokens)
+        x = self._norm(total, self._layers[0].input_norm)
+        for i, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
+            attended = self._sum_over_ranks(F.linear(attention(i, *self._qkv(layer, x)), layer.o))
+            total, x = add_and_norm(total, attended, layer.post_attention_norm, eps)
+            total, x = add_and_norm(total, self._sum_over_ranks(layer.mlp(x)), next_norm, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, hidden] from `forward` -> float32 [B, vocab_size], bit for bit the same on every rank.
+        """[B, hidden] from `forward` -> [B, vocab_size], bit for bit the same on every rank.
 
         Each column is computed by one rank and gathered, so all ranks draw the same tokens from the logits.
         """
-        local = F.linear(self._norm(hidden, self._final_norm), self._output)
+        local = F.linear(hidden, self._output)
         if self._group is None:
-            return local.float()
+            return local
         shards = [torch.empty_like(local) for _ in range(self._tp)]
         dist.all_gather(shards, local, group=self._group)
-        return torch.cat(shards, dim=-1)[:, : self._arch.vocab_size].float()
+        return torch.cat(shards, dim=-1)[:, : self._arch.vocab_size]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self._group is None:
@@ -132,14 +125,12 @@ class Decoder:
         # Not a product with the mask: row 0 of a rank that holds only padding may be anything, and 0 x NaN is NaN.
         return self._sum_over_ranks(x.masked_fill_(elsewhere[:, None], 0))
 
-    def _qkv(self, layer: LayerWeights, x: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] -> rotated q [T, heads, head_dim], rotated k and plain v [T, kv_heads, head_dim]."""
+    def _qkv(self, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], not yet rotated."""
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, self._arch.head_dim))
-        qk, v = qkv.split((self._heads + self._kv_heads, self._kv_heads), dim=1)
+        q, k, v = qkv.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = qk.split((self._heads, self._kv_heads), dim=1)
-            qk = torch.cat((self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)), dim=1)
-        q, k = apply_rope(qk, cos_sin).split((self._heads, self._kv_heads), dim=1)
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         return q, k, v
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

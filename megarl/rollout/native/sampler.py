@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.rollout.native import kernels
 from megarl.types import SamplingParams
 
 
@@ -34,17 +35,24 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
     """Draw one token per row, or take the likeliest at temperature 0.
 
     Args:
-        logits: float32 [B, V].
+        logits: float32 or bfloat16 [B, V]; computed with in float32.
         seeds: int64 [B], of each row's request.
         positions: int64 [B], how many tokens each row's response has already.
     """
+    filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1
+    if params.temperature > 0 and not filtered and kernels.on(logits.device):
+        from megarl.rollout.native.kernels.draw import draw
+
+        token_ids, logp, model_logp = draw(logits, temperature=params.temperature, seeds=seeds, positions=positions)
+        return Sample(token_ids=token_ids, logp=logp, model_logp=model_logp)
+    logits = logits.float()
     if params.temperature == 0:
         token_ids = logits.argmax(-1)
         logp = _logp_at(logits, token_ids)
         return Sample(token_ids=token_ids, logp=logp, model_logp=logp)
     scaled = logits / params.temperature
     u = uniform(seeds, positions)
-    if 0 < params.top_k < logits.shape[-1] or params.top_p < 1:
+    if filtered:
         kept, order = keep_likeliest(scaled, top_k=params.top_k, top_p=params.top_p)
         place = _inverse_cdf(kept, u)
         token_ids = order.gather(-1, place[:, None]).squeeze(-1)

@@ -1,7 +1,7 @@
-"""Continuous batching: which request sits in which slot. Pure Python; the engine carries out what is planned here.
+"""Continuous batching: which requests run, and which blocks of the KV cache they hold. Pure Python.
 
-Every decision follows from the requests and the tokens drawn so far, which are the same on all ranks of a replica,
-so the ranks stay in step without talking about it.
+Every decision follows from the requests, the size of the cache and the tokens drawn so far, which are the same on all
+ranks of a replica, so the ranks stay in step without talking about it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,26 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.rollout.native.blocks import BLOCK_SIZE, BlockPool, blocks_for
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.types import Completion, SamplingParams
 
 
 @dataclass(kw_only=True)
 class Running:
-    """A request in a slot: its prompt and the response so far.
+    """A request: its prompt, the response so far and, while it runs, its place in the KV cache.
 
     The newest token is not yet in the KV cache: the next decode step writes it, at `position`, and draws its successor.
+
+    Attributes:
+        slot: row of the block table; kept as long as the request runs.
+        blocks: of the KV cache, in the order of the tokens.
     """
 
     request: int
     prompt: Sequence[int]
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logp: array[float] = field(default_factory=lambda: array("f"))
     model_logp: array[float] = field(default_factory=lambda: array("f"))
@@ -36,36 +43,42 @@ class Running:
     def position(self) -> int:
         return len(self.prompt) + len(self.token_ids) - 1
 
+    @property
+    def cached(self) -> list[int]:
+        """The tokens that decoding wants to find in the KV cache: all but the newest."""
+        return [*self.prompt, *self.token_ids][:-1]
+
 
 @dataclass(frozen=True, kw_only=True)
-class SlotCopies:
-    """Copy the first `length` positions of `sources[i]` to `targets[i]`; no slot is in both."""
+class BlockCopies:
+    """Copy block `sources[i]` to block `targets[i]`; no block is in both."""
 
     sources: Sequence[int]
     targets: Sequence[int]
-    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Requests that enter. First compute the prompts into the slots from `first_slot` on, then copy.
+    """Requests that enter: write down their blocks, compute the tokens of some, then copy for the others.
 
     Attributes:
-        prompts: what to put into the cache: each prompt without its last token, with which decoding starts.
-        copies: for the requests whose prompt another slot has already.
+        entered: all of them.
+        computed: those whose `cached` tokens nobody has in the cache.
+        copies: for the others, the prompt's last block, where it is not full: each goes on writing in a copy.
     """
 
-    first_slot: int
-    prompts: Sequence[Sequence[int]]
-    copies: SlotCopies
+    entered: Sequence[Running]
+    computed: Sequence[Running]
+    copies: BlockCopies
 
 
 class Scheduler:
-    """Keeps the first `len(running)` slots occupied without a gap; slot i holds `running[i]`.
+    """`running` is in the order of entry. When the blocks run out, the last to enter leaves and starts again later.
 
     Args:
-        max_num_seqs: slots.
-        max_num_batched_tokens: tokens, padding included, of the prompts computed together; one prompt may be longer.
+        max_num_seqs: requests that run together.
+        max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
+        blocks: of the KV cache, the scratch block included; enough for the longest request alone.
         decode: token ids to text, for `params.stop`.
     """
 
@@ -76,16 +89,18 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        blocks: int,
         decode: Decode,
     ) -> None:
         self.running: list[Running] = []
         self._params, self._stop_token_ids = params, frozenset(params.stop_token_ids)
         self._stop_strings = StopStrings(params.stop, decode)
-        self._prompts = prompts
+        self._waiting = deque(Running(request=i, prompt=prompt) for i, prompt in enumerate(prompts))
         first_with: dict[tuple[int, ...], int] = {}
         self._same_prompt = [first_with.setdefault(tuple(p), i) for i, p in enumerate(prompts)]
-        self._waiting = deque(range(len(prompts)))
-        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self._pool = BlockPool(blocks)
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._completions: dict[int, Completion] = {}
 
     @property
@@ -95,49 +110,64 @@ class Scheduler:
     @property
     def completions(self) -> list[Completion]:
         """In the order of the requests, once nothing is busy."""
-        return [self._completions[i] for i in range(len(self._prompts))]
+        return [self._completions[i] for i in range(len(self._same_prompt))]
 
     def admit(self) -> Admission:
-        """Move waiting requests into the free slots, in order, as far as `max_num_batched_tokens` allows."""
-        first_slot = len(self.running)
-        slot_with = {self._same_prompt[r.request]: slot for slot, r in enumerate(self.running)}
-        computed: list[int] = []
-        copied: list[int] = []
-        longest = 0
-        while self._waiting and first_slot + len(computed) + len(copied) < self._max_num_seqs:
-            request = self._waiting[0]
-            if self._same_prompt[request] in slot_with:
-                copied.append(request)
-            else:
-                longest = max(longest, len(self._prompts[request]) - 1)
-                if computed and longest * (len(computed) + 1) > self._max_num_batched_tokens:
+        """Give every running request the block its next token needs, then let waiting ones enter, in order."""
+        self._grow()
+        with_prompt = {self._same_prompt[r.request]: r for r in self.running} if self._waiting else {}
+        entered: list[Running] = []
+        computed: list[Running] = []
+        sources: list[int] = []
+        targets: list[int] = []
+        tokens = 0
+        while self._waiting and self._slots:
+            entering = self._waiting[0]
+            # A request that was cut short computes its prompt again with its response, and shares nothing.
+            holder = None if entering.token_ids else with_prompt.get(self._same_prompt[entering.request])
+            shared = holder.blocks[: entering.position // BLOCK_SIZE] if holder else []
+            needed = blocks_for(entering.position + 1) - len(shared)
+            # A block in reserve for each that runs: whoever enters would otherwise soon be cut short again.
+            if self.running and needed + len(self.running) > self._pool.free:
+                break
+            if not holder:
+                tokens += entering.position
+                if computed and tokens > self._max_num_batched_tokens:
                     break
-                slot_with[self._same_prompt[request]] = first_slot + len(computed)
-                computed.append(request)
+                computed.append(entering)
+                with_prompt.setdefault(self._same_prompt[entering.request], entering)
             self._waiting.popleft()
-        self.running += [Running(request=i, prompt=self._prompts[i]) for i in (*computed, *copied)]
-        first_copy = first_slot + len(computed)
-        return Admission(
-            first_slot=first_slot,
-            prompts=[self._prompts[i][:-1] for i in computed],
-            copies=SlotCopies(
-                sources=[slot_with[self._same_prompt[i]] for i in copied],
-                targets=range(first_copy, first_copy + len(copied)),
-                length=max((len(self._prompts[i]) - 1 for i in copied), default=0),
-            ),
-        )
+            self._pool.share(shared)
+            entering.slot, entering.blocks = self._slots.pop(), shared + self._pool.take(needed)
+            if holder and entering.position % BLOCK_SIZE:
+                sources.append(holder.blocks[len(shared)])
+                targets.append(entering.blocks[len(shared)])
+            entered.append(entering)
+            self.running.append(entering)
+        return Admission(entered=entered, computed=computed, copies=BlockCopies(sources=sources, targets=targets))
 
-    def advance(self, drawn: Sequence[tuple[int, float, float]]) -> SlotCopies:
-        """Append (token, logp, model_logp) to each running sequence; finished ones leave, the last fill their slots."""
-        finished = [self._append(r, *row) for r, row in zip(self.running, drawn, strict=True)]
-        left = len(finished) - sum(finished)
-        holes = [slot for slot in range(left) if finished[slot]]
-        movers = [slot for slot in range(left, len(finished)) if not finished[slot]]
-        for hole, mover in zip(holes, movers, strict=True):
-            self.running[hole] = self.running[mover]
-        del self.running[left:]
-        length = max((self.running[hole].position for hole in holes), default=0)
-        return SlotCopies(sources=movers, targets=holes, length=length)
+    def advance(self, drawn: Sequence[tuple[int, float, float]]) -> None:
+        """Append (token, logp, model_logp) to each running request; finished ones leave."""
+        finished = [r for r, row in zip(self.running, drawn, strict=True) if self._append(r, *row)]
+        for r in finished:
+            self._leave(r)
+        if finished:
+            self.running = [r for r in self.running if r.blocks]
+
+    def _grow(self) -> None:
+        for r in tuple(self.running):
+            # Whoever was cut short below has no blocks, and is no longer asked.
+            while r.blocks and r.position == len(r.blocks) * BLOCK_SIZE:
+                if self._pool.free:
+                    r.blocks += self._pool.take(1)
+                else:
+                    self._waiting.appendleft(youngest := self.running.pop())
+                    self._leave(youngest)
+
+    def _leave(self, running: Running) -> None:
+        self._pool.give_back(running.blocks)
+        self._slots.append(running.slot)
+        running.slot, running.blocks = -1, []
 
     def _append(self, running: Running, token: int, logp: float, model_logp: float) -> bool:
         """Whether that finished the response."""

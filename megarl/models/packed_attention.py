@@ -1,0 +1,45 @@
+"""Causal grouped-query attention of torch, for sequences that lie one after another and for padded ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, longest: int, slots: Tensor) -> Tensor:
+    """Half precision on a GPU goes through `varlen_attn` (FlashAttention); everything else through a padded view.
+
+    Args:
+        q: [tokens, heads, head_dim].
+        k, v: [tokens, kv_heads, head_dim].
+        cu_seqlens: int32 [sequences + 1], where each sequence begins, and the end of the last.
+        longest: tokens of the longest sequence.
+        slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
+
+    Returns: [tokens, heads, head_dim].
+    """
+    if q.is_cuda and q.dtype != torch.float32:
+        return _varlen(q, k, v, cu_seqlens, longest)
+    rows = len(cu_seqlens) - 1
+
+    def pad(x: Tensor) -> Tensor:
+        return x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, slots, x).view(rows, longest, *x.shape[1:])
+
+    return padded_attention(pad(q), pad(k), pad(v)).flatten(0, 1)[slots]
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[batch, length, heads, head_dim] -> the same. Causality hides the padding at the end from what precedes it."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    out = varlen_attn(q.contiguous(), k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out

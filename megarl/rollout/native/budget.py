@@ -1,0 +1,63 @@
+"""How many blocks of KV cache the engine takes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megarl.models.architecture import Architecture
+from megarl.rollout.native.blocks import BLOCK_SIZE, blocks_for
+from megarl.rollout.native.kv_cache import block_bytes
+
+
+def cache_blocks(
+    arch: Architecture,
+    *,
+    tp_group: dist.ProcessGroup | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    weight_bytes: int,
+    gpu_memory_utilization: float,
+) -> int:
+    """What all sequences can fill, or as much of it as the GPU's memory allows; the same on all ranks of a replica.
+
+    Args:
+        weight_bytes: the engine's weights on this rank, which are held already.
+        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine. Less where
+            others leave less.
+
+    Raises:
+        ValueError: there is no room for one sequence of `max_model_len` tokens.
+    """
+    tp = 1 if tp_group is None else tp_group.size()
+    longest = blocks_for(max_model_len)
+    useful = max_num_seqs * longest + 1
+    if device.type != "cuda":
+        return useful
+    torch.cuda.empty_cache()  # what torch keeps in reserve, it can seldom give out in blocks as large as the cache's
+    free, total = torch.cuda.mem_get_info(device)
+    activations = _activation_bytes(arch, tp, dtype, max_num_seqs, max(max_num_batched_tokens, max_model_len))
+    room = min(gpu_memory_utilization * total - weight_bytes, free) - activations
+    blocks = min(useful, int(room // block_bytes(arch, tp, dtype)))
+    if tp_group is not None:
+        fewest = torch.tensor(blocks, device=device)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=tp_group)
+        blocks = int(fewest)
+    if blocks < longest + 1:
+        raise ValueError(
+            f"the KV cache has room for {max(blocks - 1, 0) * BLOCK_SIZE} tokens, fewer than one sequence of "
+            f"max_model_len = {max_model_len}: raise rollout.gpu_memory_utilization, or shorten prompts and responses"
+        )
+    return blocks
+
+
+def _activation_bytes(arch: Architecture, tp: int, dtype: torch.dtype, sequences: int, tokens: int) -> int:
+    """What a forward pass holds beside weights and cache: the widest layer's intermediate results, and the logits."""
+    heads = arch.num_attention_heads // tp * arch.head_dim
+    experts = arch.moe.experts_per_token if arch.moe else 1
+    per_token = 4 * experts * arch.ffn_hidden_size // tp + 8 * heads + 6 * arch.hidden_size
+    # twice the logits: graphs of several batch sizes hold theirs, and top-k and top-p sort a copy
+    return tokens * per_token * dtype.itemsize + 2 * sequences * arch.vocab_size * (dtype.itemsize + 4)

@@ -1,0 +1,28 @@
+"""What stands between the matrix products of a layer: plain torch, or one kernel each where there are some."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.rollout.native import kernels
+
+
+def add_and_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual + x, and its RMSNorm; all [T, width], weight [width]."""
+    if kernels.on(x.device):
+        from megarl.rollout.native.kernels import elementwise
+
+        return elementwise.add_and_norm(residual, x, weight, eps)
+    total = residual + x
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [T, 2 * width]: [T, width]."""
+    if kernels.on(gate_up.device):
+        from megarl.rollout.native.kernels import elementwise
+
+        return elementwise.silu_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,64 @@
+"""CUDA graphs of the decode step: one launch in place of several hundred, each of which costs the host microseconds.
+
+A graph holds the addresses of everything it reads. Sleeping gives the weights' and the KV cache's memory back, and
+waking takes it wherever it is free, so graphs are captured anew after every sleep, each when its batch size first
+comes up; `forget` drops them. That costs one step's launches per batch size, and leaves weights and cache with torch's
+ordinary allocator. (Fixed virtual addresses would save it, at the price of an allocator of our own.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def bucket(rows: int, most: int) -> int:
+    """The batch size to which so many rows are filled up: a power of two, at most `most`."""
+    return min(1 << (rows - 1).bit_length(), most)
+
+
+class DecodeGraphs:
+    """
+    Args:
+        step: int64 [rows, columns] on the GPU -> the step's output. Must neither read anything back on the host nor
+            depend on the host's state, and may be called twice in a row with the same rows.
+        rows, columns: of the largest batch.
+    """
+
+    def __init__(self, step: Callable[[Tensor], Tensor], *, rows: int, columns: int, device: torch.device) -> None:
+        self._step = step
+        self._inputs = torch.zeros(rows, columns, dtype=torch.int64, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._warm: set[int] = set()
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows on the GPU, and the step's output for them. Both are overwritten by the next call.
+
+        Args:
+            rows: int64 [bucket, columns], on the host.
+        """
+        inputs = self._inputs[: len(rows)]
+        inputs.copy_(rows)
+        if len(rows) not in self._graphs:
+            self._graphs[len(rows)] = self._capture(inputs)
+        graph, output = self._graphs[len(rows)]
+        graph.replay()
+        return inputs, output
+
+    def forget(self) -> None:
+        """Call it before memory that the step reads is given back."""
+        self._graphs.clear()
+
+    def _capture(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        if len(inputs) not in self._warm:
+            # Compiling kernels and starting communicators cannot be captured.
+            self._step(inputs)
+            self._warm.add(len(inputs))
+        graph = torch.cuda.CUDAGraph()
+        pool = next((g.pool() for g, _ in self._graphs.values()), None)  # graphs run one at a time and may share memory
+        # "global" would make a thread that asks NCCL how far it is break the capture.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            output = self._step(inputs)
+        return graph, output

@@ -1,0 +1,14 @@
+"""Triton kernels of the native engine. Triton comes with torch on GPUs; without it, plain torch does the same."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+_INSTALLED = find_spec("triton") is not None
+
+
+def on(device: torch.device) -> bool:
+    """Whether the kernels run there. The modules beside this one can be imported only then."""
+    return _INSTALLED and device.type == "cuda"

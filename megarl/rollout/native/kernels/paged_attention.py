@@ -1,0 +1,282 @@
+"""Attention of one new token per sequence to its blocks of the KV cache (PagedAttention, arXiv 2309.06180).
+
+The softmax is online, in float32. Where there are too few sequences to occupy the GPU, each sequence is split over
+several programs whose results are combined afterwards, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megarl.rollout.native.blocks import BLOCK_SIZE
+from megarl.rollout.native.kv_cache import KVCache
+
+TILE = 64
+"""Tokens that a program reads at once."""
+
+PROGRAMS = 512
+"""Programs that keep a large GPU busy: about four on each of its multiprocessors."""
+
+
+class PagedAttention:
+    """Token i is the newest of the sequence in slots[i] and attends to that sequence up to its own position.
+
+    Reads nothing on the host, so that it can be captured in a CUDA graph.
+
+    Args:
+        rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
+        slots, positions, blocks: int64 [T]; position i goes to blocks[i]. Each is a column of one row-major table.
+    """
+
+    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, blocks: Tensor) -> None:
+        self._cache, self._rope = cache, rope
+        self._slots, self._positions, self._blocks = slots, positions, blocks
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._cache.layers[layer]
+        q = rotate_and_store(
+            q, k, v, self._rope, keys=keys, values=values, positions=self._positions, blocks=self._blocks
+        )
+        return attend(q, keys, values, tables=self._cache.tables, slots=self._slots, positions=self._positions).flatten(
+            1
+        )
+
+
+def rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, rope: Tensor, *, keys: Tensor, values: Tensor, positions: Tensor, blocks: Tensor
+) -> Tensor:
+    """Rotate queries and keys, put keys and values at their place in the cache.
+
+    Args:
+        q: [T, heads, head_dim]; the last two axes dense, as k's and v's.
+        k, v: [T, kv_heads, head_dim].
+        rope: [positions, 2, head_dim / 2].
+        keys, values: [blocks, kv_heads, BLOCK_SIZE, head_dim], written to.
+        positions, blocks: int64 [T], where each token is in its sequence, and the block it goes to.
+
+    Returns: the rotated queries, [T, heads, head_dim], dense.
+    """
+    (rows, heads, dim), kv_heads = q.shape, k.shape[1]
+    assert positions.stride() == blocks.stride()
+    assert all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
+    out = q.new_empty(rows, heads, dim)
+    _rotate_and_store[(rows,)](
+        q,
+        k,
+        v,
+        rope,
+        positions,
+        blocks,
+        out,
+        keys,
+        values,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        positions.stride(0),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=dim // 2,
+        BLOCK_SIZE=BLOCK_SIZE,
+        HEADS_2=triton.next_power_of_2(heads),
+        KV_HEADS_2=triton.next_power_of_2(kv_heads),
+        HALF_2=triton.next_power_of_2(dim // 2),
+    )
+    return out
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, *, tables: Tensor, slots: Tensor, positions: Tensor, splits: int = 0
+) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v over the positions 0 to positions[i] of the sequence in slots[i].
+
+    Args:
+        q: [T, heads, head_dim], rotated and dense.
+        keys, values: [blocks, kv_heads, BLOCK_SIZE, head_dim].
+        tables: int32 [slots, blocks].
+        slots, positions: int64 [T].
+        splits: programs per sequence and KV head; 0 chooses by the number of sequences.
+
+    Returns: [T, heads, head_dim].
+    """
+    (rows, heads, dim), kv_heads = q.shape, keys.shape[1]
+    assert q.is_contiguous() and slots.stride() == positions.stride()
+    tiles = triton.cdiv(tables.shape[1] * BLOCK_SIZE, TILE)
+    splits = splits or min(max(PROGRAMS // (rows * kv_heads), 1), tiles)
+    out = torch.empty_like(q)
+    # Of each part: its unscaled output, its largest score and its sum of weights. One part alone needs neither.
+    parts = (rows, heads, splits) if splits > 1 else (1, 1, 1)
+    part = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
+    largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits)
+    _attend[(rows, kv_heads, splits)](
+        q,
+        keys,
+        values,
+        tables,
+        slots,
+        positions,
+        out,
+        part,
+        largest,
+        total,
+        math.log2(math.e) / math.sqrt(dim),
+        tables.stride(0),
+        slots.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        GROUP_2=max(triton.next_power_of_2(heads // kv_heads), 16),  # the least that a matrix product takes
+        BLOCK_SIZE=BLOCK_SIZE,
+        TILE=TILE,
+        **sizes,
+        num_warps=4,
+        num_stages=3,
+    )
+    if splits > 1:
+        _combine[(rows * heads,)](part, largest, total, out, SPLITS_2=triton.next_power_of_2(splits), **sizes)
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    q,
+    k,
+    v,
+    rope,
+    positions,
+    blocks,
+    out,
+    keys,
+    values,
+    q_stride,
+    k_stride,
+    v_stride,
+    place_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS_2: tl.constexpr,
+    KV_HEADS_2: tl.constexpr,
+    HALF_2: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row * place_stride)
+    block = tl.load(blocks + row * place_stride)
+    column = tl.arange(0, HALF_2)[None, :]
+    cos = tl.load(rope + position * 2 * HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(rope + position * 2 * HALF + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
+
+    head = tl.arange(0, HEADS_2)[:, None]
+    inside = (head < HEADS) & (column < HALF)
+    at = head * 2 * HALF + column
+    a = tl.load(q + row * q_stride + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(q + row * q_stride + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    to = out + row * HEADS * 2 * HALF + at
+    tl.store(to, (a * cos - b * sin).to(out.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, (b * cos + a * sin).to(out.dtype.element_ty), mask=inside)
+
+    head = tl.arange(0, KV_HEADS_2)[:, None]
+    inside = (head < KV_HEADS) & (column < HALF)
+    at = head * 2 * HALF + column
+    place = ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * 2 * HALF + column
+    a = tl.load(k + row * k_stride + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(k + row * k_stride + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(keys + place, (a * cos - b * sin).to(keys.dtype.element_ty), mask=inside)
+    tl.store(keys + place + HALF, (b * cos + a * sin).to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + place, tl.load(v + row * v_stride + at, mask=inside, other=0.0), mask=inside)
+    tl.store(values + place + HALF, tl.load(v + row * v_stride + at + HALF, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _attend(
+    q,
+    keys,
+    values,
+    tables,
+    slots,
+    positions,
+    out,
+    part,
+    largest,
+    total,
+    scale,
+    table_stride,
+    place_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_2: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_2: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(positions + row * place_stride).to(tl.int32) + 1
+    table = tables + tl.load(slots + row * place_stride) * table_stride
+    tokens = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
+    first = split * tokens
+    last = tl.minimum(first + tokens, length)
+
+    member, column, step = tl.arange(0, GROUP_2), tl.arange(0, DIM_2), tl.arange(0, TILE)
+    inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
+    head = (row * KV_HEADS + kv_head) * GROUP + member
+    queries = tl.load(q + head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+    top = tl.full([GROUP_2], -float("inf"), tl.float32)
+    weight = tl.zeros([GROUP_2], tl.float32)
+    sums = tl.zeros([GROUP_2, DIM_2], tl.float32)
+    for start in range(first, last, TILE):
+        token = start + step
+        seen = token < last
+        block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * DIM
+        mine = seen[:, None] & (column < DIM)[None, :]
+        at = place[:, None] + column[None, :]
+        key = tl.load(keys + at, mask=mine, other=0.0)
+        score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where(seen[None, :], score, -float("inf"))
+        higher = tl.maximum(top, tl.max(score, axis=1))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(score - higher[:, None])
+        value = tl.load(values + at, mask=mine, other=0.0)
+        sums = sums * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+        weight = weight * shrink + tl.sum(p, axis=1)
+        top = higher
+    if SPLITS == 1:
+        result = (sums / weight[:, None]).to(out.dtype.element_ty)
+        tl.store(out + head[:, None] * DIM + column[None, :], result, mask=inside)
+    else:
+        at = head * SPLITS + split
+        tl.store(part + at[:, None] * DIM + column[None, :], sums, mask=inside)
+        tl.store(largest + at, top, mask=member < GROUP)
+        tl.store(total + at, weight, mask=member < GROUP)
+
+
+@triton.jit
+def _combine(
+    part,
+    largest,
+    total,
+    out,
+    DIM: tl.constexpr,
+    DIM_2: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_2: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, SPLITS_2), tl.arange(0, DIM_2)
+    at = head * SPLITS + split
+    # A part without tokens has weight 0 and -inf for its largest score; the first part has always some.
+    top = tl.load(largest + at, mask=split < SPLITS, other=-float("inf"))
+    factor = tl.exp2(top - tl.max(top, axis=0))
+    weight = tl.sum(tl.load(total + at, mask=split < SPLITS, other=0.0) * factor, axis=0)
+    inside = (split < SPLITS)[:, None] & (column < DIM)[None, :]
+    sums = tl.load(part + at[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(sums * factor[:, None], axis=0) / weight
+    tl.store(out + head * DIM + column, result.to(out.dtype.element_ty), mask=column < DIM)

@@ -1,0 +1,184 @@
+"""The Triton kernels against plain torch: on a GPU where there is one, otherwise in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are defined
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from dataclasses import replace  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch.nn.functional as F  # noqa: E402
+from tiny_engines import GROUPS, assert_same, engine_of  # noqa: E402
+from tiny_families import ARCHITECTURES  # noqa: E402
+
+from megarl.models.rope import rope_table  # noqa: E402
+from megarl.rollout.native import kernels  # noqa: E402
+from megarl.rollout.native.attention import GatheredAttention  # noqa: E402
+from megarl.rollout.native.blocks import BLOCK_SIZE, blocks_for  # noqa: E402
+from megarl.rollout.native.kernels import draw as draw_kernel  # noqa: E402
+from megarl.rollout.native.kernels.draw import draw  # noqa: E402
+from megarl.rollout.native.kernels.elementwise import add_and_norm, silu_and_mul  # noqa: E402
+from megarl.rollout.native.kernels.paged_attention import attend, rotate_and_store  # noqa: E402
+from megarl.rollout.native.kv_cache import KVCache  # noqa: E402
+from megarl.rollout.native.sampler import _inverse_cdf, uniform  # noqa: E402
+from megarl.types import SamplingParams  # noqa: E402
+
+DTYPES = [torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # numpy, which interprets, has no bfloat16
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.fixture(autouse=True)
+def loops_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter turns an array of one number into a loop bound as numpy 2.4 no longer allows."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_index)
+
+
+# --------------------------------------------------------------------------------------------------- between products
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 96), (1, 1536)])
+def test_elementwise(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    residual, x, weight = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1), noise(shape[1], dtype=dtype)
+    total, normed = add_and_norm(residual, x, weight, 1e-5)
+    assert torch.equal(total, residual + x)
+    want = F.rms_norm((residual + x).float(), weight.shape, weight.float(), 1e-5)
+    torch.testing.assert_close(normed.float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    gate, up = x.chunk(2, dim=-1)
+    want = F.silu(gate.float()) * up.float()
+    torch.testing.assert_close(silu_and_mul(x).float(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+def filled_cache(heads: int, dim: int, positions: list[int], dtype: torch.dtype) -> KVCache:
+    """A cache full of noise; sequence i is in slot len(positions) - i, its blocks in no order."""
+    arch = replace(ARCHITECTURES["qwen2"], num_layers=1, num_key_value_heads=heads, num_attention_heads=heads)
+    blocks = sum(blocks_for(p + 1) for p in positions) + 1
+    cache = KVCache(
+        replace(arch, head_dim=dim),
+        tp=1,
+        blocks=blocks,
+        max_num_seqs=len(positions),
+        max_model_len=max(positions) + 1,
+        dtype=dtype,
+        device=torch.device(DEVICE),
+    )
+    cache.layers[0].copy_(noise(*cache.layers[0].shape, dtype=dtype, seed=2))
+    order = (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(3)) + 1).tolist()
+    for i, p in enumerate(positions):
+        held = [order.pop() for _ in range(blocks_for(p + 1))]
+        cache.tables[len(positions) - i, : len(held)] = torch.tensor(held)
+    return cache
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [0, 1, 3, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "positions"),
+    [(4, 2, 8, [0, 15, 16, 200]), (6, 1, 24, [64, 63]), (3, 3, 16, [130]), (12, 2, 128, [300, 1, 90])],
+)
+def test_attention_equals_torch(
+    heads: int, kv_heads: int, dim: int, positions: list[int], splits: int, dtype: torch.dtype
+) -> None:
+    rows = len(positions)
+    cache, want_cache = (filled_cache(kv_heads, dim, positions, dtype) for _ in range(2))
+    rope = rope_table(replace(ARCHITECTURES["qwen2"], head_dim=dim), 512, DEVICE).to(dtype)
+    qkv = noise(rows, heads + 2 * kv_heads, dim, dtype=dtype)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    at = torch.tensor(positions, device=DEVICE)
+    slots = torch.arange(rows, 0, -1, device=DEVICE)
+    blocks = cache.tables[slots, at // BLOCK_SIZE].long()
+
+    want = GatheredAttention(want_cache, rope, slots=slots, positions=at, longest=max(positions) + 1)(0, q, k, v)
+    keys, values = cache.layers[0]
+    rotated = rotate_and_store(q, k, v, rope, keys=keys, values=values, positions=at, blocks=blocks)
+    got = attend(rotated, keys, values, tables=cache.tables, slots=slots, positions=at, splits=splits).flatten(1)
+    torch.testing.assert_close(cache.layers[0], want_cache.layers[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_what_is_beyond_a_sequence_counts_for_nothing() -> None:
+    positions = [20, 37]
+    cache = filled_cache(2, 16, positions, torch.float32)
+    slots, at = torch.arange(2, 0, -1, device=DEVICE), torch.tensor(positions, device=DEVICE)
+    q = noise(2, 4, 16)
+    keys, values = cache.layers[0]
+    want = attend(q, keys, values, tables=cache.tables, slots=slots, positions=at)
+    for i, p in enumerate(positions):
+        last = int(cache.tables[len(positions) - i, p // BLOCK_SIZE])
+        cache.layers[0][:, last, :, p % BLOCK_SIZE + 1 :] = torch.nan
+    cache.layers[0][:, 0] = torch.nan
+    assert torch.equal(attend(q, keys, values, tables=cache.tables, slots=slots, positions=at), want)
+
+
+# ------------------------------------------------------------------------------------------------------------ drawing
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [16, 4096])
+def test_draw_equals_torch(monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(draw_kernel, "CHUNK", chunk)
+    rows, vocab = 64, 333
+    logits = (2 * noise(rows, vocab + 7, dtype=dtype))[:, :vocab]  # rows are not dense
+    logits[:, 40:70] = -torch.inf  # whole chunks of impossible tokens
+    table = torch.stack((torch.arange(rows) * 7919 - 5, torch.arange(rows) % 5), dim=1).to(DEVICE)
+    seeds, positions = table.unbind(1)
+    token_ids, logp, model_logp = draw(logits, temperature=temperature, seeds=seeds, positions=positions)
+    scaled = logits.float() / temperature
+    want = _inverse_cdf(scaled, uniform(seeds, positions))
+    assert torch.equal(token_ids, want)
+    torch.testing.assert_close(logp, scaled.log_softmax(-1).gather(1, want[:, None])[:, 0], atol=1e-5, rtol=0)
+    plain = logits.float().log_softmax(-1).gather(1, want[:, None])[:, 0]
+    torch.testing.assert_close(model_logp, plain, atol=1e-5, rtol=0)
+    assert temperature != 1 or torch.equal(logp, model_logp)
+
+
+def test_draw_stays_exact_over_a_large_vocabulary() -> None:
+    rows, vocab = 16 if DEVICE == "cpu" else 500, 150_000
+    seeds, positions = torch.arange(rows, device=DEVICE), torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    token_ids, *_ = draw(torch.zeros(rows, vocab, device=DEVICE), temperature=1.0, seeds=seeds, positions=positions)
+    assert torch.equal(token_ids, (uniform(seeds, positions) * vocab).long())
+
+
+def test_draw_survives_nan() -> None:
+    logits = torch.full((2, 10), torch.nan, device=DEVICE)
+    where = torch.arange(2, device=DEVICE)
+    token_ids, logp, model_logp = draw(logits, temperature=1.0, seeds=where, positions=where)
+    assert (token_ids < 10).all() and logp.isnan().all() and model_logp.isnan().all()
+
+
+# --------------------------------------------------------------------------------------------------- the whole engine
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_native_cuda.py does it with compiled kernels")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral"])
+def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    how = SamplingParams(temperature=0.9, max_tokens=5)
+    want = engine_of(ARCHITECTURES[family]).generate(GROUPS[::3], how, seeds=range(9))
+    monkeypatch.setattr(kernels, "on", lambda device: True)
+    got = engine_of(ARCHITECTURES[family], enforce_eager=True).generate(GROUPS[::3], how, seeds=range(9))
+    assert_same(got, want)

@@ -1,0 +1,182 @@
+"""The native engine's KV cache in blocks: who shares, who is cut short when blocks run out, how many there are."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_engines import GREEDY, GROUPS, assert_same, engine_of, prompts_of, text_of
+from tiny_families import ARCHITECTURES
+
+from megarl.rollout.native import budget, engine
+from megarl.rollout.native.blocks import BLOCK_SIZE, SCRATCH_BLOCK, blocks_for
+from megarl.rollout.native.scheduler import Admission, Running, Scheduler
+from megarl.types import SamplingParams
+
+
+def scheduler_of(prompts: list[list[int]], params: SamplingParams = GREEDY, **limits: int) -> Scheduler:
+    usual = {"max_num_seqs": 64, "max_num_batched_tokens": 10_000, "blocks": 999}
+    return Scheduler(prompts, params, decode=text_of, **(usual | limits))
+
+
+def draw(scheduler: Scheduler, token: int = 5) -> None:
+    scheduler.advance([(token, 0.0, 0.0)] * len(scheduler.running))
+
+
+def prompts_computed(admission: Admission) -> list[list[int]]:
+    return [r.cached for r in admission.computed]
+
+
+# ------------------------------------------------------------------------------------------------------------ sharing
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples() -> None:
+    scheduler = scheduler_of([[1, 2, 3]] * 8, max_num_seqs=6)
+    admission = scheduler.admit()
+    assert prompts_computed(admission) == [[1, 2]] and len(admission.entered) == 6
+    assert (admission.copies.sources, admission.copies.targets) == ([1] * 5, [2, 3, 4, 5, 6])
+    for _ in range(11):
+        draw(scheduler)
+    scheduler.running[0].token_ids.pop()  # all but the first sequence now finish
+    draw(scheduler)
+    admission = scheduler.admit()  # the two that waited copy from it while it runs
+    assert admission.computed == [] and admission.copies.sources == [1, 1]
+
+
+def test_samples_share_the_full_blocks_of_their_prompt() -> None:
+    scheduler = scheduler_of([list(range(40))] * 3, SamplingParams(max_tokens=60))
+    admission = scheduler.admit()  # 39 tokens in the cache: two full blocks and 7 tokens
+    first, *others = scheduler.running
+    assert all(r.blocks[:2] == first.blocks[:2] and r.blocks[2] != first.blocks[2] for r in others)
+    assert admission.copies.sources == [first.blocks[2]] * 2
+    assert admission.copies.targets == [r.blocks[2] for r in others]
+    for _ in range(8):
+        draw(scheduler)
+    scheduler.admit()
+    assert [len(r.blocks) for r in scheduler.running] == [3, 3, 3]  # the newest token takes their last place
+    draw(scheduler)
+    scheduler.admit()
+    assert len({r.blocks[3] for r in scheduler.running}) == 3
+
+
+def test_a_prompt_that_ends_with_a_block_is_not_copied() -> None:
+    scheduler = scheduler_of([list(range(BLOCK_SIZE + 1))] * 2)
+    admission = scheduler.admit()
+    first, second = scheduler.running
+    assert admission.copies.sources == []
+    assert first.blocks[0] == second.blocks[0] and first.blocks[1] != second.blocks[1]
+
+
+def test_prompts_computed_together_respect_the_limit() -> None:
+    scheduler = scheduler_of(prompts_of([9, 5, 5, 5, 5, 40, 2]), max_num_batched_tokens=20)
+    admitted = []
+    while len(scheduler.running) < 7:
+        admitted.append([len(p) for p in prompts_computed(scheduler.admit())])
+    assert admitted == [[8, 4, 4, 4], [4], [39], [1]]  # one prompt may exceed the limit alone
+
+
+# --------------------------------------------------------------------------------------------------- out of blocks
+
+
+def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
+    scheduler = scheduler_of([[1] * 15, [2] * 15, [3] * 15], SamplingParams(max_tokens=20), blocks=5)
+    scheduler.admit()
+    assert [r.request for r in scheduler.running] == [0, 1]  # a third would leave no block to grow
+    for token in range(3):
+        draw(scheduler, token)
+        scheduler.admit()
+    assert [len(r.blocks) for r in scheduler.running] == [2, 2] and scheduler.running[0].position == 17
+    for token in range(3, 17):
+        draw(scheduler, token)
+        scheduler.admit()
+    assert scheduler.running[0].position == 31
+    draw(scheduler, 17)
+    admission = scheduler.admit()  # no block is left, and both want one
+    assert [r.request for r in scheduler.running] == [0] and admission.entered == []
+    while scheduler.running[0].request == 0:
+        draw(scheduler, 18)
+        admission = scheduler.admit()
+    assert [r.request for r in admission.computed] == [1]
+    assert admission.computed[0].cached == [2] * 15 + list(range(17))  # the newest token is still to be decoded
+    while scheduler.busy:
+        draw(scheduler)
+        scheduler.admit()
+    assert [len(c.token_ids) for c in scheduler.completions] == [20] * 3
+
+
+@pytest.mark.parametrize("blocks", [7, 10, 16])
+def test_running_out_of_blocks_does_not_change_completions(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    arch = ARCHITECTURES["qwen3"]
+    params = SamplingParams(temperature=0.9, max_tokens=65, stop_token_ids=(3,))
+    want = engine_of(arch, max_model_len=80).generate(GROUPS, params, seeds=range(len(GROUPS)))
+    recomputed: list[int] = []
+    admit = Scheduler.admit
+
+    def spy(self: Scheduler) -> Admission:
+        admission = admit(self)
+        recomputed.extend(r.request for r in admission.computed if r.token_ids)
+        return admission
+
+    monkeypatch.setattr(Scheduler, "admit", spy)
+    monkeypatch.setattr(engine, "cache_blocks", lambda *_, **__: blocks)
+    got = engine_of(arch, max_model_len=80).generate(GROUPS, params, seeds=range(len(GROUPS)))
+    assert_same(got, want)
+    assert recomputed
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_block_is_written_by_two_or_lost(seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3)] * rng.randrange(1, 40) for _ in range(12) for _ in range(rng.randrange(1, 5))]
+    scheduler = scheduler_of(
+        prompts, SamplingParams(max_tokens=40, stop_token_ids=(1,)), blocks=blocks_for(80) + 4, max_num_seqs=8
+    )
+    while scheduler.busy:
+        _check_blocks(scheduler.admit(), scheduler.running)
+        assert scheduler.running
+        scheduler.advance([(int(rng.random() < 0.03), 0.0, 0.0) for _ in scheduler.running])
+    assert len(scheduler.completions) == len(prompts)
+    assert scheduler._pool.free == blocks_for(80) + 3 and len(scheduler._slots) == 8
+
+
+def _check_blocks(admission: Admission, running: list[Running]) -> None:
+    written = [r.blocks[-1] for r in running] + list(admission.copies.targets)
+    held = [block for r in running for block in r.blocks]
+    assert all(len(r.blocks) == blocks_for(r.position + 1) for r in running)
+    assert len({r.slot for r in running}) == len(running) and SCRATCH_BLOCK not in held
+    assert all(held.count(block) == 1 for block in written)
+    assert not set(admission.copies.sources) & set(admission.copies.targets)
+
+
+# ------------------------------------------------------------------------------------------------------ size of cache
+
+
+def _blocks_on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: float, total: float, share: float, **sizes: Any) -> int:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), int(total)))
+    return budget.cache_blocks(
+        ARCHITECTURES["qwen2"],
+        tp_group=None,
+        dtype=torch.float32,
+        device=torch.device("cuda"),
+        weight_bytes=10**6,
+        gpu_memory_utilization=share,
+        **({"max_num_seqs": 10, "max_num_batched_tokens": 100, "max_model_len": 100} | sizes),
+    )
+
+
+def test_cache_takes_what_it_can_use_or_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = 2 * 2 * 2 * BLOCK_SIZE * 8 * 4
+    assert _blocks_on_gpu(monkeypatch, free=8e9, total=1e10, share=0.5) == 10 * 7 + 1
+    big = {"max_num_seqs": 100_000, "max_num_batched_tokens": 1, "max_model_len": 1600}
+    allowed = _blocks_on_gpu(monkeypatch, free=8e9, total=1e10, share=0.5, **big)
+    assert 4.7e9 < allowed * block < 5e9 - 10**6
+    assert 1.7e9 < _blocks_on_gpu(monkeypatch, free=2e9, total=1e10, share=0.5, **big) * block < 2e9
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"room for \d+ tokens, fewer than .* = 5000: raise rollout.gpu_memory") as e:
+        _blocks_on_gpu(monkeypatch, free=8e9, total=1e10, share=0.0004, max_model_len=5000)
+    assert "\n" not in str(e.value)
