@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.models.architecture import Architecture
 from megarl.models.rope import apply_rope, rope_table
+from megarl.parallel.upload import upload
 
 
 @dataclass
@@ -32,17 +34,18 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequences:
     """Describe sequences that lie one after another in one row of tokens."""
     longest = max(lengths)
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    cu_seqlens = upload(cu_seqlens, device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=positions.to(device),
-        slots=(row * longest + positions).to(device),
+        positions=upload(positions, device),
+        slots=upload(row * longest + positions, device),
     )
 
 
@@ -125,10 +128,12 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    # torch 2.11's takes fewer key than query heads as they are, later ones want to be told
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     cu_seqlens, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    out = varlen_attn(query.contiguous(), key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    out = varlen_attn(
+        query, key, value.contiguous(), cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **grouped
+    )
     assert isinstance(out, Tensor)
     return out
 
