@@ -50,6 +50,7 @@ class Actor(Policy):
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
             overlap_grad_reduce=megatron.overlap_grad_reduce,
+            overlap_param_gather=megatron.overlap_param_gather,
         )
         self._ddp = [
             DistributedDataParallel(
@@ -78,6 +79,7 @@ class Actor(Policy):
                 bf16=self.transformer_config.bf16,
                 params_dtype=self.transformer_config.params_dtype,
                 use_distributed_optimizer=self.config.actor.megatron.use_distributed_optimizer,
+                overlap_param_gather=self.config.actor.megatron.overlap_param_gather,
             ),
             self._ddp,
             use_gloo_process_groups=False,
@@ -170,8 +172,25 @@ class Actor(Policy):
         assert ok, "the optimizer skips a step only when it scales the loss, which is off"
         return float(grad_norm)
 
+    def run(self, *args: Any, train: bool, **kwargs: Any) -> list[Any]:
+        """See `Policy.run`."""
+        if not train:
+            self.gather_parameters()
+        return super().run(*args, train=train, **kwargs)
+
+    def gather_parameters(self) -> None:
+        """Fetch what `overlap_param_gather` left to the next training pass; every rank calls it.
+
+        Whatever else reads parameters would find those of before the optimizer's step.
+        """
+        if self.config.actor.megatron.overlap_param_gather:
+            for model in self._ddp:
+                for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)
+
     def sharded_training_state(self, *, loading: bool) -> dict[str, Any]:
         """Weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into."""
+        self.gather_parameters()
         weights = self.sharded_state()
         split = self.groups.pgs.dp_cp if self.config.actor.megatron.use_distributed_optimizer else None
         optimizer = sharded_optimizer_state(self.optimizer, weights, split, loading=loading)
@@ -185,6 +204,13 @@ class Actor(Policy):
 
     def train_chunks(self) -> list[Any]:
         return list(self._ddp)
+
+    def output_weight(self, model: Any) -> Tensor:
+        weight = super().output_weight(model)
+        if self.config.actor.megatron.overlap_param_gather and model in self._ddp:
+            # Megatron-Core waits for parameters as their module is called, and the output layer's never is
+            model.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+        return weight
 
     def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         """Metrics over all micro-batches of all data-parallel ranks."""

@@ -147,6 +147,11 @@ class Policy:
         """The modules that a training pass goes through."""
         return list(self.chunks)
 
+    def output_weight(self, model: Any) -> Tensor:
+        """[vocab / tp, hidden], of a chunk of the last stage, as itself or as it is trained."""
+        policy: PolicyModel = getattr(model, "module", model)
+        return policy.output_weight
+
     @property
     def _virtual_size(self) -> int | None:
         return self.groups.train.chunks if self.groups.train.chunks > 1 else None
@@ -158,9 +163,7 @@ class Policy:
         hidden = model(micro.tokens, micro.position_ids, None, packed_seq_params=micro.packed)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
-            policy: PolicyModel = getattr(model, "module", model)
-            predictors = self._predictors(hidden, micro)
-            head = predictors, policy.output_weight, micro.labels, self._shard
+            head = self._predictors(hidden, micro), self.output_weight(model), micro.labels, self._shard
             if non_loss_data:
                 return last_stage(*token_log_probs(*head, temperature=temperature), micro.index)
             collected = []
