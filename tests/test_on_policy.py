@@ -12,7 +12,6 @@ from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_
 from megarl.models.architecture import Architecture
 from megarl.types import Prompt, SamplingParams
 
-
 OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}}}
 
 

@@ -17,10 +17,8 @@ import copy
 import json
 import math
 import random
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -44,6 +42,7 @@ from megarl.models.tensors import LogicalTensor
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.roles.actor import Actor
 from megarl.roles.microbatch import MicroBatch, make_micro_batch
+from megarl.telemetry.rounds import Rounds
 from megarl.train import load_run_config
 from megarl.trainer.inputs import generation_layout, train_layout
 from megarl.types import Batch, batch_of
@@ -61,13 +60,13 @@ class Phase:
         seconds: median over the rounds.
         tokens_per_second: per rank.
         mfu: model FLOPs (6 per parameter and token, and causal attention; a third of it without a backward pass) per
-            second and rank, over 989 TFLOP/s; None for the optimizer.
-        peak_gib: of allocated GPU memory, weights and buffers of everything included; 0 on CPUs.
+            second and rank, over 989 TFLOP/s; 0 for the optimizer.
+        peak_gib: of allocated GPU memory, weights and buffers of everything that is compared included; 0 on CPUs.
     """
 
     seconds: float
     tokens_per_second: float
-    mfu: float | None
+    mfu: float
     peak_gib: float
 
 
@@ -177,18 +176,15 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
     if groups.train.pp == 1:
         plain = PlainMegatron(actor, batch, micro_batches)
         jobs |= {f"plain Megatron-Core, {name}": partial(plain.step, name) for name in plain.cross_entropies}
-    seconds, peaks = timed(groups, jobs, rounds)
+    seen = Rounds(groups.device, groups.control).medians(jobs, rounds, warm_up=WARM_UP)
     if profile and groups.rank == 0:
         write_profile(step, profile)
     tokens = len(batch.tokens)
     flops = model_flops(arch, lengths)
-    share = {"optimizer": None, "log-probs": 1 / 3}
-    phases = {
-        name: phase(groups, taken, tokens, scaled(flops, share.get(name, 1.0)), peaks[name])
-        for name, taken in seconds.items()
-    }
-    best = min((t for name, t in seconds.items() if name.startswith("plain")), default=None)
-    extra = {"of_plain_megatron": best / seconds["forward + backward"]} if best else {}
+    share = {"optimizer": 0.0, "log-probs": 1 / 3}
+    phases = {name: phase(groups, *taken, tokens, flops * share.get(name, 1.0)) for name, taken in seen.items()}
+    best = min((p.seconds for name, p in phases.items() if name.startswith("plain")), default=None)
+    extra = {"of_plain_megatron": best / phases["forward + backward"].seconds} if best else {}
     what = f"{len(lengths)} sequences of {max(lengths)} tokens in {len(micro_batches)} micro-batches per rank"
     return Figures(
         what=what, kernels=actor.kernels, ranks=groups.train.world_size, tokens=tokens, phases=phases, extra=extra
@@ -296,17 +292,18 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
         return step
 
     jobs = {"packed": job("packed", packed[mine][0], True), "padded": job("padded", rows[mine][0], False)}
-    seconds, peaks = timed(groups, jobs, rounds)
+    seen = Rounds(groups.device, groups.control).medians(jobs, rounds, warm_up=WARM_UP)
     mean = {name: sum(groups.all_gather(loss)) / groups.train.tp for name, loss in losses.items()}
     flops = model_flops(actor.arch, lengths)
+    phases = {name: phase(groups, *taken, sum(lengths), flops) for name, taken in seen.items()}
     return Figures(
         what=f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens",
         kernels=actor.kernels,
         ranks=groups.train.world_size,
         tokens=sum(lengths),
-        phases={name: phase(groups, t, sum(lengths), flops, peaks[name]) for name, t in seconds.items()},
+        phases=phases,
         extra={
-            "times_padded": seconds["padded"] / seconds["packed"],
+            "times_padded": phases["padded"].seconds / phases["packed"].seconds,
             "loss_packed": mean["packed"],
             "loss_padded": mean["padded"],
         },
@@ -317,105 +314,70 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
 
 
 def measure_log_probs(arch: Architecture, groups: Groups, tokens: int) -> Figures:
-    """Memory beyond inputs, weight and the gradients that autograd returns."""
+    """Peak memory beyond inputs and weight, and beyond the gradient of the hidden states, which autograd returns.
+
+    The weight's gradient in the weight's precision is returned, too, but it does not exist yet at the peak.
+    """
     device = groups.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     padded = arch.padded_vocab_size(groups.train.tp)
     shard = vocab_shard(arch.vocab_size, padded, groups.pgs.tp)
     generator = torch.Generator(device).manual_seed(1)
     hidden = torch.randn(tokens, arch.hidden_size, generator=generator, device=device).to(dtype)
-    weight = torch.randn(padded // groups.train.tp, arch.hidden_size, generator=generator, device=device) * 0.02
-    weight = weight.to(dtype)
+    weight = (torch.randn(padded // groups.train.tp, arch.hidden_size, generator=generator, device=device)).to(dtype)
+    buffered = weight.clone().requires_grad_()
+    buffered.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # as Megatron-Core's DDP keeps it
     labels = torch.randint(arch.vocab_size, (tokens,), generator=generator, device=device)
     head = hidden.requires_grad_(), weight.requires_grad_(), labels, shard
-    returned = (hidden.nbytes + weight.nbytes) / 2**30
 
     def forward() -> None:
         with torch.no_grad():
             token_log_probs(*head, temperature=1.0)
 
-    def general() -> None:
+    def any_loss() -> None:
         token_log_probs(*head, temperature=1.0)[0].mean().backward()
 
-    def per_token() -> None:
-        token_loss(*head, lambda logp, entropy, part: logp.sum() / tokens, temperature=1.0).backward()
+    def mean(logp: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
+        del entropy, part
+        return logp.sum() / tokens
 
-    jobs = {"forward": forward, "forward + backward": per_token, "forward + backward, any loss": general}
-    seconds, extra = {}, {}
-    for name, job in jobs.items():
-        taken = []
-        for _ in range(WARM_UP):
-            hidden.grad = weight.grad = None
-            before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-            reset_peak(groups)
-            taken.append(timed_once(groups, job))
-            if device.type == "cuda":
-                extra[name] = peak_gib(groups) - before / 2**30 - (0 if name == "forward" else returned)
-        seconds[name] = min(taken)
+    jobs = {
+        "forward": forward,
+        "forward + backward": lambda: token_loss(*head, mean, temperature=1.0).backward(),
+        "the same, into a gradient buffer": lambda: token_loss(
+            hidden, buffered, labels, shard, mean, temperature=1.0
+        ).backward(),
+        "forward + backward, any loss": any_loss,
+    }
     flops = 6.0 * arch.vocab_size * arch.hidden_size * tokens
-    share = {"forward": 1 / 3}
+    rounds = Rounds(device, groups.control)
+    phases = {}
+    for name, job in jobs.items():
+        for _ in range(WARM_UP):
+            hidden.grad = weight.grad = buffered.grad = None
+            held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+            seconds, peak = rounds.once(job)
+        extra = peak - (held + (0 if name == "forward" else hidden.nbytes)) / 2**30 if peak else 0.0
+        phases[name] = phase(groups, seconds, extra, tokens, flops / 3 if name == "forward" else flops)
     return Figures(
-        what=f"log-probabilities of {tokens} tokens at a vocabulary of {arch.vocab_size}: extra GiB below",
+        what=f"log-probabilities of {tokens} tokens at a vocabulary of {arch.vocab_size}, GiB beyond what is given",
         kernels=str(dtype),
         ranks=groups.train.world_size,
         tokens=tokens,
-        phases={n: phase(groups, t, tokens, flops * share.get(n, 1.0), extra.get(n, 0.0)) for n, t in seconds.items()},
-        extra={f"extra_gib, {name}": value for name, value in extra.items()},
+        phases=phases,
     )
 
 
-# ------------------------------------------------------------------------------------------------------- timing
+# ------------------------------------------------------------------------------------------------------ figures
 
 
-def timed(
-    groups: Groups, jobs: Mapping[str, Callable[[], object]], rounds: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median seconds and peak GiB of each job, in alternating rounds."""
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    peaks = {}
-    for _ in range(WARM_UP + rounds):
-        for name, job in jobs.items():
-            reset_peak(groups)
-            seconds[name].append(timed_once(groups, job))
-            peaks[name] = peak_gib(groups)
-    return {name: statistics.median(taken[WARM_UP:]) for name, taken in seconds.items()}, peaks
-
-
-def timed_once(groups: Groups, job: Callable[[], object]) -> float:
-    """Wall-clock seconds until the job is done on all ranks."""
-    wait(groups)
-    began = time.perf_counter()
-    job()
-    wait(groups)
-    return time.perf_counter() - began
-
-
-def wait(groups: Groups) -> None:
-    if groups.device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier(group=groups.control)
-
-
-def reset_peak(groups: Groups) -> None:
-    if groups.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_gib(groups: Groups) -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if groups.device.type == "cuda" else 0.0
-
-
-def scaled(flops: float, share: float | None) -> float | None:
-    return None if share is None else flops * share
-
-
-def phase(groups: Groups, seconds: float, tokens: int, flops: float | None, peak: float) -> Phase:
-    ranks = groups.train.world_size
+def phase(groups: Groups, seconds: float, peak_gib: float, tokens: int, flops: float) -> Phase:
+    per_rank = 1 / seconds / groups.train.world_size
     return Phase(
         seconds=seconds,
-        tokens_per_second=tokens / seconds / ranks,
-        mfu=None if flops is None else flops / seconds / ranks / PEAK_FLOPS,
-        peak_gib=peak,
+        tokens_per_second=tokens * per_rank,
+        mfu=flops * per_rank / PEAK_FLOPS,
+        peak_gib=peak_gib,
     )
 
 
@@ -423,8 +385,7 @@ def print_table(figures: Figures) -> None:
     print(f"{figures.what}, {figures.ranks} ranks; {figures.kernels}")
     print(f"{'':40}{'ms':>10}{'tokens/s/rank':>16}{'MFU':>8}{'GiB':>8}")
     for name, p in figures.phases.items():
-        mfu = "" if p.mfu is None else f"{p.mfu:.1%}"
-        print(f"{name:40}{p.seconds * 1e3:>10.1f}{p.tokens_per_second:>16,.0f}{mfu:>8}{p.peak_gib:>8.2f}")
+        print(f"{name:40}{p.seconds * 1e3:>10.1f}{p.tokens_per_second:>16,.0f}{p.mfu:>8.1%}{p.peak_gib:>8.2f}")
     for name, value in figures.extra.items():
         print(f"{name:40}{value:>18.7f}")
 
