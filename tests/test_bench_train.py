@@ -43,6 +43,7 @@ def test_training(ranks: Ranks, world: int) -> None:
         for phase in figures["phases"].values():
             assert phase["tokens_per_second"] == pytest.approx(figures["tokens"] / phase["seconds"] / world)
         ours, plain = (figures["phases"][n] for n in ("forward + backward", "plain Megatron-Core, unfused"))
+        assert figures["extra"]["first_ratio_max_deviation"] == 0.0
         assert ours["mfu"] / plain["mfu"] == pytest.approx(figures["extra"]["of_plain_megatron"])
 
 

@@ -31,7 +31,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megarl.algorithms.aggregation import token_weights
-from megarl.algorithms.policy_loss import PolicyLoss, supervised_loss
+from megarl.algorithms.policy_loss import LossOutput, PolicyLoss, supervised_loss
 from megarl.config import Config, ConfigError
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
 from megarl.models.architecture import Architecture
@@ -165,9 +165,10 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
     weights = token_weights(batch, range(len(batch)), "token-mean", max(lengths))
     loss = PolicyLoss(clip_low=0.2, clip_high=0.28)
 
-    def step() -> object:
+    def step() -> list[LossOutput]:
         return actor.accumulate_gradients(batch, micro_batches, weights, loss, temperature=1.0)
 
+    deviation = max((float(out.maxima["actor/ratio_max_deviation"]) for out in step()), default=0.0)
     jobs: dict[str, Callable[[], object]] = {
         "forward + backward": step,
         "optimizer": actor.step_optimizer,
@@ -185,6 +186,7 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
     phases = {name: phase(groups, *taken, tokens, flops * share.get(name, 1.0)) for name, taken in seen.items()}
     best = min((p.seconds for name, p in phases.items() if name.startswith("plain")), default=None)
     extra = {"of_plain_megatron": best / phases["forward + backward"].seconds} if best else {}
+    extra["first_ratio_max_deviation"] = deviation
     what = f"{len(lengths)} sequences of {max(lengths)} tokens in {len(micro_batches)} micro-batches per rank"
     return Figures(
         what=what, kernels=actor.kernels, ranks=groups.train.world_size, tokens=tokens, phases=phases, extra=extra
