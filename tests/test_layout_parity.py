@@ -11,6 +11,8 @@ from training_cases import WITH_EXPERTS, Case, train
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
+OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}}}
+
 CASES = [
     Case(tp=2),
     Case(pp=2),
@@ -26,6 +28,8 @@ CASES = [
     Case(tp=2, pp=2, packed=False, sequence_parallel=True),
     Case(tp=2, dp=2, config={"actor": {"megatron": {"use_distributed_optimizer": False}}}),
     Case(dp=2, pp=2, config={"actor": {"megatron": {"overlap_grad_reduce": True}}}),
+    Case(dp=2, pp=2, config=OVERLAP),
+    Case(dp=2, pp=2, chunks=2, config=OVERLAP),
     Case(tp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
 ]
 

@@ -59,6 +59,49 @@ def test_values_and_gradients(ranks: Ranks, tp: int, temperature: float, chunk: 
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def _per_token(temperature: float, chunk: int, main_grad: bool, entropy: bool) -> list[list[torch.Tensor]]:
+    """Loss and gradients of a loss that is a sum over tokens, taken chunk by chunk and all at once."""
+    from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
+
+    hidden, weight, labels, pull = _inputs(torch.float32)
+    group = dist.group.WORLD
+    assert group is not None
+    rows = -(-VOCAB // group.size())
+    shard = vocab_shard(VOCAB, rows * group.size(), group)
+    padded = torch.cat([weight, torch.full((rows * group.size() - VOCAB, HIDDEN), 7.0)])
+
+    def loss(logp: torch.Tensor, of_token: torch.Tensor, part: slice) -> torch.Tensor:
+        value = (pull[0][part] * logp.exp()).sum()
+        return value + (pull[1][part] * of_token).sum() if entropy else value
+
+    results = []
+    for chunked in (True, False):
+        mine = padded[group.rank() * rows : (group.rank() + 1) * rows].clone().requires_grad_()
+        states = hidden.clone().requires_grad_()
+        head = states, mine, labels, shard
+        if chunked:
+            if main_grad:
+                mine.main_grad = torch.ones_like(mine)
+            value = token_loss(*head, loss, temperature=temperature, chunk_size=chunk)
+        else:
+            value = loss(*token_log_probs(*head, temperature=temperature, chunk_size=chunk), slice(None))
+        (value if main_grad else value * 3).backward()
+        assert states.grad is not None and mine.grad is not None
+        grad = mine.grad + mine.main_grad - 1 if chunked and main_grad else mine.grad
+        results.append([value.detach(), states.grad, grad])
+    return results
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("chunk", "main_grad", "entropy"), [(1000, False, False), (5, False, True), (5, True, True)])
+def test_per_token_loss_has_the_gradients_of_the_general_one(
+    ranks: Ranks, tp: int, chunk: int, main_grad: bool, entropy: bool
+) -> None:
+    for chunked, whole in ranks.run(tp, _per_token, 0.7, chunk, main_grad, entropy):
+        for a, b in zip(chunked, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 def _empty() -> tuple[float, float]:
     from megarl.models.logprobs import token_log_probs, vocab_shard
 

@@ -12,6 +12,8 @@ from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_
 from megarl.models.architecture import Architecture
 from megarl.types import Prompt, SamplingParams
 
+OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}}}
+
 
 def _first_update(case: Case) -> tuple[dict[str, float], float]:
     """Metrics of the first mini-batch with a reference, and the largest |log p - log p_ref| before it."""
@@ -101,7 +103,7 @@ def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: 
         Case(config=_engine_config(1)),
         Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
         Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
-        Case(tp=2, dp=2, gen_tp=1, config=_engine_config(1)),
+        Case(tp=2, dp=2, gen_tp=1, config={**_engine_config(1), **OVERLAP}),
     ]
     wanted = None
     for case in cases:

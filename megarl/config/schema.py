@@ -131,6 +131,11 @@ class Megatron(Section):
     sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
+    overlap_param_gather: bool = Field(
+        False,
+        description="fetch the other ranks' updated parameters while the next forward pass runs; needs "
+        "use_distributed_optimizer and overlap_grad_reduce",
+    )
     transformer_engine: Literal["auto", "off"] = Field(
         "auto", description="auto uses Transformer Engine's layers on GPUs when it is installed"
     )

@@ -68,6 +68,7 @@ class HybridEngine:
         """The generation phase: on entry the engine has the actor's weights, on exit its memory is given back."""
         with self.timers("reshard"):
             self.engine.wake(weights_only=True)
+            self.actor.gather_parameters()
             self.resharder.run()
             if self.config.reshard.verify:
                 verify(self.resharder)

@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.models.architecture import Architecture
 from megarl.models.packed_attention import packed_attention, padded_attention
 from megarl.models.rope import apply_rope, rope_table
+from megarl.parallel.upload import upload
 
 
 @dataclass
@@ -32,17 +33,18 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequences:
     """Describe sequences that lie one after another in one row of tokens."""
     longest = max(lengths)
-    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    cu_seqlens = upload(cu_seqlens, device)
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=positions.to(device),
-        slots=(row * longest + positions).to(device),
+        positions=upload(positions, device),
+        slots=upload(row * longest + positions, device),
     )
 
 

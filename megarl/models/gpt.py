@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.models.layer_spec import block_spec
 from megarl.models.rope import rope_frequencies
+from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.groups import Groups
 
 
@@ -51,6 +52,7 @@ def transformer_config(
         recompute: keep only each layer's input and recompute the rest in backward.
         overrides: TransformerConfig fields set as they are, last.
     """
+    enable_gradient_accumulation_fusion()
     layout = groups.train
     fields: dict[str, Any] = dict(
         num_layers=arch.num_layers,
@@ -82,9 +84,9 @@ def transformer_config(
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         calculate_per_token_loss=True,  # gradients are summed: the loss carries its global denominator
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=True,
         masked_softmax_fusion=False,
-        bias_activation_fusion=transformer_engine,
+        bias_activation_fusion=groups.device.type == "cuda",  # compiled: on CPUs that takes longer than it saves
         bias_dropout_fusion=False,
         apply_rope_fusion=transformer_engine,
         # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
@@ -118,8 +120,13 @@ def _keep(weight: Tensor) -> Tensor:
 
 
 def build_chunks(
-    arch: Architecture, config: TransformerConfig, groups: Groups, *, transformer_engine: bool
-) -> list[PolicyModel]:
+    arch: Architecture,
+    config: TransformerConfig,
+    groups: Groups,
+    *,
+    transformer_engine: bool,
+    model_class: type[GPTModel] = PolicyModel,
+) -> list[Any]:
     """This rank's model chunks, on its device, all weights zero."""
     layout, at = groups.train, groups.train.coords(groups.rank)
     chunks = []
@@ -127,7 +134,7 @@ def build_chunks(
         layers = layout.layers(arch.num_layers, at.pp, chunk)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron-Core names every optional package that is not installed
-            model = PolicyModel(
+            model = model_class(
                 config,
                 block_spec(arch, len(layers), transformer_engine=transformer_engine),
                 vocab_size=arch.padded_vocab_size(layout.tp),
@@ -149,6 +156,6 @@ def build_chunks(
     return chunks
 
 
-def named_parameters(chunks: list[PolicyModel]) -> dict[str, Tensor]:
+def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
     """Parameters by the names that `training_placements` uses: "{chunk}.{name in the chunk}"."""
     return {f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}

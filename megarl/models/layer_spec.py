@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -21,11 +18,6 @@ from megarl.models.norm import RMSNorm
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-Core 0.16 asks `is not None`, and forgets to define it where Transformer Engine is not installed
     moe_utils.te_general_gemm = None
-
-
-def transformer_engine_available() -> bool:
-    """Whether Transformer Engine is installed and there is a GPU to run it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(arch: Architecture, num_layers: int, *, transformer_engine: bool) -> TransformerBlockSubmodules:

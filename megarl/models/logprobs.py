@@ -1,17 +1,28 @@
 """Log-probabilities and entropy of labels from hidden states: vocab-parallel, chunked over tokens.
 
-The logits of a chunk are computed, reduced over the tensor-parallel group and dropped; the backward pass computes
-them again. Nothing of size [tokens, vocab] outlives a chunk, in any precision.
+The logits of a chunk are computed, reduced over the tensor-parallel group and dropped. Nothing of size [tokens, vocab]
+outlives a chunk, in any precision. A loss that is a sum over tokens takes its gradient chunk by chunk too, while the
+logits are there (`token_loss`); for any other the backward pass computes them again (`token_log_probs`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megarl.models.softmax import gradient_, statistics
+from megarl.models.weight_gradient import add_weight_gradient
+
+CHUNK_BYTES = 2**29
+"""Logits alive at once. Smaller chunks would add to the weight's gradient, all of it, more often."""
+
+ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
+"""(log-probabilities, entropies, which of the tokens) -> the chunk's part of a loss that is a sum over tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +48,13 @@ def vocab_shard(vocab_size: int, padded: int, group: dist.ProcessGroup) -> Vocab
 
 
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, *, temperature: float, chunk_size: int = 2048
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    *,
+    temperature: float,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each label, and entropy, under softmax(hidden @ weight.T / temperature).
 
@@ -46,83 +63,174 @@ def token_log_probs(
         weight: [vocab / tp, hidden_size].
         labels: int64 [tokens].
         temperature: > 0.
-        chunk_size: tokens whose logits are alive at once.
+        chunk_size: tokens whose logits are alive at once; default: as many as CHUNK_BYTES holds.
 
     Returns:
         log-probabilities and entropies, float32 [tokens], in nats; both differentiable.
     """
-    return _TokenLogProbs.apply(hidden, weight, labels, shard, temperature, chunk_size)
+    return _TokenLogProbs.apply(hidden, _Head(weight, shard, temperature), weight, labels, chunk_size)
+
+
+def token_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    shard: VocabShard,
+    loss: ChunkLoss,
+    *,
+    temperature: float,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """A loss that is a sum over tokens, with its gradient taken in the forward pass: logits are computed once.
+
+    Where Megatron-Core keeps an fp32 gradient buffer (`weight.main_grad`), the weight's gradient is added to it right
+    away, so the loss must be differentiated once and as it is, not scaled.
+
+    Args:
+        loss: called for one chunk after the other; what it returns adds up.
+
+    The other arguments are those of `token_log_probs`, and so are, bit by bit, the log-probabilities.
+    """
+    return _TokenLoss.apply(hidden, _Head(weight, shard, temperature), weight, labels, loss, chunk_size)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The output layer: chunks of hidden states to log-probabilities, and their gradients back."""
+
+    weight: Tensor
+    shard: VocabShard
+    temperature: float
+
+    def parts(self, tokens: int, chunk_size: int | None) -> list[slice]:
+        fit = CHUNK_BYTES // (self.weight.shape[0] * self.weight.element_size())
+        size = chunk_size or max(128, fit // 128 * 128)  # matrix products like multiples of their tiles
+        return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.t()
+
+    def columns(self, labels: Tensor) -> Tensor:
+        """Labels as columns of this shard; outside [0, valid) where another rank has them."""
+        return labels - self.shard.start
+
+    def log_probs(self, logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probabilities of the labels, entropies and normalisers (log sum exp), float32 [chunk]."""
+        valid = self.shard.valid
+        peak, sums = statistics(logits, columns, valid, self.temperature)
+        if self.shard.group.size() > 1:
+            highest = peak.clone()
+            self.all_reduce(highest, dist.ReduceOp.MAX)
+            exp_sum, weighted, label = sums
+            shift = peak - highest
+            own = (columns >= 0) & (columns < valid)
+            sums = torch.stack((exp_sum, weighted + exp_sum * shift, torch.where(own, label + shift, 0.0)))
+            sums[:2] *= shift.exp()
+            self.all_reduce(sums, dist.ReduceOp.SUM)
+            peak = highest
+        log_sum = sums[0].log()
+        return sums[2] - log_sum, log_sum - sums[1] / sums[0], log_sum + peak
+
+    def grad_logits_(
+        self,
+        logits: Tensor,
+        columns: Tensor,
+        normaliser: Tensor,
+        entropy: Tensor,
+        grad_logp: Tensor,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:
+        return gradient_(
+            logits, columns, self.shard.valid, self.temperature, normaliser, entropy, grad_logp, grad_entropy
+        )
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        if self.shard.group.size() > 1:
+            dist.all_reduce(x, op, group=self.shard.group)
 
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, shard: VocabShard, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, head: _Head, weight: Tensor, labels: Tensor, chunk_size: int | None
     ) -> tuple[Tensor, Tensor]:
         logp, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
-        for part in _parts(len(hidden), chunk):
-            logits = _logits(hidden[part], weight, shard, temperature)
-            peak = logits.amax(-1) if shard.valid else logits.new_full((len(logits),), -torch.inf)
-            _all_reduce(peak, shard, dist.ReduceOp.MAX)
-            shifted = logits - peak.unsqueeze(-1)
-            exp = shifted.exp()
-            local, own = _local_labels(labels[part], shard)
-            label_logit = torch.where(own, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
-            # padding columns are -inf with probability 0: 0 * -inf must not become nan
-            weighted = (exp * shifted.clamp_min(-1e30)).sum(-1)
-            sums = torch.stack((exp.sum(-1), weighted, label_logit))
-            _all_reduce(sums, shard, dist.ReduceOp.SUM)
-            log_z = sums[0].log()
-            logp[part] = sums[2] - log_z
-            entropy[part] = log_z - sums[1] / sums[0]
-            normaliser[part] = log_z + peak
-        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
-        ctx.shard, ctx.temperature, ctx.chunk = shard, temperature, chunk
+        columns = head.columns(labels)
+        for part in head.parts(len(hidden), chunk_size):
+            logp[part], entropy[part], normaliser[part] = head.log_probs(head.logits(hidden[part]), columns[part])
+        ctx.save_for_backward(hidden, columns, normaliser, entropy)
+        ctx.head, ctx.chunk_size = head, chunk_size
+        ctx.set_materialize_grads(False)
         return logp, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, columns, normaliser, entropy = ctx.saved_tensors
+        head: _Head = ctx.head
         grad_logp, grad_entropy = grads
-        hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
+        if grad_logp is None:
+            grad_logp = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for part in _parts(len(hidden), ctx.chunk):
-            # d logp[label] / d logit_j = 1[j = label] - p_j;  d entropy / d logit_j = -p_j (log p_j + entropy)
-            log_p = _logits(hidden[part], weight, ctx.shard, ctx.temperature) - normaliser[part].unsqueeze(-1)
-            p = log_p.exp()
-            pull = grad_logp[part].unsqueeze(-1) + grad_entropy[part].unsqueeze(-1) * (
-                log_p.clamp_min(-1e30) + entropy[part].unsqueeze(-1)
+        grad_weight = torch.zeros_like(head.weight, dtype=torch.float32)
+        for part in head.parts(len(hidden), ctx.chunk_size):
+            grad_logits = head.grad_logits_(
+                head.logits(hidden[part]),
+                columns[part],
+                normaliser[part],
+                entropy[part],
+                grad_logp[part],
+                None if grad_entropy is None else grad_entropy[part],
             )
-            grad_logits = -p * pull
-            local, own = _local_labels(labels[part], ctx.shard)
-            grad_logits.scatter_add_(-1, local.unsqueeze(-1), (grad_logp[part] * own).unsqueeze(-1))
-            grad_logits = (grad_logits / ctx.temperature).to(weight.dtype)
-            grad_hidden[part] = grad_logits @ weight
-            grad_weight += (grad_logits.t() @ hidden[part]).float()
-        _all_reduce(grad_hidden, ctx.shard, dist.ReduceOp.SUM)
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            torch.mm(grad_logits, head.weight, out=grad_hidden[part])
+            add_weight_gradient(grad_weight, grad_logits, hidden[part])
+            del grad_logits  # or the next chunk's logits would be a second one
+        head.all_reduce(grad_hidden, dist.ReduceOp.SUM)
+        return grad_hidden, None, grad_weight.to(head.weight.dtype), None, None
 
 
-def _parts(tokens: int, chunk: int) -> list[slice]:
-    return [slice(i, min(i + chunk, tokens)) for i in range(0, tokens, chunk)]
+class _TokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: _Head,
+        weight: Tensor,
+        labels: Tensor,
+        loss: ChunkLoss,
+        chunk_size: int | None,
+    ) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        main_grad: Tensor | None = getattr(weight, "main_grad", None)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if main_grad is None else main_grad
+        columns = head.columns(labels)
+        for part in head.parts(len(hidden), chunk_size):
+            logits = head.logits(hidden[part])
+            logp, entropy, normaliser = head.log_probs(logits, columns[part])
+            with torch.enable_grad():
+                value = loss(logp.requires_grad_(), entropy.requires_grad_(), part)
+                grad_logp, grad_entropy = torch.autograd.grad(
+                    value, (logp, entropy), allow_unused=True, materialize_grads=False
+                )
+            total += value.detach()
+            if grad_logp is None:
+                grad_logp = torch.zeros_like(normaliser)
+            logits = head.grad_logits_(logits, columns[part], normaliser, entropy.detach(), grad_logp, grad_entropy)
+            torch.mm(logits, weight, out=grad_hidden[part])
+            add_weight_gradient(grad_weight, logits, hidden[part])
+            del logits  # or the next chunk's would be a second one
+        head.all_reduce(grad_hidden, dist.ReduceOp.SUM)
+        ctx.weight, ctx.grad_hidden, ctx.grad_weight = weight, grad_hidden, grad_weight if main_grad is None else None
+        return total
 
-
-def _logits(hidden: Tensor, weight: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    """fp32 [chunk, vocab / tp], padding columns at -inf."""
-    logits = (hidden @ weight.t()).float()
-    if temperature != 1.0:
-        logits /= temperature
-    logits[:, shard.valid :] = -torch.inf
-    return logits
-
-
-def _local_labels(labels: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Labels as columns of this shard (0 where another rank has them), and whether this rank has them."""
-    local = labels - shard.start
-    own = (local >= 0) & (local < shard.valid)
-    return torch.where(own, local, 0), own
-
-
-def _all_reduce(x: Tensor, shard: VocabShard, op: dist.ReduceOp.RedOpType) -> None:
-    if shard.group.size() > 1:
-        dist.all_reduce(x, op, group=shard.group)
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        weight: Tensor = ctx.weight
+        if ctx.grad_weight is None:
+            # it has arrived; autograd and Megatron-Core's hooks still want a gradient: zeros that take no memory
+            grad_weight = weight.new_zeros(()).expand_as(weight)
+        else:
+            grad_weight = ctx.grad_weight.mul_(grad_loss).to(weight.dtype)
+        grad_hidden = ctx.grad_hidden.mul_(grad_loss)
+        ctx.grad_hidden = ctx.grad_weight = None
+        return grad_hidden, None, grad_weight, None, None, None

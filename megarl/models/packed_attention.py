@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -38,8 +41,8 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    repeat = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    out = varlen_attn(q.contiguous(), k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0))
+    # torch 2.11's takes fewer key than query heads as they are, later ones want to be told
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    out = varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)
     return out

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
+from megarl.models.kernels import TRITON
 
 
 def rope_frequencies(arch: Architecture, device: torch.device | str) -> Tensor:
@@ -43,6 +44,10 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
         x: [tokens, heads, head_dim].
         cos_sin: [tokens, 2, head_dim / 2], rows of `rope_table` at the tokens' positions.
     """
+    if TRITON and x.is_cuda:
+        from megarl.models import rope_triton
+
+        return rope_triton.apply_rope(x, cos_sin)
     cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megarl.algorithms.policy_loss import LossOutput, TokenBatch
 from megarl.config.schema import ActorRolloutRef, Optim
 from megarl.models.architecture import Architecture
+from megarl.models.kernels import adam_kernels, layer_kernels
 from megarl.parallel.groups import Groups
-from megarl.roles.microbatch import MicroBatch
+from megarl.parallel.upload import upload
 from megarl.roles.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from megarl.roles.policy import Policy
 from megarl.types import Batch
@@ -48,6 +50,7 @@ class Actor(Policy):
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
             overlap_grad_reduce=megatron.overlap_grad_reduce,
+            overlap_param_gather=megatron.overlap_param_gather,
         )
         self._ddp = [
             DistributedDataParallel(
@@ -76,6 +79,7 @@ class Actor(Policy):
                 bf16=self.transformer_config.bf16,
                 params_dtype=self.transformer_config.params_dtype,
                 use_distributed_optimizer=self.config.actor.megatron.use_distributed_optimizer,
+                overlap_param_gather=self.config.actor.megatron.overlap_param_gather,
             ),
             self._ddp,
             use_gloo_process_groups=False,
@@ -94,6 +98,11 @@ class Actor(Policy):
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+    @property
+    def kernels(self) -> str:
+        """What the training step runs on, for people."""
+        return f"{layer_kernels(self.transformer_engine)}, {adam_kernels(Adam)}"
 
     def update(
         self,
@@ -115,37 +124,73 @@ class Actor(Policy):
         Returns:
             the metrics of the whole mini-batch, on every rank.
         """
+        outputs = self.accumulate_gradients(batch, micro_batches, weights, loss, temperature=temperature)
+        grad_norm = self.step_optimizer()
+        metrics = self._reduce(outputs if self._reports else [])
+        metrics["actor/grad_norm"] = grad_norm
+        metrics["actor/lr"] = self.optimizer.param_groups[0]["lr"]
+        return metrics
+
+    def accumulate_gradients(
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        weights: Tensor,
+        loss: Loss,
+        *,
+        temperature: float,
+    ) -> list[LossOutput]:
+        """The gradient of a mini-batch, reduced over data-parallel ranks; `update` without the optimizer's step."""
         for model in self._ddp:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        old_logp, advantages, ref_logp = (
+            None if x is None else upload(x, self.groups.device)
+            for x in (batch.old_logp, batch.advantages, batch.ref_logp)
+        )
+        weights = upload(weights, self.groups.device)
 
-        def last_stage(logp: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, LossOutput]:
-            def at(per_token: Tensor | None) -> Tensor | None:
-                return None if per_token is None else per_token[micro.index].to(logp.device)
-
+        def last_stage(logp: Tensor, entropy: Tensor, index: Tensor) -> tuple[Tensor, LossOutput]:
             out = loss(
                 TokenBatch(
                     logp=logp,
                     entropy=entropy,
-                    weights=weights[micro.index].to(logp.device),
-                    old_logp=at(batch.old_logp),
-                    advantages=at(batch.advantages),
-                    ref_logp=at(batch.ref_logp),
+                    weights=weights[index],
+                    old_logp=None if old_logp is None else old_logp[index],
+                    advantages=None if advantages is None else advantages[index],
+                    ref_logp=None if ref_logp is None else ref_logp[index],
                 )
             )
             return out.loss, out
 
-        outputs: list[LossOutput] = self.run(batch, micro_batches, last_stage, temperature=temperature, train=True)
+        return self.run(batch, micro_batches, last_stage, temperature=temperature, train=True)
+
+    def step_optimizer(self) -> float:
+        """One step along the accumulated gradient; returns its norm before clipping."""
         self.scheduler.step(1)
         ok, grad_norm, _ = self.optimizer.step()
         assert ok, "the optimizer skips a step only when it scales the loss, which is off"
-        metrics = self._reduce(outputs if self._reports else [])
-        metrics["actor/grad_norm"] = float(grad_norm)
-        metrics["actor/lr"] = self.optimizer.param_groups[0]["lr"]
-        return metrics
+        return float(grad_norm)
+
+    def run(self, *args: Any, train: bool, **kwargs: Any) -> list[Any]:
+        """See `Policy.run`."""
+        if not train:
+            self.gather_parameters()
+        return super().run(*args, train=train, **kwargs)
+
+    def gather_parameters(self) -> None:
+        """Fetch what `overlap_param_gather` left to the next training pass; every rank calls it.
+
+        Whatever else reads parameters would find those of before the optimizer's step.
+        """
+        if self.config.actor.megatron.overlap_param_gather:
+            for model in self._ddp:
+                for group in model.bucket_groups + model.expert_parallel_bucket_groups:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     def sharded_training_state(self, *, loading: bool) -> dict[str, Any]:
         """Weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into."""
+        self.gather_parameters()
         weights = self.sharded_state()
         split = self.groups.pgs.dp_cp if self.config.actor.megatron.use_distributed_optimizer else None
         optimizer = sharded_optimizer_state(self.optimizer, weights, split, loading=loading)
@@ -160,15 +205,17 @@ class Actor(Policy):
     def train_chunks(self) -> list[Any]:
         return list(self._ddp)
 
+    def output_weight(self, model: Any) -> Tensor:
+        weight = super().output_weight(model)
+        if self.config.actor.megatron.overlap_param_gather and model in self._ddp:
+            # Megatron-Core waits for parameters as their module is called, and the output layer's never is
+            model.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+        return weight
+
     def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         """Metrics over all micro-batches of all data-parallel ranks."""
-        sums: dict[str, float] = {}
-        maxima: dict[str, float] = {}
-        for out in outputs:
-            for name, value in out.sums.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-            for name, value in out.maxima.items():
-                maxima[name] = max(maxima.get(name, float("-inf")), float(value))
+        sums = _over_chunks([out.sums for out in outputs], lambda values: values.double().sum())
+        maxima = _over_chunks([out.maxima for out in outputs], torch.max)
         total: dict[str, float] = {}
         for rank_sums, rank_maxima in self.groups.all_gather((sums, maxima)):
             for name, value in rank_sums.items():
@@ -176,6 +223,13 @@ class Actor(Policy):
             for name, value in rank_maxima.items():
                 total[name] = max(total.get(name, float("-inf")), value)
         return total
+
+
+def _over_chunks(metrics: Sequence[dict[str, Tensor]], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """One value per metric; the GPU is waited for once, not for each value."""
+    names = sorted({name for of_chunk in metrics for name in of_chunk})
+    values = [reduce(torch.stack([m[name] for m in metrics if name in m])) for name in names]
+    return dict(zip(names, torch.stack(values).tolist(), strict=True)) if names else {}
 
 
 def _finalize_without_token_count(models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.attention import PackedSequences, packed_sequences
+from megarl.parallel.upload import upload
 from megarl.types import Batch
 
 
@@ -22,7 +23,7 @@ class MicroBatch:
         packed: where the sequences lie in the row, or None when each has a row of its own.
         predictors: int64 [R], positions in the flattened [L * B] hidden states that predict the trained tokens.
         labels: int64 [R], those tokens.
-        index: int64 [R] on the CPU, their places in `Batch.tokens`.
+        index: int64 [R], their places in `Batch.tokens`.
     """
 
     tokens: Tensor
@@ -66,10 +67,10 @@ def make_micro_batch(
     # hidden states come as [L, B, hidden]: the predictor of the token at (row, column) is at (column - 1, row)
     flat = (columns - 1) * shape[0] + rows
     return MicroBatch(
-        tokens=tokens.to(device),
-        position_ids=position_ids.to(device),
+        tokens=upload(tokens, device),
+        position_ids=upload(position_ids, device),
         packed=described,
-        predictors=flat[trained].to(device),
-        labels=batch.tokens[source][trained].to(device),
-        index=source[trained],
+        predictors=upload(flat[trained], device),
+        labels=upload(batch.tokens[source][trained], device),
+        index=upload(source[trained], device),
     )

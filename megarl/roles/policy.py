@@ -16,8 +16,8 @@ from torch import Tensor
 from megarl.config.schema import ActorRolloutRef
 from megarl.models.architecture import Architecture
 from megarl.models.gpt import PolicyModel, build_chunks, named_parameters, transformer_config
-from megarl.models.layer_spec import transformer_engine_available
-from megarl.models.logprobs import token_log_probs, vocab_shard
+from megarl.models.kernels import transformer_engine_available
+from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.models.tensors import logical_tensors, training_placements
 from megarl.models.weights import Source, fill
 from megarl.parallel.groups import Groups
@@ -26,8 +26,11 @@ from megarl.types import Batch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-LastStage = Callable[[Tensor, Tensor, MicroBatch], Any]
-"""(log-probs [R], entropies [R], micro-batch) -> what the pass collects; when training, (loss, collected)."""
+LastStage = Callable[[Tensor, Tensor, Tensor], Any]
+"""(log-probs [R], entropies [R], their places in the batch [R]) -> what the pass collects.
+
+When training it is called for one chunk of a micro-batch after the other and returns (loss, collected), where losses
+add up."""
 
 
 class Policy:
@@ -77,16 +80,17 @@ class Policy:
                 same packing gives the same bits, so that the first ratio is exactly 1.
         """
 
-        def collect(logp: Tensor, entropy: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        def collect(logp: Tensor, entropy: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
             del entropy
-            return micro.index, logp.detach().cpu()
+            return index, logp
 
-        out = torch.zeros(len(batch.tokens))
         with torch.no_grad():
             collected = self.run(batch, micro_batches, collect, temperature=temperature, train=False)
+        out = torch.zeros(len(batch.tokens), device=self.groups.device)
         if self._reports:
             for index, logp in collected:
                 out[index] = logp
+        out = out.cpu()
         dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
         return out
 
@@ -102,7 +106,7 @@ class Policy:
         """Megatron-Core's 1F1B (or interleaved) schedule over micro-batches.
 
         Returns:
-            what `last_stage` collected per micro-batch; empty on the other stages.
+            what `last_stage` collected, in order; empty on the other stages.
         """
         pad = self.groups.train.tp if self.transformer_config.sequence_parallel else 1
         packed = self.config.model.use_remove_padding
@@ -115,7 +119,7 @@ class Policy:
             model.train(train)
         schedule = get_forward_backward_func(self.groups.train.pp, self._virtual_size)
         interleaved = self.groups.train.chunks > 1
-        return schedule(
+        collected = schedule(
             forward_step_func=partial(self._forward_step, last_stage, temperature, train),
             data_iterator=[iter(inputs) for _ in models] if interleaved else iter(inputs),
             model=models if interleaved else models[0],
@@ -127,6 +131,7 @@ class Policy:
             p2p_communicator=P2PCommunicator(self.groups.pgs.pp, self.transformer_config),
             pg_collection=self.groups.pgs,
         )
+        return [of_chunk for of_micro_batch in collected for of_chunk in of_micro_batch] if train else collected
 
     def sharded_state(self, prefix: str = "") -> dict[str, Any]:
         """The weights as Megatron-Core's sharded state dict; `prefix` tells several models in a checkpoint apart."""
@@ -142,6 +147,11 @@ class Policy:
         """The modules that a training pass goes through."""
         return list(self.chunks)
 
+    def output_weight(self, model: Any) -> Tensor:
+        """[vocab / tp, hidden], of a chunk of the last stage, as itself or as it is trained."""
+        policy: PolicyModel = getattr(model, "module", model)
+        return policy.output_weight
+
     @property
     def _virtual_size(self) -> int | None:
         return self.groups.train.chunks if self.groups.train.chunks > 1 else None
@@ -153,23 +163,27 @@ class Policy:
         hidden = model(micro.tokens, micro.position_ids, None, packed_seq_params=micro.packed)
 
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
-            logp, entropy = self._token_log_probs(model, hidden, micro, temperature)
+            head = self._predictors(hidden, micro), self.output_weight(model), micro.labels, self._shard
             if non_loss_data:
-                return last_stage(logp, entropy, micro)
-            loss, collected = last_stage(logp, entropy, micro)
+                return last_stage(*token_log_probs(*head, temperature=temperature), micro.index)
+            collected = []
+
+            def chunk_loss(logp: Tensor, entropy: Tensor, part: slice) -> Tensor:
+                loss, of_chunk = last_stage(logp, entropy, micro.index[part])
+                collected.append(of_chunk)
+                return loss
+
+            loss = token_loss(*head, chunk_loss, temperature=temperature)
             # the weights carry the denominator, so the number of tokens plays no part
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), collected
 
         return hidden, finish
 
-    def _token_log_probs(
-        self, model: Any, hidden: Tensor, micro: MicroBatch, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        policy: PolicyModel = getattr(model, "module", model)
+    def _predictors(self, hidden: Tensor, micro: MicroBatch) -> Tensor:
+        """[L (/ tp), B, hidden] -> [R, hidden], the states that predict the trained tokens."""
         if self.transformer_config.sequence_parallel:
             # the gradient of the log-probs is already complete on every rank: split it, do not reduce it
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.groups.pgs.tp
             )
-        predictors = hidden.flatten(0, 1)[micro.predictors]
-        return token_log_probs(predictors, policy.output_weight, micro.labels, self._shard, temperature=temperature)
+        return hidden.flatten(0, 1).index_select(0, micro.predictors)  # its gradient needs no sorting

@@ -13,6 +13,7 @@ class Reference(Policy):
 
     def __init__(self, actor: Actor) -> None:
         super().__init__(actor.config, actor.arch, actor.groups)
+        actor.gather_parameters()
         theirs = actor.parameters()
         with torch.no_grad():
             for name, parameter in self.parameters().items():

@@ -34,6 +34,9 @@ def _check_layouts(config: Config) -> None:
     generation_layout(config)
     if layout.chunks > 1 and layout.pp == 1:
         raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
+        raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
 
 
 def _check_batches(config: Config) -> None:

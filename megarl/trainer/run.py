@@ -42,12 +42,11 @@ def run(inputs: Inputs) -> None:
 
 def _start_line(inputs: Inputs, groups: Groups, trainer: PPOTrainer) -> str:
     train, generation = groups.train, groups.generation
-    kernels = "Transformer Engine" if trainer.actor.transformer_engine else "torch"
     chunks = f" x {train.chunks} chunks" if train.chunks > 1 else ""
     moved = trainer.hybrid.resharder.statistics
     return (
         f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}, generation TP{generation.tp} x "
         f"{generation.replicas} replicas on {train.world_size} {groups.device.type} ranks; {inputs.arch.family} with "
-        f"{kernels} layers, {inputs.config.actor_rollout_ref.rollout.name} engine; a reshard moves "
+        f"{trainer.actor.kernels}, {inputs.config.actor_rollout_ref.rollout.name} engine; a reshard moves "
         f"{(moved.local + moved.received) / 2**20:.1f} MiB per rank, {moved.received / 2**20:.1f} MiB from others"
     )
