@@ -16,9 +16,10 @@ from reference_plan import reference_plan
 from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.tensors import engine_placements, training_placements
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.models.tensors import engine_placements, logical_tensors, training_placements, volume
+from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
+from megarl.reshard.traffic import Traffic, reshard_traffic
 from megarl.reshard.views import StridedView, view_of
 
 
@@ -63,7 +64,11 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         arch=arch,
         train=train,
-        generation=GenerationLayout(world_size=world, tp=generation_tp),
+        generation=GenerationLayout(
+            world_size=world,
+            tp=generation_tp,
+            stride=closest_stride(train, generation_tp) if draw(st.booleans()) else 1,
+        ),
         transformer_engine=draw(st.booleans()),
         block=train.model_ranks(draw(st.integers(0, world - 1))),
     )
@@ -95,6 +100,44 @@ def test_the_plan_is_that_of_planning_every_layer_and_expert(case: Case) -> None
         every = reference_plan(case.arch, case.train, case.generation, rank, transformer_engine=case.transformer_engine)
         assert plan == every
         assert (list(plan.sends), list(plan.receives)) == (list(every.sends), list(every.receives))
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
+    for rank, plan in case.plans().items():
+        moved = reshard_traffic(
+            case.arch, case.train, case.generation, rank, transformer_engine=case.transformer_engine
+        )
+        sent, received = (
+            [piece for pieces in side.values() for piece in pieces] for side in (plan.sends, plan.receives)
+        )
+        volumes = (sum(volume(piece.box) for piece in pieces) for pieces in (plan.local, sent, received))
+        assert moved == Traffic(**dict(zip(("local", "sent", "received"), volumes, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "generation_tp", "received", "received_by_neighbours"),  # parts of the model; the rank with most
+    [(4, 1, 2, 1 / 4, 1 / 2), (8, 1, 2, 3 / 8, 1 / 2), (8, 1, 4, 1 / 8, 1 / 4), (8, 2, 4, 3 / 16, 1 / 4)],
+)
+def test_strided_replicas_receive_what_they_do_not_hold(
+    tp: int, pp: int, generation_tp: int, received: float, received_by_neighbours: float
+) -> None:
+    heads = dict(num_attention_heads=16, num_key_value_heads=8)
+    arch = architecture(num_layers=8, vocab_size=8, hidden_size=64, ffn_hidden_size=64, **heads)
+    train = TrainLayout(world_size=tp * pp, tp=tp, pp=pp)
+    sharded = sum(volume(t.box) for t in logical_tensors(arch).values() if t.kind == "matrix")
+    norms = sum(volume(t.box) for t in logical_tensors(arch).values() if t.kind == "norm")
+
+    def most(stride: int) -> int:
+        generation = GenerationLayout(world_size=tp * pp, tp=generation_tp, stride=stride)
+        return max(
+            reshard_traffic(arch, train, generation, rank, transformer_engine=True).received for rank in range(tp * pp)
+        )
+
+    stage = 64 * 8 / sharded  # the embedding, or the output layer, makes the first and last stage larger
+    assert most(closest_stride(train, generation_tp)) == pytest.approx(received * sharded, rel=stage, abs=norms)
+    assert most(1) == pytest.approx(received_by_neighbours * sharded, abs=norms)
 
 
 @settings(max_examples=60, deadline=None)
