@@ -22,12 +22,10 @@ from itertools import groupby
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import Box, Placement, engine_placements, intersect, training_placements, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.repeat import RepeatedPlacement, layer_of, of_expert
+from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
 
 Holders = dict[str, dict[Box, dict[int, Placement]]]
 """Logical tensor -> distinct source box -> rank that holds it -> where."""
-
-_FIRST_EXPERT = (0,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,29 +76,6 @@ class Plan:
     receives: dict[int, tuple[Piece, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Repetitions:
-    """How often what is planned once occurs.
-
-    Attributes:
-        layers: in each model chunk.
-        experts: in each layer.
-    """
-
-    layers: int
-    experts: int
-
-    def of(self, tensor: str) -> int:
-        """Tensors that the one of this name stands for."""
-        return (1 if layer_of(tensor) is None else self.layers) * (self.experts if of_expert(tensor) else 1)
-
-
-def repetitions(arch: Architecture, train: TrainLayout) -> Repetitions:
-    return Repetitions(
-        layers=arch.num_layers // (train.pp * train.chunks), experts=arch.moe.num_experts if arch.moe else 1
-    )
-
-
 def plan_reshard(
     arch: Architecture,
     train: TrainLayout,
@@ -121,7 +96,7 @@ def plan_reshard(
     sends: defaultdict[int, list[Piece]] = defaultdict(list)
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
     steps = plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows)
-    for piece in _repeat(steps, repetitions(arch, train)):
+    for piece in _repeat(steps, repetitions(arch, chunks=train.pp * train.chunks)):
         if piece.source_rank == piece.destination_rank:
             local.append(piece)
         elif piece.destination_rank == rank:
@@ -169,13 +144,13 @@ def plan_once(
     first_layers = {train.layers(arch.num_layers, pp, chunk)[0] for pp, chunk in chunks}
     wanted = {
         g: _by_tensor(
-            engine_placements(arch, generation.tp, g, vocab_rows=vocab_rows, layers=first_layers, experts=_FIRST_EXPERT)
+            engine_placements(arch, generation.tp, g, vocab_rows=vocab_rows, layers=first_layers, experts=FIRST_EXPERT)
         )
         for g in set(engine_rank.values())
     }
     held_by_block = {
         r: training_placements(
-            arch, train, r, transformer_engine=transformer_engine, layers=first_layers, experts=_FIRST_EXPERT
+            arch, train, r, transformer_engine=transformer_engine, layers=first_layers, experts=FIRST_EXPERT
         )
         for r in block
     }

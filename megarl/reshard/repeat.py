@@ -6,8 +6,13 @@ Planning looks at the first layer of every model chunk and at the first expert; 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
+from megarl.models.architecture import Architecture
 from megarl.models.tensors import Placement
+
+FIRST_EXPERT = (0,)
+"""The experts that are looked at."""
 
 _LAYER, _EXPERT = re.compile(r"\blayers\.(\d+)\."), re.compile(r"experts\.(\d+)\.")
 
@@ -21,6 +26,28 @@ def layer_of(name: str) -> int | None:
 def of_expert(name: str) -> bool:
     """Whether the tensor or parameter is one expert's own."""
     return _EXPERT.search(name) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetitions:
+    """How often what is planned once occurs.
+
+    Attributes:
+        layers: in each model chunk.
+        experts: in each layer.
+    """
+
+    layers: int
+    experts: int
+
+    def of(self, tensor: str) -> int:
+        """Tensors that the one of this name stands for."""
+        return (1 if layer_of(tensor) is None else self.layers) * (self.experts if of_expert(tensor) else 1)
+
+
+def repetitions(arch: Architecture, chunks: int = 1) -> Repetitions:
+    """Those of a model that is cut into equal chunks."""
+    return Repetitions(layers=arch.num_layers // chunks, experts=arch.moe.num_experts if arch.moe else 1)
 
 
 class RepeatedPlacement:

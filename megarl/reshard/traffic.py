@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.plan import plan_once, repetitions
+from megarl.reshard.plan import plan_once
+from megarl.reshard.repeat import repetitions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +18,12 @@ class Traffic:
 
     Attributes:
         local: copied within the rank.
-        sent, received: to and from other ranks.
+        sent, received: by the other rank, to and from which.
     """
 
     local: int
-    sent: int
-    received: int
+    sent: Counter[int]
+    received: Counter[int]
 
 
 def reshard_traffic(
@@ -34,15 +36,15 @@ def reshard_traffic(
     vocab_rows: int | None = None,
 ) -> Traffic:
     """The elements of the pieces of `plan_reshard`, whose arguments these are."""
-    times = repetitions(arch, train)
-    local = sent = received = 0
+    times = repetitions(arch, chunks=train.pp * train.chunks)
+    local, sent, received = 0, Counter[int](), Counter[int]()
     for step in plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows):
         for piece in step.pieces:
             elements = times.of(step.tensor) * volume(piece.box)
             if piece.source_rank == piece.destination_rank:
                 local += elements
             elif piece.destination_rank == rank:
-                received += elements
+                received[piece.source_rank] += elements
             else:
-                sent += elements
+                sent[piece.destination_rank] += elements
     return Traffic(local=local, sent=sent, received=received)
