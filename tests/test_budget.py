@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
@@ -18,8 +19,9 @@ from megarl.hybrid.budget import (
     layer_activations,
     layers_in_flight,
     reshard_buffers,
+    what_does_not_fit,
 )
-from megarl.hybrid.job import active_parameter_count, engine_elements, parameter_count, training_elements
+from megarl.hybrid.job import Job, active_parameter_count, engine_elements, parameter_count, training_elements
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import engine_placements, logical_tensors, training_placements, volume
 from megarl.parallel.layout import TrainLayout
@@ -90,6 +92,8 @@ def test_switches() -> None:
     per_token = 2 * 4096 + 5120 + 21_504
     recomputed = update(model__enable_gradient_checkpointing=True)
     assert recomputed["activations"] == 2 * 8192 * (2 * 16 * 2048 + per_token)
+    unfused = update(actor__megatron__transformer_engine="off")["activations"]
+    assert unfused == pytest.approx(2.1 * update()["activations"])
     assert update(model__dtype="float32")["optimizer state"] == 8 * FIRST_STAGE // 2
     assert update(actor__megatron__use_distributed_optimizer=False)["optimizer state"] == 12 * FIRST_STAGE
     assert update(actor__use_kl_loss=True)["reference weights"] == 2 * FIRST_STAGE
@@ -120,6 +124,25 @@ def test_kv_caches() -> None:
     none = kv_cache(job(rollout__gpu_memory_utilization=0.05), H200)
     assert (none.bytes, none.tokens, none.sequences) == (0, 0, 0)
     assert kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) == 2 * 94 * 128 * 2  # a KV head on two ranks
+
+
+def test_what_does_not_fit() -> None:
+    def said(considered: Job, memory: float) -> list[str]:
+        accelerator = replace(H200, memory=memory)
+        stages = budget(considered, accelerator, moved=1)
+        return list(what_does_not_fit(considered, accelerator, stages, kv_cache(considered, accelerator)))
+
+    assert said(job(), 139 * GIB) == []
+    tight = job(rollout__gpu_memory_utilization=0.9)
+    missing = 4 + (2 + 4 + 6) * FIRST_STAGE / GIB + 0.9 * 80 - 80
+    (line,) = said(tight, 80 * GIB)
+    found = float(line.removeprefix("generation needs ").split()[0])
+    assert found == pytest.approx(missing, abs=0.02)
+    assert line.endswith(" GiB more than the 80.00 GiB of a GPU of pipeline stage 2")
+    assert said(job(rollout__gpu_memory_utilization=0.06), 139 * GIB) == [
+        "the KV cache has no room for one sequence of 4096 tokens; raise rollout.gpu_memory_utilization or "
+        "rollout.tensor_model_parallel_size"
+    ]
 
 
 def test_reshard_buffers() -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megarl.config import load_config
 from megarl.hybrid.accelerator import H200, Accelerator
-from megarl.hybrid.budget import KVCache, StageBudget, budget, kv_cache
+from megarl.hybrid.budget import KVCache, StageBudget, budget, kv_cache, what_does_not_fit
 from megarl.hybrid.job import Job, parameter_count
 from megarl.hybrid.prediction import Lengths, layout_warnings, reshard_of_some_ranks, step_seconds
 from megarl.reshard.traffic import Traffic
@@ -78,7 +78,10 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console.print(_assumptions(job, accelerator, lengths))
     for line in layout_warnings(job, lengths, cache):
         console.print(f"warning: {line}")
-    return _verdict(stages, accelerator, console)
+    too_much = list(what_does_not_fit(job, accelerator, stages, cache))
+    for line in too_much:
+        console.print(f"does not fit: {line}")
+    return 1 if too_much else 0
 
 
 def bytes_of(text: str) -> float:
@@ -193,19 +196,6 @@ def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
         f"{accelerator.peer_rate / 1e9:g} GB/s from the node's GPUs, {accelerator.network_rate / 1e9:g} GB/s from "
         f"other nodes. reshard and generate are lower bounds."
     )
-
-
-def _verdict(stages: Sequence[StageBudget], accelerator: Accelerator, console: Console) -> int:
-    stage = max(stages, key=lambda stage: stage.peak)
-    missing = stage.peak - accelerator.memory
-    if missing <= 0:
-        return 0
-    phase = max(stage.phases, key=stage.total)
-    console.print(
-        f"does not fit: {phase} needs {size(missing)} more than the {size(accelerator.memory)} of a GPU of pipeline "
-        f"stage {stage.stage + 1}",
-    )
-    return 1
 
 
 def _time(seconds: float) -> str:

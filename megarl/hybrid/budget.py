@@ -13,11 +13,12 @@ matrix, SwiGLU, grouped queries). A layer keeps for the backward pass, in elemen
     experts   k (2 h + 3 ffn / t)   of k experts per token, in place of the MLP, with their inputs and outputs
 
 The 34 h bytes of the paper are this with q = kv = h, 2-byte elements and, for a GeLU MLP of width 4 h, 2 x 4 h in place
-of 3 ffn, plus 2 h of dropout masks.
+of 3 ffn, plus 2 h of dropout masks. They are an estimate for Transformer Engine's fused kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.hybrid.accelerator import Accelerator
@@ -25,6 +26,8 @@ from megarl.hybrid.job import Job, engine_elements, training_elements
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import heads_on_rank
 
+UNFUSED = 2.1
+"""Times as much that torch's layers keep: 1.9 in fp32, 2.1 in bf16, counted over autograd's saved tensors."""
 LOGITS_CHUNK = 2048
 """Tokens whose logits are alive at once: the default of `megarl.models.logprobs.token_log_probs`."""
 LOGITS_COPIES = 5
@@ -83,6 +86,24 @@ def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudge
     return [_stage_budget(job, accelerator, stage, moved) for stage in range(job.train.pp)]
 
 
+def what_does_not_fit(
+    job: Job, accelerator: Accelerator, stages: Sequence[StageBudget], cache: KVCache
+) -> Iterator[str]:
+    """What the memory is too small for, one line each."""
+    stage = max(stages, key=lambda stage: stage.peak)
+    if stage.peak > accelerator.memory:
+        phase = max(stage.phases, key=stage.total)
+        yield (
+            f"{phase} needs {(stage.peak - accelerator.memory) / 2**30:.2f} GiB more than the "
+            f"{accelerator.memory / 2**30:.2f} GiB of a GPU of pipeline stage {stage.stage + 1}"
+        )
+    if cache.sequences == 0:
+        yield (
+            f"the KV cache has no room for one sequence of {job.max_model_len} tokens; raise "
+            "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
+        )
+
+
 def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int) -> StageBudget:
     resident = {"CUDA context, NCCL": int(accelerator.runtime)} | _training_state(job, stage)
     weights = {"engine weights": job.itemsize * engine_elements(job.arch, job.generation.tp)}
@@ -138,12 +159,13 @@ def layers_in_flight(job: Job, stage: int) -> int:
 
 
 def _forward_and_backward(job: Job, stage: int) -> Items:
-    tp, sequence_parallel = job.train.tp, job.sequence_parallel
-    layer = layer_activations(job.arch, tp=tp, sequence_parallel=sequence_parallel)
-    alive = layers_in_flight(job, stage)
-    if job.config.actor_rollout_ref.model.enable_gradient_checkpointing:
+    config, alive = job.config.actor_rollout_ref, layers_in_flight(job, stage)
+    layer = layer_activations(job.arch, tp=job.train.tp, sequence_parallel=job.sequence_parallel)
+    if config.actor.megatron.transformer_engine == "off":
+        layer *= UNFUSED
+    if config.model.enable_gradient_checkpointing:
         # every layer's input, and all of the layer that is being recomputed
-        kept = alive * job.arch.hidden_size / (tp if sequence_parallel else 1) + layer
+        kept = alive * job.arch.hidden_size / (job.train.tp if job.sequence_parallel else 1) + layer
     else:
         kept = alive * layer
     items = {"activations": int(job.itemsize * job.micro_batch_tokens * kept)}

@@ -156,12 +156,7 @@ def layout_warnings(job: Job, lengths: Lengths, cache: KVCache) -> list[str]:
             f"{generation.replicas} generation replicas share data.train_batch_size = "
             f"{job.config.data.train_batch_size} prompts: some have none"
         )
-    if cache.sequences == 0:
-        said.append(
-            f"no sequence of {job.max_model_len} tokens fits into the KV cache; raise rollout.gpu_memory_utilization "
-            "or rollout.tensor_model_parallel_size"
-        )
-    elif cache.sequences < rollout.max_num_seqs:
+    if 0 < cache.sequences < rollout.max_num_seqs:
         said.append(
             f"the KV cache holds {cache.sequences} sequences of {job.max_model_len} tokens, fewer than "
             f"rollout.max_num_seqs = {rollout.max_num_seqs}"

@@ -13,11 +13,10 @@ others are their copies (`megarl.reshard.repeat`).
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import Box, Placement, engine_placements, intersect, training_placements, volume
@@ -140,7 +139,7 @@ def plan_once(
     assert train.world_size == generation.world_size, "both layouts are of the same ranks"
     block = train.model_ranks(rank)
     engine_rank = {r: generation.coords(r).tp for r in block}
-    chunks = itertools.product(range(train.pp), range(train.chunks))
+    chunks = product(range(train.pp), range(train.chunks))
     first_layers = {train.layers(arch.num_layers, pp, chunk)[0] for pp, chunk in chunks}
     wanted = {
         g: _by_tensor(
