@@ -84,9 +84,16 @@ def test_refusals_are_those_of_train(words: list[str], said: str, capsys: pytest
     assert err.startswith(f"megarl: error: {said}")
 
 
+def test_an_option_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", QUICKSTART, "--gpu", "8", "--nproc", "2"])
+    assert left.value.code == 2
+    assert "megarl" in capsys.readouterr().err
+
+
 def test_sizes() -> None:
     assert (bytes_of("141GiB"), bytes_of("80GB"), bytes_of("1.5 kib")) == (141 * 2**30, 80e9, 1536)
-    for wrong in ("", "GB", "1.2.3GB", "80GX"):
-        with pytest.raises(argparse.ArgumentTypeError, match="is no size; write 80GB or 141GiB"):
+    for wrong, said in (("GB", "size"), ("80GX", "size"), ("1.2.3GB", "number above 0"), ("0GB", "number above 0")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"is no {said}"):
             bytes_of(wrong)
     assert [size(n) for n in (0, 1023, 2048, 3 * 2**20, 1.5 * 2**30)] == ["0 B", "1023 B", "2 KiB", "3 MiB", "1.50 GiB"]

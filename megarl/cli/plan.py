@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-rate", type=bytes_of, help="bytes/s from the GPU's memory, such as 4.2TB")
     parser.add_argument("--peer-rate", type=bytes_of, help="bytes/s from a GPU of the same node, such as 374GB")
     parser.add_argument("--network-rate", type=bytes_of, help="bytes/s per GPU from another node, such as 50GB")
-    parser.add_argument("--tflops", type=float, help="peak of dense matrix products in the model's dtype")
-    parser.add_argument("--mfu", type=float, help=f"part of it that training reaches; default {H200.mfu}")
-    parser.add_argument("--prompt-tokens", type=float, help="mean; default data.max_prompt_length")
-    parser.add_argument("--response-tokens", type=float, help="mean; default data.max_response_length")
+    parser.add_argument("--tflops", type=positive, help="peak of dense matrix products in the model's dtype")
+    parser.add_argument("--mfu", type=positive, help=f"part of it that training reaches; default {H200.mfu}")
+    parser.add_argument("--prompt-tokens", type=positive, help="mean; default data.max_prompt_length")
+    parser.add_argument("--response-tokens", type=positive, help="mean; default data.max_response_length")
 
 
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     cache = kv_cache(job, accelerator)
     stages = budget(job, accelerator, moved=job.itemsize * max(moved.received.total() for moved in traffic.values()))
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(_headline(job))
     console.print(_memory_table(stages, accelerator))
     console.print(_cache_line(job, cache))
@@ -85,11 +85,22 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def bytes_of(text: str) -> float:
-    """ "141GiB" -> 151397597184.0; raises ArgumentTypeError for what is no size."""
+    """Bytes that a text such as 141GiB or 80GB names; raises ArgumentTypeError for what is no size."""
     found = re.fullmatch(r"([0-9.]+) *([a-zA-Z]*)", text)
-    if not found or found[2].upper() not in UNITS or found[1].count(".") > 1:
+    if not found or found[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"'{text}' is no size; write 80GB or 141GiB")
-    return float(found[1]) * UNITS[found[2].upper()]
+    return positive(found[1]) * UNITS[found[2].upper()]
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
+    return number
 
 
 def size(n: float) -> str:
@@ -104,7 +115,7 @@ def size(n: float) -> str:
 def _ranks(gpus: int | None, per_node: int) -> list[str]:
     if gpus is None:
         return []
-    if gpus > per_node and gpus % per_node:
+    if per_node < 1 or (gpus > per_node and gpus % per_node):
         raise ValueError(f"--gpus {gpus} is no multiple of {per_node}; set --gpus-per-node")
     return [f"trainer.nnodes={max(1, gpus // per_node)}", f"trainer.n_gpus_per_node={min(gpus, per_node)}"]
 
