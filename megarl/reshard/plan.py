@@ -13,8 +13,10 @@ others are their copies (`megarl.reshard.repeat`).
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, product
 
@@ -95,13 +97,14 @@ def plan_reshard(
     sends: defaultdict[int, list[Piece]] = defaultdict(list)
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
     steps = plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows)
-    for piece in _repeat(steps, repetitions(arch, chunks=train.pp * train.chunks)):
-        if piece.source_rank == piece.destination_rank:
-            local.append(piece)
-        elif piece.destination_rank == rank:
-            receives[piece.source_rank].append(piece)
-        else:
-            sends[piece.destination_rank].append(piece)
+    with _garbage_collection_paused():
+        for piece in _repeat(steps, repetitions(arch, chunks=train.pp * train.chunks)):
+            if piece.source_rank == piece.destination_rank:
+                local.append(piece)
+            elif piece.destination_rank == rank:
+                receives[piece.source_rank].append(piece)
+            else:
+                sends[piece.destination_rank].append(piece)
     return Plan(
         local=tuple(local),
         sends={peer: tuple(sends[peer]) for peer in sorted(sends)},
@@ -172,6 +175,19 @@ def plan_once(
             steps.append(Step(tensor=tensor, first_holder=first_holder, pieces=pieces))
     _check_coverage(wanted[engine_rank[rank]], (p for s in steps for p in s.pieces if p.destination_rank == rank))
     return steps
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """A large model has 200,000 pieces: the collector would walk all objects of the process again and again meanwhile,
+    and take as long as the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _repeat(steps: Iterable[Step], times: Repetitions) -> Iterator[Piece]:
