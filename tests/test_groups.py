@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from ranks import Ranks
 
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
 
 def _groups_of(train: TrainLayout, generation: GenerationLayout) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def _groups_of(train: TrainLayout, generation: GenerationLayout) -> dict[str, An
 @pytest.mark.parametrize(("tp", "pp", "dp", "gen_tp"), [(2, 2, 1, 4), (2, 1, 2, 2), (1, 2, 2, 1), (4, 1, 1, 2)])
 def test_ranks_are_where_megatron_puts_them(ranks: Ranks, tp: int, pp: int, dp: int, gen_tp: int) -> None:
     world = tp * pp * dp
-    train, generation = TrainLayout(world_size=world, tp=tp, pp=pp), GenerationLayout(world_size=world, tp=gen_tp)
+    train = TrainLayout(world_size=world, tp=tp, pp=pp)
+    generation = GenerationLayout(world_size=world, tp=gen_tp, stride=closest_stride(train, gen_tp))
     for rank, found in enumerate(ranks.run(world, _groups_of, train, generation)):
         at = train.coords(rank)
         assert train.rank(tp=at.tp, dp=at.dp, pp=at.pp) == rank
@@ -35,6 +36,15 @@ def test_ranks_are_where_megatron_puts_them(ranks: Ranks, tp: int, pp: int, dp: 
         assert tuple(found["mp"]) == train.model_ranks(rank)
         assert tuple(found["generation"]) == generation.ranks(generation.coords(rank).replica)
         assert found["everybody"] == list(range(world))
+
+
+def test_strided_replicas() -> None:
+    train = TrainLayout(world_size=8, tp=4, pp=2)
+    layout = GenerationLayout(world_size=8, tp=2, stride=closest_stride(train, 2))
+    assert [layout.ranks(i) for i in range(layout.replicas)] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert [layout.coords(rank).tp for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [layout.coords(rank).replica for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert [closest_stride(train, tp) for tp in (1, 2, 3, 4, 8)] == [4, 2, 1, 1, 1]
 
 
 def test_every_layer_is_on_one_stage() -> None:

@@ -102,7 +102,7 @@ def _deviation(which: str) -> tuple[float, float]:
         return updates[0]["actor/ratio_max_deviation"], updates[1]["actor/ratio_max_deviation"]
 
 
-@pytest.mark.parametrize("which", ["auto", "off"])
+@pytest.mark.parametrize("which", ["auto", "none"])
 def test_first_ratio_is_exactly_one(ranks: Ranks, which: str) -> None:
     first, second = ranks.run(1, _deviation, which)[0]
     assert first == 0.0 and second > 0.0

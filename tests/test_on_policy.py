@@ -104,6 +104,7 @@ def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: 
         Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
         Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
         Case(tp=2, dp=2, gen_tp=1, config={**_engine_config(1), **OVERLAP}),
+        Case(tp=4, gen_tp=2, config=_engine_config(2)),
     ]
     wanted = None
     for case in cases:

@@ -34,6 +34,13 @@ TORCH_FREE = [
     "checkpoint/huggingface_folder.py",
     "checkpoint/safetensors_file.py",
     "checkpoint/file_slice.py",
+    "reshard/plan.py",
+    "reshard/repeat.py",
+    "reshard/traffic.py",
+    "hybrid/accelerator.py",
+    "hybrid/job.py",
+    "hybrid/budget.py",
+    "hybrid/prediction.py",
 ]
 
 

@@ -79,14 +79,13 @@ def actor_in(case: Case, arch: Architecture = ARCH, dtype: str = "float32") -> I
     from megarl.config.schema import ActorRolloutRef
     from megarl.models.weights import random_source
     from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.parallel.layout import GenerationLayout, TrainLayout
+    from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
     from megarl.roles.actor import Actor
 
     world = dist.get_world_size()
-    groups = build_groups(
-        TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks),
-        GenerationLayout(world_size=world, tp=case.gen_tp),
-    )
+    train = TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks)
+    stride = closest_stride(train, case.gen_tp)
+    groups = build_groups(train, GenerationLayout(world_size=world, tp=case.gen_tp, stride=stride))
     config = ActorRolloutRef.model_validate(
         {
             "model": {"dtype": dtype, "use_remove_padding": case.packed},

@@ -136,7 +136,7 @@ class Megatron(Section):
         description="fetch the other ranks' updated parameters while the next forward pass runs; needs "
         "use_distributed_optimizer and overlap_grad_reduce",
     )
-    transformer_engine: Literal["auto", "off"] = Field(
+    transformer_engine: Literal["auto", "none"] = Field(
         "auto", description="auto uses Transformer Engine's layers on GPUs when it is installed"
     )
     override_transformer_config: dict[str, Any] = Field(

@@ -14,7 +14,8 @@ particular boxes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
@@ -22,6 +23,9 @@ from megarl.parallel.layout import TrainLayout
 
 Box = tuple[tuple[int, int], ...]
 """Half-open interval per logical axis."""
+
+EVERY = range(sys.maxsize)
+"""All layers, or all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class LogicalTensor:
         return tuple((0, n) for n in self.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where a rank holds a box of a logical tensor.
 
@@ -157,12 +161,19 @@ def _mlp_leaves(arch: Architecture, expert: int | None) -> tuple[str, str, str]:
 
 
 def training_placements(
-    arch: Architecture, layout: TrainLayout, rank: int, *, transformer_engine: bool
+    arch: Architecture,
+    layout: TrainLayout,
+    rank: int,
+    *,
+    transformer_engine: bool,
+    layers: Container[int] = EVERY,
+    experts: Container[int] = EVERY,
 ) -> Iterator[Placement]:
     """What a rank of the training layout holds, in the names of its `GPTModel` chunks ("{chunk}.decoder...").
 
     Args:
         transformer_engine: whether the norms are fused into the linear layers, as Transformer Engine's spec does.
+        layers, experts: leave the others out.
     """
     at = layout.coords(rank)
     vocab_rows = arch.padded_vocab_size(layout.tp) // layout.tp
@@ -172,8 +183,9 @@ def training_placements(
         if first:
             yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", vocab_rows, at.tp)
         for local, layer in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
-            prefix = f"{chunk}.decoder.layers.{local}."
-            yield from _megatron_layer(arch, layer, prefix, layout.tp, at.tp, transformer_engine)
+            if layer in layers:
+                prefix = f"{chunk}.decoder.layers.{local}."
+                yield from _megatron_layer(arch, layer, prefix, layout.tp, at.tp, transformer_engine, experts)
         if last:
             yield _whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
         if tied_copy or (last and not arch.tie_word_embeddings):
@@ -182,7 +194,13 @@ def training_placements(
 
 
 def _megatron_layer(
-    arch: Architecture, layer: int, prefix: str, tp: int, r: int, transformer_engine: bool
+    arch: Architecture,
+    layer: int,
+    prefix: str,
+    tp: int,
+    r: int,
+    transformer_engine: bool,
+    experts: Container[int],
 ) -> Iterator[Placement]:
     hidden = arch.hidden_size
     attn, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
@@ -206,6 +224,8 @@ def _megatron_layer(
         return
     yield _router(arch, arch.moe, layer, f"{mlp}router.weight")
     for local, expert in enumerate(experts_on_rank(arch.moe)):
+        if expert not in experts:
+            continue
         one = f"{mlp}experts.local_experts.{local}."
         yield from _mlp(arch, layer, expert, f"{one}linear_fc1.weight", f"{one}linear_fc2.weight", tp, r)
 
@@ -259,7 +279,15 @@ STACKED_GATE_UP = "experts.routed_experts.w13_weight"
 STACKED_DOWN = "experts.routed_experts.w2_weight"
 
 
-def engine_placements(arch: Architecture, tp: int, r: int, *, vocab_rows: int | None = None) -> Iterator[Placement]:
+def engine_placements(
+    arch: Architecture,
+    tp: int,
+    r: int,
+    *,
+    vocab_rows: int | None = None,
+    layers: Container[int] = EVERY,
+    experts: Container[int] = EVERY,
+) -> Iterator[Placement]:
     """What tensor-parallel rank `r` of `tp` holds in a generation engine.
 
     Parameters have vLLM's names and shapes: `qkv_proj` is all queries, then keys, then values of the rank's heads;
@@ -270,17 +298,19 @@ def engine_placements(arch: Architecture, tp: int, r: int, *, vocab_rows: int | 
     Args:
         vocab_rows: rows of the embedding on each rank, of an engine that pads the vocabulary further than to a
             multiple of `tp`.
+        layers, experts: leave the others out.
     """
     rows = vocab_rows or arch.padded_vocab_size(tp) // tp
     yield from _vocab(arch, EMBEDDING, EMBEDDING, rows, r)
     for layer in range(arch.num_layers):
-        yield from _engine_layer(arch, layer, tp, r)
+        if layer in layers:
+            yield from _engine_layer(arch, layer, tp, r, experts)
     yield _whole(FINAL_NORM, FINAL_NORM, (arch.hidden_size,))
     if not arch.tie_word_embeddings:
         yield from _vocab(arch, OUTPUT, OUTPUT, rows, r)
 
 
-def _engine_layer(arch: Architecture, layer: int, tp: int, r: int) -> Iterator[Placement]:
+def _engine_layer(arch: Architecture, layer: int, tp: int, r: int, experts: Container[int]) -> Iterator[Placement]:
     def name(leaf: str) -> str:
         return layer_name(layer, leaf)
 
@@ -300,7 +330,8 @@ def _engine_layer(arch: Architecture, layer: int, tp: int, r: int) -> Iterator[P
     yield _router(arch, arch.moe, layer, name(router_leaf(arch.moe)))
     gate_up, down = (name(f"{arch.moe.module}.{leaf}") for leaf in (STACKED_GATE_UP, STACKED_DOWN))
     for expert in range(arch.moe.num_experts):
-        yield from _mlp(arch, layer, expert, gate_up, down, tp, r, stacked=True)
+        if expert in experts:
+            yield from _mlp(arch, layer, expert, gate_up, down, tp, r, stacked=True)
 
 
 def _engine_qkv(arch: Architecture, layer: int, leaf: str, tp: int, r: int) -> Iterator[Placement]:

@@ -80,10 +80,21 @@ class GenerationCoords:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLayout:
-    """Tensor-parallel replicas over all ranks: `tp` neighbouring ranks hold one whole model."""
+    """Tensor-parallel replicas over all ranks: `tp` ranks hold one whole model.
+
+    Attributes:
+        world_size: ranks in the job.
+        tp: tensor-parallel size.
+        stride: distance between neighbouring ranks of a replica. 1 is neighbours, the only order that vLLM has.
+            Where generation has a smaller tp than training, stride = training tp / generation tp puts into each rank's
+            generation slice what the rank already holds for training: ranks 0 and 1 of TP4 hold the first half of
+            every tensor and become the first ranks of the replicas {0, 2} and {1, 3} of TP2 (the grouping of arXiv
+            2409.19256, section 5). As neighbours {0, 1} and {2, 3}, ranks 1 and 2 would have nothing in place.
+    """
 
     world_size: int
     tp: int = 1
+    stride: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size % self.tp:
@@ -91,13 +102,24 @@ class GenerationLayout:
                 f"{self.world_size} ranks cannot be split into generation replicas of {self.tp}; "
                 f"use a rollout tensor_model_parallel_size that divides {self.world_size}"
             )
+        assert self.world_size % (self.tp * self.stride) == 0, "the stride is a quotient of tensor-parallel sizes"
 
     @property
     def replicas(self) -> int:
         return self.world_size // self.tp
 
     def coords(self, rank: int) -> GenerationCoords:
-        return GenerationCoords(tp=rank % self.tp, replica=rank // self.tp)
+        block, within = divmod(rank, self.tp * self.stride)
+        tp, first = divmod(within, self.stride)
+        return GenerationCoords(tp=tp, replica=block * self.stride + first)
 
     def ranks(self, replica: int) -> tuple[int, ...]:
-        return tuple(range(replica * self.tp, (replica + 1) * self.tp))
+        """Those of a replica, by tensor-parallel index; ascending."""
+        block, first = divmod(replica, self.stride)
+        start = block * self.tp * self.stride + first
+        return tuple(range(start, start + self.tp * self.stride, self.stride))
+
+
+def closest_stride(train: TrainLayout, tp: int) -> int:
+    """The stride of the generation layout that leaves the least to be moved; 1 unless `tp` divides the training's."""
+    return train.tp // tp if train.tp % tp == 0 else 1

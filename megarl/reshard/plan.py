@@ -6,17 +6,24 @@ planning costs the same at any data-parallel size.
 
 Every rank of a block walks the same pieces in the same order (tensor, source box, destination placement) and keeps
 those it takes part in. So sender and receiver agree on the order of their pieces without talking.
+
+Layers are alike, and so are experts: the first layer of each model chunk and the first expert are planned, and the
+others are their copies (`megarl.reshard.repeat`).
 """
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby, product
 
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import Box, Placement, engine_placements, intersect, training_placements, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
 
 Holders = dict[str, dict[Box, dict[int, Placement]]]
 """Logical tensor -> distinct source box -> rank that holds it -> where."""
@@ -86,43 +93,138 @@ def plan_reshard(
         transformer_engine: see `training_placements`.
         vocab_rows: see `engine_placements`.
     """
-    assert train.world_size == generation.world_size, "both layouts are of the same ranks"
-    block = train.model_ranks(rank)
-    engine_rank = {r: generation.coords(r).tp for r in block}
-    wanted = {
-        g: _by_tensor(engine_placements(arch, generation.tp, g, vocab_rows=vocab_rows))
-        for g in set(engine_rank.values())
-    }
-
     local: list[Piece] = []
     sends: defaultdict[int, list[Piece]] = defaultdict(list)
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
-    for tensor, boxes in _holders(arch, train, block, transformer_engine).items():
+    steps = plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows)
+    with _garbage_collection_paused():
+        for piece in _repeat(steps, repetitions(arch, chunks=train.pp * train.chunks)):
+            if piece.source_rank == piece.destination_rank:
+                local.append(piece)
+            elif piece.destination_rank == rank:
+                receives[piece.source_rank].append(piece)
+            else:
+                sends[piece.destination_rank].append(piece)
+    return Plan(
+        local=tuple(local),
+        sends={peer: tuple(sends[peer]) for peer in sorted(sends)},
+        receives={peer: tuple(receives[peer]) for peer in sorted(receives)},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The pieces of one tensor that a rank takes part in.
+
+    Attributes:
+        tensor: name of the logical tensor.
+        first_holder: lowest rank of the block that holds some of it.
+    """
+
+    tensor: str
+    first_holder: int
+    pieces: list[Piece]
+
+
+def plan_once(
+    arch: Architecture,
+    train: TrainLayout,
+    generation: GenerationLayout,
+    rank: int,
+    *,
+    transformer_engine: bool,
+    vocab_rows: int | None = None,
+) -> list[Step]:
+    """The plan of what belongs to no layer, of each model chunk's first layer, and in it of the first expert.
+
+    All other layers and experts are planned alike, so the time does not depend on their number.
+    """
+    assert train.world_size == generation.world_size, "both layouts are of the same ranks"
+    block = train.model_ranks(rank)
+    engine_rank = {r: generation.coords(r).tp for r in block}
+    chunks = product(range(train.pp), range(train.chunks))
+    first_layers = {train.layers(arch.num_layers, pp, chunk)[0] for pp, chunk in chunks}
+    wanted = {
+        g: _by_tensor(
+            engine_placements(arch, generation.tp, g, vocab_rows=vocab_rows, layers=first_layers, experts=FIRST_EXPERT)
+        )
+        for g in set(engine_rank.values())
+    }
+    held_by_block = {
+        r: training_placements(
+            arch, train, r, transformer_engine=transformer_engine, layers=first_layers, experts=FIRST_EXPERT
+        )
+        for r in block
+    }
+    steps: list[Step] = []
+    for tensor, boxes in _holders(held_by_block).items():
+        pieces: list[Piece] = []
         for turn, (box, held) in enumerate(boxes.items()):
             # whom another rank alone serves is not this rank's business
             asking = block if rank in held or len(held) > 1 else (rank,)
             common = {g: _overlaps(box, wanted[g].get(tensor, ())) for g in {engine_rank[r] for r in asking}}
             takers = [r for r in asking if common[engine_rank[r]]]
             for taker, source in choose_sources(takers, held, turn).items():
-                if rank not in (taker, source):
-                    continue
-                pieces = [
-                    Piece(source_rank=source, destination_rank=taker, source=held[source], destination=where, box=part)
-                    for where, part in common[engine_rank[taker]]
-                ]
-                if taker == source:
-                    local += pieces
-                elif taker == rank:
-                    receives[source] += pieces
-                else:
-                    sends[taker] += pieces
+                if rank in (taker, source):
+                    pieces += [
+                        Piece(source_rank=source, destination_rank=taker, source=held[source], destination=to, box=part)
+                        for to, part in common[engine_rank[taker]]
+                    ]
+        if pieces:
+            first_holder = min(r for held in boxes.values() for r in held)
+            steps.append(Step(tensor=tensor, first_holder=first_holder, pieces=pieces))
+    _check_coverage(wanted[engine_rank[rank]], (p for s in steps for p in s.pieces if p.destination_rank == rank))
+    return steps
 
-    _check_coverage(wanted[engine_rank[rank]], [*local, *(p for pieces in receives.values() for p in pieces)])
-    return Plan(
-        local=tuple(local),
-        sends={peer: tuple(sends[peer]) for peer in sorted(sends)},
-        receives={peer: tuple(receives[peer]) for peer in sorted(receives)},
-    )
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """A large model has 200,000 pieces: the collector would walk all objects of the process again and again meanwhile,
+    and take as long as the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _repeat(steps: Iterable[Step], times: Repetitions) -> Iterator[Piece]:
+    """The pieces of all layers and experts, in the order in which the ranks of the block list their placements."""
+
+    def layer(step: Step) -> tuple[int, int | None]:
+        return step.first_holder, layer_of(step.tensor)
+
+    for (_, number), in_layer in groupby(steps, key=layer):
+        parts = [
+            _RepeatedPieces([piece for step in part for piece in step.pieces], times.experts if expert else 1)
+            for expert, part in groupby(in_layer, key=lambda step: of_expert(step.tensor))
+        ]
+        for i in range(1 if number is None else times.layers):
+            for part in parts:
+                yield from part.of_layer(i)
+
+
+class _RepeatedPieces:
+    """Pieces of a layer, or of an expert of it, with the placements that they share."""
+
+    def __init__(self, pieces: list[Piece], experts: int) -> None:
+        self._experts = experts
+        self._placements: list[RepeatedPlacement] = []
+        index: dict[Placement, int] = {}
+        for placement in (p for piece in pieces for p in (piece.source, piece.destination)):
+            if index.setdefault(placement, len(index)) == len(self._placements):
+                self._placements.append(RepeatedPlacement(placement))
+        self._pieces = [
+            (p.source_rank, p.destination_rank, index[p.source], index[p.destination], p.box) for p in pieces
+        ]
+
+    def of_layer(self, layer: int) -> Iterator[Piece]:
+        for expert in range(self._experts):
+            at = [placement.at(layer, expert) for placement in self._placements]
+            for source, taker, read, write, box in self._pieces:
+                yield Piece(source_rank=source, destination_rank=taker, source=at[read], destination=at[write], box=box)
 
 
 def choose_sources(takers: Sequence[int], held: Collection[int], turn: int) -> dict[int, int]:
@@ -143,11 +245,11 @@ def choose_sources(takers: Sequence[int], held: Collection[int], turn: int) -> d
     return chosen | {taker: holders[(turn + i) % len(holders)] for i, taker in enumerate(others)}
 
 
-def _holders(arch: Architecture, train: TrainLayout, block: Iterable[int], transformer_engine: bool) -> Holders:
+def _holders(held_by_block: Mapping[int, Iterable[Placement]]) -> Holders:
     """Every box of the training layout with the block's ranks that hold it. Same order on every rank of the block."""
     out: Holders = {}
-    for rank in block:
-        for placement in training_placements(arch, train, rank, transformer_engine=transformer_engine):
+    for rank, placements in held_by_block.items():
+        for placement in placements:
             held = out.setdefault(placement.tensor, {}).setdefault(placement.box, {})
             # with both ends of the model on a rank, tied embeddings are listed twice: read the embedding
             held.setdefault(rank, placement)

@@ -7,7 +7,9 @@ import torch
 from megarl.checkpoint.folder import read_state
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
-from megarl.rollout.vllm.checks import check_vllm
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
 
 
@@ -17,11 +19,10 @@ def check_run(config: Config) -> Inputs:
     Raises:
         ValueError: the first thing that is wrong, in one line.
     """
-    _check_layouts(config)
-    _check_batches(config)
+    _check_configuration(config)
     inputs = read_inputs(config)
-    _check_model(inputs)
-    _check_lengths(inputs)
+    _check_shapes(config, inputs.arch)
+    _check_model_files(inputs)
     _at_most("data.train_batch_size", config.data.train_batch_size, len(inputs.train_prompts), "data.train_files")
     if config.warmup.total_training_steps:
         demonstrations = len(inputs.demonstrations)
@@ -29,7 +30,22 @@ def check_run(config: Config) -> Inputs:
     return inputs
 
 
-def _check_layouts(config: Config) -> None:
+def check_layouts(config: Config) -> Architecture:
+    """The part of `check_run` that needs nothing but the configuration and the model's config.json, which it returns.
+
+    Raises:
+        ValueError: the first thing that is wrong, in one line.
+    """
+    _check_configuration(config)
+    arch = read_architecture(config.actor_rollout_ref.model.path)
+    _check_shapes(config, arch)
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name == "vllm":
+        check_vllm_tp(arch, rollout.tensor_model_parallel_size)
+    return arch
+
+
+def _check_configuration(config: Config) -> None:
     layout = train_layout(config)
     generation_layout(config)
     if layout.chunks > 1 and layout.pp == 1:
@@ -37,6 +53,7 @@ def _check_layouts(config: Config) -> None:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
+    _check_batches(config)
 
 
 def _check_batches(config: Config) -> None:
@@ -60,17 +77,28 @@ def _check_batches(config: Config) -> None:
         raise ValueError("rollout.n = 1 leaves nothing to compare within a group; use 2 or more with grpo")
 
 
-def _check_model(inputs: Inputs) -> None:
-    config, arch = inputs.config, inputs.arch
-    layout, model = train_layout(config), config.actor_rollout_ref.model
+def _check_shapes(config: Config, arch: Architecture) -> None:
+    """Whether the layouts can hold the model, and the model the sequences."""
+    layout, actor = train_layout(config), config.actor_rollout_ref.actor
     arch.check_training(
         tp=layout.tp,
         pp=layout.pp,
         chunks=layout.chunks,
-        sequence_parallel=config.actor_rollout_ref.actor.megatron.sequence_parallel,
+        sequence_parallel=actor.megatron.sequence_parallel,
     )
-    rollout = config.actor_rollout_ref.rollout
-    arch.check_generation(tp=rollout.tensor_model_parallel_size)
+    arch.check_generation(tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    what = f"data.max_prompt_length + data.max_response_length = {longest}"
+    if longest > arch.max_position_embeddings:
+        raise ValueError(f"{what} is more than the model's {arch.max_position_embeddings} positions")
+    if actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
+        raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
+
+
+def _check_model_files(inputs: Inputs) -> None:
+    """Engine, tokenizer and weights against the architecture."""
+    arch, config = inputs.arch, inputs.config.actor_rollout_ref
+    model, rollout = config.model, config.rollout
     if rollout.name == "vllm":
         check_vllm(arch, path=model.path, tp=rollout.tensor_model_parallel_size, on_gpu=torch.cuda.is_available())
     if inputs.tokenizer.vocab_size > arch.vocab_size:
@@ -88,15 +116,6 @@ def _check_model(inputs: Inputs) -> None:
             check_weights(model.path, arch)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
-
-
-def _check_lengths(inputs: Inputs) -> None:
-    longest, actor = inputs.max_sequence_length, inputs.config.actor_rollout_ref.actor
-    what = f"data.max_prompt_length + data.max_response_length = {longest}"
-    if longest > inputs.arch.max_position_embeddings:
-        raise ValueError(f"{what} is more than the model's {inputs.arch.max_position_embeddings} positions")
-    if actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
-        raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
 
 
 def _at_most(key: str, size: int, there_are: int, files: str) -> None:

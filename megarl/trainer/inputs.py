@@ -11,7 +11,7 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.rewards.registry import RewardFunction, load_reward
 from megarl.types import Prompt, SamplingParams
 
@@ -98,9 +98,11 @@ def train_layout(config: Config) -> TrainLayout:
 
 def generation_layout(config: Config) -> GenerationLayout:
     """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide."""
-    return GenerationLayout(
-        world_size=config.trainer.world_size, tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    )
+    rollout = config.actor_rollout_ref.rollout
+    tp = rollout.tensor_model_parallel_size
+    # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says
+    stride = closest_stride(train_layout(config), tp) if rollout.name == "native" else 1
+    return GenerationLayout(world_size=config.trainer.world_size, tp=tp, stride=stride)
 
 
 def _demonstrations(config: Config, tokenizer: Tokenizer) -> list[Example]:

@@ -25,12 +25,7 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
     with open(os.path.join(path, "config.json"), encoding="utf-8") as f:
         if "model_type" not in json.load(f):
             raise ValueError(f"rollout.name = vllm needs the field model_type in '{path}/config.json' (qwen2, say)")
-    padded = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    if padded % tp:
-        raise ValueError(
-            f"rollout.tensor_model_parallel_size = {tp} does not divide the {padded} rows to which vLLM pads the "
-            "vocabulary; use a power of two"
-        )
+    check_vllm_tp(arch, tp)
     if not on_gpu and arch.head_dim not in CPU_HEAD_DIMS:
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         raise ValueError(
@@ -41,6 +36,16 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
         raise ValueError(
             "vLLM repacks the weights of experts on CPU ranks, so that nothing can be resharded into them; "
             "set rollout.name=native"
+        )
+
+
+def check_vllm_tp(arch: Architecture, tp: int) -> None:
+    """The part of `check_vllm` that does not depend on what is installed."""
+    padded = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if padded % tp:
+        raise ValueError(
+            f"rollout.tensor_model_parallel_size = {tp} does not divide the {padded} rows to which vLLM pads the "
+            "vocabulary; use a power of two"
         )
 
 

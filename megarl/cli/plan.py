@@ -1,0 +1,223 @@
+"""`megarl plan CONFIG --gpus N [key=value...]`: what a run will hold, move and take, before there is any GPU.
+
+Reads the configuration and the model's config.json; neither weights, tokenizer nor data files. Exit code 0 if the run
+fits, 1 if some GPU's memory is too small, 2 if `megarl train` would refuse the layout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config import load_config
+from megarl.hybrid.accelerator import H200, Accelerator
+from megarl.hybrid.budget import KVCache, StageBudget, budget, kv_cache, what_does_not_fit
+from megarl.hybrid.job import Job, parameter_count
+from megarl.hybrid.prediction import Lengths, layout_warnings, reshard_of_some_ranks, step_seconds
+from megarl.reshard.traffic import Traffic
+
+UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options; what they replace is in `megarl.hybrid.accelerator`."""
+    parser.add_argument("--gpus", type=int, help="ranks of the job; default those of the configuration")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpus; default 8")
+    parser.add_argument("--gpu-memory", type=bytes_of, help=f"such as 80GB; default {size(H200.memory)}")
+    parser.add_argument("--memory-rate", type=bytes_of, help="bytes/s from the GPU's memory, such as 4.2TB")
+    parser.add_argument("--peer-rate", type=bytes_of, help="bytes/s from a GPU of the same node, such as 374GB")
+    parser.add_argument("--network-rate", type=bytes_of, help="bytes/s per GPU from another node, such as 50GB")
+    parser.add_argument("--tflops", type=positive, help="peak of dense matrix products in the model's dtype")
+    parser.add_argument("--mfu", type=positive, help=f"part of it that training reaches; default {H200.mfu}")
+    parser.add_argument("--prompt-tokens", type=positive, help="mean; default data.max_prompt_length")
+    parser.add_argument("--response-tokens", type=positive, help="mean; default data.max_response_length")
+
+
+def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints the plan; returns the exit code.
+
+    Args:
+        args: what `add_arguments` added, and `config`, the YAML file.
+        overrides: `key=value`.
+
+    Raises:
+        ValueError: the run cannot work; what to change, in one line.
+    """
+    config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
+    from megarl.trainer.checks import check_layouts  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.inputs import generation_layout, train_layout
+
+    arch = check_layouts(config)
+    job = Job(
+        config=config,
+        arch=arch,
+        train=train_layout(config),
+        generation=generation_layout(config),
+    )
+    accelerator = _accelerator(args, config.actor_rollout_ref.model.dtype)
+    lengths = Lengths(
+        prompt=args.prompt_tokens or config.data.max_prompt_length,
+        response=args.response_tokens or config.data.max_response_length,
+    )
+    traffic = reshard_of_some_ranks(job)
+    cache = kv_cache(job, accelerator)
+    stages = budget(job, accelerator, moved=job.itemsize * max(moved.received.total() for moved in traffic.values()))
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(_headline(job))
+    console.print(_memory_table(stages, accelerator))
+    console.print(_cache_line(job, cache))
+    console.print(_traffic_table(job, traffic))
+    console.print(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
+    console.print(_assumptions(job, accelerator, lengths))
+    for line in layout_warnings(job, lengths, cache):
+        console.print(f"warning: {line}")
+    too_much = list(what_does_not_fit(job, accelerator, stages, cache))
+    for line in too_much:
+        console.print(f"does not fit: {line}")
+    return 1 if too_much else 0
+
+
+def bytes_of(text: str) -> float:
+    """Bytes that a text such as 141GiB or 80GB names; raises ArgumentTypeError for what is no size."""
+    found = re.fullmatch(r"([0-9.]+) *([a-zA-Z]*)", text)
+    if not found or found[2].upper() not in UNITS:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size; write 80GB or 141GiB")
+    return positive(found[1]) * UNITS[found[2].upper()]
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
+    return number
+
+
+def size(n: float) -> str:
+    """Bytes with a unit in which they are at least 1."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"
+
+
+def _ranks(gpus: int | None, per_node: int) -> list[str]:
+    if gpus is None:
+        return []
+    if per_node < 1 or (gpus > per_node and gpus % per_node):
+        raise ValueError(f"--gpus {gpus} is no multiple of {per_node}; set --gpus-per-node")
+    return [f"trainer.nnodes={max(1, gpus // per_node)}", f"trainer.n_gpus_per_node={min(gpus, per_node)}"]
+
+
+def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
+    given = {
+        "memory": args.gpu_memory,
+        "memory_rate": args.memory_rate,
+        "peer_rate": args.peer_rate,
+        "network_rate": args.network_rate,
+        "mfu": args.mfu,
+        "flops": {dtype: args.tflops * 1e12} if args.tflops else None,
+    }
+    changed = {name: value for name, value in given.items() if value is not None}
+    return replace(H200, **changed)
+
+
+def _headline(job: Job) -> str:
+    train, generation = job.train, job.generation
+    chunks = f" x {train.chunks} chunks" if train.chunks > 1 else ""
+    return (
+        f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.world_size} GPUs: "
+        f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}, generation TP{generation.tp} x "
+        f"{generation.replicas} replicas ({job.config.actor_rollout_ref.rollout.name})"
+    )
+
+
+def _memory_table(stages: Sequence[StageBudget], accelerator: Accelerator) -> Table:
+    """The fullest stage item by item, and the totals of first, middle and last."""
+    fullest = max(stages, key=lambda stage: stage.peak)
+    phases = list(fullest.phases)
+    table = Table(title=f"Bytes per GPU, pipeline stage {fullest.stage + 1} of {len(stages)}")
+    table.add_column("")
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for item in dict.fromkeys(item for items in fullest.phases.values() for item in items):
+        held = (fullest.phases[phase].get(item) for phase in phases)
+        table.add_row(item, *("" if n is None else size(n) for n in held))
+    table.add_section()
+    for stage in sorted({fullest.stage, 0, len(stages) // 2, len(stages) - 1}):
+        table.add_row(f"stage {stage + 1}, total", *(size(stages[stage].total(phase)) for phase in phases))
+    table.add_row(f"of {size(accelerator.memory)}, free", *(_free(fullest, phase, accelerator) for phase in phases))
+    return table
+
+
+def _free(stage: StageBudget, phase: str, accelerator: Accelerator) -> str:
+    left = accelerator.memory - stage.total(phase)
+    return size(left) if left >= 0 else f"-{size(-left)}"
+
+
+def _cache_line(job: Job, cache: KVCache) -> str:
+    return (
+        f"KV cache of a replica: {cache.tokens:,} tokens, {cache.sequences} sequences of {job.max_model_len} tokens "
+        f"at a time"
+    )
+
+
+def _traffic_table(job: Job, traffic: dict[int, Traffic]) -> Table:
+    table = Table(title=f"One reshard, bytes per rank (of {len(traffic)} ranks planned)")
+    for name in ("", "mean", "max"):
+        table.add_column(name, justify="right" if name else "left")
+    rows = {
+        "copied within the rank": [moved.local for moved in traffic.values()],
+        "received": [moved.received.total() for moved in traffic.values()],
+        "sent": [moved.sent.total() for moved in traffic.values()],
+    }
+    for name, elements in rows.items():
+        mean, most = sum(elements) / len(elements), max(elements)
+        table.add_row(name, size(job.itemsize * mean), size(job.itemsize * most))
+    return table
+
+
+def _time_table(seconds: dict[str, float]) -> Table:
+    table = Table(title="One step")
+    table.add_column("")
+    table.add_column("time", justify="right")
+    for phase, time in seconds.items():
+        table.add_row(phase, _time(time))
+    table.add_section()
+    table.add_row("all", _time(sum(seconds.values())))
+    return table
+
+
+def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
+    flops = accelerator.flops[job.config.actor_rollout_ref.model.dtype]
+    return (
+        f"Assumed: {lengths.prompt:g} + {lengths.response:g} tokens per sequence; {flops / 1e12:g} TFLOP/s, MFU "
+        f"{accelerator.mfu:g} without bubbles; {accelerator.memory_rate / 1e9:,.0f} GB/s memory, "
+        f"{accelerator.peer_rate / 1e9:g} GB/s from the node's GPUs, {accelerator.network_rate / 1e9:g} GB/s from "
+        f"other nodes. reshard and generate are lower bounds."
+    )
+
+
+def _time(seconds: float) -> str:
+    if math.isinf(seconds):
+        return "never"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _count(n: int) -> str:
+    for unit in ("", " thousand", " million"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
+        n = n / 1000  # type: ignore[assignment]
+    return f"{n:.4g} billion"

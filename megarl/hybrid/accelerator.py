@@ -1,0 +1,42 @@
+"""What predictions assume of a GPU and its links: the only numbers here that are NVIDIA's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """A GPU and what connects it, per GPU and direction.
+
+    Attributes:
+        name: as people call it.
+        memory: bytes that a process can use.
+        runtime: bytes of it that the driver's context, NCCL's buffers and fragmentation take.
+        flops: peak FLOP/s of dense matrix products by dtype of the operands.
+        mfu: part of that peak which training kernels reach, pipeline bubbles not counted.
+        memory_rate: bytes/s to and from its memory.
+        peer_rate: bytes/s from another GPU of the node.
+        network_rate: bytes/s from another node.
+    """
+
+    name: str
+    memory: float
+    runtime: float
+    flops: dict[str, float]
+    mfu: float
+    memory_rate: float
+    peer_rate: float
+    network_rate: float
+
+
+H200 = Accelerator(
+    name="H200",
+    memory=139 * 2**30,
+    runtime=4 * 2**30,  # an assumption
+    flops={"bfloat16": 989e12, "float32": 67e12},  # NVIDIA's data sheet, without sparsity
+    mfu=0.4,  # an assumption: what dense models of some ten billion parameters reach with Megatron-Core
+    memory_rate=4226e9,  # measured: bytes read and written by a copy within the GPU
+    peer_rate=374e9,  # measured: one GPU pulls from another's memory through NVLink
+    network_rate=50e9,  # an assumption: one 400 Gbit/s adapter per GPU
+)

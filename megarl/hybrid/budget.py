@@ -1,0 +1,229 @@
+"""Which bytes are on a GPU in which phase of a step, before anything runs. Torch-free.
+
+Weights are counted from the placements of both layouts. Optimizer state and gradients are Megatron-Core's: fp32
+gradient buffers (`grad_reduce_in_fp32`), fp32 master weights and two moments, the latter three split over the
+data-parallel ranks by the distributed optimizer.
+
+Activations follow arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention
+matrix, SwiGLU, grouped queries). A layer keeps for the backward pass, in elements per token with t = TP:
+
+    norms                  4 h      inputs and outputs of both norms, divided by t with sequence parallelism
+    attention    2 (q + kv) / t     queries, keys, values and the attention's output
+    MLP               3 ffn / t     gate, up and their product
+    experts   k (2 h + 3 ffn / t)   of k experts per token, in place of the MLP, with their inputs and outputs
+
+The 34 h bytes of the paper are this with q = kv = h, 2-byte elements and, for a GeLU MLP of width 4 h, 2 x 4 h in place
+of 3 ffn, plus 2 h of dropout masks. They are an estimate for Transformer Engine's fused kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megarl.hybrid.accelerator import Accelerator
+from megarl.hybrid.job import Job, engine_elements, training_elements
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import heads_on_rank
+
+UNFUSED = 2.1
+"""Times as much that torch's layers keep: 1.9 in fp32, 2.1 in bf16, counted over autograd's saved tensors."""
+LOGITS_CHUNK = 2048
+"""Tokens whose logits are alive at once: the default of `megarl.models.logprobs.token_log_probs`."""
+LOGITS_COPIES = 5
+"""fp32 tensors of that size alive at its peak, forward and backward: logits, probabilities, products of them."""
+SAMPLER_COPIES = 3
+"""fp32 tensors [sequences, vocabulary] alive when an engine draws tokens."""
+KV_LENGTH_MULTIPLE = 16
+"""To which the native engine rounds a slot's length up."""
+
+Items = dict[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Room for keys and values on one rank of a replica.
+
+    Attributes:
+        bytes: of the rank.
+        tokens: of the replica that fit.
+        sequences: of the replica that can run together, at their greatest length.
+    """
+
+    bytes: int
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBudget:
+    """The GPU with most on it among those of one pipeline stage.
+
+    Attributes:
+        stage: 0 is the first.
+        phases: what is held in each phase.
+    """
+
+    stage: int
+    phases: dict[str, Items]
+
+    def total(self, phase: str) -> int:
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak(self) -> int:
+        """Bytes in the phase that holds most."""
+        return max(self.total(phase) for phase in self.phases)
+
+
+def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudget]:
+    """The phases of every pipeline stage, the first stage first.
+
+    Args:
+        moved: bytes that the rank which receives most receives in a reshard.
+    """
+    return [_stage_budget(job, accelerator, stage, moved) for stage in range(job.train.pp)]
+
+
+def what_does_not_fit(
+    job: Job, accelerator: Accelerator, stages: Sequence[StageBudget], cache: KVCache
+) -> Iterator[str]:
+    """What the memory is too small for, one line each."""
+    stage = max(stages, key=lambda stage: stage.peak)
+    if stage.peak > accelerator.memory:
+        phase = max(stage.phases, key=stage.total)
+        yield (
+            f"{phase} needs {(stage.peak - accelerator.memory) / 2**30:.2f} GiB more than the "
+            f"{accelerator.memory / 2**30:.2f} GiB of a GPU of pipeline stage {stage.stage + 1}"
+        )
+    if cache.sequences == 0:
+        yield (
+            f"the KV cache has no room for one sequence of {job.max_model_len} tokens; raise "
+            "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
+        )
+
+
+def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int) -> StageBudget:
+    resident = {"CUDA context, NCCL": int(accelerator.runtime)} | _training_state(job, stage)
+    weights = {"engine weights": job.itemsize * engine_elements(job.arch, job.generation.tp)}
+    cache = {"KV cache": kv_cache(job, accelerator).bytes}
+    generating = weights | cache | {"engine activations": engine_activations(job)}
+    awake = resident if job.config.actor_rollout_ref.rollout.free_cache_engine else resident | weights | cache
+    return StageBudget(
+        stage=stage,
+        phases={
+            "reshard": awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
+            "generation": resident | generating,
+            "log-probs": awake | _forward(job, stage),
+            "update": awake | _forward_and_backward(job, stage),
+        },
+    )
+
+
+def _training_state(job: Job, stage: int) -> Items:
+    """What stays on the GPU through all phases."""
+    elements = training_elements(job.arch, job.train, job.train.rank(tp=0, dp=0, pp=stage))
+    split = job.train.dp * job.train.cp if job.config.actor_rollout_ref.actor.megatron.use_distributed_optimizer else 1
+    moments = 2 * 4
+    master = 0 if job.itemsize == 4 else 4  # fp32 weights are their own master copy
+    items = {
+        "training weights": job.itemsize * elements,
+        "gradients": 4 * elements,
+        "optimizer state": -(-(master + moments) * elements // split),
+    }
+    return items | ({"reference weights": job.itemsize * elements} if job.config.needs_reference else {})
+
+
+def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
+    """Elements per token that a layer keeps for the backward pass: the table above."""
+    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+    norms = 4 * hidden / (tp if sequence_parallel else 1)
+    attention = 2 * (arch.num_attention_heads + arch.num_key_value_heads) * arch.head_dim / tp
+    if arch.moe is None:
+        return norms + attention + 3 * ffn / tp
+    return norms + attention + arch.moe.experts_per_token * (2 * hidden + 3 * ffn / tp)
+
+
+def layers_in_flight(job: Job, stage: int) -> int:
+    """Layers of a stage, counted once per micro-batch, whose activations are alive at the schedule's peak.
+
+    1F1B holds pp - stage micro-batches; the interleaved schedule runs 2 (pp - stage - 1) + (chunks - 1) pp chunks ahead
+    (arXiv 2104.04473, section 2.2; 2205.05198, section 4.2.3).
+    """
+    train = job.train
+    ahead = train.pp - stage - 1
+    chunks = ahead + 1 if train.chunks == 1 else 2 * ahead + (train.chunks - 1) * train.pp + 1
+    all_chunks = job.micro_batches(job.max_model_len) * train.chunks
+    return min(chunks, all_chunks) * (job.arch.num_layers // (train.pp * train.chunks))
+
+
+def _forward_and_backward(job: Job, stage: int) -> Items:
+    config, alive = job.config.actor_rollout_ref, layers_in_flight(job, stage)
+    layer = layer_activations(job.arch, tp=job.train.tp, sequence_parallel=job.sequence_parallel)
+    if config.actor.megatron.transformer_engine == "none":
+        layer *= UNFUSED
+    if config.model.enable_gradient_checkpointing:
+        # every layer's input, and all of the layer that is being recomputed
+        kept = alive * job.arch.hidden_size / (job.train.tp if job.sequence_parallel else 1) + layer
+    else:
+        kept = alive * layer
+    items = {"activations": int(job.itemsize * job.micro_batch_tokens * kept)}
+    if stage < job.train.pp - 1:
+        return items
+    # the output weight's gradient: its fp32 sum, and a chunk's product in both precisions
+    gradient = (4 + 4 + job.itemsize) * _vocabulary_rows(job) * job.arch.hidden_size
+    return items | {"logits of a chunk": _logits(job), "output weight's gradient": gradient}
+
+
+def _forward(job: Job, stage: int) -> Items:
+    """Without gradients a layer's activations are gone when the next one has run."""
+    layer = layer_activations(job.arch, tp=job.train.tp, sequence_parallel=job.sequence_parallel)
+    items = {"activations": int(job.itemsize * job.micro_batch_tokens * layer)}
+    return items | ({"logits of a chunk": _logits(job)} if stage == job.train.pp - 1 else {})
+
+
+def _logits(job: Job) -> int:
+    return LOGITS_COPIES * 4 * min(LOGITS_CHUNK, job.micro_batch_tokens) * _vocabulary_rows(job)
+
+
+def _vocabulary_rows(job: Job) -> int:
+    return job.arch.padded_vocab_size(job.train.tp) // job.train.tp
+
+
+def engine_activations(job: Job) -> int:
+    """Bytes of one layer's activations over the tokens computed together, and of the sampler's logits."""
+    rollout, data = job.config.actor_rollout_ref.rollout, job.config.data
+    tokens = max(rollout.max_num_batched_tokens, data.max_prompt_length if rollout.name == "native" else 0)
+    layer = layer_activations(job.arch, tp=job.generation.tp, sequence_parallel=False)
+    return int(job.itemsize * tokens * layer) + SAMPLER_COPIES * 4 * rollout.max_num_seqs * job.arch.vocab_size
+
+
+def kv_bytes_per_token(job: Job) -> int:
+    """On one rank of a replica."""
+    (first, last), _ = heads_on_rank(job.arch, job.generation.tp, 0)
+    return 2 * job.arch.num_layers * (last - first) * job.arch.head_dim * job.itemsize
+
+
+def kv_cache(job: Job, accelerator: Accelerator) -> KVCache:
+    """The native engine's slots; or what is left to vLLM of `gpu_memory_utilization` (0 if nothing is)."""
+    rollout, per_token = job.config.actor_rollout_ref.rollout, kv_bytes_per_token(job)
+    if rollout.name == "native":
+        tokens = rollout.max_num_seqs * -(-job.max_model_len // KV_LENGTH_MULTIPLE) * KV_LENGTH_MULTIPLE
+        return KVCache(bytes=tokens * per_token, tokens=tokens, sequences=rollout.max_num_seqs)
+    weights = job.itemsize * engine_elements(job.arch, job.generation.tp)
+    left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)
+    tokens = max(0, left // per_token)
+    return KVCache(
+        bytes=tokens * per_token, tokens=tokens, sequences=min(rollout.max_num_seqs, tokens // job.max_model_len)
+    )
+
+
+def reshard_buffers(job: Job, moved: int) -> int:
+    """Bytes of the collective transport's buckets: two directions, two rounds if one does not carry everything.
+
+    Args:
+        moved: bytes that one rank receives; it sends about as much.
+    """
+    bucket = job.config.actor_rollout_ref.reshard.bucket_bytes
+    return 2 * min(bucket, moved) * (2 if moved > bucket else 1)

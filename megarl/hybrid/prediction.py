@@ -1,0 +1,164 @@
+"""What a step moves and computes, and the seconds that this takes at an accelerator's rates. Torch-free.
+
+Bounds and estimates, for comparing layouts: nothing here knows of kernel launches, of tensor-parallel communication,
+or of ranks that wait for the longest response.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.hybrid.accelerator import Accelerator
+from megarl.hybrid.budget import KVCache, kv_bytes_per_token
+from megarl.hybrid.job import Job, active_parameter_count, engine_elements, expert_elements, parameter_count
+from megarl.reshard.traffic import Traffic, reshard_traffic
+
+TP_RANKS = 4
+"""Tensor-parallel ranks of a stage whose reshard is planned."""
+
+MOST_BUBBLE = 0.2
+"""Part of an update that pipeline stages may wait before it is worth a warning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Mean tokens of a prompt and of a response."""
+
+    prompt: float
+    response: float
+
+    @property
+    def total(self) -> float:
+        return self.prompt + self.response
+
+
+def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
+    """Traffic of ranks spread over first, middle and last stage, tensor-parallel ranks and replicas, by rank."""
+    train = job.train
+    stages = sorted({0, train.pp // 2, train.pp - 1})
+    tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
+    places = [(stage, tp) for stage in stages for tp in tp_ranks]
+    ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
+    # which names the norms have is all that Transformer Engine changes
+    return {rank: reshard_traffic(job.arch, train, job.generation, rank, transformer_engine=True) for rank in ranks}
+
+
+def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:
+    """Lower bound for a rank: local copies and both directions of both links all work at once."""
+    node = rank // job.gpus_per_node
+    seconds = [2 * traffic.local / accelerator.memory_rate]
+    for elements in (traffic.sent, traffic.received):
+        near = sum(n for peer, n in elements.items() if peer // job.gpus_per_node == node)
+        far = elements.total() - near
+        seconds += [near / accelerator.peer_rate, far / accelerator.network_rate]
+    return job.itemsize * max(seconds)
+
+
+def forward_flops(job: Job, tokens: float) -> float:
+    """FLOPs of a sequence's forward pass: 2 per weight and token, and causal attention's 2 x tokens^2 per query channel
+    and layer (half of what the full matrix would take; arXiv 2205.05198, appendix A)."""
+    arch = job.arch
+    attention = 2 * tokens * arch.num_layers * arch.num_attention_heads * arch.head_dim
+    return tokens * (2 * active_parameter_count(arch) + attention)
+
+
+def bubble(job: Job, lengths: Lengths, mini_batches: int = 1) -> float:
+    """Part of a pipelined pass in which a stage waits: (pp - 1) / (chunks m + pp - 1) with m micro-batches
+    (arXiv 2104.04473, section 2.2).
+
+    Args:
+        mini_batches: that go through the pipeline without a pause.
+    """
+    idle = job.train.pp - 1
+    return idle / (job.train.chunks * mini_batches * job.micro_batches(lengths.total) + idle)
+
+
+def pass_seconds(job: Job, accelerator: Accelerator, lengths: Lengths) -> float:
+    """Seconds that the training layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not
+    counted."""
+    config = job.config
+    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    return sequences * forward_flops(job, lengths.total) / (job.train.world_size * _flops(job, accelerator))
+
+
+def update_passes(job: Job) -> float:
+    """Forward passes that an update costs: forward, backward (twice that), and forward again if recomputed."""
+    recomputed = job.config.actor_rollout_ref.model.enable_gradient_checkpointing
+    return job.config.actor_rollout_ref.actor.ppo_epochs * (4 if recomputed else 3)
+
+
+def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: KVCache) -> float:
+    """Lower bound: the prompts' FLOPs, then every decode step reads from memory the weights it needs and the running
+    sequences' keys and values, half of the response being there on average. inf if no sequence fits."""
+    rollout, prompts = job.config.actor_rollout_ref.rollout, job.config.data.train_batch_size
+    per_replica = math.ceil(prompts / job.generation.replicas)
+    prefill = per_replica * forward_flops(job, lengths.prompt) / (job.generation.tp * _flops(job, accelerator))
+    sequences = per_replica * rollout.n
+    context = lengths.prompt + lengths.response / 2
+    together = min(rollout.max_num_seqs, sequences, int(cache.tokens / context))
+    if together == 0:
+        return math.inf
+    steps = math.ceil(sequences / together) * lengths.response
+    read = _engine_bytes_read(job, together) + together * context * kv_bytes_per_token(job)
+    return prefill + steps * read / accelerator.memory_rate
+
+
+def _engine_bytes_read(job: Job, sequences: int) -> float:
+    """A rank's weights, of the experts only those that one of the sequences is expected to go to."""
+    weights = job.itemsize * engine_elements(job.arch, job.generation.tp)
+    moe = job.arch.moe
+    if moe is None:
+        return weights
+    idle = (1 - moe.experts_per_token / moe.num_experts) ** sequences
+    return weights * (1 - idle * expert_elements(job.arch) / parameter_count(job.arch))
+
+
+def _flops(job: Job, accelerator: Accelerator) -> float:
+    return accelerator.mfu * accelerator.flops[job.config.actor_rollout_ref.model.dtype]
+
+
+def step_seconds(
+    job: Job, accelerator: Accelerator, lengths: Lengths, cache: KVCache, traffic: dict[int, Traffic]
+) -> dict[str, float]:
+    """Seconds of each phase of a step."""
+    actor = job.config.actor_rollout_ref.actor
+    mini_batches = job.config.data.train_batch_size // actor.ppo_mini_batch_size
+    forward = pass_seconds(job, accelerator, lengths)
+    log_probs = forward / (1 - bubble(job, lengths, mini_batches))
+    return {
+        "reshard": max(reshard_seconds(job, accelerator, rank, moved) for rank, moved in traffic.items()),
+        "generate": generation_seconds(job, accelerator, lengths, cache),
+        "log_probs": log_probs,
+        **({"ref": log_probs} if job.config.needs_reference else {}),
+        "update": update_passes(job) * forward / (1 - bubble(job, lengths)),
+    }
+
+
+def layout_warnings(job: Job, lengths: Lengths, cache: KVCache) -> list[str]:
+    """What works, but wastes GPUs, one line each."""
+    train, generation, rollout = job.train, job.generation, job.config.actor_rollout_ref.rollout
+    said = []
+    for what, tp in (("training", train.tp), ("generation", generation.tp)):
+        if job.gpus_per_node % tp and train.world_size > job.gpus_per_node:
+            said.append(
+                f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
+            )
+    waiting = bubble(job, lengths)
+    if waiting > MOST_BUBBLE:
+        micro_batches = job.micro_batches(lengths.total)
+        said.append(
+            f"pipeline stages wait {waiting:.0%} of an update: {micro_batches} micro-batches for {train.pp} stages; "
+            f"raise actor.ppo_mini_batch_size, or lower actor.ppo_max_token_len_per_gpu or pipeline_model_parallel_size"
+        )
+    if generation.replicas > job.config.data.train_batch_size:
+        said.append(
+            f"{generation.replicas} generation replicas share data.train_batch_size = "
+            f"{job.config.data.train_batch_size} prompts: some have none"
+        )
+    if 0 < cache.sequences < rollout.max_num_seqs:
+        said.append(
+            f"the KV cache holds {cache.sequences} sequences of {job.max_model_len} tokens, fewer than "
+            f"rollout.max_num_seqs = {rollout.max_num_seqs}"
+        )
+    return said

@@ -1,0 +1,50 @@
+"""How much a reshard moves, without listing its pieces. Torch-free: for layouts that are only being considered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import volume
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.plan import plan_once
+from megarl.reshard.repeat import repetitions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What one rank moves in one reshard, elements.
+
+    Attributes:
+        local: copied within the rank.
+        sent, received: by the other rank, to and from which.
+    """
+
+    local: int
+    sent: Counter[int]
+    received: Counter[int]
+
+
+def reshard_traffic(
+    arch: Architecture,
+    train: TrainLayout,
+    generation: GenerationLayout,
+    rank: int,
+    *,
+    transformer_engine: bool,
+    vocab_rows: int | None = None,
+) -> Traffic:
+    """The elements of the pieces of `plan_reshard`, whose arguments these are."""
+    times = repetitions(arch, chunks=train.pp * train.chunks)
+    local, sent, received = 0, Counter[int](), Counter[int]()
+    for step in plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows):
+        for piece in step.pieces:
+            elements = times.of(step.tensor) * volume(piece.box)
+            if piece.source_rank == piece.destination_rank:
+                local += elements
+            elif piece.destination_rank == rank:
+                received[piece.source_rank] += elements
+            else:
+                sent[piece.destination_rank] += elements
+    return Traffic(local=local, sent=sent, received=received)

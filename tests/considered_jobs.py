@@ -1,0 +1,80 @@
+"""Jobs of real models' shapes, for what is computed before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config import build_config
+from megarl.hybrid.job import Job
+from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+
+LLAMA_3_8B = Architecture(
+    family="llama",
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+)
+QWEN3_235B = Architecture(
+    family="qwen3_moe",
+    num_layers=94,
+    hidden_size=4096,
+    ffn_hidden_size=1536,
+    num_attention_heads=64,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=151_936,
+    max_position_embeddings=40_960,
+    qk_norm=True,
+    moe=MixtureOfExperts(num_experts=128, experts_per_token=8, norm_topk_prob=True),
+)
+
+
+def job(
+    arch: Architecture = LLAMA_3_8B,
+    *,
+    gpus: int = 8,
+    tp: int = 2,
+    pp: int = 2,
+    chunks: int = 1,
+    generation_tp: int = 2,
+    **changes: Any,
+) -> Job:
+    """8 x 64 sequences of 1024 + 3072 tokens in mini-batches of 256, micro-batches of 8192 tokens; bf16.
+
+    Args:
+        changes: configuration keys below `actor_rollout_ref`, with "__" for ".".
+    """
+    policy: dict[str, Any] = {
+        "actor": {
+            "ppo_mini_batch_size": 32,
+            "ppo_max_token_len_per_gpu": 8192,
+            "megatron": {"sequence_parallel": True},
+        },
+        "rollout": {"n": 8, "name": "vllm", "gpu_memory_utilization": 0.5},
+    }
+    for key, value in changes.items():
+        *parents, leaf = key.split("__")
+        at = policy
+        for name in parents:
+            at = at.setdefault(name, {})
+        at[leaf] = value
+    per_node = min(gpus, 8)
+    config = build_config(
+        {
+            "data": {"train_batch_size": 64, "max_prompt_length": 1024, "max_response_length": 3072},
+            "actor_rollout_ref": policy,
+            "trainer": {"nnodes": gpus // per_node, "n_gpus_per_node": per_node},
+        }
+    )
+    return Job(
+        config=config,
+        arch=arch,
+        train=TrainLayout(world_size=gpus, tp=tp, pp=pp, chunks=chunks),
+        generation=GenerationLayout(world_size=gpus, tp=generation_tp),
+    )

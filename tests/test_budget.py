@@ -1,0 +1,158 @@
+"""Bytes per phase against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
+from reshard_cases import EXPERTS, architecture
+
+from megarl.hybrid.accelerator import H200
+from megarl.hybrid.budget import (
+    KV_LENGTH_MULTIPLE,
+    LOGITS_CHUNK,
+    budget,
+    kv_bytes_per_token,
+    kv_cache,
+    layer_activations,
+    layers_in_flight,
+    reshard_buffers,
+    what_does_not_fit,
+)
+from megarl.hybrid.job import Job, active_parameter_count, engine_elements, parameter_count, training_elements
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import engine_placements, logical_tensors, training_placements, volume
+from megarl.parallel.layout import TrainLayout
+
+# Llama-3-8B over TP2 x PP2: half of 16 layers and of an embedding; and norms, which every rank has
+LAYER = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336
+FIRST_STAGE = 16 * (LAYER // 2 + 2 * 4096) + 128_256 * 4096 // 2
+GIB = 2**30
+
+
+def test_parameter_counts() -> None:
+    assert parameter_count(LLAMA_3_8B) == 32 * (LAYER + 2 * 4096) + 2 * 128_256 * 4096 + 4096 == 8_030_261_248
+    assert parameter_count(LLAMA_3_8B) - active_parameter_count(LLAMA_3_8B) == 128_256 * 4096
+    assert parameter_count(QWEN3_235B) / 1e9 == pytest.approx(235.1, abs=0.1)
+    assert active_parameter_count(QWEN3_235B) / 1e9 == pytest.approx(22, abs=0.5)  # "A22B", with the look-up
+    for arch in (LLAMA_3_8B, architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS)):
+        assert parameter_count(arch) == sum(volume(t.box) for t in logical_tensors(arch).values())
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("arch", [LLAMA_3_8B, architecture(num_layers=4, tied=True, moe=EXPERTS)], ids=["8B", "tiny"])
+def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
+    layout = TrainLayout(world_size=4, tp=2, pp=2, chunks=chunks)
+    for rank in range(4):
+        held = training_placements(arch, layout, rank, transformer_engine=True)
+        assert training_elements(arch, layout, rank) == sum(volume(p.box) for p in held)
+    assert engine_elements(arch, 2) == sum(volume(p.box) for p in engine_placements(arch, 2, 0))
+
+
+def test_the_table_of_an_8b_model() -> None:
+    stages = budget(job(), H200, moved=4 * 10**9)
+    first, last = stages
+    resident = {
+        "CUDA context, NCCL": 4 * GIB,
+        "training weights": 2 * FIRST_STAGE,
+        "gradients": 4 * FIRST_STAGE,
+        "optimizer state": 12 * FIRST_STAGE // 2,  # two data-parallel ranks
+    }
+    per_token = 2 * 4096 + 5120 + 21_504  # elements a layer keeps, over TP2 with sequence parallelism
+    assert layer_activations(LLAMA_3_8B, tp=2, sequence_parallel=True) == per_token
+    assert first.phases["log-probs"] == resident | {"activations": 2 * 8192 * per_token}
+    assert first.phases["update"] == resident | {"activations": 2 * 8192 * 2 * 16 * per_token}  # two micro-batches
+
+    engine = LAYER * 32 + 2 * 128_256 * 4096
+    weights = {"engine weights": 2 * (engine // 2 + 65 * 4096)}
+    assert first.phases["reshard"] == resident | weights | {"reshard buffers": 4 * 256 * 2**20}
+    prefill = 4 * 4096 + 5120 + 21_504
+    activations = 2 * 8192 * prefill + 3 * 4 * 256 * 128_256
+    left = H200.memory // 2 - weights["engine weights"] - activations
+    tokens = int(left // 65_536)  # 2 x 32 layers x 4 heads x 128 x 2 bytes
+    assert first.phases["generation"] == resident | weights | {
+        "KV cache": 65_536 * tokens,
+        "engine activations": activations,
+    }
+
+    vocabulary = 128_256 // 2
+    assert last.phases["update"]["activations"] == 2 * 8192 * 16 * per_token
+    assert last.phases["update"]["logits of a chunk"] == 5 * 4 * 2048 * vocabulary
+    assert last.phases["update"]["output weight's gradient"] == 10 * vocabulary * 4096
+    assert last.phases["update"]["training weights"] == 2 * (FIRST_STAGE + 4096)
+    assert first.peak == first.total("generation") > last.total("update")
+
+
+def test_switches() -> None:
+    def update(**changes: object) -> dict[str, int]:
+        return budget(job(**changes), H200, moved=1)[0].phases["update"]  # type: ignore[arg-type]
+
+    per_token = 2 * 4096 + 5120 + 21_504
+    recomputed = update(model__enable_gradient_checkpointing=True)
+    assert recomputed["activations"] == 2 * 8192 * (2 * 16 * 2048 + per_token)
+    unfused = update(actor__megatron__transformer_engine="none")["activations"]
+    assert unfused == pytest.approx(2.1 * update()["activations"])
+    assert update(model__dtype="float32")["optimizer state"] == 8 * FIRST_STAGE // 2
+    assert update(actor__megatron__use_distributed_optimizer=False)["optimizer state"] == 12 * FIRST_STAGE
+    assert update(actor__use_kl_loss=True)["reference weights"] == 2 * FIRST_STAGE
+    assert "KV cache" in update(rollout__free_cache_engine=False)
+    assert update(actor__use_dynamic_bsz=False, actor__ppo_micro_batch_size_per_gpu=3)["activations"] == (
+        2 * 3 * 4096 * 2 * 16 * per_token
+    )
+
+
+def test_layers_in_flight() -> None:
+    assert [layers_in_flight(job(pp=4, tp=1), stage) for stage in range(4)] == [4 * 8, 3 * 8, 2 * 8, 8]
+    # 2 x 3 + 4 + 1 of the chunks of 4 layers, 2 x 2 + 5, ...; the paper's L (1 + (p - 1) / (p m)) for the first stage
+    assert [layers_in_flight(job(pp=4, tp=1, chunks=2), stage) for stage in range(4)] == [44, 36, 28, 20]
+    few = dict(actor__ppo_mini_batch_size=2, actor__use_dynamic_bsz=False)  # 8 sequences a rank: one micro-batch
+    assert layers_in_flight(job(pp=4, tp=1, **few), 0) == 8
+
+
+def test_experts_keep_the_activations_of_every_copy_of_a_token() -> None:
+    dense = 4 * 4096 / 4 + 2 * (64 + 4) * 128 / 4
+    assert layer_activations(QWEN3_235B, tp=4, sequence_parallel=True) == dense + 8 * (2 * 4096 + 3 * 1536 / 4)
+
+
+def test_kv_caches() -> None:
+    native = job(rollout__name="native", rollout__max_num_seqs=10)
+    assert kv_bytes_per_token(native) == 65_536
+    cache = kv_cache(native, H200)
+    assert (cache.tokens, cache.sequences, cache.bytes) == (10 * 4096, 10, 10 * 4096 * 65_536)
+    none = kv_cache(job(rollout__gpu_memory_utilization=0.05), H200)
+    assert (none.bytes, none.tokens, none.sequences) == (0, 0, 0)
+    assert kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) == 2 * 94 * 128 * 2  # a KV head on two ranks
+
+
+def test_what_does_not_fit() -> None:
+    def said(considered: Job, memory: float) -> list[str]:
+        accelerator = replace(H200, memory=memory)
+        stages = budget(considered, accelerator, moved=1)
+        return list(what_does_not_fit(considered, accelerator, stages, kv_cache(considered, accelerator)))
+
+    assert said(job(), 139 * GIB) == []
+    tight = job(rollout__gpu_memory_utilization=0.9)
+    missing = 4 + (2 + 4 + 6) * FIRST_STAGE / GIB + 0.9 * 80 - 80
+    (line,) = said(tight, 80 * GIB)
+    found = float(line.removeprefix("generation needs ").split()[0])
+    assert found == pytest.approx(missing, abs=0.02)
+    assert line.endswith(" GiB more than the 80.00 GiB of a GPU of pipeline stage 2")
+    assert said(job(rollout__gpu_memory_utilization=0.06), 139 * GIB) == [
+        "the KV cache has no room for one sequence of 4096 tokens; raise rollout.gpu_memory_utilization or "
+        "rollout.tensor_model_parallel_size"
+    ]
+
+
+def test_reshard_buffers() -> None:
+    assert reshard_buffers(job(reshard__bucket_bytes=1024), 5000) == 4 * 1024
+    assert reshard_buffers(job(), 5000) == 2 * 5000
+
+
+def test_constants_are_those_of_the_code() -> None:
+    from megarl.models.logprobs import token_log_probs
+    from megarl.rollout.native.kv_cache import LENGTH_MULTIPLE
+
+    assert inspect.signature(token_log_probs).parameters["chunk_size"].default == LOGITS_CHUNK
+    assert LENGTH_MULTIPLE == KV_LENGTH_MULTIPLE

@@ -1,0 +1,99 @@
+"""`megarl plan`: exit codes, and that it needs nothing but the configuration and config.json."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from tiny_run import ROOT, megarl
+
+from megarl.cli.main import main
+from megarl.cli.plan import bytes_of, size
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A configuration of Llama-3-8B without weights, tokenizer and data."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 4096,
+                "intermediate_size": 14336,
+                "num_hidden_layers": 32,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "vocab_size": 128_256,
+                "max_position_embeddings": 8192,
+            }
+        )
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"actor_rollout_ref: {{model: {{path: {tmp_path}}}, rollout: {{name: vllm, tensor_model_parallel_size: 2}}}}"
+    )
+    return str(path)
+
+
+def test_the_quickstart() -> None:
+    done = megarl("plan", QUICKSTART)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(
+        "qwen2, 101 thousand parameters, on 4 GPUs: training TP2 x PP2 x DP1, generation TP2 x 2 replicas (native)\n"
+    )
+    for said in ("training weights", "KV cache of a replica: 8,192 tokens, 256 sequences of 22", "received", "update"):
+        assert said in done.stdout
+
+
+def test_a_model_without_weights(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tensor_parallel = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    assert main(["plan", "--network-rate", "100GB", llama, "--gpus", "16", tensor_parallel]) == 0
+    out = capsys.readouterr().out
+    assert "llama, 8.03 billion parameters, on 16 GPUs: training TP2 x PP1 x DP8" in out
+    assert "100 GB/s from other nodes" in out
+
+
+def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama, "--gpus", "2", "--gpu-memory", "80GB"]) == 1
+    assert "does not fit: update needs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "6"], "6 ranks cannot be split into tensor x pipeline x context = 2 x 2 x 1; use a multiple of 4"),
+        (["--gpus", "12"], "--gpus 12 is no multiple of 8; set --gpus-per-node"),
+        (["data.train_bach_size=64"], "unknown key 'data.train_bach_size'; did you mean 'data.train_batch_size'?"),
+        (["actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare within a group"),
+        (["actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path: no config.json in '/nowhere'"),
+        (["data.max_response_length=200"], "data.max_prompt_length + data.max_response_length = 216 is more than the"),
+        (
+            ["--gpus", "8", "actor_rollout_ref.rollout.tensor_model_parallel_size=8"],
+            "rollout.tensor_model_parallel_size = 8 does not divide the model's 4 attention heads",
+        ),
+    ],
+)
+def test_refusals_are_those_of_train(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", QUICKSTART, *words])
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"megarl: error: {said}")
+
+
+def test_an_option_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", QUICKSTART, "--gpu", "8", "--nproc", "2"])
+    assert left.value.code == 2
+    assert "megarl" in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert (bytes_of("141GiB"), bytes_of("80GB"), bytes_of("1.5 kib")) == (141 * 2**30, 80e9, 1536)
+    for wrong, said in (("GB", "size"), ("80GX", "size"), ("1.2.3GB", "number above 0"), ("0GB", "number above 0")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"is no {said}"):
+            bytes_of(wrong)
+    assert [size(n) for n in (0, 1023, 2048, 3 * 2**20, 1.5 * 2**30)] == ["0 B", "1023 B", "2 KiB", "3 MiB", "1.50 GiB"]

@@ -1,0 +1,107 @@
+"""Times and traffic against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
+
+from megarl.hybrid.accelerator import H200
+from megarl.hybrid.budget import KVCache, kv_bytes_per_token
+from megarl.hybrid.job import active_parameter_count, engine_elements
+from megarl.hybrid.prediction import (
+    Lengths,
+    bubble,
+    forward_flops,
+    generation_seconds,
+    layout_warnings,
+    reshard_of_some_ranks,
+    reshard_seconds,
+    step_seconds,
+)
+from megarl.reshard.traffic import Traffic
+
+LENGTHS = Lengths(prompt=1024, response=3072)
+ROOM = KVCache(bytes=10**11, tokens=10**7, sequences=1000)
+
+
+def test_the_reshard_of_an_8b_model_takes_what_its_bytes_take() -> None:
+    """TP2 x PP2 -> TP2 within a node: the other stage's 2.0 billion elements arrive in 10.7 ms."""
+    considered = job(gpus=4)
+    traffic = reshard_of_some_ranks(considered)
+    assert sorted(traffic) == [0, 1, 2, 3]
+    assert {moved.received.total() for moved in traffic.values()} == {2_007_629_824, 2_007_633_920}
+    seconds = max(reshard_seconds(considered, H200, rank, moved) for rank, moved in traffic.items())
+    assert seconds == pytest.approx(2 * 2_007_633_920 / 374e9) == pytest.approx(0.0107, abs=1e-4)
+
+
+def test_the_slowest_link_bounds_a_reshard() -> None:
+    considered = job(gpus=16)
+    moved = Traffic(local=10**9, sent=Counter({1: 10**9}), received=Counter({1: 10**9, 8: 10**9}))
+    assert reshard_seconds(considered, H200, 0, moved) == 2e9 / 50e9
+    assert reshard_seconds(considered, replace(H200, network_rate=1e15), 0, moved) == 2e9 / 374e9
+    assert reshard_seconds(considered, replace(H200, memory_rate=1e9), 0, moved) == 4.0
+    moved = Traffic(local=0, sent=Counter({9: 10**9}), received=Counter())
+    assert reshard_seconds(considered, H200, 0, moved) == 2e9 / 50e9
+
+
+def test_flops() -> None:
+    weights = 2 * 1000 * active_parameter_count(LLAMA_3_8B)
+    assert forward_flops(job(), 1000) == weights + 2 * 1000**2 * 32 * 4096
+
+
+def test_bubbles() -> None:
+    assert bubble(job(pp=1), LENGTHS) == 0
+    # 32 x 8 sequences over two ranks in micro-batches of two: 64, and one stage's wait
+    assert bubble(job(), LENGTHS) == 1 / 65
+    assert bubble(job(), LENGTHS, mini_batches=2) == 1 / 129
+    assert bubble(job(chunks=2), LENGTHS) == 1 / 129
+
+
+def test_a_decode_step_reads_weights_and_keys() -> None:
+    """64 prompts over four replicas, 16 x 8 sequences each, all at once."""
+    considered = job()
+    prefill = 16 * forward_flops(considered, 1024) / (2 * 0.4 * 989e12)
+    read = 2 * engine_elements(LLAMA_3_8B, 2) + 128 * (1024 + 1536) * 65_536
+    expected = prefill + 3072 * read / 4226e9
+    assert generation_seconds(considered, H200, LENGTHS, ROOM) == pytest.approx(expected)
+    half = replace(ROOM, tokens=64 * (1024 + 1536))
+    assert generation_seconds(considered, H200, LENGTHS, half) > expected
+    assert math.isinf(generation_seconds(considered, H200, LENGTHS, replace(ROOM, tokens=0)))
+
+
+def test_decoding_few_sequences_leaves_experts_unread() -> None:
+    def seconds(n: int) -> float:
+        considered = job(QWEN3_235B, gpus=512, tp=4, generation_tp=8, rollout__n=n)
+        return generation_seconds(considered, H200, Lengths(prompt=1, response=1000), ROOM)
+
+    per_token = 1000 * 501 * kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) / 4226e9
+    all_weights = 1000 * 2 * engine_elements(QWEN3_235B, 8) / 4226e9
+    assert seconds(1) < 0.12 * all_weights  # 8 of 128 experts, and attention
+    assert seconds(128) == pytest.approx(all_weights + 128 * per_token, rel=0.01)
+
+
+def test_a_step() -> None:
+    considered = job(model__enable_gradient_checkpointing=True, actor__use_kl_loss=True)
+    seconds = step_seconds(considered, H200, LENGTHS, ROOM, reshard_of_some_ranks(considered))
+    assert list(seconds) == ["reshard", "generate", "log_probs", "ref", "update"]
+    forward = 512 * forward_flops(considered, 4096) / (8 * 0.4 * 989e12)
+    assert seconds["log_probs"] == seconds["ref"] == pytest.approx(forward / (1 - 1 / 129))
+    assert seconds["update"] == pytest.approx(4 * forward / (1 - 1 / 65))
+
+
+def test_warnings() -> None:
+    assert layout_warnings(job(), LENGTHS, ROOM) == []
+    assert layout_warnings(job(gpus=16, tp=16, pp=1, generation_tp=16), LENGTHS, ROOM) == [
+        "training TP16 spans nodes of 8 GPUs: every layer then waits for the network",
+        "generation TP16 spans nodes of 8 GPUs: every layer then waits for the network",
+    ]
+    (said,) = layout_warnings(job(pp=4, actor__ppo_mini_batch_size=1), LENGTHS, ROOM)
+    assert said.startswith("pipeline stages wait 43% of an update: 4 micro-batches for 4 stages; raise actor.ppo_mini")
+    (said,) = layout_warnings(job(gpus=128, generation_tp=1), LENGTHS, ROOM)
+    assert said == "128 generation replicas share data.train_batch_size = 64 prompts: some have none"
+    (said,) = layout_warnings(job(), LENGTHS, replace(ROOM, sequences=100))
+    assert said == "the KV cache holds 100 sequences of 4096 tokens, fewer than rollout.max_num_seqs = 256"
