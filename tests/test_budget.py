@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from reshard_cases import EXPERTS, architecture
 from megarl.hybrid.accelerator import H200
 from megarl.hybrid.budget import (
     KV_LENGTH_MULTIPLE,
-    LOGITS_CHUNK,
+    LOGITS_BYTES,
     budget,
     kv_bytes_per_token,
     kv_cache,
@@ -79,7 +78,7 @@ def test_the_table_of_an_8b_model() -> None:
 
     vocabulary = 128_256 // 2
     assert last.phases["update"]["activations"] == 2 * 8192 * 16 * per_token
-    assert last.phases["update"]["logits of a chunk"] == 5 * 4 * 2048 * vocabulary
+    assert last.phases["update"]["logits of a chunk"] == min(2**29, 2 * 8192 * vocabulary)
     assert last.phases["update"]["output weight's gradient"] == 10 * vocabulary * 4096
     assert last.phases["update"]["training weights"] == 2 * (FIRST_STAGE + 4096)
     assert first.peak == first.total("generation") > last.total("update")
@@ -151,8 +150,8 @@ def test_reshard_buffers() -> None:
 
 
 def test_constants_are_those_of_the_code() -> None:
-    from megarl.models.logprobs import token_log_probs
-    from megarl.rollout.native.kv_cache import LENGTH_MULTIPLE
+    from megarl.models.logprobs import CHUNK_BYTES
+    from megarl.rollout.native.blocks import BLOCK_SIZE
 
-    assert inspect.signature(token_log_probs).parameters["chunk_size"].default == LOGITS_CHUNK
-    assert LENGTH_MULTIPLE == KV_LENGTH_MULTIPLE
+    assert CHUNK_BYTES == LOGITS_BYTES
+    assert BLOCK_SIZE == KV_LENGTH_MULTIPLE

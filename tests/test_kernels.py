@@ -67,14 +67,18 @@ def test_weight_gradients_are_added_in_fp32() -> None:
 
 
 def test_packed_attention_with_fewer_key_heads() -> None:
-    from megarl.models.attention import _sdpa, _varlen, packed_sequences
+    from megarl.models.attention import packed_sequences
+    from megarl.models.packed_attention import packed_attention, padded_attention
 
     lengths = [70, 1, 130]
     packed = packed_sequences(lengths, torch.device("cuda"))
+    assert packed.slots is not None
     tensors = [torch.randn(sum(lengths), h, 64, device="cuda", dtype=torch.bfloat16) for h in (6, 2, 2)]
     query, key, value = (x.requires_grad_() for x in tensors)
-    out = _varlen(query, key, value, packed)
-    alone = torch.cat([_sdpa(*parts)[0] for parts in zip(*(_rows(x, lengths) for x in tensors), strict=True)])
+    where = dict(cu_seqlens=packed.cu_seqlens_q, longest=packed.max_seqlen_q, slots=packed.slots)
+    out = packed_attention(query, key, value, **where)
+    rows = zip(*(_rows(x, lengths) for x in tensors), strict=True)
+    alone = torch.cat([padded_attention(*parts)[0] for parts in rows])
     torch.testing.assert_close(out, alone, rtol=2e-2, atol=2e-2)
     pull = torch.randn_like(out)
     for a, b in zip(*(torch.autograd.grad(y, tensors, pull) for y in (out, alone)), strict=True):

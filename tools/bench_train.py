@@ -38,7 +38,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.gpt import build_chunks
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
-from megarl.models.tensors import LogicalTensor
+from megarl.models.tensors import Box, LogicalTensor
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.roles.actor import Actor
 from megarl.roles.microbatch import MicroBatch, make_micro_batch
@@ -124,10 +124,12 @@ def main(argv: list[str]) -> int:
 
 
 def build(config: Config, arch: Architecture, groups: Groups) -> Actor:
-    def source(tensor: LogicalTensor) -> torch.Tensor:
+    def source(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        """On the device, which is faster; the same on every layout is not needed here."""
+        shape = [stop - start for start, stop in box]
         if tensor.kind != "matrix":
-            return torch.full(tensor.shape, 1.0 if tensor.kind == "norm" else 0.0, device=groups.device)
-        return torch.randn(tensor.shape, generator=generator, device=groups.device) * arch.init_std
+            return torch.full(shape, 1.0 if tensor.kind == "norm" else 0.0, device=groups.device)
+        return torch.randn(shape, generator=generator, device=groups.device) * arch.init_std
 
     generator = torch.Generator(groups.device).manual_seed(1)
     actor = Actor(config.actor_rollout_ref, arch, groups, initial=lambda policy: policy.load(source))

@@ -28,14 +28,12 @@ from megarl.models.tensors import heads_on_rank
 
 UNFUSED = 2.1
 """Times as much that torch's layers keep: 1.9 in fp32, 2.1 in bf16, counted over autograd's saved tensors."""
-LOGITS_CHUNK = 2048
-"""Tokens whose logits are alive at once: the default of `megarl.models.logprobs.token_log_probs`."""
-LOGITS_COPIES = 5
-"""fp32 tensors of that size alive at its peak, forward and backward: logits, probabilities, products of them."""
+LOGITS_BYTES = 2**29
+"""Logits alive at once, `megarl.models.logprobs.CHUNK_BYTES`; on a GPU their gradient takes their place."""
 SAMPLER_COPIES = 3
 """fp32 tensors [sequences, vocabulary] alive when an engine draws tokens."""
 KV_LENGTH_MULTIPLE = 16
-"""To which the native engine rounds a slot's length up."""
+"""Tokens in a block of the native engine's cache, `megarl.rollout.native.blocks.BLOCK_SIZE`."""
 
 Items = dict[str, int]
 """Bytes by what they are for."""
@@ -184,7 +182,7 @@ def _forward(job: Job, stage: int) -> Items:
 
 
 def _logits(job: Job) -> int:
-    return LOGITS_COPIES * 4 * min(LOGITS_CHUNK, job.micro_batch_tokens) * _vocabulary_rows(job)
+    return min(LOGITS_BYTES, job.itemsize * job.micro_batch_tokens * _vocabulary_rows(job))
 
 
 def _vocabulary_rows(job: Job) -> int:
@@ -206,14 +204,14 @@ def kv_bytes_per_token(job: Job) -> int:
 
 
 def kv_cache(job: Job, accelerator: Accelerator) -> KVCache:
-    """The native engine's slots; or what is left to vLLM of `gpu_memory_utilization` (0 if nothing is)."""
+    """What `gpu_memory_utilization` leaves (0 if nothing); the native engine takes no more than its sequences fill."""
     rollout, per_token = job.config.actor_rollout_ref.rollout, kv_bytes_per_token(job)
-    if rollout.name == "native":
-        tokens = rollout.max_num_seqs * -(-job.max_model_len // KV_LENGTH_MULTIPLE) * KV_LENGTH_MULTIPLE
-        return KVCache(bytes=tokens * per_token, tokens=tokens, sequences=rollout.max_num_seqs)
     weights = job.itemsize * engine_elements(job.arch, job.generation.tp)
     left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)
     tokens = max(0, left // per_token)
+    if rollout.name == "native":
+        useful = rollout.max_num_seqs * -(-job.max_model_len // KV_LENGTH_MULTIPLE) * KV_LENGTH_MULTIPLE
+        tokens = min(tokens, useful)
     return KVCache(
         bytes=tokens * per_token, tokens=tokens, sequences=min(rollout.max_num_seqs, tokens // job.max_model_len)
     )
