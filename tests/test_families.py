@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,11 @@ def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
         ValueError, match=r"tensor_model_parallel_size = 2 needs actor\.megatron\.sequence_parallel=true"
     ):
         arch.check_training(tp=2, pp=1, chunks=1, sequence_parallel=False)
+
+
+def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:
+    """Six heads over one KV head: Megatron-Core would cut 64 rows into three."""
+    arch = replace(ARCHITECTURES["llama"], num_attention_heads=6, num_key_value_heads=1, head_dim=8, ffn_hidden_size=48)
+    arch.check_training(tp=2, pp=1, chunks=1, sequence_parallel=False)
+    with pytest.raises(ValueError, match="= 3 does not divide the 64 rows of the model's queries, keys and values"):
+        arch.check_training(tp=3, pp=1, chunks=1, sequence_parallel=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,8 +18,8 @@ from full_weights import random_weights, source_of
 from ranks import Ranks
 from tiny_engines import text_of
 from tiny_run import megarl, metrics_of, write_run
-from torch import Tensor
 from training_cases import Case, actor_in, hybrid_of
+from vllm_layout import wanted_by_vllm
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -97,24 +98,6 @@ def _config(folder: str, gen_tp: int, name: str) -> dict[str, Any]:
     }
 
 
-def _wanted(name: str, p: Tensor, full: dict[str, Tensor], tp: int, r: int) -> Tensor:
-    """What vLLM's own loader would put into a parameter: its rules, not our table. Padding rows as they are."""
-
-    def shard(name: str, dim: int) -> Tensor:
-        return full[name].chunk(tp, dim)[r]
-
-    if "qkv_proj" in name:
-        return torch.cat([shard(name.replace("qkv", x), 0) for x in "qkv"])
-    if "gate_up_proj" in name:
-        return torch.cat([shard(name.replace("gate_up", x), 0) for x in ("gate", "up")])
-    if "o_proj" in name or "down_proj" in name:
-        return shard(name, 1)
-    if "embed_tokens" in name or "lm_head" in name:
-        mine = full[name][r * len(p) : (r + 1) * len(p)]
-        return torch.cat([mine, p[len(mine) :]])
-    return full[name]
-
-
 def _generate(
     case: Case, folder: str, name: str, params: SamplingParams
 ) -> list[tuple[list[tuple[int, ...]], list[str], float]]:
@@ -134,7 +117,7 @@ def _generate(
             with hybrid.generation() as engine:
                 if name == "vllm":
                     for key, p in hybrid.engine.parameters().items():
-                        assert torch.equal(p, _wanted(key, p, full, case.gen_tp, at.tp)), key
+                        assert torch.equal(p, wanted_by_vllm(key, p, full, case.gen_tp, at.tp)), key
                 rollouts = engine.generate(prompts, 3, params, seed=1, round_=4)
             made = rollouts.to_batch()
             mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
@@ -213,6 +196,51 @@ def test_stop_strings_end_a_response_where_the_native_engine_ends_it(
             for tokens, reasons, gap in rank:
                 assert reasons == ["length" if len(t) == 10 and not _stops(t, params) else "stop" for t in tokens]
                 assert gap < 1e-4
+
+
+QUESTIONS = [f"What is {a} + {b}?" for a, b in itertools.product((2, 7, 15, 80), (1, 6, 30))] + [
+    f"{task} {thing}." for task, thing in itertools.product(("Describe", "Say something nice about"), ("rain", "a dog"))
+]
+QUESTIONS += [f"Name a {thing}." for thing in ("river", "colour", "country", "fruit")]
+
+
+def _answers(case: Case, folder: str, name: str, prompts: list[tuple[int, ...]], params: SamplingParams) -> Any:
+    """Greedy answers of a real model, trained in `case`'s layout."""
+    from megarl.checkpoint.import_huggingface import HuggingFaceWeights
+
+    arch = read_architecture(folder)
+    rollout = {"name": name, "max_num_seqs": len(prompts)}
+    config = {"model": {"path": folder, "dtype": "float32"}, "rollout": rollout}
+    with actor_in(Case(**{**vars(case), "config": config}), arch) as actor:
+        actor.load(HuggingFaceWeights(folder, arch).box)
+        hybrid = hybrid_of(actor, max_model_len=256)
+        with hybrid.generation() as engine:
+            asked = [Prompt(index=i, token_ids=tokens, row={}) for i, tokens in enumerate(prompts)]
+            rollouts = engine.generate(asked, 1, params, seed=1, round_=1)
+        hybrid.close()
+        return [tuple(c.token_ids) for c in rollouts.completions]
+
+
+@needs_vllm
+def test_greedy_answers_of_a_real_model(vllm_ranks: Ranks, smollm2: str) -> None:
+    """Twenty answers of SmolLM2 by `transformers`, vLLM and the native engine, token for token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    settings = dict(do_sample=False, max_new_tokens=16, pad_token_id=0, eos_token_id=tokenizer.eos_token_id)
+    prompts, wanted = [], []
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        answer = model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :]
+        prompts.append(tuple(prompt))
+        wanted.append(tuple(answer.tolist()))
+    assert len(wanted) == 20 and len(set(wanted)) == 20
+    params = SamplingParams(temperature=0.0, max_tokens=16, stop_token_ids=(tokenizer.eos_token_id,))
+    for name in ("vllm", "native"):
+        for got in vllm_ranks.run(2, _answers, Case(pp=2), smollm2, name, prompts, params):
+            assert got == wanted, name
 
 
 def _stops(token_ids: tuple[int, ...], params: SamplingParams) -> bool:

@@ -109,6 +109,12 @@ class Architecture:
     def check_training(self, *, tp: int, pp: int, chunks: int, sequence_parallel: bool) -> None:
         """Raises ValueError with what to change if the training layout cannot hold this model."""
         self._check_tp(tp, "tensor_model_parallel_size")
+        qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        if qkv % tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv where they fall
+            raise ValueError(
+                f"tensor_model_parallel_size = {tp} does not divide the {qkv} rows of the model's queries, keys "
+                "and values"
+            )
         if self.moe and tp > 1 and not sequence_parallel:
             # Megatron-Core refuses it too, in the first training step: every rank would dispatch every token.
             raise ValueError(

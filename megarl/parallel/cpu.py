@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,9 @@ def enable_cpu_ranks() -> None:
     """
     if torch.cuda.is_available():
         return
+    modules: dict[str, Any] = sys.modules
+    for package in ("transformer_engine", "apex"):
+        modules.setdefault(package, None)  # Megatron-Core would take its Adam, which has no CPU kernel
     _device_constructors()  # cached: `with torch.device(...)` must know the factories that the redirected ones call
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

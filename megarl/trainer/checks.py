@@ -99,6 +99,10 @@ def _check_model_files(inputs: Inputs) -> None:
     """Engine, tokenizer and weights against the architecture."""
     arch, config = inputs.arch, inputs.config.actor_rollout_ref
     model, rollout = config.model, config.rollout
+    try:
+        refuse_remote_code(model.path)
+    except ValueError as e:
+        raise ValueError(f"actor_rollout_ref.model.path: {e}") from e
     if rollout.name == "vllm":
         check_vllm(arch, path=model.path, tp=rollout.tensor_model_parallel_size, on_gpu=torch.cuda.is_available())
     if inputs.tokenizer.vocab_size > arch.vocab_size:
@@ -112,7 +116,6 @@ def _check_model_files(inputs: Inputs) -> None:
             raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
     elif not model.random_init:
         try:
-            refuse_remote_code(model.path)
             check_weights(model.path, arch)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e

@@ -31,7 +31,8 @@ class VLLMEngine:
         path: the model's folder, whose config.json vLLM builds it from.
         dtype: of weights, activations and KV cache.
         max_num_seqs: sequences decoded together.
-        max_num_batched_tokens: tokens computed in one step, prompts and responses.
+        max_num_batched_tokens: tokens computed in one step, prompts and responses; of no use beyond the model's
+            positions.
         max_model_len: prompt and response of a sequence at most, tokens.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache together. CPU ranks take
             as much KV cache as `max_num_seqs` sequences can fill.
@@ -76,7 +77,8 @@ class VLLMEngine:
                 tensor_parallel_size=tp,
                 distributed_executor_backend="external_launcher",
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+                # vLLM's first pass puts a token at each of so many positions, and reads past a shorter rotary table
+                max_num_batched_tokens=max(min(max_num_batched_tokens, arch.max_position_embeddings), max_num_seqs),
                 max_model_len=max_model_len,
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_memory_bytes=(
