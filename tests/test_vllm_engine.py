@@ -93,7 +93,12 @@ def vllm_ranks() -> Iterator[Ranks]:
 def _config(folder: str, gen_tp: int, name: str) -> dict[str, Any]:
     return {
         "model": {"path": folder, "dtype": "float32"},
-        "rollout": {"name": name, "tensor_model_parallel_size": gen_tp, "max_num_seqs": 8},
+        "rollout": {
+            "name": name,
+            "tensor_model_parallel_size": gen_tp,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 16,  # fewer than a prompt has
+        },
         "reshard": {"verify": True, "bucket_bytes": 4096},
     }
 

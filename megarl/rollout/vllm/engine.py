@@ -32,7 +32,7 @@ class VLLMEngine:
         dtype: of weights, activations and KV cache.
         max_num_seqs: sequences decoded together.
         max_num_batched_tokens: tokens computed in one step, prompts and responses; of no use beyond the model's
-            positions.
+            positions. CPU ranks compute a prompt in one step, however long.
         max_model_len: prompt and response of a sequence at most, tokens.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache together. CPU ranks take
             as much KV cache as `max_num_seqs` sequences can fill.
@@ -78,7 +78,13 @@ class VLLMEngine:
                 distributed_executor_backend="external_launcher",
                 max_num_seqs=max_num_seqs,
                 # vLLM's first pass puts a token at each of so many positions, and reads past a shorter rotary table
-                max_num_batched_tokens=max(min(max_num_batched_tokens, arch.max_position_embeddings), max_num_seqs),
+                max_num_batched_tokens=max(
+                    min(max_num_batched_tokens, arch.max_position_embeddings),
+                    max_num_seqs,
+                    max_model_len if on_cpu else 0,
+                ),
+                # between two chunks of a prompt vLLM rewinds the request's generator, which those of CPUs cannot do
+                enable_chunked_prefill=not on_cpu,
                 max_model_len=max_model_len,
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_memory_bytes=(
