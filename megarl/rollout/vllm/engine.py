@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
+from megarl.rollout.engine import Adopt
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.rollout.vllm import internals
@@ -25,7 +26,7 @@ class VLLMEngine:
     """Implements `megarl.rollout.engine.Engine`. Starts awake, with meaningless weights. All ranks build it together.
 
     Prompts that share a beginning share its KV cache until the next `wake`. CUDA graphs are captured once and stay
-    valid, since the weights are written in place.
+    valid, since the weights are written in place or adopted for good.
 
     Args:
         path: the model's folder, whose config.json vLLM builds it from.
@@ -33,11 +34,12 @@ class VLLMEngine:
         max_num_seqs: sequences decoded together.
         max_num_batched_tokens: tokens computed in one step, prompts and responses.
         max_model_len: prompt and response of a sequence at most, tokens.
-        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache together. CPU ranks take
-            as much KV cache as `max_num_seqs` sequences can fill.
+        gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together. CPU ranks
+            take as much KV cache as `max_num_seqs` sequences can fill.
         enforce_eager: without compiled kernels and CUDA graphs; CPU ranks always are.
         sleeps: whether `sleep` gives memory back; without it, it does nothing. CPU ranks have no sleep.
         decode: token ids to text, for stop strings.
+        adopt: gives the weights that are not to be the engine's own; vLLM's sleep leaves them alone.
 
     Attributes:
         llm: vLLM's own engine.
@@ -57,6 +59,7 @@ class VLLMEngine:
         enforce_eager: bool,
         sleeps: bool,
         decode: Decode,
+        adopt: Adopt,
     ) -> None:
         tp, on_cpu = groups.generation.tp, groups.device.type == "cpu"
         self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
@@ -66,29 +69,30 @@ class VLLMEngine:
             internals.prepare(groups)
             from vllm import LLM
 
-            self.llm = LLM(
-                model=path,
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                dtype=str(dtype).removeprefix("torch."),
-                load_format="dummy",
-                seed=0,
-                tensor_parallel_size=tp,
-                distributed_executor_backend="external_launcher",
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
-                max_model_len=max_model_len,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_memory_bytes=(
-                    _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype) if on_cpu else None
-                ),
-                enforce_eager=enforce_eager or on_cpu,
-                enable_sleep_mode=self._sleeps,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
-                # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
-                **({"moe_backend": "triton"} if arch.moe else {}),
-            )
+            with internals.loading(adopt, groups.device) as load_format:
+                self.llm = LLM(
+                    model=path,
+                    skip_tokenizer_init=True,
+                    generation_config="vllm",
+                    dtype=str(dtype).removeprefix("torch."),
+                    load_format=load_format,
+                    seed=0,
+                    tensor_parallel_size=tp,
+                    distributed_executor_backend="external_launcher",
+                    max_num_seqs=max_num_seqs,
+                    max_num_batched_tokens=max(max_num_batched_tokens, max_num_seqs),
+                    max_model_len=max_model_len,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    kv_cache_memory_bytes=(
+                        _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype) if on_cpu else None
+                    ),
+                    enforce_eager=enforce_eager or on_cpu,
+                    enable_sleep_mode=self._sleeps,
+                    enable_prefix_caching=True,
+                    logprobs_mode="processed_logprobs",
+                    # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
+                    **({"moe_backend": "triton"} if arch.moe else {}),
+                )
             self._parameters = internals.parameters_of(self.llm)
 
     def parameters(self) -> dict[str, Tensor]:
