@@ -69,13 +69,13 @@ class VLLMEngine:
             internals.prepare(groups)
             from vllm import LLM
 
-            with internals.loading(adopt, groups.device) as load_format:
+            with internals.adopting(adopt, groups.device):
                 self.llm = LLM(
                     model=path,
                     skip_tokenizer_init=True,
                     generation_config="vllm",
                     dtype=str(dtype).removeprefix("torch."),
-                    load_format=load_format,
+                    load_format="dummy",
                     seed=0,
                     tensor_parallel_size=tp,
                     distributed_executor_backend="external_launcher",

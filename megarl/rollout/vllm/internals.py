@@ -102,10 +102,11 @@ def parameters_of(llm: Any) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def loading(adopt: Adopt, device: torch.device) -> Iterator[str]:
-    """The load format for an `LLM` that is built meanwhile: meaningless values, but for what `adopt` gives.
+def adopting(adopt: Adopt, device: torch.device) -> Iterator[None]:
+    """An `LLM` that is built meanwhile with load_format="dummy" has meaningless weights, but for what `adopt` gives.
 
-    It must be so from the start: an `LLM` captures its CUDA graphs as it is built, and they keep the addresses.
+    It must have them from the start: it captures its CUDA graphs as it is built, and they keep the addresses. The name
+    stays, because vLLM looks into the model's files for any it does not know.
     """
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -128,12 +129,13 @@ def loading(adopt: Adopt, device: torch.device) -> Iterator[str]:
                     p.data = torch.empty_like(p.data, device=device)
                 initialize_single_dummy_weight(p)
 
-    loaders["megarl"] = AdoptingLoader
+    own = loaders["dummy"]
+    loaders["dummy"] = AdoptingLoader
     try:
         with _matrices_begin_on_the_host():
-            yield "megarl"
+            yield
     finally:
-        del loaders["megarl"]  # it holds on to whatever `adopt` does
+        loaders["dummy"] = own
 
 
 @contextmanager
