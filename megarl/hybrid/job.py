@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.config import Config
@@ -90,9 +90,9 @@ def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int
     return _elements(held, repetitions(arch, chunks=layout.pp * layout.chunks))
 
 
-def engine_elements(arch: Architecture, tp: int, r: int = 0) -> int:
-    """Elements of the weights that a rank of a generation replica uses; the first has the most."""
-    held = engine_placements(arch, tp, r, layers=(0,), experts=FIRST_EXPERT)
+def engine_elements(arch: Architecture, tp: int) -> int:
+    """Elements of the weights that the first rank of a generation replica uses, which has the most."""
+    held = engine_placements(arch, tp, 0, layers=(0,), experts=FIRST_EXPERT)
     return _elements(held, repetitions(arch))
 
 
@@ -117,17 +117,20 @@ def own_engine_elements(job: Job, stage: int) -> int:
     train, generation = job.train, job.generation
     first, ranks = train.rank(tp=0, dp=0, pp=stage), train.world_size // train.pp
     alike = {(train.coords(rank).tp, generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
-    return max(engine_elements(job.arch, generation.tp, r) - _aliased(job, rank) for (_, r), rank in alike.items())
+    return max(_own_elements(job, rank) for rank in alike.values())
 
 
-def _aliased(job: Job, rank: int) -> int:
-    names, times = aliases_of_first_layers(job, rank), repetitions(job.arch, chunks=job.train.pp * job.train.chunks)
-    layers = {layer for name in names if (layer := layer_of(name)) is not None}
-    r = job.generation.coords(rank).tp
-    held = engine_placements(
-        job.arch, job.generation.tp, r, vocab_rows=job.vocab_rows, layers=layers, experts=FIRST_EXPERT
-    )
-    return _elements((placement for placement in held if placement.param in names), times)
+def _own_elements(job: Job, rank: int) -> int:
+    aliases = aliases_of_first_layers(job, rank)
+    aliased_layers = {layer for name in aliases if (layer := layer_of(name)) is not None}
+
+    def held(layers: Container[int]) -> Iterator[Placement]:
+        tp, r = job.generation.tp, job.generation.coords(rank).tp
+        return engine_placements(job.arch, tp, r, vocab_rows=job.vocab_rows, layers=layers, experts=FIRST_EXPERT)
+
+    aliased = (placement for placement in held(aliased_layers) if placement.param in aliases)
+    in_chunk = repetitions(job.arch, chunks=job.train.pp * job.train.chunks)
+    return _elements(held((0,)), repetitions(job.arch)) - _elements(aliased, in_chunk)
 
 
 def parameter_count(arch: Architecture) -> int:
