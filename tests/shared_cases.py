@@ -11,7 +11,7 @@ from torch import Tensor
 from training_cases import Case, actor_in, hybrid_of
 
 from megarl.models.architecture import Architecture
-from megarl.types import Completion, Prompt, SamplingParams
+from megarl.types import Batch, Completion, Prompt, SamplingParams
 
 PROMPTS = [Prompt(index=i, token_ids=(3 + i, 5, 7, *range(20, 20 + 3 * i)), row={}) for i in range(5)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -25,6 +25,7 @@ class Seen:
         completions: greedy, for each set of weights.
         own: the engine's parameters that are not the actor's.
         own_bytes, copied, received: of those; and what a reshard copies within the rank and receives.
+        gap: largest mean distance of the engine's log-probabilities from the training layout's.
     """
 
     completions: list[list[Completion]]
@@ -32,6 +33,7 @@ class Seen:
     own_bytes: int
     copied: int
     received: int
+    gap: float
 
 
 def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, alias: bool) -> Seen:
@@ -52,9 +54,9 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, ali
         assert own == engine.keys() - hybrid.aliases.keys()
         assert not any(p.requires_grad for p in engine.values())
         r = actor.groups.generation.coords(actor.groups.rank).tp
-        completions = []
+        completions, gap = [], 0.0
         for seed in (1, 2, 3):
-            full = random_weights(arch, seed)
+            full = {name: 0.3 * weight for name, weight in random_weights(arch, seed).items()}
             actor.load(source_of(full))
             before = _copies(held)
             with hybrid.generation() as generating:
@@ -66,6 +68,7 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, ali
                 completions.append(list(made.completions))
                 _assert_same(engine, wanted)
             _assert_same(held, before)
+            gap = max(gap, _gap(actor, made.to_batch()))
         assert {name: p.data_ptr() for name, p in held.items()} == addresses
         moved = hybrid.resharder.statistics
         hybrid.close()
@@ -76,7 +79,15 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, ali
             own_bytes=sum(engine[name].nbytes for name in own),
             copied=moved.local,
             received=moved.received,
+            gap=gap,
         )
+
+
+def _gap(actor: Any, made: Batch) -> float:
+    layout = actor.groups.train
+    mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
+    assert made.rollout_logp is not None
+    return float((actor.log_probs(made, [mine], 1.0) - made.rollout_logp)[made.response_mask].abs().mean())
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

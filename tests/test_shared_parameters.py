@@ -35,6 +35,7 @@ def _both(ranks: Ranks, case: Case, arch: Architecture) -> list[Seen]:
     for a, b in zip(shared, copied, strict=True):
         assert a.completions == b.completions
         assert a.completions[0] != a.completions[1] != a.completions[2]
+        assert a.gap < 1e-5
         assert a.own < b.own
         assert a.received == b.received
         assert b.copied - a.copied == b.own_bytes - a.own_bytes  # no padding here: what is shared would be copied
