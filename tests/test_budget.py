@@ -20,14 +20,24 @@ from megarl.hybrid.budget import (
     reshard_buffers,
     what_does_not_fit,
 )
-from megarl.hybrid.job import Job, active_parameter_count, engine_elements, parameter_count, training_elements
+from megarl.hybrid.job import (
+    Job,
+    active_parameter_count,
+    engine_elements,
+    own_engine_elements,
+    parameter_count,
+    training_elements,
+)
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import engine_placements, logical_tensors, training_placements, volume
 from megarl.parallel.layout import TrainLayout
+from megarl.reshard.alias import plan_aliases
 
 # Llama-3-8B over TP2 x PP2: half of 16 layers and of an embedding; and norms, which every rank has
 LAYER = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336
 FIRST_STAGE = 16 * (LAYER // 2 + 2 * 4096) + 128_256 * 4096 // 2
+# of it what a TP2 engine reads in place: all but the queries, keys and values
+SHARED = FIRST_STAGE - 16 * (4096 + 2 * 1024) * 4096 // 2
 GIB = 2**30
 
 
@@ -65,7 +75,7 @@ def test_the_table_of_an_8b_model() -> None:
     assert first.phases["update"] == resident | {"activations": 2 * 8192 * 2 * 16 * per_token}  # two micro-batches
 
     engine = LAYER * 32 + 2 * 128_256 * 4096
-    weights = {"engine weights": 2 * (engine // 2 + 65 * 4096)}
+    weights = {"engine weights": 2 * (engine // 2 + 65 * 4096 - SHARED)}
     assert first.phases["reshard"] == resident | weights | {"reshard buffers": 4 * 256 * 2**20}
     prefill = 4 * 4096 + 5120 + 21_504
     activations = 2 * 8192 * prefill + 3 * 4 * 256 * 128_256
@@ -81,6 +91,9 @@ def test_the_table_of_an_8b_model() -> None:
     assert last.phases["update"]["logits of a chunk"] == min(2**29, 2 * 8192 * vocabulary)
     assert last.phases["update"]["output weight's gradient"] == 10 * vocabulary * 4096
     assert last.phases["update"]["training weights"] == 2 * (FIRST_STAGE + 4096)
+    assert last.phases["generation"]["engine weights"] == weights["engine weights"] - 2 * 4096  # the final norm
+    (apart, _) = budget(job(alias=False), H200, moved=4 * 10**9)
+    assert apart.phases["generation"]["engine weights"] == weights["engine weights"] + 2 * SHARED
     assert first.peak == first.total("generation") > last.total("update")
 
 
@@ -102,6 +115,33 @@ def test_switches() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(gpus=4, tp=4, pp=1, generation_tp=4),
+        dict(gpus=8, tp=2, pp=2, generation_tp=2),
+        dict(gpus=8, tp=1, pp=2, generation_tp=4, chunks=2),
+        dict(gpus=4, tp=4, pp=1, generation_tp=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["vllm", "native"])
+def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, int], name: str) -> None:
+    arch = architecture(num_layers=4, vocab_size=150, tied=True, num_key_value_heads=4, moe=EXPERTS)
+    considered = job(arch, **layout, rollout__name=name)
+    train, tp = considered.train, considered.generation.tp
+    rows = 192 // tp if name == "vllm" else -(-150 // tp)
+    for stage in range(train.pp):
+        own = []
+        for rank in (r for r in range(train.world_size) if train.coords(r).pp == stage):
+            shared = plan_aliases(
+                arch, train, considered.generation, rank, transformer_engine=True, vocab_rows=considered.vocab_rows
+            )
+            wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, vocab_rows=rows)
+            own.append(sum(volume(p.box) for p in wanted if p.param not in shared))
+        assert own_engine_elements(considered, stage) == max(own)
+
+
 def test_layers_in_flight() -> None:
     assert [layers_in_flight(job(pp=4, tp=1), stage) for stage in range(4)] == [4 * 8, 3 * 8, 2 * 8, 8]
     # 2 x 3 + 4 + 1 of the chunks of 4 layers, 2 x 2 + 5, ...; the paper's L (1 + (p - 1) / (p m)) for the first stage
@@ -120,7 +160,7 @@ def test_kv_caches() -> None:
     assert kv_bytes_per_token(native) == 65_536
     cache = kv_cache(native, H200)
     assert (cache.tokens, cache.sequences, cache.bytes) == (10 * 4096, 10, 10 * 4096 * 65_536)
-    none = kv_cache(job(rollout__gpu_memory_utilization=0.05), H200)
+    none = kv_cache(job(alias=False, rollout__gpu_memory_utilization=0.05), H200)
     assert (none.bytes, none.tokens, none.sequences) == (0, 0, 0)
     assert kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) == 2 * 94 * 128 * 2  # a KV head on two ranks
 
@@ -138,7 +178,7 @@ def test_what_does_not_fit() -> None:
     found = float(line.removeprefix("generation needs ").split()[0])
     assert found == pytest.approx(missing, abs=0.02)
     assert line.endswith(" GiB more than the 80.00 GiB of a GPU of pipeline stage 2")
-    assert said(job(rollout__gpu_memory_utilization=0.06), 139 * GIB) == [
+    assert said(job(rollout__gpu_memory_utilization=0.03), 139 * GIB) == [
         "the KV cache has no room for one sequence of 4096 tokens; raise rollout.gpu_memory_utilization or "
         "rollout.tensor_model_parallel_size"
     ]

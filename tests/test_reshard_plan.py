@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import tracemalloc
 from dataclasses import dataclass
@@ -16,8 +17,16 @@ from reference_plan import reference_plan
 from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.tensors import engine_placements, logical_tensors, training_placements, volume
+from megarl.models.tensors import (
+    EMBEDDING,
+    OUTPUT,
+    engine_placements,
+    logical_tensors,
+    training_placements,
+    volume,
+)
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
+from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
 from megarl.reshard.traffic import reshard_traffic
 from megarl.reshard.views import StridedView, view_of
@@ -114,7 +123,74 @@ def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
             return {peer: sum(volume(piece.box) for piece in pieces) for peer, pieces in side.items()}
 
         assert moved.local == sum(volume(piece.box) for piece in plan.local)
+        assert moved.aliased == 0
         assert (dict(moved.sent), dict(moved.received)) == (volumes(plan.sends), volumes(plan.receives))
+
+
+def numbered(case: Case, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The rank's training parameters, every element a number of its own, and its engine parameters after local copies,
+    with -1 where nothing is copied to. Both with their vocabulary padding."""
+    held = training_placements(case.arch, case.train, rank, transformer_engine=case.transformer_engine)
+    wanted = engine_placements(case.arch, case.generation.tp, case.generation.coords(rank).tp)
+    sizes = []
+    for placements, tp in ((held, case.train.tp), (wanted, case.generation.tp)):
+        placements = list(placements)
+        vocabulary = {p.param for p in placements if p.tensor in (EMBEDDING, OUTPUT)}
+        rows = case.arch.padded_vocab_size(tp) // tp
+        found = shapes(placements)
+        sizes.append({name: [rows, *shape[1:]] if name in vocabulary else shape for name, shape in found.items()})
+    source, start = {}, 0
+    for name, shape in sizes[0].items():
+        source[name] = torch.arange(start, start + math.prod(shape)).view(shape)
+        start += math.prod(shape) + 1000
+    engine = {name: torch.full(shape, -1) for name, shape in sizes[1].items()}
+    for piece in case.plans()[rank].local:
+        read = view_of(source[piece.source.param], piece.source, piece.source_part)
+        write = view_of(engine[piece.destination.param], piece.destination, piece.destination_part)
+        write.tensor().copy_(read.tensor())
+    return source, engine
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_aliases_are_the_parameters_that_copies_would_leave_in_order(case: Case) -> None:
+    """Found by copying, for each engine parameter that is not waiting for other ranks."""
+    given = (case.arch, case.train, case.generation)
+    for rank, plan in case.plans().items():
+        source, engine = numbered(case, rank)
+        arriving_names = {piece.destination.param for pieces in plan.receives.values() for piece in pieces}
+        expected = {}
+        for name, copied in engine.items():
+            flat = copied.flatten()
+            first = flat - torch.arange(len(flat))
+            first = first[flat >= 0].unique()
+            if name in arriving_names or len(first) != 1:
+                continue
+            for param, numbers in source.items():
+                offset = int(first) - int(numbers.flatten()[0])
+                if 0 <= offset <= numbers.numel() - len(flat) and offset % 8 == 0:
+                    expected[name] = Alias(source=param, offset=offset)
+        found = plan_aliases(*given, rank, transformer_engine=case.transformer_engine)
+        assert found == expected
+        of_first = plan_aliases(*given, rank, transformer_engine=case.transformer_engine, first_layers=True)
+        assert of_first.items() <= found.items()
+        moved = reshard_traffic(*given, rank, transformer_engine=case.transformer_engine, aliases=of_first)
+        left = plan.without(found)
+        assert moved.local == sum(volume(piece.box) for piece in left.local)
+        assert moved.local + moved.aliased == sum(volume(piece.box) for piece in plan.local)
+        assert (left.sends, left.receives) == (plan.sends, plan.receives)
+
+
+def test_what_identical_layouts_share() -> None:
+    """All but queries, keys and values, which are in order where a rank has one KV head; and no stacked experts."""
+    for tp, moe in ((1, None), (2, None), (4, None), (2, EXPERTS)):
+        arch = architecture(num_layers=2, vocab_size=16, num_key_value_heads=4, qk_norm=True, moe=moe)
+        train, generation = TrainLayout(world_size=tp, tp=tp), GenerationLayout(world_size=tp, tp=tp)
+        for rank in range(tp):
+            wanted = {p.param for p in engine_placements(arch, tp, rank)}
+            own = wanted - plan_aliases(arch, train, generation, rank, transformer_engine=True).keys()
+            assert len(own) == 2 * ((tp < 4) + 2 * (moe is not None))
+            assert all("qkv_proj" in name or "routed_experts" in name for name in own)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from full_weights import random_weights, source_of
 from ranks import Ranks
+from shared_cases import generate_with_shared_weights
 from tiny_engines import text_of
 from tiny_run import megarl, metrics_of, write_run
 from training_cases import Case, actor_in, hybrid_of
@@ -180,6 +181,35 @@ def test_greedy_equals_transformers_and_the_native_engine(
             for tokens, reasons, gap in rank:
                 assert reasons == ["stop" if t[-1] == STOP else "length" for t in tokens]
                 assert gap < 1e-4
+
+
+@needs_vllm
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    "case", [Case(gen_tp=1), Case(tp=2, gen_tp=2), Case(pp=2, gen_tp=1)], ids=lambda c: f"{c.name}-to-tp{c.gen_tp}"
+)
+def test_weights_are_shared_where_the_layouts_coincide(
+    vllm_ranks: Ranks, folders: dict[str, str], family: str, case: Case, tmp_path: Path
+) -> None:
+    """Greedy tokens and log-probabilities are those of an engine with copies. 128 rows need no padding."""
+    config = json.loads((Path(folders[family]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 128}))
+    arch = read_architecture(str(tmp_path))
+    case = Case(**{**vars(case), "config": _config(str(tmp_path), case.gen_tp, "vllm")})
+    shared, copied = (
+        vllm_ranks.run(case.world, generate_with_shared_weights, case, arch, "float32", alias)
+        for alias in (True, False)
+    )
+    for rank, (a, b) in enumerate(zip(shared, copied, strict=True)):
+        assert a.completions == b.completions and len(set(map(str, a.completions))) == 3
+        assert a.gap < 1e-4
+        assert b.copied - a.copied == b.own_bytes - a.own_bytes
+        own = {name for name in a.own if "qkv_proj" not in name}
+        if case.pp == 1:
+            assert not own and a.received == 0
+            assert bool(a.own) == (case.tp == 1)  # with two ranks each has one KV head
+        else:
+            assert own and not any(f"layers.{rank}." in name for name in own)
 
 
 @needs_vllm

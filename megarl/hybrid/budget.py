@@ -1,8 +1,8 @@
 """Which bytes are on a GPU in which phase of a step, before anything runs. Torch-free.
 
-Weights are counted from the placements of both layouts. Optimizer state and gradients are Megatron-Core's: fp32
-gradient buffers (`grad_reduce_in_fp32`), fp32 master weights and two moments, the latter three split over the
-data-parallel ranks by the distributed optimizer.
+Weights are counted from the placements of both layouts, and once where the engine reads the training weights. Optimizer
+state and gradients are Megatron-Core's: fp32 gradient buffers (`grad_reduce_in_fp32`), fp32 master weights and two
+moments, the latter three split over the data-parallel ranks by the distributed optimizer.
 
 Activations follow arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention
 matrix, SwiGLU, grouped queries). A layer keeps for the backward pass, in elements per token with t = TP:
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.job import Job, engine_elements, training_elements
+from megarl.hybrid.job import Job, own_engine_elements, training_elements
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import heads_on_rank
 
@@ -81,7 +81,8 @@ def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudge
     Args:
         moved: bytes that the rank which receives most receives in a reshard.
     """
-    return [_stage_budget(job, accelerator, stage, moved) for stage in range(job.train.pp)]
+    cache = kv_cache(job, accelerator).bytes
+    return [_stage_budget(job, accelerator, stage, moved, cache) for stage in range(job.train.pp)]
 
 
 def what_does_not_fit(
@@ -102,10 +103,10 @@ def what_does_not_fit(
         )
 
 
-def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int) -> StageBudget:
+def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, kv_bytes: int) -> StageBudget:
     resident = {"CUDA context, NCCL": int(accelerator.runtime)} | _training_state(job, stage)
-    weights = {"engine weights": job.itemsize * engine_elements(job.arch, job.generation.tp)}
-    cache = {"KV cache": kv_cache(job, accelerator).bytes}
+    weights = {"engine weights": job.itemsize * own_engine_elements(job, stage)}
+    cache = {"KV cache": kv_bytes}
     generating = weights | cache | {"engine activations": engine_activations(job)}
     awake = resident if job.config.actor_rollout_ref.rollout.free_cache_engine else resident | weights | cache
     return StageBudget(
@@ -206,7 +207,7 @@ def kv_bytes_per_token(job: Job) -> int:
 def kv_cache(job: Job, accelerator: Accelerator) -> KVCache:
     """What `gpu_memory_utilization` leaves (0 if nothing); the native engine takes no more than its sequences fill."""
     rollout, per_token = job.config.actor_rollout_ref.rollout, kv_bytes_per_token(job)
-    weights = job.itemsize * engine_elements(job.arch, job.generation.tp)
+    weights = job.itemsize * max(own_engine_elements(job, stage) for stage in range(job.train.pp))
     left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)
     tokens = max(0, left // per_token)
     if rollout.name == "native":

@@ -2,18 +2,22 @@
 
 Training holds weights, gradients and optimizer state in the TP x PP x DP layout. `generation()` wakes the engine's
 weights in the TP layout, reshards the actor's weights straight into them, then wakes the KV cache; afterwards both
-are given back (`rollout.free_cache_engine`).
+are given back (`rollout.free_cache_engine`). Where the layouts coincide, the engine reads the actor's own parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+from torch import Tensor
 
 from megarl.config.schema import ActorRolloutRef
 from megarl.models.tensors import EMBEDDING
+from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.execute import Resharder
 from megarl.reshard.plan import plan_reshard
+from megarl.reshard.shared import check_shared, shared_tensors
 from megarl.reshard.verify import verify
 from megarl.roles.actor import Actor
 from megarl.roles.policy import DTYPES
@@ -25,18 +29,45 @@ from megarl.types import Prompt, Rollouts, SamplingParams
 
 
 class HybridEngine:
-    """Owns the generation engine and the plan that fills it from the actor."""
+    """Owns the generation engine and the plan that fills it from the actor.
+
+    Attributes:
+        aliases: the engine's parameters that are the actor's.
+    """
 
     def __init__(
-        self, config: ActorRolloutRef, actor: Actor, timers: PhaseTimers, *, max_model_len: int, decode: Decode
+        self,
+        config: ActorRolloutRef,
+        actor: Actor,
+        timers: PhaseTimers,
+        *,
+        max_model_len: int,
+        decode: Decode,
+        alias: bool = True,
     ) -> None:
         """
         Args:
             max_model_len: tokens of the longest prompt and response together.
             decode: token ids to text, for stop strings.
+            alias: the engine reads the actor's own parameters where their layouts coincide. They must never move then.
         """
         groups = actor.groups
         self.config, self.actor, self.groups, self.timers = config, actor, groups, timers
+        self.aliases: dict[str, Alias] = {}
+        self._source = actor.parameters()
+
+        def adopt(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
+            if alias:
+                self.aliases = plan_aliases(
+                    actor.arch,
+                    groups.train,
+                    groups.generation,
+                    groups.rank,
+                    transformer_engine=actor.transformer_engine,
+                    vocab_rows=shapes[EMBEDDING][0],
+                )
+            return shared_tensors(self.aliases, self._source, shapes)
+
         self.engine = build_engine(
             config,
             actor.arch,
@@ -44,6 +75,7 @@ class HybridEngine:
             dtype=DTYPES[config.model.dtype],
             max_model_len=max_model_len,
             decode=decode,
+            adopt=adopt,
         )
         plan = plan_reshard(
             actor.arch,
@@ -55,8 +87,8 @@ class HybridEngine:
         )
         self.engine.wake(weights_only=True)
         self.resharder = Resharder(
-            plan,
-            actor.parameters(),
+            plan.without(self.aliases),
+            self._source,
             self.engine.parameters(),
             groups.model,
             bucket_bytes=config.reshard.bucket_bytes,
@@ -69,6 +101,7 @@ class HybridEngine:
         with self.timers("reshard"):
             self.engine.wake(weights_only=True)
             self.actor.gather_parameters()
+            check_shared(self.aliases, self._source, self.engine.parameters())
             self.resharder.run()
             if self.config.reshard.verify:
                 verify(self.resharder)

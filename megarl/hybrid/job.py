@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import EMBEDDING, Placement, engine_placements, training_placements, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, of_expert, repetitions
+from megarl.reshard.alias import Alias, plan_aliases
+from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
+from megarl.rollout.vllm.checks import VOCAB_MULTIPLE
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by `actor_rollout_ref.model.dtype`."""
@@ -18,12 +20,17 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A configuration with its model and layouts, which `megarl.trainer.checks.check_layouts` has passed."""
+    """A configuration with its model and layouts, which `megarl.trainer.checks.check_layouts` has passed.
+
+    Attributes:
+        alias: see `megarl.hybrid.engine.HybridEngine`.
+    """
 
     config: Config
     arch: Architecture
     train: TrainLayout
     generation: GenerationLayout
+    alias: bool = True
 
     @property
     def gpus_per_node(self) -> int:
@@ -34,6 +41,13 @@ class Job:
     def itemsize(self) -> int:
         """Bytes of a weight or an activation."""
         return ITEMSIZE[self.config.actor_rollout_ref.model.dtype]
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the engine's embedding on each rank."""
+        tp = self.generation.tp
+        multiple = VOCAB_MULTIPLE if self.config.actor_rollout_ref.rollout.name == "vllm" else tp
+        return -(-self.arch.vocab_size // multiple) * multiple // tp
 
     @property
     def max_model_len(self) -> int:
@@ -77,9 +91,46 @@ def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
-    """Elements of the weights that the first rank of a generation replica holds, which has the most."""
+    """Elements of the weights that the first rank of a generation replica uses, which has the most."""
     held = engine_placements(arch, tp, 0, layers=(0,), experts=FIRST_EXPERT)
     return _elements(held, repetitions(arch))
+
+
+def aliases_of_first_layers(job: Job, rank: int) -> dict[str, Alias]:
+    """The engine's parameters that are training parameters of the rank; of layers that are alike, the first's."""
+    if not job.alias:
+        return {}
+    # which names the norms have is all that Transformer Engine changes
+    return plan_aliases(
+        job.arch,
+        job.train,
+        job.generation,
+        rank,
+        transformer_engine=True,
+        vocab_rows=job.vocab_rows,
+        first_layers=True,
+    )
+
+
+def own_engine_elements(job: Job, stage: int) -> int:
+    """Elements of the weights that the engine holds beside the training weights, on the rank of a stage with most."""
+    train, generation = job.train, job.generation
+    first, ranks = train.rank(tp=0, dp=0, pp=stage), train.world_size // train.pp
+    alike = {(train.coords(rank).tp, generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
+    return max(_own_elements(job, rank) for rank in alike.values())
+
+
+def _own_elements(job: Job, rank: int) -> int:
+    aliases = aliases_of_first_layers(job, rank)
+    aliased_layers = {layer for name in aliases if (layer := layer_of(name)) is not None}
+
+    def held(layers: Container[int]) -> Iterator[Placement]:
+        tp, r = job.generation.tp, job.generation.coords(rank).tp
+        return engine_placements(job.arch, tp, r, vocab_rows=job.vocab_rows, layers=layers, experts=FIRST_EXPERT)
+
+    aliased = (placement for placement in held(aliased_layers) if placement.param in aliases)
+    in_chunk = repetitions(job.arch, chunks=job.train.pp * job.train.chunks)
+    return _elements(held((0,)), repetitions(job.arch)) - _elements(aliased, in_chunk)
 
 
 def parameter_count(arch: Architecture) -> int:

@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from megarl.hybrid.accelerator import Accelerator
 from megarl.hybrid.budget import KVCache, kv_bytes_per_token
-from megarl.hybrid.job import Job, active_parameter_count, engine_elements, expert_elements, parameter_count
+from megarl.hybrid.job import (
+    Job,
+    active_parameter_count,
+    aliases_of_first_layers,
+    engine_elements,
+    expert_elements,
+    parameter_count,
+)
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
 TP_RANKS = 4
@@ -40,8 +47,18 @@ def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
     tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
     places = [(stage, tp) for stage in stages for tp in tp_ranks]
     ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
-    # which names the norms have is all that Transformer Engine changes
-    return {rank: reshard_traffic(job.arch, train, job.generation, rank, transformer_engine=True) for rank in ranks}
+    return {
+        rank: reshard_traffic(
+            job.arch,
+            train,
+            job.generation,
+            rank,
+            transformer_engine=True,
+            vocab_rows=job.vocab_rows,
+            aliases=aliases_of_first_layers(job, rank),
+        )
+        for rank in ranks
+    }
 
 
 def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:

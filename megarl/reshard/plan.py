@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from megarl.models.architecture import Architecture
@@ -75,6 +75,10 @@ class Plan:
     local: tuple[Piece, ...]
     sends: dict[int, tuple[Piece, ...]]
     receives: dict[int, tuple[Piece, ...]]
+
+    def without(self, aliased: Container[str]) -> Plan:
+        """What is left to do when these engine parameters are training parameters of the rank itself."""
+        return replace(self, local=tuple(p for p in self.local if p.destination.param not in aliased))
 
 
 def plan_reshard(

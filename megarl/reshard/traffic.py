@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
@@ -18,10 +19,12 @@ class Traffic:
 
     Attributes:
         local: copied within the rank.
+        aliased: neither copied nor held twice, since the engine reads the training parameters.
         sent, received: by the other rank, to and from which.
     """
 
     local: int
+    aliased: int
     sent: Counter[int]
     received: Counter[int]
 
@@ -34,17 +37,24 @@ def reshard_traffic(
     *,
     transformer_engine: bool,
     vocab_rows: int | None = None,
+    aliases: Container[str] = (),
 ) -> Traffic:
-    """The elements of the pieces of `plan_reshard`, whose arguments these are."""
+    """The elements of the pieces of `plan_reshard`, whose arguments these are, but for the last.
+
+    Args:
+        aliases: names of engine parameters that are training parameters (`plan_aliases` of the first layers).
+    """
     times = repetitions(arch, chunks=train.pp * train.chunks)
-    local, sent, received = 0, Counter[int](), Counter[int]()
+    local, aliased, sent, received = 0, 0, Counter[int](), Counter[int]()
     for step in plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows):
         for piece in step.pieces:
             elements = times.of(step.tensor) * volume(piece.box)
-            if piece.source_rank == piece.destination_rank:
+            if piece.destination_rank == rank and piece.destination.param in aliases:
+                aliased += elements
+            elif piece.source_rank == piece.destination_rank:
                 local += elements
             elif piece.destination_rank == rank:
                 received[piece.source_rank] += elements
             else:
                 sent[piece.destination_rank] += elements
-    return Traffic(local=local, sent=sent, received=received)
+    return Traffic(local=local, aliased=aliased, sent=sent, received=received)

@@ -7,7 +7,7 @@ import torch
 from megarl.config.schema import ActorRolloutRef
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
-from megarl.rollout.engine import Engine
+from megarl.rollout.engine import Adopt, Engine
 from megarl.rollout.stop_strings import Decode
 
 
@@ -19,6 +19,7 @@ def build_engine(
     dtype: torch.dtype,
     max_model_len: int,
     decode: Decode,
+    adopt: Adopt,
 ) -> Engine:
     """This rank's part of its replica's engine. Every rank calls it.
 
@@ -26,6 +27,7 @@ def build_engine(
         dtype: of weights, activations and KV cache.
         max_model_len: tokens of the longest prompt and response together.
         decode: token ids to text, for stop strings.
+        adopt: gives the weights that are not to be the engine's own.
     """
     rollout = config.rollout
     if rollout.name == "vllm":
@@ -43,6 +45,7 @@ def build_engine(
             enforce_eager=rollout.enforce_eager,
             sleeps=rollout.free_cache_engine,
             decode=decode,
+            adopt=adopt,
         )
 
     from megarl.rollout.native.engine import NativeEngine
@@ -58,4 +61,5 @@ def build_engine(
         decode=decode,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
+        adopt=adopt,
     )

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from megarl.types import Completion, SamplingParams
+
+Adopt = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Tensor]]
+"""Given the shapes of an engine's parameters by name, the tensors that some of them are to be.
+
+The engine takes no memory for these. Whoever gave them keeps them where they are and up to date; the engine neither
+writes to them nor releases them.
+"""
+
+
+def adopt_nothing(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
+    """An `Adopt`: all weights are the engine's own."""
+    del shapes
+    return {}
 
 
 class Engine(Protocol):
@@ -23,7 +36,7 @@ class Engine(Protocol):
         wake()                       held                       held: ready to generate
 
     The values of released weights are lost: write them anew after waking. "Given back" is to the allocator of this
-    process, so training can use it at once.
+    process, so training can use it at once. Adopted weights (`Adopt`) are always held.
     """
 
     def generate(
@@ -43,7 +56,8 @@ class Engine(Protocol):
     def parameters(self) -> dict[str, Tensor]:
         """The weights of this rank by name, as in `megarl.models.tensors.engine_placements`.
 
-        Resharding writes into them in place each step; the tensor objects stay the same for the engine's life.
+        Resharding writes into those that are the engine's own, in place, each step; the tensor objects stay the same
+        for the engine's life.
         """
         ...
 

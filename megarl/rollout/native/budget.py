@@ -25,7 +25,7 @@ def cache_blocks(
     """What all sequences can fill, or as much of it as the GPU's memory allows; the same on all ranks of a replica.
 
     Args:
-        weight_bytes: the engine's weights on this rank, which are held already.
+        weight_bytes: the engine's own weights on this rank, which are held already.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine. Less where
             others leave less.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.rope import rope_table
+from megarl.rollout.engine import Adopt, adopt_nothing
 from megarl.rollout.native import kernels
 from megarl.rollout.native.attention import Attention, GatheredAttention, PrefillAttention
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
@@ -32,7 +33,7 @@ COLUMNS = 6
 
 
 class NativeEngine:
-    """Implements `megarl.rollout.engine.Engine`. Starts with its weights allocated and all zero, without KV cache.
+    """Implements `megarl.rollout.engine.Engine`. Starts with its own weights allocated and all zero, without KV cache.
 
     Args:
         tp_group: the replica's ranks; None is one rank alone.
@@ -40,12 +41,13 @@ class NativeEngine:
         max_num_seqs: sequences decoded together.
         max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
         max_model_len: prompt and response of a sequence at most, tokens.
-        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache together, of which no
+        gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together, of which no
             more is taken than `max_num_seqs` sequences of `max_model_len` fill, nor than is free on waking. CPU ranks
             take what those sequences fill.
         decode: token ids to text, for stop strings.
         enforce_eager: without CUDA graphs. So decode CPU ranks, GPUs without Triton, and mixtures of experts, which
             read back how many tokens each expert gets.
+        adopt: gives the weights that are not to be the engine's own.
 
     Raises:
         ValueError: the architecture cannot be split over the group; on waking: the memory does not hold the cache of
@@ -65,6 +67,7 @@ class NativeEngine:
         decode: Decode,
         gpu_memory_utilization: float,
         enforce_eager: bool,
+        adopt: Adopt = adopt_nothing,
     ) -> None:
         self._tp = 1 if tp_group is None else tp_group.size()
         arch.check_generation(tp=self._tp)
@@ -72,10 +75,15 @@ class NativeEngine:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._max_model_len, self._gpu_memory_utilization = max_model_len, gpu_memory_utilization
         self._decode_text = decode
-        self._parameters = {
+        shapes = parameter_shapes(arch, self._tp)
+        adopted = adopt(shapes)
+        assert all(p.dtype == dtype and p.shape == shapes[name] for name, p in adopted.items())
+        self._own = {
             name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, shape in parameter_shapes(arch, self._tp).items()
+            for name, shape in shapes.items()
+            if name not in adopted
         }
+        self._parameters = {name: adopted[name] if name in adopted else self._own[name] for name in shapes}
         self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
         self._rope = rope_table(arch, max_model_len, self._device).to(dtype)
         self._cache: KVCache | None = None
@@ -87,7 +95,7 @@ class NativeEngine:
         return self._parameters
 
     def wake(self, *, weights_only: bool = False) -> None:
-        for p in self._parameters.values():
+        for p in self._own.values():
             # `resize_` moves the data even when the size stays the same.
             if p.untyped_storage().nbytes() != p.nbytes:
                 p.untyped_storage().resize_(p.nbytes)
@@ -103,7 +111,7 @@ class NativeEngine:
                     max_num_seqs=self._max_num_seqs,
                     max_num_batched_tokens=self._max_num_batched_tokens,
                     max_model_len=self._max_model_len,
-                    weight_bytes=sum(p.nbytes for p in self._parameters.values()),
+                    weight_bytes=sum(p.nbytes for p in self._own.values()),
                     gpu_memory_utilization=self._gpu_memory_utilization,
                 ),
                 max_num_seqs=self._max_num_seqs,
@@ -118,7 +126,7 @@ class NativeEngine:
         self._cache = None
         if release_weights:
             # The storage goes, the tensors stay: whoever holds them from `parameters` can write to them after waking.
-            for p in self._parameters.values():
+            for p in self._own.values():
                 p.untyped_storage().resize_(0)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
+from megarl.rollout.engine import Adopt
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.rollout.vllm import internals
@@ -25,7 +26,7 @@ class VLLMEngine:
     """Implements `megarl.rollout.engine.Engine`. Starts awake, with meaningless weights. All ranks build it together.
 
     Prompts that share a beginning share its KV cache until the next `wake`. CUDA graphs are captured once and stay
-    valid, since the weights are written in place.
+    valid, since the weights are written in place or adopted for good.
 
     Args:
         path: the model's folder, whose config.json vLLM builds it from.
@@ -34,11 +35,12 @@ class VLLMEngine:
         max_num_batched_tokens: tokens computed in one step, prompts and responses; of no use beyond the model's
             positions. CPU ranks compute a prompt in one step, however long.
         max_model_len: prompt and response of a sequence at most, tokens.
-        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache together. CPU ranks take
-            as much KV cache as `max_num_seqs` sequences can fill.
+        gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together. CPU ranks
+            take as much KV cache as `max_num_seqs` sequences can fill.
         enforce_eager: without compiled kernels and CUDA graphs; CPU ranks always are.
         sleeps: whether `sleep` gives memory back; without it, it does nothing. CPU ranks have no sleep.
         decode: token ids to text, for stop strings.
+        adopt: gives the weights that are not to be the engine's own; vLLM's sleep leaves them alone.
 
     Attributes:
         llm: vLLM's own engine.
@@ -58,6 +60,7 @@ class VLLMEngine:
         enforce_eager: bool,
         sleeps: bool,
         decode: Decode,
+        adopt: Adopt,
     ) -> None:
         tp, on_cpu = groups.generation.tp, groups.device.type == "cpu"
         self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
@@ -67,36 +70,37 @@ class VLLMEngine:
             internals.prepare(groups)
             from vllm import LLM
 
-            self.llm = LLM(
-                model=path,
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                dtype=str(dtype).removeprefix("torch."),
-                load_format="dummy",
-                seed=0,
-                tensor_parallel_size=tp,
-                distributed_executor_backend="external_launcher",
-                max_num_seqs=max_num_seqs,
-                # vLLM's first pass puts a token at each of so many positions, and reads past a shorter rotary table
-                max_num_batched_tokens=max(
-                    min(max_num_batched_tokens, arch.max_position_embeddings),
-                    max_num_seqs,
-                    max_model_len if on_cpu else 0,
-                ),
-                # between two chunks of a prompt vLLM rewinds the request's generator, which those of CPUs cannot do
-                enable_chunked_prefill=not on_cpu,
-                max_model_len=max_model_len,
-                gpu_memory_utilization=gpu_memory_utilization,
-                kv_cache_memory_bytes=(
-                    _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype) if on_cpu else None
-                ),
-                enforce_eager=enforce_eager or on_cpu,
-                enable_sleep_mode=self._sleeps,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",
-                # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
-                **({"moe_backend": "triton"} if arch.moe else {}),
-            )
+            with internals.adopting(adopt, groups.device):
+                self.llm = LLM(
+                    model=path,
+                    skip_tokenizer_init=True,
+                    generation_config="vllm",
+                    dtype=str(dtype).removeprefix("torch."),
+                    load_format="dummy",
+                    seed=0,
+                    tensor_parallel_size=tp,
+                    distributed_executor_backend="external_launcher",
+                    max_num_seqs=max_num_seqs,
+                    # vLLM's first pass puts a token at each of so many positions, and reads past a shorter rotary table
+                    max_num_batched_tokens=max(
+                        min(max_num_batched_tokens, arch.max_position_embeddings),
+                        max_num_seqs,
+                        max_model_len if on_cpu else 0,
+                    ),
+                    # between two chunks of a prompt vLLM rewinds the request's generator, which a CPU's cannot do
+                    enable_chunked_prefill=not on_cpu,
+                    max_model_len=max_model_len,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    kv_cache_memory_bytes=(
+                        _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype) if on_cpu else None
+                    ),
+                    enforce_eager=enforce_eager or on_cpu,
+                    enable_sleep_mode=self._sleeps,
+                    enable_prefix_caching=True,
+                    logprobs_mode="processed_logprobs",
+                    # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
+                    **({"moe_backend": "triton"} if arch.moe else {}),
+                )
             self._parameters = internals.parameters_of(self.llm)
 
     def parameters(self) -> dict[str, Tensor]:

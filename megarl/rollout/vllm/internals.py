@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from megarl.parallel.groups import Groups
+from megarl.rollout.engine import Adopt
 
 _ENVIRONMENT = {
     # the engine runs in this process, not in one of its own
@@ -98,6 +99,70 @@ def _keep_cpu_weights() -> None:
 def parameters_of(llm: Any) -> dict[str, torch.Tensor]:
     """This rank's weights by name, as vLLM uses them; tied embeddings once."""
     return llm.apply_model(lambda model: {name: p.data for name, p in model.named_parameters()})[0]
+
+
+@contextmanager
+def adopting(adopt: Adopt, device: torch.device) -> Iterator[None]:
+    """An `LLM` that is built meanwhile with load_format="dummy" has meaningless weights, but for what `adopt` gives.
+
+    It must have them from the start: it captures its CUDA graphs as it is built, and they keep the addresses. The name
+    stays, because vLLM looks into the model's files for any it does not know.
+    """
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER as loaders
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    class AdoptingLoader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            del model_config
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            del model_config
+            parameters = dict(model.named_parameters())
+            adopted = adopt({name: p.shape for name, p in parameters.items()})
+            for name, p in parameters.items():
+                if name in adopted:
+                    assert adopted[name].dtype == p.dtype and adopted[name].shape == p.shape
+                    p.data = adopted[name]
+                    continue
+                if p.device.type != device.type:
+                    p.data = torch.empty_like(p.data, device=device)
+                initialize_single_dummy_weight(p)
+
+    own = loaders["dummy"]
+    loaders["dummy"] = AdoptingLoader
+    try:
+        with _matrices_begin_on_the_host():
+            yield
+    finally:
+        loaders["dummy"] = own
+
+
+@contextmanager
+def _matrices_begin_on_the_host() -> Iterator[None]:
+    """Parameters that another tensor will replace must not take the GPU's memory first, not even for a moment.
+
+    On the host nothing is written to them, so they take no memory there either.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    def on_the_host(create_weights: Callable[..., None]) -> Callable[..., None]:
+        def create(*args: Any, **kwargs: Any) -> None:
+            with torch.device("cpu"):
+                create_weights(*args, **kwargs)
+
+        return create
+
+    kinds: tuple[Any, ...] = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    own = [kind.create_weights for kind in kinds]
+    for kind in kinds:
+        kind.create_weights = on_the_host(kind.create_weights)
+    try:
+        yield
+    finally:
+        for kind, create_weights in zip(kinds, own, strict=True):
+            kind.create_weights = create_weights
 
 
 @contextmanager

@@ -1,0 +1,121 @@
+"""Which engine parameters are training parameters already: the same elements in the same order. Torch-free.
+
+Where a rank's slices coincide in both layouts, the engine can read the training parameter's memory: nothing is copied,
+and there is no second copy. In identical layouts that is all but the queries, keys and values, which Megatron-Core
+interleaves by KV group and the engines do not, and experts, which the engines stack; with a pipeline it is so for the
+layers of the rank's own stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import EMBEDDING, OUTPUT, Box, Placement, engine_placements, training_placements
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.repeat import FIRST_EXPERT, of_expert
+
+ALIGNMENT = 8
+"""Elements. Kernels read 16 bytes at a time, so a parameter must not begin at an odd place within another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alias:
+    """Where an engine parameter lies, whole, within a training parameter of the same rank.
+
+    Attributes:
+        source: name of the training parameter.
+        offset: of the engine parameter's first element from the training parameter's, elements.
+    """
+
+    source: str
+    offset: int
+
+
+def plan_aliases(
+    arch: Architecture,
+    train: TrainLayout,
+    generation: GenerationLayout,
+    rank: int,
+    *,
+    transformer_engine: bool,
+    vocab_rows: int | None = None,
+    first_layers: bool = False,
+) -> dict[str, Alias]:
+    """The engine parameters of `rank` that are contiguous parts of its training parameters, by name.
+
+    The rows of an engine parameter that no placement covers are vocabulary padding. They must be in the training
+    parameter as well, where they are its padding: both end the vocabulary, and no engine draws a token from them.
+
+    Args:
+        transformer_engine: see `training_placements`.
+        vocab_rows: see `engine_placements`.
+        first_layers: look only at the first layer of each of the rank's model chunks, which the others are like.
+    """
+    at, tp = train.coords(rank), generation.tp
+    chunks = [train.layers(arch.num_layers, at.pp, chunk) for chunk in range(train.chunks)]
+    layers = {layer for chunk in chunks for layer in (chunk[:1] if first_layers else chunk)}
+    r, te = generation.coords(rank).tp, transformer_engine
+    held = list(training_placements(arch, train, rank, transformer_engine=te, layers=layers, experts=FIRST_EXPERT))
+    wanted = list(engine_placements(arch, tp, r, vocab_rows=vocab_rows, layers=layers, experts=FIRST_EXPERT))
+    room = _sizes(arch, held, arch.padded_vocab_size(train.tp) // train.tp)
+    needed = _sizes(arch, wanted, vocab_rows or arch.padded_vocab_size(tp) // tp)
+    return {
+        name: alias
+        for name, alias in _same_order(held, wanted).items()
+        if 0 <= alias.offset <= room[alias.source] - needed[name]
+    }
+
+
+def _same_order(held: Iterable[Placement], wanted: Iterable[Placement]) -> dict[str, Alias]:
+    """The engine parameters whose placements all lie in one training parameter, at the same distance."""
+    sources: dict[str, list[Placement]] = {}
+    for placement in held:
+        sources.setdefault(placement.tensor, []).append(placement)
+    found: dict[str, Alias | None] = {}
+    for placement in wanted:
+        alias = _within(sources.get(placement.tensor, ()), placement)
+        found[placement.param] = alias if found.get(placement.param, alias) == alias else None
+    return {name: alias for name, alias in found.items() if alias}
+
+
+def _within(sources: Iterable[Placement], wanted: Placement) -> Alias | None:
+    """Where the placement's elements lie in a training parameter, if they do so in the same order."""
+    for source in sources:
+        if all(lo <= first and last <= hi for (lo, hi), (first, last) in zip(source.box, wanted.box, strict=True)):
+            strides, start = _flat(source, wanted.box)
+            wanted_strides, wanted_start = _flat(wanted, wanted.box)
+            offset = start - wanted_start
+            axes = zip(strides, wanted_strides, wanted.box, strict=True)
+            if all(a == b or hi - lo == 1 for a, b, (lo, hi) in axes) and offset % ALIGNMENT == 0:
+                return Alias(source=source.param, offset=offset)
+    return None
+
+
+def _flat(placement: Placement, box: Box) -> tuple[tuple[int, ...], int]:
+    """Strides of a box within the placement's parameter, and the place of its first element; elements."""
+    view = placement.view
+    strides = tuple(math.prod(view[axis + 1 :]) for axis in range(len(view)))
+    inner = zip(strides, placement.index, box, placement.box, strict=True)
+    start = placement.rows[0] * _columns(placement)
+    return strides, start + sum(stride * (base + lo - outer) for stride, (base, _), (lo, _), (outer, _) in inner)
+
+
+def _columns(placement: Placement) -> int:
+    first, last = placement.rows
+    return math.prod(placement.view) // (last - first)
+
+
+def _sizes(arch: Architecture, placements: Iterable[Placement], vocab_rows: int) -> dict[str, int]:
+    """Elements of each parameter, given the placements of its first expert."""
+    out: dict[str, int] = {}
+    for placement in placements:
+        rows = placement.rows[1]
+        if placement.tensor in (EMBEDDING, OUTPUT):
+            rows = vocab_rows
+        elif arch.moe and of_expert(placement.tensor) and not of_expert(placement.param):
+            rows = arch.moe.num_experts
+        out[placement.param] = max(out.get(placement.param, 0), rows * _columns(placement))
+    return out
