@@ -59,6 +59,7 @@ class HybridEngine:
             actor.parameters(),
             self.engine.parameters(),
             groups.model,
+            transport=config.reshard.transport,
             bucket_bytes=config.reshard.bucket_bytes,
         )
         self._sleep()
@@ -86,6 +87,7 @@ class HybridEngine:
 
     def close(self) -> None:
         """Give the engine's memory and process groups back; while the world still stands."""
+        self.resharder.release()
         self.engine.close()
 
     def _sleep(self) -> None:
