@@ -52,6 +52,7 @@ class HybridEngine:
             groups.rank,
             transformer_engine=actor.transformer_engine,
             vocab_rows=len(self.engine.parameters()[EMBEDDING]),
+            ranks_per_node=groups.ranks_per_node,
         )
         self.engine.wake(weights_only=True)
         self.resharder = Resharder(

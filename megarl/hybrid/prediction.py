@@ -41,7 +41,12 @@ def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
     places = [(stage, tp) for stage in stages for tp in tp_ranks]
     ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
     # which names the norms have is all that Transformer Engine changes
-    return {rank: reshard_traffic(job.arch, train, job.generation, rank, transformer_engine=True) for rank in ranks}
+    return {
+        rank: reshard_traffic(
+            job.arch, train, job.generation, rank, transformer_engine=True, ranks_per_node=job.gpus_per_node
+        )
+        for rank in ranks
+    }
 
 
 def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:

@@ -59,6 +59,7 @@ class Resharder:
         plan, group: as given.
         local: source and destination view of each of `plan.local`.
         sends, receives: by peer, the view of each piece of `plan.sends` and `plan.receives`.
+        peer: what reads the memory of other ranks of the host; None where there is no such way.
         statistics: what a run moves, as was settled last.
 
     Raises:
@@ -96,9 +97,9 @@ class Resharder:
         self.receives = {peer: [write(piece) for piece in pieces] for peer, pieces in plan.receives.items()}
         self._device, self._bucket_bytes = first.device, bucket_bytes
         self._direct: frozenset[Pair] | None = None
-        self._peer: PeerTransport | None = None
+        self.peer: PeerTransport | None = None
         if transport == "auto" and first.device.type == "cuda":
-            self._peer = PeerTransport(
+            self.peer = PeerTransport(
                 self.local,
                 {peer: list(zip(plan.receives[peer], views, strict=True)) for peer, views in self.receives.items()},
                 {piece.source.param: source[piece.source.param] for piece in sent},
@@ -110,7 +111,7 @@ class Resharder:
     @torch.no_grad()
     def run(self) -> None:
         """One reshard. Every rank of the group calls it; on a GPU it is finished when the current stream is."""
-        peer = self._peer
+        peer = self.peer
         if peer is None:
             self._collective.run(meanwhile=lambda k: copy_local(self.local[k :: self._collective.rounds]))
             return
@@ -125,12 +126,12 @@ class Resharder:
 
         Call it before training parameters move for good: memory that a peer has mapped is not free.
         """
-        if self._peer is not None:
-            self._peer.release()
+        if self.peer is not None:
+            self.peer.release()
 
     def _connect(self) -> None:
         """Settles who reads whose memory; what is left over is the collective transport's."""
-        direct = self._peer.connect().direct if self._peer is not None else frozenset()
+        direct = self.peer.connect().direct if self.peer is not None else frozenset()
         if direct == self._direct:
             return
         self._direct, rank = direct, dist.get_rank()
@@ -147,7 +148,7 @@ class Resharder:
             sent=_nbytes(self.sends.values()),
             received=_nbytes(self.receives.values()),
             pulled=_nbytes(pulled),
-            buffers=self._collective.buffer_bytes + (self._peer.table_bytes if self._peer is not None else 0),
+            buffers=self._collective.buffer_bytes + (self.peer.table_bytes if self.peer is not None else 0),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -34,11 +35,21 @@ def reshard_traffic(
     *,
     transformer_engine: bool,
     vocab_rows: int | None = None,
+    ranks_per_node: int = sys.maxsize,
 ) -> Traffic:
     """The elements of the pieces of `plan_reshard`, whose arguments these are."""
     times = repetitions(arch, chunks=train.pp * train.chunks)
     local, sent, received = 0, Counter[int](), Counter[int]()
-    for step in plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows):
+    steps = plan_once(
+        arch,
+        train,
+        generation,
+        rank,
+        transformer_engine=transformer_engine,
+        vocab_rows=vocab_rows,
+        ranks_per_node=ranks_per_node,
+    )
+    for step in steps:
         for piece in step.pieces:
             elements = times.of(step.tensor) * volume(piece.box)
             if piece.source_rank == piece.destination_rank:

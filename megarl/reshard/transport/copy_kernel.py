@@ -37,13 +37,14 @@ class _Launch:
 class FusedCopy:
     """Makes the same copies again and again, of memory that may move.
 
-    Args:
+    Attributes:
         copies: of dtype `copies.COPY`, [n].
+        bases: int64 [memories], addresses of what the copies speak of by number, as last told to `place`.
     """
 
     def __init__(self, copies: np.ndarray, device: torch.device) -> None:
-        self._copies, self._device = copies, device
-        self._bases = np.zeros(0, dtype=np.int64)
+        self.copies, self._device = copies, device
+        self.bases = np.zeros(0, dtype=np.int64)
         self._launches: list[_Launch] = []
 
     @property
@@ -52,15 +53,15 @@ class FusedCopy:
         return sum(launch.tiles.nbytes + launch.table.nbytes for launch in self._launches)
 
     def place(self, bases: np.ndarray) -> None:
-        """Takes note of where the memory is that the copies speak of by number: int64 [memories], addresses."""
-        if np.array_equal(bases, self._bases):
+        """Takes note of where the memory is now."""
+        if np.array_equal(bases, self.bases):
             return
-        if not np.array_equal(bases % WIDEST, self._bases % WIDEST):
-            cuts = [(part, self._upload(part.tiles)) for part in cut(self._copies, bases)]
+        if not np.array_equal(bases % WIDEST, self.bases % WIDEST):
+            cuts = [(part, self._upload(part.tiles)) for part in cut(self.copies, bases)]
         else:
             cuts = [(launch.cut, launch.tiles) for launch in self._launches]
         self._launches = [_Launch(cut=part, tiles=tiles, table=self._upload(part.table(bases))) for part, tiles in cuts]
-        self._bases = bases
+        self.bases = bases
 
     def run(self, share: int = 0, shares: int = 1) -> None:
         """Starts an even share of the copies, number `share` of `shares`, on the current stream."""

@@ -37,6 +37,9 @@ class PeerTransport:
         receives: by peer, what that one has for this rank, and where it goes.
         offered: this rank's parameters from which others take, by name.
         group: the ranks that may be peers.
+
+    Attributes:
+        fused: the copies of which this rank's pulls consist, once connected; None without Triton.
     """
 
     def __init__(
@@ -59,13 +62,13 @@ class PeerTransport:
         self._told: list[int] | None = None
         self._exported: list[cuda_ipc.Allocation] = []
         self._mapped: dict[int, _Mapped] = {}
-        self._fused: FusedCopy | None = None
-        self._fused_links: set[int] = set()
+        self.fused: FusedCopy | None = None
+        self._links: set[int] = set()
 
     @property
     def table_bytes(self) -> int:
         """Extra memory that it holds."""
-        return self._fused.nbytes if self._fused else 0
+        return self.fused.nbytes if self.fused else 0
 
     def connect(self) -> Agreement:
         """Maps the memory of all peers that can be mapped, anew. Every rank of the group calls it.
@@ -76,13 +79,13 @@ class PeerTransport:
         self._unmap()
         agreement, self._mapped = agree(self._offer(), self._taken, self._open, self._group)
         links = {self._rank, *self._mapped}
-        if TRITON and links != self._fused_links:
+        if TRITON and links != self._links:
             from megarl.reshard.transport.copy_kernel import FusedCopy
 
             of_links = np.isin(self._copies["link"], list(links))
-            self._fused, self._fused_links = FusedCopy(self._copies[of_links], self._device), links
-        if self._fused:
-            self._fused.place(self._bases())
+            self.fused, self._links = FusedCopy(self._copies[of_links], self._device), links
+        if self.fused:
+            self.fused.place(self._bases())
         for (source, taker), why in agreement.refused.items():
             if taker == self._rank and first_in_job("reshard_without_peer_memory"):
                 warnings.warn(
@@ -106,11 +109,11 @@ class PeerTransport:
 
     def copy(self, share: int, shares: int) -> None:
         """Starts an even share of all copies, number `share` of `shares`, on the current stream."""
-        if self._fused is None:
+        if self.fused is None:
             copy_local(self._local[share::shares])
             return
-        self._fused.place(self._bases())
-        self._fused.run(share, shares)
+        self.fused.place(self._bases())
+        self.fused.run(share, shares)
 
     def finish(self) -> None:
         """What follows on this rank's stream waits until no peer reads this rank's memory. Every rank calls it."""
