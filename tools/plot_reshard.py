@@ -30,7 +30,8 @@ def draw(figures: Figures, out_png: str) -> None:
         axes.barh(names, times, color=[COLORS[name] for name in names])
         for i, name in enumerate(names):
             way = reshard.ways[name]
-            axes.text(times[i], i, f" {times[i]:.3g} ms, + {way.extra_device_mib:,.0f} MiB", va="center", fontsize=8)
+            memory = "" if figures.device == "cpu" else f", + {way.extra_device_mib:,.0f} MiB"
+            axes.text(times[i], i, f" {times[i]:.3g} ms{memory}", va="center", fontsize=8)
         if reshard.bound_milliseconds:
             axes.axvline(reshard.bound_milliseconds, color="#333333", linewidth=1, linestyle="--")
         axes.set_xlim(0, 1.35 * max(times))

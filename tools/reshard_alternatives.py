@@ -179,6 +179,9 @@ class Refit:
         if len(actor.chunks) > 1:
             raise NotImplementedError("refit takes one model chunk per rank")
         tp, world = groups.generation.tp, groups.train.world_size
+        if arch.padded_vocab_size(groups.train.tp) != arch.padded_vocab_size(tp):
+            # one rank alone would find out, and leave the others waiting
+            raise NotImplementedError("refit takes vocabularies that both layouts pad alike")
         pgs = _groups_of(tp, world)
         there = replace(groups, train=TrainLayout(world_size=world, tp=tp), pgs=pgs)
         config = transformer_config(

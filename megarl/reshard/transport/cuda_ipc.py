@@ -67,10 +67,7 @@ def export_handle(allocation: Allocation) -> bytes:
         OSError: memory of this kind cannot be shared.
     """
     handle = _Handle()
-    try:
-        _call("cuIpcGetMemHandle", byref(handle), allocation.start)
-    except OSError as e:
-        raise OSError(f"{e}; memory of expandable segments (PYTORCH_CUDA_ALLOC_CONF) cannot be shared") from None
+    _call("cuIpcGetMemHandle", byref(handle), allocation.start)
     return bytes(handle)
 
 

@@ -136,7 +136,8 @@ class PeerTransport:
                 places[name] = numbers.setdefault(allocation, len(numbers)), address - allocation.start
             handles = tuple(map(cuda_ipc.export_handle, numbers))
         except OSError as e:
-            return Offer(host=host_identity(), refusal=str(e))
+            why = f"{e}: memory of expandable segments, PYTORCH_CUDA_ALLOC_CONF, cannot be shared"
+            return Offer(host=host_identity(), refusal=why)
         self._exported = list(numbers)
         return Offer(host=host_identity(), handles=handles, places=places)
 
