@@ -53,15 +53,16 @@ def build(
     dtype: torch.dtype = torch.float32,
     bucket_bytes: int = 1 << 20,
     group: dist.ProcessGroup | None = None,
+    device: str = "cpu",
 ) -> World:
     rank = dist.get_rank()
     generation = GenerationLayout(world_size=train.world_size, tp=generation_tp)
     values = logical_values(arch, dtype)
     held = training_placements(arch, train, rank, transformer_engine=True)
     wanted = list(engine_placements(arch, generation_tp, generation.coords(rank).tp))
-    source = {name: torch.nn.Parameter(p) for name, p in parameters(held, values, dtype).items()}
-    engine = {name: torch.nn.Parameter(p) for name, p in parameters(wanted, {}, dtype).items()}
-    expected = parameters(wanted, values, dtype)
+    source = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(held, values, dtype).items()}
+    engine = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(wanted, {}, dtype).items()}
+    expected = {name: p.to(device) for name, p in parameters(wanted, values, dtype).items()}
     plan = plan_reshard(arch, train, generation, rank, transformer_engine=True)
     resharder = Resharder(plan, source, engine, group or block_group(train), bucket_bytes=bucket_bytes)
     return World(resharder=resharder, source=source, engine=engine, expected=expected)

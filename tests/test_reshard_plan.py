@@ -264,6 +264,30 @@ def test_the_odd_taker_does_not_always_fall_to_the_same_holder() -> None:
     assert odd == [0, 2, 0, 2]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11), min_size=1), st.integers(0, 5), st.integers(1, 12))
+def test_sources_are_of_the_taker_s_node_if_one_holds_it(
+    takers: set[int], held: set[int], turn: int, ranks_per_node: int
+) -> None:
+    chosen = choose_sources(sorted(takers), held, turn, ranks_per_node)
+    assert chosen.keys() == takers and set(chosen.values()) <= held
+    nodes = range(12 // ranks_per_node + 1)
+    near = {node: {rank for rank in held if rank // ranks_per_node == node} for node in nodes}
+    served: dict[int | None, list[int]] = {}
+    for taker, source in chosen.items():
+        node = taker // ranks_per_node
+        if taker in held:
+            assert source == taker
+        elif near[node]:
+            assert source in near[node]
+            served.setdefault(node, []).append(source)
+        else:
+            served.setdefault(None, []).append(source)
+    for node, sources in served.items():
+        counts = [sources.count(holder) for holder in (held if node is None else near[node])]
+        assert max(counts) - min(counts) <= 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_copying_the_pieces_gives_the_engine_the_logical_tensors(case: Case) -> None:

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from tiny_run import ROOT, megarl, metrics_of, write_run
@@ -209,22 +210,35 @@ def test_a_reward_that_raises_takes_the_job_down(tmp_path: Path) -> None:
     assert time.monotonic() - started < 60  # the start takes most of it
 
 
-def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
-    config = write_run(tmp_path, trainer__n_gpus_per_node=2, trainer__total_training_steps=10_000)
-    job = subprocess.Popen(
-        [sys.executable, "-m", "megarl.cli.main", "train", str(config)],
+def _start(config: Path, *overrides: str, out: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "megarl.cli.main", "train", str(config), *overrides],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
+        stdout=out,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def _ranks_of(job: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks that are alive, in rank order."""
+    found = []
+    with suppress(OSError):  # one of them ends just now
+        for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
+            if b"megarl.train" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
+
+
+def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
+    config = write_run(tmp_path, trainer__n_gpus_per_node=2, trainer__total_training_steps=10_000)
+    job = _start(config)
     assert job.stdout is not None
     for line in job.stdout:
         if "RL 2/" in line:
             break
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if b"megarl.train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    ranks = _ranks_of(job)
     assert len(ranks) == 2
     killed = time.monotonic()
     os.kill(ranks[1], signal.SIGKILL)
@@ -233,3 +247,54 @@ def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
     assert time.monotonic() - killed < 30
     assert f"-9 (pid: {ranks[1]})" in out
     assert not Path(f"/proc/{ranks[0]}").exists()
+
+
+DIES_IN_A_RESHARD = '''
+import os, signal, sys, threading, time
+from pathlib import Path
+
+def watch(thread, note):
+    """Ends the process when it finds the main thread between the beginning and the end of a reshard's transport."""
+    while True:
+        frame = sys._current_frames()[thread]
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "run" and code.co_filename.endswith("reshard/transport/collective.py"):
+                note.write_text(f"{os.getpid()} {frame.f_lineno}")
+                os.kill(os.getpid(), signal.SIGKILL)
+            frame = frame.f_back
+        time.sleep(1e-4)
+
+started = []
+
+def score(response, row):
+    if os.environ["RANK"] == "1" and not started:  # training is under way: the second step has a reshard to die in
+        note = Path(__file__).with_name("died")
+        started.append(threading.Thread(target=watch, args=(threading.main_thread().ident, note), daemon=True))
+        started[0].start()
+    return 0.0
+'''
+
+
+def test_a_rank_lost_during_a_reshard_takes_the_job_down(tmp_path: Path) -> None:
+    """The others wait for its bytes at that moment, and must not do so for ever."""
+    (tmp_path / "reward.py").write_text(DIES_IN_A_RESHARD)
+    config = write_run(
+        tmp_path,
+        **FOUR_RANKS,
+        reward__name=f"{tmp_path / 'reward.py'}:score",
+        trainer__total_training_steps=10_000,
+        trainer__val_before_train=False,
+    )
+    note, ranks, died = tmp_path / "died", set[int](), 0.0
+    with open(tmp_path / "log", "w+", encoding="utf-8") as log:
+        job = _start(config, "actor_rollout_ref.reshard.bucket_bytes=1024", out=log)
+        while job.poll() is None:
+            ranks |= set(_ranks_of(job))
+            died = died or (time.monotonic() if note.exists() else 0.0)
+            assert not died or time.monotonic() - died < 60
+            time.sleep(0.05)
+        log.seek(0)
+        assert f"-9 (pid: {note.read_text().split()[0]})" in log.read()
+    assert job.returncode != 0
+    assert len(ranks) == 4 and not any(Path(f"/proc/{rank}").exists() for rank in ranks)

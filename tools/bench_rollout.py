@@ -20,24 +20,24 @@ count. The reshard, waking and going to sleep are reported beside them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmark import finish, start
 
 from megarl.config import ConfigError
 from megarl.hybrid.engine import HybridEngine
-from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.parallel.groups import Groups
 from megarl.rollout.vllm import internals
 from megarl.rollout.vllm.checks import check_vllm
 from megarl.rollout.vllm.engine import VLLMEngine
@@ -45,7 +45,7 @@ from megarl.telemetry.timers import PhaseTimers
 from megarl.train import load_run_config
 from megarl.trainer.build import build_actor
 from megarl.trainer.checks import check_run
-from megarl.trainer.inputs import Inputs, generation_layout, train_layout
+from megarl.trainer.inputs import Inputs
 from megarl.types import Prompt
 
 
@@ -88,17 +88,8 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         print(f"bench_rollout: error: {e}", file=sys.stderr)
         return 2
-    init_distributed()
-    groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config))
-    figures = measure(inputs, groups, args.rounds, peer=bool(args.peer))
-    if groups.rank == 0:
-        print_table(figures)
-        print(json.dumps(asdict(figures)))
-        if args.json:
-            with open(args.json, "w", encoding="utf-8") as f:
-                json.dump(asdict(figures), f, indent=2)
-    destroy_groups()
-    dist.destroy_process_group()
+    groups = start(inputs.config)
+    finish(measure(inputs, groups, args.rounds, peer=bool(args.peer)), print_table, args.json)
     return 0
 
 

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from benchmark import finish, random_weights, start
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -38,13 +37,11 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.gpt import build_chunks
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
-from megarl.models.tensors import Box, LogicalTensor
-from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
 from megarl.roles.microbatch import MicroBatch, make_micro_batch
 from megarl.telemetry.rounds import Rounds
 from megarl.train import load_run_config
-from megarl.trainer.inputs import generation_layout, train_layout
 from megarl.types import Batch, batch_of
 
 PEAK_FLOPS = 989e12
@@ -101,8 +98,7 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         print(f"bench_train: error: {e}", file=sys.stderr)
         return 2
-    init_distributed()
-    groups = build_groups(train_layout(config), generation_layout(config))
+    groups = start(config)
     if args.log_probs:
         figures = measure_log_probs(arch, groups, args.log_probs)
     elif args.packing:
@@ -112,27 +108,13 @@ def main(argv: list[str]) -> int:
         count, length = (int(n) for n in args.lengths.split("x"))
         lengths = [length] * (count * groups.train.dp)
         figures = measure_training(build(config, arch, groups), config, lengths, args.rounds, args.profile)
-    if groups.rank == 0:
-        print_table(figures)
-        print(json.dumps(asdict(figures)))
-        if args.json:
-            with open(args.json, "w", encoding="utf-8") as f:
-                json.dump(asdict(figures), f, indent=2)
-    destroy_groups()
-    dist.destroy_process_group()
+    finish(figures, print_table, args.json)
     return 0
 
 
 def build(config: Config, arch: Architecture, groups: Groups) -> Actor:
-    def source(tensor: LogicalTensor, box: Box) -> torch.Tensor:
-        """On the device, which is faster; the same on every layout is not needed here."""
-        shape = [stop - start for start, stop in box]
-        if tensor.kind != "matrix":
-            return torch.full(shape, 1.0 if tensor.kind == "norm" else 0.0, device=groups.device)
-        return torch.randn(shape, generator=generator, device=groups.device) * arch.init_std
-
-    generator = torch.Generator(groups.device).manual_seed(1)
-    actor = Actor(config.actor_rollout_ref, arch, groups, initial=lambda policy: policy.load(source))
+    weights = random_weights(arch, groups.device)
+    actor = Actor(config.actor_rollout_ref, arch, groups, initial=lambda policy: policy.load(weights))
     actor.start_optimizer(config.actor_rollout_ref.actor.optim, 1000)
     return actor
 

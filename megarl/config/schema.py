@@ -216,7 +216,13 @@ class Rollout(Section):
 class Reshard(Section):
     """The move of the actor's weights into the generation layout."""
 
-    bucket_bytes: int = Field(256 * 2**20, ge=1024, description="bytes in flight per rank in one round")
+    transport: Literal["auto", "collective"] = Field(
+        "auto",
+        description="auto: GPUs of one host read each other's memory, other ranks exchange buckets; collective: all do",
+    )
+    bucket_bytes: int = Field(
+        256 * 2**20, ge=1024, description="bytes in flight per rank in one round of bucket exchange"
+    )
     verify: bool = Field(False, description="check every tensor's checksum after each reshard")
 
 

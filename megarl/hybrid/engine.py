@@ -84,6 +84,7 @@ class HybridEngine:
             groups.rank,
             transformer_engine=actor.transformer_engine,
             vocab_rows=len(self.engine.parameters()[EMBEDDING]),
+            ranks_per_node=groups.ranks_per_node,
         )
         self.engine.wake(weights_only=True)
         self.resharder = Resharder(
@@ -91,6 +92,7 @@ class HybridEngine:
             self._source,
             self.engine.parameters(),
             groups.model,
+            transport=config.reshard.transport,
             bucket_bytes=config.reshard.bucket_bytes,
         )
         self._sleep()
@@ -119,6 +121,7 @@ class HybridEngine:
 
     def close(self) -> None:
         """Give the engine's memory and process groups back; while the world still stands."""
+        self.resharder.release()
         self.engine.close()
 
     def _sleep(self) -> None:

@@ -56,6 +56,7 @@ def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
             transformer_engine=True,
             vocab_rows=job.vocab_rows,
             aliases=aliases_of_first_layers(job, rank),
+            ranks_per_node=job.gpus_per_node,
         )
         for rank in ranks
     }

@@ -31,6 +31,7 @@ class Groups:
         device: where its tensors live.
         train, generation: the two layouts.
         pgs: Megatron-Core's groups of the training layout, passed explicitly to everything below.
+        ranks_per_node: consecutive ranks that share a machine.
         generation_tp: the ranks of this rank's generation replica.
         control: all ranks, over gloo: small Python objects (token ids, scores), never weights.
     """
@@ -39,6 +40,7 @@ class Groups:
     device: torch.device
     train: TrainLayout
     generation: GenerationLayout
+    ranks_per_node: int
     pgs: ProcessGroupCollection
     generation_tp: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -82,6 +84,7 @@ def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1
         device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"),
         train=train,
         generation=generation,
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", train.world_size)),
         pgs=pgs,
         generation_tp=replicas[generation.coords(rank).replica],
         control=dist.new_group(backend="gloo"),
@@ -107,7 +110,14 @@ def stand_in(train: TrainLayout, rank: int, device: torch.device) -> Iterator[Gr
         pgs = _megatron_groups(train, seed=1)
         generation = GenerationLayout(world_size=train.world_size)
         yield Groups(
-            rank=rank, device=device, train=train, generation=generation, pgs=pgs, generation_tp=pgs.tp, control=pgs.tp
+            rank=rank,
+            device=device,
+            train=train,
+            generation=generation,
+            ranks_per_node=train.world_size,
+            pgs=pgs,
+            generation_tp=pgs.tp,
+            control=pgs.tp,
         )
     finally:
         parallel_state.destroy_model_parallel()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megarl.models.tensors import Placement
 from megarl.reshard.plan import Piece, Plan
+from megarl.reshard.transport.agreement import Pair
 from megarl.reshard.transport.collective import CollectiveTransport
 from megarl.reshard.transport.local import copy_local
+from megarl.reshard.transport.peer import PeerTransport
 from megarl.reshard.views import StridedView, view_of
 
 
@@ -23,37 +26,47 @@ class ReshardStatistics:
     Attributes:
         local: copied within the rank.
         sent, received: to and from other ranks, without padding.
+        pulled: the part of `received` that is read from the peers' memory, in which they do nothing.
         buffers: extra memory while it runs.
     """
 
     local: int
     sent: int
     received: int
+    pulled: int
     buffers: int
 
 
 class Resharder:
     """Writes the actor's weights from the training parameters into the engine's, in place, bit for bit.
 
+    GPUs of one host read each other's memory, where it can be mapped; all else travels in buckets. Which pairs of
+    ranks do which is settled by both of them together, anew whenever parameters that others read have moved.
+
     Built once; building is a collective call over the group. The tensors of both mappings must stay the live
-    parameters. Their storage may move between runs (`parameter.data = ...`), and none of it is held here.
+    parameters. Their storage may move between runs (`parameter.data = ...`), and this process holds none of it here;
+    before training parameters are given back to the driver, `release` what the peers have mapped of it.
 
     Args:
         plan: of this rank.
         source: training parameters by the names of `training_placements`.
         destination: engine parameters by the names of `engine_placements`.
         group: the ranks of this rank's model-parallel block.
+        transport: `actor_rollout_ref.reshard.transport`.
         bucket_bytes: see `CollectiveTransport`.
 
     Attributes:
         plan, group: as given.
         local: source and destination view of each of `plan.local`.
         sends, receives: by peer, the view of each piece of `plan.sends` and `plan.receives`.
-        statistics: what a run moves.
+        peer: what reads the memory of other ranks of the host; None where there is no such way.
+        statistics: what a run moves, as was settled last.
 
     Raises:
         ValueError: a parameter is missing or has not the shape or dtype that the plan needs.
     """
+
+    statistics: ReshardStatistics
 
     def __init__(
         self,
@@ -62,9 +75,11 @@ class Resharder:
         destination: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup,
         *,
+        transport: Literal["auto", "collective"] = "auto",
         bucket_bytes: int,
     ) -> None:
-        taken = [*plan.local, *(p for pieces in plan.sends.values() for p in pieces)]
+        sent = [piece for pieces in plan.sends.values() for piece in pieces]
+        taken = [*plan.local, *sent]
         written = [*plan.local, *(p for pieces in plan.receives.values() for p in pieces)]
         first = next(iter(destination.values()))
         _check_parameters("training", source, (p.source for p in taken), first.dtype)
@@ -80,22 +95,65 @@ class Resharder:
         self.local = [(read(piece), write(piece)) for piece in plan.local]
         self.sends = {peer: [read(piece) for piece in pieces] for peer, pieces in plan.sends.items()}
         self.receives = {peer: [write(piece) for piece in pieces] for peer, pieces in plan.receives.items()}
-        self._transport = CollectiveTransport(
-            self.sends, self.receives, group, device=first.device, bucket_bytes=bucket_bytes
-        )
-        # A share of the local copies per round: all of them during the first would hold up the second.
-        self._shares = [self.local[k :: self._transport.rounds] for k in range(self._transport.rounds)]
-        self.statistics = ReshardStatistics(
-            local=sum(view.nbytes for view, _ in self.local),
-            sent=sum(view.nbytes for views in self.sends.values() for view in views),
-            received=sum(view.nbytes for views in self.receives.values() for view in views),
-            buffers=self._transport.buffer_bytes,
-        )
+        self._device, self._bucket_bytes = first.device, bucket_bytes
+        self._direct: frozenset[Pair] | None = None
+        self.peer: PeerTransport | None = None
+        if transport == "auto" and first.device.type == "cuda":
+            self.peer = PeerTransport(
+                self.local,
+                {peer: list(zip(plan.receives[peer], views, strict=True)) for peer, views in self.receives.items()},
+                {piece.source.param: source[piece.source.param] for piece in sent},
+                group,
+                device=first.device,
+            )
+        self._connect()
 
     @torch.no_grad()
     def run(self) -> None:
         """One reshard. Every rank of the group calls it; on a GPU it is finished when the current stream is."""
-        self._transport.run(meanwhile=lambda k: copy_local(self._shares[k]))
+        peer = self.peer
+        if peer is None:
+            self._collective.run(meanwhile=lambda k: copy_local(self.local[k :: self._collective.rounds]))
+            return
+        if not peer.ready():
+            self._connect()
+        # an even share of the copies per round: all of them during the first would hold up the second
+        self._collective.run(meanwhile=lambda k: peer.copy(k, self._collective.rounds))
+        peer.finish()
+
+    def release(self) -> None:
+        """Lets go of the memory of other ranks, which the next run finds anew. Every rank of the group calls it.
+
+        Call it before training parameters move for good: memory that a peer has mapped is not free.
+        """
+        if self.peer is not None:
+            self.peer.release()
+
+    def _connect(self) -> None:
+        """Settles who reads whose memory; what is left over is the collective transport's."""
+        direct = self.peer.connect().direct if self.peer is not None else frozenset()
+        if direct == self._direct:
+            return
+        self._direct, rank = direct, dist.get_rank()
+        self._collective = CollectiveTransport(
+            {peer: views for peer, views in self.sends.items() if (rank, peer) not in direct},
+            {peer: views for peer, views in self.receives.items() if (peer, rank) not in direct},
+            self.group,
+            device=self._device,
+            bucket_bytes=self._bucket_bytes,
+        )
+        pulled = [views for peer, views in self.receives.items() if (peer, rank) in direct]
+        self.statistics = ReshardStatistics(
+            local=sum(view.nbytes for view, _ in self.local),
+            sent=_nbytes(self.sends.values()),
+            received=_nbytes(self.receives.values()),
+            pulled=_nbytes(pulled),
+            buffers=self._collective.buffer_bytes + (self.peer.table_bytes if self.peer is not None else 0),
+        )
+
+
+def _nbytes(streams: Iterable[Iterable[StridedView]]) -> int:
+    return sum(view.nbytes for views in streams for view in views)
 
 
 def _check_parameters(

@@ -14,6 +14,7 @@ others are their copies (`megarl.reshard.repeat`).
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,6 +90,7 @@ def plan_reshard(
     *,
     transformer_engine: bool,
     vocab_rows: int | None = None,
+    ranks_per_node: int = sys.maxsize,
 ) -> Plan:
     """What `rank` copies, sends and receives so that its engine parameters hold the actor's weights.
 
@@ -96,11 +98,20 @@ def plan_reshard(
         rank: global rank; its peers are among `train.model_ranks(rank)`.
         transformer_engine: see `training_placements`.
         vocab_rows: see `engine_placements`.
+        ranks_per_node: consecutive ranks that share a node; by default all do.
     """
     local: list[Piece] = []
     sends: defaultdict[int, list[Piece]] = defaultdict(list)
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
-    steps = plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows)
+    steps = plan_once(
+        arch,
+        train,
+        generation,
+        rank,
+        transformer_engine=transformer_engine,
+        vocab_rows=vocab_rows,
+        ranks_per_node=ranks_per_node,
+    )
     with _garbage_collection_paused():
         for piece in _repeat(steps, repetitions(arch, chunks=train.pp * train.chunks)):
             if piece.source_rank == piece.destination_rank:
@@ -138,6 +149,7 @@ def plan_once(
     *,
     transformer_engine: bool,
     vocab_rows: int | None = None,
+    ranks_per_node: int = sys.maxsize,
 ) -> list[Step]:
     """The plan of what belongs to no layer, of each model chunk's first layer, and in it of the first expert.
 
@@ -168,7 +180,7 @@ def plan_once(
             asking = block if rank in held or len(held) > 1 else (rank,)
             common = {g: _overlaps(box, wanted[g].get(tensor, ())) for g in {engine_rank[r] for r in asking}}
             takers = [r for r in asking if common[engine_rank[r]]]
-            for taker, source in choose_sources(takers, held, turn).items():
+            for taker, source in choose_sources(takers, held, turn, ranks_per_node).items():
                 if rank in (taker, source):
                     pieces += [
                         Piece(source_rank=source, destination_rank=taker, source=held[source], destination=to, box=part)
@@ -231,22 +243,36 @@ class _RepeatedPieces:
                 yield Piece(source_rank=source, destination_rank=taker, source=at[read], destination=at[write], box=box)
 
 
-def choose_sources(takers: Sequence[int], held: Collection[int], turn: int) -> dict[int, int]:
-    """For every rank that takes part of a box, the rank it takes it from: itself if it can, else a holder in turn.
+def choose_sources(
+    takers: Sequence[int], held: Collection[int], turn: int, ranks_per_node: int = sys.maxsize
+) -> dict[int, int]:
+    """For every rank that takes part of a box, the rank it takes it from: itself if it can, else a holder of its own
+    node, else of another, in turn.
 
     Args:
         takers: ranks that want some of the box, ascending.
         held: ranks that hold all of the box.
         turn: number of the box within its tensor. Starting every box with the same holder would give that one the
             odd taker each time (the first pipeline stage, for tied embeddings).
+        ranks_per_node: consecutive ranks that share a node.
 
     Returns:
-        Source rank by taker. The numbers of ranks that two holders serve besides themselves differ by at most one.
+        Source rank by taker. The numbers of ranks of a node that two of its holders serve besides themselves differ by
+        at most one, and so do the numbers of those that any two holders serve of nodes without one.
     """
     holders = sorted(held)
-    others = (taker for taker in takers if taker not in held)
-    chosen = {taker: taker for taker in takers if taker in held}
-    return chosen | {taker: holders[(turn + i) % len(holders)] for i, taker in enumerate(others)}
+    nodes = {taker: taker // ranks_per_node for taker in takers}
+    near = {node: [h for h in holders if h // ranks_per_node == node] for node in nodes.values()}
+    served: Counter[int | None] = Counter()
+    chosen = {}
+    for taker, node in nodes.items():
+        if taker in held:
+            chosen[taker] = taker
+            continue
+        candidates, turns = (near[node], node) if near[node] else (holders, None)
+        chosen[taker] = candidates[(turn + served[turns]) % len(candidates)]
+        served[turns] += 1
+    return chosen
 
 
 def _holders(held_by_block: Mapping[int, Iterable[Placement]]) -> Holders:

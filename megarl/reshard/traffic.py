@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ def reshard_traffic(
     transformer_engine: bool,
     vocab_rows: int | None = None,
     aliases: Container[str] = (),
+    ranks_per_node: int = sys.maxsize,
 ) -> Traffic:
     """The elements of the pieces of `plan_reshard`, whose arguments these are, but for the last.
 
@@ -46,7 +48,16 @@ def reshard_traffic(
     """
     times = repetitions(arch, chunks=train.pp * train.chunks)
     local, aliased, sent, received = 0, 0, Counter[int](), Counter[int]()
-    for step in plan_once(arch, train, generation, rank, transformer_engine=transformer_engine, vocab_rows=vocab_rows):
+    steps = plan_once(
+        arch,
+        train,
+        generation,
+        rank,
+        transformer_engine=transformer_engine,
+        vocab_rows=vocab_rows,
+        ranks_per_node=ranks_per_node,
+    )
+    for step in steps:
         for piece in step.pieces:
             elements = times.of(step.tensor) * volume(piece.box)
             if piece.destination_rank == rank and piece.destination.param in aliases:

@@ -75,12 +75,17 @@ def view_of(parameter: torch.Tensor, placement: Placement, part: Box) -> Strided
         parameter: contiguous, `[rows or more, ...]`.
         part: half-open range per axis, within the placement's box.
     """
+    return StridedView(parameter, *geometry(placement, part))
+
+
+def geometry(placement: Placement, part: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Size, stride and offset of `view_of`, elements; they follow from the placement alone."""
     stride = tuple(math.prod(placement.view[axis + 1 :]) for axis in range(len(placement.view)))
-    columns = math.prod(parameter.shape[1:])
+    first, last = placement.rows
+    columns = math.prod(placement.view) // (last - first)
     starts = (base + lo for (base, _), (lo, _) in zip(placement.index, part, strict=True))
-    return StridedView(
-        parameter=parameter,
-        size=tuple(hi - lo for lo, hi in part),
-        stride=stride,
-        offset=placement.rows[0] * columns + sum(s * i for s, i in zip(stride, starts, strict=True)),
+    return (
+        tuple(hi - lo for lo, hi in part),
+        stride,
+        first * columns + sum(s * i for s, i in zip(stride, starts, strict=True)),
     )

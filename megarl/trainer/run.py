@@ -46,10 +46,12 @@ def _start_line(inputs: Inputs, groups: Groups, trainer: PPOTrainer) -> str:
     engine = trainer.hybrid.engine.parameters()
     moved = trainer.hybrid.resharder.statistics
     shared = sum(engine[name].nbytes for name in trainer.hybrid.aliases)
+    pulled = f", {moved.pulled / 2**20:.1f} MiB of it straight out of their GPU memory" if moved.pulled else ""
     return (
         f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}, generation TP{generation.tp} x "
         f"{generation.replicas} replicas on {train.world_size} {groups.device.type} ranks; {inputs.arch.family} with "
         f"{trainer.actor.kernels}, {inputs.config.actor_rollout_ref.rollout.name} engine, which "
         f"shares {shared / 2**20:.1f} MiB of weights per rank with training; a reshard moves "
         f"{(moved.local + moved.received) / 2**20:.1f} MiB per rank, {moved.received / 2**20:.1f} MiB from others"
+        f"{pulled}"
     )

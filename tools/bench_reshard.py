@@ -1,0 +1,378 @@
+#!/usr/bin/env python3
+"""Time and extra memory of a reshard, with random weights, against the link's rate and other ways to do it.
+
+    torchrun --nproc_per_node N tools/bench_reshard.py --model configs/models/llama3_8b
+        --train TP2,PP2 TP4 --generation TP2 TP2           pairs of layouts, one after the other
+        [--engine native|vllm] [--rounds 10] [--json FILE] [--plot FILE] [--without refit gather ...] [--sweep]
+
+The actor is the trainer's, without optimizer; the engine's parameters are its own. Measured for each pair of layouts:
+
+    peer         ranks of a host pull out of each other's GPU memory (only on GPUs)
+    collective   packed buckets over the process group
+    copy engine  the same pulls, one `copy_` each on four streams (only on GPUs)
+    gather       every tensor whole on every rank, as an export in Hugging Face's form does
+    refit        Megatron-Core's `swap_model_weights` into a second GPTModel, which does not count as extra memory
+
+Milliseconds are medians over the rounds of the slowest rank, by CUDA events after a barrier. The bound is what arrives
+at (or leaves) the busiest rank at the link's rate, measured in the same run: one rank's pull of a GiB from a peer, all
+ranks at once; on CPUs, their exchange in pairs. Extra memory is that of the rank with most, while it runs: as torch's
+allocator counts it, and as the device does, where contexts and mappings of other processes show as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from benchmark import finish, milliseconds, random_weights
+from extra_memory import ExtraMemory
+from plot_reshard import draw
+from reshard_alternatives import CopyEngines, Refit, TensorGather
+from reshard_links import Links, measure_links
+
+from megarl.config import Config, ConfigError
+from megarl.config.load import build_config
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import EMBEDDING
+from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.reshard.execute import Resharder
+from megarl.reshard.plan import plan_reshard
+from megarl.reshard.transport import copies
+from megarl.reshard.verify import verify
+from megarl.roles.actor import Actor
+from megarl.roles.policy import DTYPES
+from megarl.rollout.build import build_engine
+from megarl.trainer.checks import check_layouts
+from megarl.trainer.inputs import generation_layout, train_layout
+
+Job = Callable[[], object]
+
+WAYS = ("peer", "collective", "copy engine", "gather", "refit")
+WARM_UP = 3
+LONGEST = 32
+"""Tokens of a sequence, of which there is none."""
+MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How one way to reshard did.
+
+    Attributes:
+        milliseconds: median.
+        of_bound: the bound, as a part of that.
+        first_milliseconds: of the first time, everything that is built for it included.
+        extra_allocated_mib, extra_device_mib: extra memory by the allocator's and by the device's account; 0 on CPUs.
+        exact: whether the engine's parameters have the training parameters' bits; None: it has parameters of its own.
+    """
+
+    milliseconds: float
+    of_bound: float | None
+    first_milliseconds: float
+    extra_allocated_mib: float
+    extra_device_mib: float
+    exact: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard:
+    """A pair of layouts. Bytes are those of the rank with most.
+
+    Attributes:
+        pulled_bytes: the part of `received_bytes` that the peer transport pulls.
+        notes: of ways that could not be taken, why.
+        sweep: milliseconds of the peer transport by "words of a tile x warps".
+    """
+
+    train: str
+    generation: str
+    local_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    pulled_bytes: int
+    bound_milliseconds: float | None
+    ways: dict[str, Way]
+    notes: dict[str, str]
+    sweep: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the run showed."""
+
+    model: str
+    engine: str
+    ranks: int
+    device: str
+    links: Links
+    reshards: list[Reshard] = field(default_factory=list)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder with a config.json")
+    parser.add_argument("--train", nargs="+", required=True, metavar="TP2,PP2", help="TP, PP and VPP sizes")
+    parser.add_argument("--generation", nargs="+", required=True, metavar="TP2", help="one for each of --train")
+    parser.add_argument("--engine", choices=["native", "vllm"], default="native")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=10, help=f"measured rounds, after {WARM_UP} that warm up")
+    parser.add_argument("--without", nargs="+", choices=WAYS, default=[], help="ways to leave out")
+    parser.add_argument("--sweep", action="store_true", help="sizes of the copy kernel's programs")
+    parser.add_argument("--json", help="file for the figures")
+    parser.add_argument("--plot", help="file for a picture, png")
+    args = parser.parse_args(argv)
+    try:
+        if len(args.train) != len(args.generation):
+            raise ValueError("--generation needs as many layouts as --train")
+        pairs = list(zip(args.train, args.generation, strict=True))
+        configs = [
+            config_of(args.model, train, generation, engine=args.engine, dtype=args.dtype)
+            for train, generation in pairs
+        ]
+        if args.engine == "vllm" and len(pairs) > 1:
+            raise ValueError("--engine vllm takes one pair of layouts: a process has room for one vLLM")
+        arch, *_ = [check_layouts(config) for config in configs]
+    except (ConfigError, ValueError) as e:
+        print(f"bench_reshard: error: {e}", file=sys.stderr)
+        return 2
+    init_distributed()
+    figures = measure(
+        configs, arch, rounds=args.rounds, ways=[w for w in WAYS if w not in args.without], sweep=args.sweep
+    )
+    if args.plot and dist.get_rank() == 0:
+        draw(figures, args.plot)
+    finish(figures, print_table, args.json)
+    return 0
+
+
+def config_of(model: str, train: str, generation: str, *, engine: str, dtype: str) -> Config:
+    """A configuration with these layouts ("TP2,PP2"), on the ranks that the launcher has started."""
+    local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    sizes, tp = parse_layout(train), parse_layout(generation)
+    if set(tp) != {"TP"}:
+        raise ValueError(f"generation layout '{generation}' is not of the form TP2")
+    megatron = {
+        "tensor_model_parallel_size": sizes.get("TP", 1),
+        "pipeline_model_parallel_size": sizes.get("PP", 1),
+        "virtual_pipeline_model_parallel_size": sizes.get("VPP"),
+    }
+    rollout = {"name": engine, "tensor_model_parallel_size": tp["TP"], "enforce_eager": True}
+    return build_config(
+        {
+            "actor_rollout_ref": {
+                "model": {"path": model, "dtype": dtype},
+                "actor": {"megatron": megatron},
+                "rollout": rollout,
+            },
+            "data": {"max_prompt_length": LONGEST // 2, "max_response_length": LONGEST // 2},
+            "trainer": {"nnodes": world // local, "n_gpus_per_node": local},
+        }
+    )
+
+
+def parse_layout(text: str) -> dict[str, int]:
+    """ "TP2,PP4" -> {"TP": 2, "PP": 4}."""
+    parts = [re.fullmatch(r"(TP|PP|VPP)(\d+)", part) for part in text.split(",")]
+    if not all(parts):
+        raise ValueError(f"layout '{text}' is not of the form TP2,PP2 (TP, PP, VPP)")
+    return {part[1]: int(part[2]) for part in parts if part}
+
+
+def measure(configs: Sequence[Config], arch: Architecture, *, rounds: int, ways: Sequence[str], sweep: bool) -> Figures:
+    """All pairs of layouts; every rank calls it, in an initialised world."""
+    first = configs[0]
+    figures: Figures | None = None
+    for config in configs:
+        groups = build_groups(train_layout(config), generation_layout(config))
+        if figures is None:
+            on_gpu = groups.device.type == "cuda"
+            figures = Figures(
+                model=first.actor_rollout_ref.model.path,
+                engine=first.actor_rollout_ref.rollout.name,
+                ranks=groups.train.world_size,
+                device=torch.cuda.get_device_name() if on_gpu else "cpu",
+                links=measure_links(groups, nbytes=1024 * MIB if on_gpu else MIB),
+            )
+        bench = Bench(config, arch, groups, figures.links)
+        figures.reshards.append(bench.measure(rounds, ways, sweep))
+        bench.close()
+        destroy_groups()
+    assert figures is not None
+    return figures
+
+
+class Bench:
+    """One pair of layouts, with an actor and an engine."""
+
+    def __init__(self, config: Config, arch: Architecture, groups: Groups, links: Links) -> None:
+        weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
+        self.groups, self.links = groups, links
+        self.actor = Actor(ours, arch, groups, initial=lambda policy: policy.load(weights))
+        self.engine = build_engine(
+            ours, arch, groups, dtype=DTYPES[ours.model.dtype], max_model_len=LONGEST, decode=str
+        )
+        self.parameters = self.engine.parameters()
+        self.plan = plan_reshard(
+            arch,
+            groups.train,
+            groups.generation,
+            groups.rank,
+            transformer_engine=self.actor.transformer_engine,
+            vocab_rows=len(self.parameters[EMBEDDING]),
+            ranks_per_node=groups.ranks_per_node,
+        )
+        self.engine.wake(weights_only=True)
+        # training needs the group's communicator as well: it is no extra memory of a reshard
+        dist.all_reduce(torch.zeros(1, device=groups.device), group=groups.model)
+        self.reshard_of = cache(self._resharder)
+
+    def _resharder(self, transport: Literal["auto", "collective"]) -> Resharder:
+        return Resharder(
+            self.plan,
+            self.actor.parameters(),
+            self.parameters,
+            self.groups.model,
+            transport=transport,
+            bucket_bytes=256 * MIB,
+        )
+
+    def measure(self, rounds: int, ways: Sequence[str], sweep: bool) -> Reshard:
+        on_gpu = self.groups.device.type == "cuda"
+        builders: dict[str, Callable[[], Job]] = {
+            "collective": lambda: self.reshard_of("collective").run,
+            "peer": lambda: self._pulling().run,
+            "copy engine": lambda: CopyEngines(self._pulling().peer.fused, self.groups.device),
+            "gather": lambda: TensorGather(self.actor, self.parameters),
+            "refit": lambda: Refit(self.actor),
+        }
+        moved = self.reshard_of("collective").statistics
+        local, sent, received = (self._most(n) for n in (moved.local, moved.sent, moved.received))
+        rate = self.links.best
+        bound = 1e3 * max(sent, received) / rate if rate else None
+        taken: dict[str, Way] = {}
+        notes: dict[str, str] = {}
+        for name, build in builders.items():
+            if name in ways:
+                try:
+                    taken[name] = self._take(build, rounds, bound)
+                except NotImplementedError as e:
+                    notes[name] = str(e)
+        pulling = on_gpu and "peer" in taken
+        train, generation = self.groups.train, self.groups.generation
+        return Reshard(
+            train=f"TP{train.tp} x PP{train.pp}" + (f" x {train.chunks} chunks" if train.chunks > 1 else ""),
+            generation=f"TP{generation.tp} x {generation.replicas}",
+            local_bytes=local,
+            sent_bytes=sent,
+            received_bytes=received,
+            pulled_bytes=self._most(self.reshard_of("auto").statistics.pulled) if pulling else 0,
+            bound_milliseconds=bound,
+            ways=taken,
+            notes=notes,
+            sweep=self._sweep(rounds) if sweep and pulling else {},
+        )
+
+    def _pulling(self) -> Resharder:
+        if self.groups.device.type != "cuda":
+            raise NotImplementedError("only GPUs read each other's memory")
+        resharder = self.reshard_of("auto")
+        if resharder.peer is None or resharder.peer.fused is None:
+            raise NotImplementedError("needs Triton")
+        return resharder
+
+    def _take(self, build: Callable[[], Job], rounds: int, bound: float | None) -> Way:
+        for parameter in self.parameters.values():
+            parameter.zero_()
+        memory = ExtraMemory(self.groups.device)
+        dist.barrier(group=self.groups.control)
+        began = time.perf_counter()
+        with torch.no_grad():
+            job = build()
+            job()
+            memory.synchronise()
+            first = 1e3 * (time.perf_counter() - began)
+            for _ in range(WARM_UP):
+                job()
+            allocated, device = memory.during(job)
+            own = job.own_bytes if isinstance(job, Refit) else 0
+            exact = None if own else self._exact()
+            taken = milliseconds(self.groups, job, rounds)
+        return Way(
+            milliseconds=taken,
+            of_bound=bound / taken if bound else None,
+            first_milliseconds=self._most(first),
+            extra_allocated_mib=self._most(allocated - own) / MIB,
+            extra_device_mib=self._most(device - own) / MIB,
+            exact=exact,
+        )
+
+    def _exact(self) -> bool:
+        """Whether all ranks' engine parameters have the bits of the training parameters."""
+        try:
+            verify(self.reshard_of("collective"))
+        except RuntimeError as e:
+            print(f"rank {self.groups.rank}: {e}", file=sys.stderr, flush=True)
+            return not any(self.groups.all_gather(True))
+        return not any(self.groups.all_gather(False))
+
+    def _sweep(self, rounds: int) -> dict[str, float]:
+        from megarl.reshard.transport import copy_kernel
+
+        usual = copies.TILE_WORDS, copy_kernel.NUM_WARPS
+        seen = {}
+        for words, warps in product((256, 512, 1024, 2048, 4096), (2, 4, 8)):
+            if words < 64 * warps:
+                continue  # less than two loads under way for each thread
+            copies.TILE_WORDS, copy_kernel.NUM_WARPS = words, warps
+            resharder = self._resharder("auto")
+            for _ in range(WARM_UP):
+                resharder.run()
+            seen[f"{words} x {warps}"] = milliseconds(self.groups, resharder.run, rounds)
+            resharder.release()
+        copies.TILE_WORDS, copy_kernel.NUM_WARPS = usual
+        return seen
+
+    def _most(self, value: float) -> Any:
+        return max(self.groups.all_gather(value))
+
+    def close(self) -> None:
+        if self.groups.device.type == "cuda":
+            self.reshard_of("auto").release()
+        self.engine.close()
+
+
+def print_table(figures: Figures) -> None:
+    rates = [f"{name} {rate / 1e9:.1f} GB/s" for name, rate in asdict(figures.links).items() if rate]
+    print(f"{figures.model}, {figures.engine} engine, {figures.ranks} x {figures.device}; {', '.join(rates)}")
+    for reshard in figures.reshards:
+        bound = reshard.bound_milliseconds
+        print(
+            f"\n{reshard.train} -> {reshard.generation}: {reshard.received_bytes / 1e9:.3f} GB arrive "
+            f"({reshard.pulled_bytes / 1e9:.3f} pulled), {reshard.sent_bytes / 1e9:.3f} leave, "
+            f"{reshard.local_bytes / 1e9:.3f} copied in place" + (f"; bound {bound:.3f} ms" if bound else "")
+        )
+        print(f"{'':14}{'ms':>10}{'of bound':>10}{'first ms':>10}{'MiB torch':>11}{'MiB device':>11}  exact")
+        for name, w in reshard.ways.items():
+            share = f"{w.of_bound:.1%}" if w.of_bound else ""
+            print(
+                f"{name:14}{w.milliseconds:>10.3f}{share:>10}{w.first_milliseconds:>10.0f}"
+                f"{w.extra_allocated_mib:>11.1f}{w.extra_device_mib:>11.1f}  {'' if w.exact is None else w.exact}"
+            )
+        for name, note in reshard.notes.items():
+            print(f"{name:14}{note}")
+        for size, ms in sorted(reshard.sweep.items(), key=lambda item: item[1]):
+            print(f"tiles of {size:>10} warps{ms:>10.3f} ms")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,80 @@
+"""What every benchmark of the trainer's ranks begins and ends with."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megarl.config import Config
+from megarl.models.architecture import Architecture
+from megarl.models.tensors import Box, LogicalTensor
+from megarl.models.weights import Source
+from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.trainer.inputs import generation_layout, train_layout
+
+Figures = TypeVar("Figures", bound=Any)
+"""A dataclass of what was measured."""
+
+
+def start(config: Config) -> Groups:
+    """Join the other ranks."""
+    init_distributed()
+    return build_groups(train_layout(config), generation_layout(config))
+
+
+def finish(figures: Figures, print_table: Callable[[Figures], None], json_file: str | None) -> None:
+    """Rank 0 shows the figures, for people and for programs; then all leave."""
+    if dist.get_rank() == 0:
+        print_table(figures)
+        print(json.dumps(asdict(figures)))
+        if json_file:
+            with open(json_file, "w", encoding="utf-8") as f:
+                json.dump(asdict(figures), f, indent=2)
+    destroy_groups()
+    dist.destroy_process_group()
+
+
+def random_weights(arch: Architecture, device: torch.device) -> Source:
+    """Made on the device, which is faster. All ranks that hold a box have the same; other layouts have other boxes."""
+
+    def source(tensor: LogicalTensor, box: Box) -> torch.Tensor:
+        shape = [stop - start for start, stop in box]
+        if tensor.kind != "matrix":
+            return torch.full(shape, 1.0 if tensor.kind == "norm" else 0.0, device=device)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{tensor.name} {box}".encode()))
+        return torch.randn(shape, generator=generator, device=device) * arch.init_std
+
+    return source
+
+
+def milliseconds(groups: Groups, job: Callable[[], object], rounds: int) -> float:
+    """Median over the rounds of the slowest rank's time, from a barrier until its GPU is done."""
+    taken = []
+    for _ in range(rounds):
+        _synchronise(groups)
+        if groups.device.type == "cuda":
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            began.record()
+            job()
+            ended.record()
+            torch.cuda.synchronize()
+            taken.append(began.elapsed_time(ended))
+        else:
+            start = time.perf_counter()
+            job()
+            taken.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(max(ranks) for ranks in zip(*groups.all_gather(taken), strict=True))
+
+
+def _synchronise(groups: Groups) -> None:
+    if groups.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier(group=groups.control)
