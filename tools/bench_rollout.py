@@ -117,9 +117,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figur
     actor.start_optimizer(ours.actor.optim, 1)
     timers = PhaseTimers(groups.device)
     began = time.perf_counter()
-    hybrid = HybridEngine(
-        ours, actor, timers, max_model_len=inputs.max_sequence_length, decode=inputs.tokenizer.decode
-    )
+    hybrid = HybridEngine(ours, actor, timers, max_model_len=inputs.max_sequence_length, decode=inputs.tokenizer.decode)
     start = time.perf_counter() - began
 
     prompts = inputs.train_prompts[: config.data.train_batch_size]

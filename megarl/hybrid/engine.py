@@ -1,8 +1,9 @@
 """The 3D-HybridEngine: one set of ranks, two layouts, and which bytes are held in which phase.
 
-Training holds weights, gradients and optimizer state in the TP x PP x DP layout. `generation()` wakes the engine's
-weights in the TP layout, reshards the actor's weights straight into them, then wakes the KV cache; afterwards both
-are given back (`rollout.free_cache_engine`).
+Training holds weights, gradients and optimizer state in the TP x PP x DP layout. `generation()` lets go what of it is
+configured to (`grad_offload`, `optimizer_offload`), wakes the engine's weights in the TP layout, reshards the actor's
+weights straight into them, lets those go too (`param_offload`), then wakes the KV cache; afterwards the engine's memory
+is given back (`rollout.free_cache_engine`). The roles bring back what they need when they need it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from megarl.types import Prompt, Rollouts, SamplingParams
 
 
 class HybridEngine:
-    """Owns the generation engine and the plan that fills it from the actor."""
+    """Owns the generation engine and the plan that fills it from the actor.
+
+    Attributes:
+        leaving: memory that generation has no use for; other roles add theirs.
+    """
 
     def __init__(
         self, config: ActorRolloutRef, actor: Actor, timers: PhaseTimers, *, max_model_len: int, decode: Decode
@@ -37,14 +42,16 @@ class HybridEngine:
         """
         groups = actor.groups
         self.config, self.actor, self.groups, self.timers = config, actor, groups, timers
-        self.engine = build_engine(
-            config,
-            actor.arch,
-            groups,
-            dtype=DTYPES[config.model.dtype],
-            max_model_len=max_model_len,
-            decode=decode,
-        )
+        self.leaving = [actor.gradients, actor.masters, actor.moments]
+        with actor.away():  # an engine that measures how much memory is free finds what it will find later
+            self.engine = build_engine(
+                config,
+                actor.arch,
+                groups,
+                dtype=DTYPES[config.model.dtype],
+                max_model_len=max_model_len,
+                decode=decode,
+            )
         plan = plan_reshard(
             actor.arch,
             groups.train,
@@ -66,17 +73,23 @@ class HybridEngine:
     @contextmanager
     def generation(self) -> Iterator[HybridEngine]:
         """The generation phase: on entry the engine has the actor's weights, on exit its memory is given back."""
+        with self.timers("offload"):
+            self.actor.gather_parameters()
+            for memory in self.leaving:
+                memory.release()
         with self.timers("reshard"):
             self.engine.wake(weights_only=True)
-            self.actor.gather_parameters()
             self.resharder.run()
             if self.config.reshard.verify:
                 verify(self.resharder)
+        with self.timers("generate"):
+            self.actor.weights.release()
             self.engine.wake()
         try:
             yield self
         finally:
             self._sleep()
+            self.actor.weights.prefetch()
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int

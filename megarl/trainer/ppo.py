@@ -80,6 +80,8 @@ class PPOTrainer:
         batch = rollouts.to_batch()
         plan = plan_micro_batches(batch, self.config, self.groups)
         with timers("log_probs"):
+            if self.reference is not None:
+                self.reference.weights.prefetch()
             batch = batch.with_(old_logp=self.actor.log_probs(batch, plan.micro_batches, temperature))
         if self.reference is not None:
             with timers("ref"):
@@ -133,6 +135,7 @@ class PPOTrainer:
         self.actor.start_optimizer(self.config.actor_rollout_ref.actor.optim, self.inputs.optimizer_steps)
         if self.config.needs_reference:
             self.reference = Reference(self.actor)
+            self.hybrid.leaving.append(self.reference.weights)
         if resume_from is not None:
             self._resume(resume_from)
         elif self.config.trainer.val_before_train and self.inputs.val_prompts:
