@@ -61,6 +61,11 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
         for step in range(2):
             with hybrid.generation() as engine:
                 look("generation")
+                # what was given back is used, so that memory that nobody filled again would show
+                taken = [
+                    torch.full((n,), torch.nan) for n in (8, 32, 128, 512, 2048, 8192, 32_768, 131_072) for _ in "ab"
+                ]
+                del taken
                 rollouts = engine.generate(prompts, 2, SamplingParams(max_tokens=6), seed=1, round_=step)
             with hybrid.generation():  # as validation does, with no update in between
                 pass
@@ -92,42 +97,74 @@ def _same(a: Any, b: Any) -> bool:
     return a == b
 
 
-CASES = [
-    (Case(tp=2, sequence_parallel=True, gen_tp=2), {}, ARCH),
-    (Case(pp=2), {}, ARCH),
-    (Case(dp=2), {}, ARCH),
-    (Case(dp=2), {"use_distributed_optimizer": False}, ARCH),
-    (Case(dp=2), OVERLAP, ARCH),
-    (Case(dp=2, pp=2, chunks=2), OVERLAP, WITH_EXPERTS),
-]
+CASES = {
+    "tp2": (Case(tp=2, sequence_parallel=True, gen_tp=2), {}, ARCH),
+    "pp2": (Case(pp=2), {}, ARCH),
+    "dp2": (Case(dp=2), {}, ARCH),
+    "replicated": (Case(dp=2), {"use_distributed_optimizer": False}, ARCH),
+    "overlap-experts": (Case(dp=2, pp=2, chunks=2), OVERLAP, WITH_EXPERTS),
+}
 
 
-@pytest.mark.parametrize(("case", "megatron", "arch"), CASES, ids=lambda x: getattr(x, "name", None) or "")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_mode_gives_the_same_bits(
-    ranks: Ranks, case: Case, megatron: dict[str, Any], arch: Architecture, dtype: str
-) -> None:
+def _compare(ranks: Ranks, layout: str, dtype: str, choices: list[tuple[str, ...]]) -> None:
+    case, megatron, arch = CASES[layout]
     plain = ranks.run(case.world, _train, _with_modes(case, (), megatron), arch, dtype)
-    for modes in [*[(mode,) for mode in MODES], MODES]:
-        for got, want in zip(
-            ranks.run(case.world, _train, _with_modes(case, modes, megatron), arch, dtype), plain, strict=True
-        ):
-            assert len(got["seen"]) == len(want["seen"])
+    for modes in choices:
+        results = ranks.run(case.world, _train, _with_modes(case, modes, megatron), arch, dtype)
+        for got, want in zip(results, plain, strict=True):
+            assert len(got["seen"]) == len(want["seen"]) and all(want["bytes"]["update"].values())
             for a, b in zip(got["seen"], want["seen"], strict=True):
                 assert _same(a, b), modes
-            full = want["bytes"]["update"]
-            assert all(full.values()) or dtype == "float32"
-            assert got["bytes"]["generation"] == {k: 0 if k in modes else n for k, n in _generating(want).items()}
-            gone = {"grad_offload"} & set(modes)
-            for phase, absent in (
-                ("log-probs", gone),
-                ("reference done", gone | ({"ref"} & set(modes))),
-                ("update", {"ref"} & set(modes)),
-                ("save", gone | ({"ref"} & set(modes))),
-            ):
-                assert got["bytes"][phase] == {k: 0 if k in absent else n for k, n in full.items()}, phase
+            _check_bytes(got["bytes"], want["bytes"], modes)
 
 
-def _generating(seen: dict[str, Any]) -> dict[str, int]:
-    """Bytes that are there in generation when nothing leaves."""
-    return dict(seen["bytes"]["generation"])
+def _check_bytes(got: dict[str, dict[str, int]], want: dict[str, dict[str, int]], modes: tuple[str, ...]) -> None:
+    """What leaves is gone in the phases that do without it, and nothing else is."""
+    absent = {
+        "generation": set(MODES),
+        "log-probs": {"grad_offload"},
+        "reference done": {"grad_offload", "ref"},
+        "update": {"ref"},
+        "save": {"grad_offload", "ref"},
+    }
+    for phase, without in absent.items():
+        held = {what: 0 if what in without and what in modes else nbytes for what, nbytes in want[phase].items()}
+        assert got[phase] == held, (modes, phase)
+
+
+@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_modes_together_give_the_same_bits(ranks: Ranks, layout: str, dtype: str) -> None:
+    _compare(ranks, layout, dtype, [MODES])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_mode_gives_the_same_bits(ranks: Ranks, dtype: str) -> None:
+    _compare(ranks, "dp2", dtype, [(mode,) for mode in MODES])
+
+
+def test_bytes_that_cross_slabs_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.parallel import cpu, offload
+
+    cpu.enable_cpu_ranks()
+    monkeypatch.setattr(offload, "SLAB", 64)
+    tensors = [torch.randn(n) for n in (3, 16, 0, 40, 1)]
+    tensors.append(tensors[3][5:9])  # a view: it shares its storage, and is right again with it
+    want = [t.clone() for t in tensors]
+    memory = offload.OnHost(lambda: tensors)
+    for _ in range(2):
+        memory.release()
+        assert _held(*tensors) == 0
+        memory.release()
+        memory.prefetch()
+        memory.restore()
+        memory.restore()
+        assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+    tensors[0].fill_(7)
+    memory.release(changed=False)
+    memory.restore()
+    assert torch.equal(tensors[0], want[0])
+    tensors.append(torch.ones(100))  # as moments appear with the first step
+    memory.release(changed=False)
+    memory.restore()
+    assert torch.equal(tensors[-1], torch.ones(100))
