@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import Ranks
+from tiny_run import megarl, metrics_of, write_run
 from torch import Tensor
 from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
 
@@ -168,3 +172,40 @@ def test_bytes_that_cross_slabs_come_back(monkeypatch: pytest.MonkeyPatch) -> No
     memory.release(changed=False)
     memory.restore()
     assert torch.equal(tensors[-1], torch.ones(100))
+
+
+RUN: dict[str, Any] = {
+    "actor_rollout_ref__model__dtype": "bfloat16",
+    "actor_rollout_ref__actor__use_kl_loss": True,
+    "actor_rollout_ref__rollout__val_kwargs": {"temperature": 1.0},
+    "warmup": {"total_training_steps": 2, "train_batch_size": 20},
+    "trainer__n_gpus_per_node": 2,
+    "trainer__total_training_steps": 4,
+    "trainer__save_freq": 2,
+    "trainer__test_freq": 1,
+    "checkpoint": {"save_hf": True},
+}
+
+
+def test_a_run_its_checkpoints_and_a_resumed_run_are_the_same(tmp_path: Path) -> None:
+    """Warm-up, validation, KL to a reference, saving, stopping and resuming; with every mode and with none."""
+    seen = {}
+    for name in ("plain", "moving"):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = str(write_run(folder, **RUN))
+        modes = [f"actor_rollout_ref.actor.megatron.{mode}=true" for mode in MODES if mode != "ref"]
+        modes = [*modes, "actor_rollout_ref.ref.megatron.param_offload=true"] if name == "moving" else []
+        if modes:
+            assert megarl("train", config, *modes, "trainer.total_training_steps=2").returncode == 0
+        done = megarl("train", config, *modes)
+        assert done.returncode == 0, done.stderr
+        rows = [
+            {k: v for k, v in row.items() if "timing" not in k and k != "tokens_per_s"} for row in metrics_of(folder)
+        ]
+        checkpoint = folder / "run" / "checkpoints" / "global_step_4"
+        weights = (checkpoint / "huggingface" / "model.safetensors").read_bytes()
+        state = json.loads((checkpoint / "trainer.json").read_text())
+        seen[name] = (rows, weights, state, sorted(os.listdir(checkpoint)))
+    assert seen["moving"] == seen["plain"]
+    assert [row["step"] for row in seen["plain"][0]] == [-1, 0, 0, 1, 2, 3, 4]

@@ -23,6 +23,7 @@ from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
 from megarl.hybrid.job import Job, parameter_count
 from megarl.hybrid.prediction import Lengths, layout_warnings, reshard_of_some_ranks, step_seconds
 from megarl.reshard.traffic import Traffic
+from megarl.telemetry.progress import print_table
 
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -53,15 +54,10 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
     from megarl.trainer.checks import check_layouts  # imports torch: a misspelt key is refused sooner
-    from megarl.trainer.inputs import generation_layout, train_layout
+    from megarl.trainer.memory import job_of
 
     arch = check_layouts(config)
-    job = Job(
-        config=config,
-        arch=arch,
-        train=train_layout(config),
-        generation=generation_layout(config),
-    )
+    job = job_of(config, arch)
     accelerator = _accelerator(args, config.actor_rollout_ref.model.dtype)
     lengths = Lengths(
         prompt=args.prompt_tokens or config.data.max_prompt_length,
@@ -73,10 +69,10 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(_headline(job))
-    console.print(predicted_table(job, stages, accelerator))
+    print_table(predicted_table(job, stages, accelerator))
     console.print(_cache_line(job, cache))
-    console.print(_traffic_table(job, traffic))
-    console.print(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
+    print_table(_traffic_table(job, traffic))
+    print_table(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
     console.print(_assumptions(job, accelerator, lengths))
     for line in layout_warnings(job, lengths, cache):
         console.print(f"warning: {line}")

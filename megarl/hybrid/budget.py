@@ -162,7 +162,7 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int) ->
 
     def held(phase: str) -> Items:
         away = {mode.item for mode in memory_modes(job) if mode.on and phase in mode.without}
-        return context | {item: nbytes for item, nbytes in state.items() if item not in away}
+        return context | {item: 0 if item in away else nbytes for item, nbytes in state.items()}
 
     return StageBudget(stage=stage, phases={phase: held(phase) | items for phase, items in phases.items()})
 

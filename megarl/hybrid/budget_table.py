@@ -21,7 +21,7 @@ def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accele
         table.add_column(phase, justify="right")
     for item in dict.fromkeys(item for items in fullest.phases.values() for item in items):
         held = (fullest.phases[phase].get(item) for phase in phases)
-        table.add_row(item, *("" if n is None else size(n) for n in held))
+        table.add_row(item, *(size(n) if n else "" for n in held))
     table.add_section()
     for stage in sorted({fullest.stage, 0, len(stages) // 2, len(stages) - 1}):
         table.add_row(f"stage {stage + 1}, total", *(size(stages[stage].total(phase)) for phase in phases))
