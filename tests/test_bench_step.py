@@ -36,7 +36,7 @@ def _measure(world: int, tp: int) -> dict[str, Any]:
     config = build_config({**SETTINGS, "actor_rollout_ref": policy, "trainer": trainer})
     groups = build_groups(train_layout(config), generation_layout(config))
     try:
-        return asdict(bench_step.measure(bench_step.synthetic_inputs(config, ARCH), groups, 2, peer=False))
+        return asdict(bench_step.measure(bench_step.synthetic_inputs(config, ARCH), groups, 2, alone=True, peer=False))
     finally:
         destroy_groups()
 

@@ -66,9 +66,8 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
             with hybrid.generation() as engine:
                 look("generation")
                 # what was given back is used, so that memory that nobody filled again would show
-                taken = [
-                    torch.full((n,), torch.nan) for n in (8, 32, 128, 512, 2048, 8192, 32_768, 131_072) for _ in "ab"
-                ]
+                sizes, device = (8, 32, 128, 512, 2048, 8192, 32_768, 131_072), actor.groups.device
+                taken = [torch.full((n,), torch.nan, device=device) for n in sizes for _ in "ab"]
                 del taken
                 rollouts = engine.generate(prompts, 2, SamplingParams(max_tokens=6), seed=1, round_=step)
             with hybrid.generation():  # as validation does, with no update in between
@@ -87,8 +86,8 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
             look("update")
         state = actor.sharded_training_state(loading=False)["optimizer"]["state"]
         look("save")
-        seen += [{name: p.detach().clone() for name, p in actor.parameters().items()}]
-        seen += [{f"{i}.{name}": part[name].data.clone() for i, part in state.items() for name in part}]
+        seen += [{name: p.detach().cpu().clone() for name, p in actor.parameters().items()}]
+        seen += [{f"{i}.{name}": part[name].data.cpu().clone() for i, part in state.items() for name in part}]
         return {"seen": seen, "bytes": bytes_in}
 
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """The whole RL step in the trainer, phase by phase: time, tokens per second, and memory against its prediction.
 
-    torchrun --nproc_per_node N tools/bench_step.py CONFIG [key=value ...] [--rounds 3] [--peer vllm] [--json FILE]
+    torchrun --nproc_per_node N tools/bench_step.py CONFIG [key=value ...] [--rounds 3] [--alone] [--json FILE]
 
 Random weights, `data.train_batch_size` random prompts of `data.max_prompt_length` tokens, responses that all have
 `data.max_response_length` tokens, and scores that cost nothing: only shape, layouts, batch sizes, engine and memory
 modes are taken from the configuration. The first steps warm up and do not count.
 
-Beside the phases stands what does the same alone, measured afterwards in the same processes as `bench_train.py` and
-`bench_rollout.py` do: plain Megatron-Core's forward and backward pass (without pipeline stages), and plain vLLM (the
-same engine with rollout.name=vllm; with rollout.name=native on one GPU an engine of its own, on `--peer vllm`).
+With `--alone`, beside the phases stands what does the same by itself, measured afterwards in the same processes as
+`bench_train.py` and `bench_rollout.py` do: plain Megatron-Core's forward and backward pass (where there are no pipeline
+stages), and plain vLLM (with rollout.name=vllm the same engine; with rollout.name=native on one GPU one of its own).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from bench_rollout import check_peer, peer_vllm, raw_vllm, replica_share, seconds
 from bench_train import Phase, measure_training, model_flops, phase
@@ -129,7 +131,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--rounds", type=int, default=3, help=f"measured steps, after {WARM_UP} that warm up")
-    parser.add_argument("--peer", choices=["vllm"], help="engine to compare the native one with, on one GPU")
+    parser.add_argument("--alone", action="store_true", help="measure plain Megatron-Core and vLLM as well")
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_intermixed_args(argv)
     steps = f"trainer.total_training_steps={WARM_UP + args.rounds}"
@@ -138,14 +140,15 @@ def main(argv: list[str]) -> int:
         arch = check_layouts(config)
         check_memory(config, arch)
         inputs = synthetic_inputs(config, arch)
-        if args.peer:
+        peer = args.alone and find_spec("vllm") is not None and native_on_one_gpu(config)
+        if peer:
             check_peer(inputs)
     except (ConfigError, ValueError) as e:
         print(f"bench_step: error: {e}", file=sys.stderr)
         return 2
     init_distributed()
     groups = build_groups(train_layout(config), generation_layout(config))
-    figures = measure(inputs, groups, args.rounds, peer=bool(args.peer))
+    figures = measure(inputs, groups, args.rounds, alone=args.alone, peer=peer)
     if groups.rank == 0:
         print_table(figures)
         print(json.dumps(asdict(figures)))
@@ -175,7 +178,17 @@ def synthetic_inputs(config: Config, arch: Architecture) -> SyntheticInputs:
     )
 
 
-def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figures:
+def native_on_one_gpu(config: Config) -> bool:
+    one_gpu = config.trainer.world_size == 1 and torch.cuda.is_available()
+    return one_gpu and config.actor_rollout_ref.rollout.name == "native"
+
+
+def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: bool) -> Figures:
+    """
+    Args:
+        alone: what the phases are compared with is measured, too.
+        peer: a vLLM of its own is, in place of the native engine.
+    """
     config, ours = inputs.config, inputs.config.actor_rollout_ref
     record = Record(inputs, groups.rank)
     trainer = PPOTrainer(inputs, groups, record)
@@ -199,10 +212,14 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figur
         for name in stage.phases:
             predicted[name] = max(predicted.get(name, 0.0), stage.total(name) / 2**30)
 
-    alone, of_alone = train_alone(trainer, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
-    if vllm := vllm_alone(trainer, rounds, peer=peer):
-        alone["generate"] = phase(groups, vllm, 0.0, responses, 0.0)
-        of_alone["generate"] = vllm / taken["generate"]
+    others: dict[str, Phase] = {}
+    of_alone: dict[str, float] = {}
+    if alone:
+        others, of_alone = train_alone(trainer, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
+        if vllm := vllm_alone(trainer, rounds, peer=peer):
+            others["generate"] = phase(groups, vllm, 0.0, responses, 0.0)
+            of_alone["generate"] = vllm / taken["generate"]
+    trainer.hybrid.close()
     return Figures(
         what=f"{count} sequences of {config.data.max_prompt_length} + {config.data.max_response_length} tokens, "
         f"{ours.rollout.name} engine",
@@ -210,7 +227,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figur
         ranks=groups.train.world_size,
         phases=phases,
         predicted_gib=predicted,
-        alone=alone,
+        alone=others,
         of_alone=of_alone,
     )
 
@@ -225,7 +242,7 @@ def train_alone(trainer: PPOTrainer, lengths: Sequence[int], rounds: int) -> tup
 
 
 def vllm_alone(trainer: PPOTrainer, rounds: int, *, peer: bool) -> float | None:
-    """Seconds in which vLLM by itself generates the step's responses; None where there is none. Ends the engine."""
+    """Seconds in which vLLM by itself generates the step's responses; None where there is none."""
     inputs, groups, hybrid = trainer.inputs, trainer.groups, trainer.hybrid
     n, length = trainer.rollout.n, inputs.config.data.max_response_length
     taken: list[float] = []
@@ -234,7 +251,6 @@ def vllm_alone(trainer: PPOTrainer, rounds: int, *, peer: bool) -> float | None:
         with hybrid.generation():
             generate = partial(raw_vllm, hybrid.engine.llm, mine, n, length)
             taken = [seconds(groups, generate) for _ in range(rounds + 1)]
-    hybrid.close()
     if peer:
         taken = peer_vllm(inputs, groups, rounds, inputs.train_prompts)
     return statistics.median(taken[1:]) if taken else None
