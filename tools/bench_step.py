@@ -50,7 +50,7 @@ SETTINGS = [
     "trainer.save_freq=0",
     "trainer.test_freq=0",
     "trainer.resume_mode=disable",
-    "trainer.logger=[]",
+    "trainer.logger=[console]",
     "trainer.log_rollouts=0",
 ]
 
@@ -113,6 +113,7 @@ class Record(Report):
         now = time.perf_counter()
         self.steps.append((dict(metrics), {**seconds, "step": now - self._began}))
         self._began = now
+        super().rl_step(step, metrics, seconds)
 
     def medians(self) -> dict[str, float]:
         """Seconds by phase."""
@@ -192,6 +193,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
     config, ours = inputs.config, inputs.config.actor_rollout_ref
     record = Record(inputs, groups.rank)
     trainer = PPOTrainer(inputs, groups, record)
+    trainer.memory.predict()
     trainer.fit()
 
     count = config.data.train_batch_size * ours.rollout.n
