@@ -43,7 +43,6 @@ def job(
     pp: int = 2,
     chunks: int = 1,
     generation_tp: int = 2,
-    alias: bool = True,
     **changes: Any,
 ) -> Job:
     """8 x 64 sequences of 1024 + 3072 tokens in mini-batches of 256, micro-batches of 8192 tokens; bf16.
@@ -78,5 +77,4 @@ def job(
         arch=arch,
         train=TrainLayout(world_size=gpus, tp=tp, pp=pp, chunks=chunks),
         generation=GenerationLayout(world_size=gpus, tp=generation_tp),
-        alias=alias,
     )

@@ -13,13 +13,15 @@ from megarl.hybrid.budget import (
     KV_LENGTH_MULTIPLE,
     LOGITS_BYTES,
     budget,
+    engine_activations,
+    host_bytes,
     kv_bytes_per_token,
     kv_cache,
     layer_activations,
     layers_in_flight,
     reshard_buffers,
-    what_does_not_fit,
 )
+from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
 from megarl.hybrid.job import (
     Job,
     active_parameter_count,
@@ -71,7 +73,7 @@ def test_the_table_of_an_8b_model() -> None:
     }
     per_token = 2 * 4096 + 5120 + 21_504  # elements a layer keeps, over TP2 with sequence parallelism
     assert layer_activations(LLAMA_3_8B, tp=2, sequence_parallel=True) == per_token
-    assert first.phases["log-probs"] == resident | {"activations": 2 * 8192 * per_token}
+    assert first.phases["log_probs"] == resident | {"activations": 2 * 8192 * per_token}
     assert first.phases["update"] == resident | {"activations": 2 * 8192 * 2 * 16 * per_token}  # two micro-batches
 
     engine = LAYER * 32 + 2 * 128_256 * 4096
@@ -81,7 +83,7 @@ def test_the_table_of_an_8b_model() -> None:
     activations = 2 * 8192 * prefill + 3 * 4 * 256 * 128_256
     left = H200.memory // 2 - weights["engine weights"] - activations
     tokens = int(left // 65_536)  # 2 x 32 layers x 4 heads x 128 x 2 bytes
-    assert first.phases["generation"] == resident | weights | {
+    assert first.phases["generate"] == resident | weights | {
         "KV cache": 65_536 * tokens,
         "engine activations": activations,
     }
@@ -91,10 +93,10 @@ def test_the_table_of_an_8b_model() -> None:
     assert last.phases["update"]["logits of a chunk"] == min(2**29, 2 * 8192 * vocabulary)
     assert last.phases["update"]["output weight's gradient"] == 10 * vocabulary * 4096
     assert last.phases["update"]["training weights"] == 2 * (FIRST_STAGE + 4096)
-    assert last.phases["generation"]["engine weights"] == weights["engine weights"] - 2 * 4096  # the final norm
-    (apart, _) = budget(job(alias=False), H200, moved=4 * 10**9)
-    assert apart.phases["generation"]["engine weights"] == weights["engine weights"] + 2 * SHARED
-    assert first.peak == first.total("generation") > last.total("update")
+    assert last.phases["generate"]["engine weights"] == weights["engine weights"] - 2 * 4096  # the final norm
+    (apart, _) = budget(job(actor__megatron__param_offload=True), H200, moved=4 * 10**9)
+    assert apart.phases["generate"]["engine weights"] == weights["engine weights"] + 2 * SHARED
+    assert first.peak == first.total("generate") > last.total("update")
 
 
 def test_switches() -> None:
@@ -160,28 +162,87 @@ def test_kv_caches() -> None:
     assert kv_bytes_per_token(native) == 65_536
     cache = kv_cache(native, H200)
     assert (cache.tokens, cache.sequences, cache.bytes) == (10 * 4096, 10, 10 * 4096 * 65_536)
-    none = kv_cache(job(alias=False, rollout__gpu_memory_utilization=0.05), H200)
+    none = kv_cache(job(actor__megatron__param_offload=True, rollout__gpu_memory_utilization=0.05), H200)
     assert (none.bytes, none.tokens, none.sequences) == (0, 0, 0)
     assert kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) == 2 * 94 * 128 * 2  # a KV head on two ranks
 
 
-def test_what_does_not_fit() -> None:
-    def said(considered: Job, memory: float) -> list[str]:
-        accelerator = replace(H200, memory=memory)
-        stages = budget(considered, accelerator, moved=1)
-        return list(what_does_not_fit(considered, accelerator, stages, kv_cache(considered, accelerator)))
+MODES: dict[str, object] = {
+    "actor__megatron__param_offload": True,
+    "actor__megatron__grad_offload": True,
+    "actor__megatron__optimizer_offload": True,
+    "ref__megatron__param_offload": True,
+    "actor__use_kl_loss": True,
+}
 
-    assert said(job(), 139 * GIB) == []
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_memory_modes_move_what_they_say(dtype: str) -> None:
+    """Bytes of weights, gradients, optimizer state and reference by phase, in the order of the table."""
+    considered = job(model__dtype=dtype, **MODES)
+    itemsize, optimizer = (2, 6) if dtype == "bfloat16" else (4, 4)
+    weights, gradients, optimizer = itemsize * FIRST_STAGE, 4 * FIRST_STAGE, optimizer * FIRST_STAGE
+    held = {
+        "reshard": [weights, 0, 0, 0],
+        "generate": [0, 0, 0, 0],
+        "log_probs": [weights, 0, optimizer, weights],
+        "ref": [weights, 0, optimizer, weights],
+        "update": [weights, gradients, optimizer, 0],
+    }
+    stage = budget(considered, H200, moved=1)[0]
+    state = ("training weights", "gradients", "optimizer state", "reference weights")
+    assert {phase: [items[item] for item in state] for phase, items in stage.phases.items()} == held
+    assert host_bytes(considered, 0) == optimizer + weights + (weights if dtype == "float32" else 0)
+    assert host_bytes(job(actor__use_kl_loss=True), 0) == 0
+
+
+def _said(considered: Job, memory: float) -> tuple[list[str], list[str]]:
+    """What cannot fit, and what may not."""
+    accelerator = replace(H200, memory=memory)
+    stages = budget(considered, accelerator, moved=1)
+    return tuple(list(said(considered, accelerator, stages)) for said in (what_does_not_fit, what_may_not_fit))
+
+
+def test_what_cannot_fit_and_what_would_help() -> None:
+    """On the last stage, which has a norm's weights more than the first."""
+    assert _said(job(), 139 * GIB) == ([], [])
+    last = (FIRST_STAGE + 4096) / GIB
+    activations = engine_activations(job()) / GIB
     tight = job(rollout__gpu_memory_utilization=0.9)
-    missing = 4 + (2 + 4 + 6) * FIRST_STAGE / GIB + 0.9 * 80 - 80
-    (line,) = said(tight, 80 * GIB)
-    found = float(line.removeprefix("generation needs ").split()[0])
-    assert found == pytest.approx(missing, abs=0.02)
-    assert line.endswith(" GiB more than the 80.00 GiB of a GPU of pipeline stage 2")
-    assert said(job(rollout__gpu_memory_utilization=0.03), 139 * GIB) == [
+    (certain,), (estimated,) = _said(tight, 80 * GIB)
+    assert certain == (
+        f"generate needs {12 * last + 0.9 * 80 - activations - 80:.2f} GiB more than the 80.00 GiB of a GPU of "
+        f"pipeline stage 2; actor.megatron.optimizer_offload=true frees {6 * last:.2f} GiB, "
+        f"actor.megatron.grad_offload=true frees {4 * last:.2f} GiB, "
+        f"actor.megatron.param_offload=true frees {2 * (last - (SHARED + 4096) / GIB):.2f} GiB, a lower "
+        f"rollout.gpu_memory_utilization takes a smaller KV cache"
+    )
+    assert estimated.startswith(f"generate needs {12 * last + 4 + 0.9 * 80 - 80:.2f} GiB more than")
+    relieved = job(rollout__gpu_memory_utilization=0.9, actor__megatron__optimizer_offload=True)
+    (certain,), _ = _said(relieved, 80 * GIB)
+    assert f"needs {6 * last + 0.9 * 80 - activations - 80:.2f} GiB" in certain and "optimizer_offload" not in certain
+    assert _said(job(rollout__gpu_memory_utilization=0.9, **MODES), 80 * GIB)[0] == []
+    (certain,), _ = _said(job(**MODES, rollout__gpu_memory_utilization=0.9), 20 * GIB)
+    assert certain.startswith("update needs ") and certain.endswith("; split the model over more GPUs")
+
+
+def test_estimates_refuse_nothing() -> None:
+    """The native engine takes what is left; activations may turn out to be fewer."""
+    certain = 12 * (FIRST_STAGE + 4096) / GIB
+    native = job(rollout__name="native", rollout__gpu_memory_utilization=0.9)
+    refused, warned = _said(native, 60 * GIB)
+    assert refused == [] and warned[0].startswith("generate needs ")
+    refused, warned = _said(job(rollout__gpu_memory_utilization=0.4), (certain + 13.6) * GIB)
+    assert refused == [] and "GiB more than" in warned[0]
+
+
+def test_no_room_for_a_sequence() -> None:
+    line = (
         "the KV cache has no room for one sequence of 4096 tokens; raise rollout.gpu_memory_utilization or "
         "rollout.tensor_model_parallel_size"
-    ]
+    )
+    assert _said(job(rollout__gpu_memory_utilization=0.03), 139 * GIB) == ([line], [line])
+    assert _said(job(rollout__gpu_memory_utilization=0.033), 139 * GIB) == ([], [line])
 
 
 def test_reshard_buffers() -> None:

@@ -59,7 +59,7 @@ def test_a_model_without_weights(llama: str, capsys: pytest.CaptureFixture[str])
 
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--gpus", "2", "--gpu-memory", "80GB"]) == 1
-    assert "does not fit: update needs " in capsys.readouterr().out
+    assert "does not fit: generate needs " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -176,6 +178,21 @@ def test_a_bad_run_is_refused(
     assert main(["train", *options, str(config), *[a for a in arguments if a not in options]]) == 2
     printed = capsys.readouterr().err
     assert message in printed and printed.count("\n") == 1 and printed.startswith("megarl: error: ")
+
+
+def test_a_run_that_cannot_fit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine whose GPUs have 1 MiB."""
+    from megarl.cli.main import main
+    from megarl.hybrid.accelerator import H200
+    from megarl.trainer import memory
+
+    monkeypatch.setattr(memory, "this_accelerator", lambda: replace(H200, memory=2**20))
+    assert main(["train", str(write_run(tmp_path, actor_rollout_ref__model__dtype="bfloat16"))]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert re.match(r"megarl: error: generate needs 0.\d\d GiB more than the 0.00 GiB of a GPU of pipe", printed)
 
 
 def test_a_refusal_leaves_with_code_2(tmp_path: Path) -> None:

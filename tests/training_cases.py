@@ -99,13 +99,13 @@ def actor_in(case: Case, arch: Architecture = ARCH, dtype: str = "float32") -> I
         destroy_groups()
 
 
-def hybrid_of(actor: Any, max_model_len: int, *, alias: bool = True) -> Any:
+def hybrid_of(actor: Any, max_model_len: int) -> Any:
     """A hybrid engine around the actor; the text of token 7 is "<7>"."""
     from megarl.hybrid.engine import HybridEngine
     from megarl.telemetry.timers import PhaseTimers
 
     timers = PhaseTimers(actor.groups.device)
-    return HybridEngine(actor.config, actor, timers, max_model_len=max_model_len, decode=text_of, alias=alias)
+    return HybridEngine(actor.config, actor, timers, max_model_len=max_model_len, decode=text_of)
 
 
 def micro_batches_of(actor: Any, size: int = 2) -> list[list[int]]:

@@ -17,10 +17,13 @@ from rich.table import Table
 
 from megarl.config import load_config
 from megarl.hybrid.accelerator import H200, Accelerator
-from megarl.hybrid.budget import KVCache, StageBudget, budget, kv_cache, what_does_not_fit
+from megarl.hybrid.budget import KVCache, budget, kv_cache
+from megarl.hybrid.budget_table import predicted_table, size
+from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
 from megarl.hybrid.job import Job, parameter_count
 from megarl.hybrid.prediction import Lengths, layout_warnings, reshard_of_some_ranks, step_seconds
 from megarl.reshard.traffic import Traffic
+from megarl.telemetry.progress import print_table
 
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
@@ -51,15 +54,10 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
     from megarl.trainer.checks import check_layouts  # imports torch: a misspelt key is refused sooner
-    from megarl.trainer.inputs import generation_layout, train_layout
+    from megarl.trainer.memory import job_of
 
     arch = check_layouts(config)
-    job = Job(
-        config=config,
-        arch=arch,
-        train=train_layout(config),
-        generation=generation_layout(config),
-    )
+    job = job_of(config, arch)
     accelerator = _accelerator(args, config.actor_rollout_ref.model.dtype)
     lengths = Lengths(
         prompt=args.prompt_tokens or config.data.max_prompt_length,
@@ -71,16 +69,18 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(_headline(job))
-    console.print(_memory_table(stages, accelerator))
+    print_table(predicted_table(job, stages, accelerator))
     console.print(_cache_line(job, cache))
-    console.print(_traffic_table(job, traffic))
-    console.print(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
+    print_table(_traffic_table(job, traffic))
+    print_table(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
     console.print(_assumptions(job, accelerator, lengths))
     for line in layout_warnings(job, lengths, cache):
         console.print(f"warning: {line}")
-    too_much = list(what_does_not_fit(job, accelerator, stages, cache))
+    too_much = list(what_does_not_fit(job, accelerator, stages))
     for line in too_much:
         console.print(f"does not fit: {line}")
+    for line in [] if too_much else what_may_not_fit(job, accelerator, stages):
+        console.print(f"warning: if the estimates are right, {line}")
     return 1 if too_much else 0
 
 
@@ -101,15 +101,6 @@ def positive(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
     return number
-
-
-def size(n: float) -> str:
-    """Bytes with a unit in which they are at least 1."""
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}"
-        n /= 1024
-    return f"{n:.2f} GiB"
 
 
 def _ranks(gpus: int | None, per_node: int) -> list[str]:
@@ -141,29 +132,6 @@ def _headline(job: Job) -> str:
         f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}, generation TP{generation.tp} x "
         f"{generation.replicas} replicas ({job.config.actor_rollout_ref.rollout.name})"
     )
-
-
-def _memory_table(stages: Sequence[StageBudget], accelerator: Accelerator) -> Table:
-    """The fullest stage item by item, and the totals of first, middle and last."""
-    fullest = max(stages, key=lambda stage: stage.peak)
-    phases = list(fullest.phases)
-    table = Table(title=f"Bytes per GPU, pipeline stage {fullest.stage + 1} of {len(stages)}")
-    table.add_column("")
-    for phase in phases:
-        table.add_column(phase, justify="right")
-    for item in dict.fromkeys(item for items in fullest.phases.values() for item in items):
-        held = (fullest.phases[phase].get(item) for phase in phases)
-        table.add_row(item, *("" if n is None else size(n) for n in held))
-    table.add_section()
-    for stage in sorted({fullest.stage, 0, len(stages) // 2, len(stages) - 1}):
-        table.add_row(f"stage {stage + 1}, total", *(size(stages[stage].total(phase)) for phase in phases))
-    table.add_row(f"of {size(accelerator.memory)}, free", *(_free(fullest, phase, accelerator) for phase in phases))
-    return table
-
-
-def _free(stage: StageBudget, phase: str, accelerator: Accelerator) -> str:
-    left = accelerator.memory - stage.total(phase)
-    return size(left) if left >= 0 else f"-{size(-left)}"
 
 
 def _cache_line(job: Job, cache: KVCache) -> str:

@@ -136,6 +136,15 @@ class Megatron(Section):
         description="fetch the other ranks' updated parameters while the next forward pass runs; needs "
         "use_distributed_optimizer and overlap_grad_reduce",
     )
+    param_offload: bool = Field(
+        False,
+        description="the weights leave the GPU while responses are generated: bfloat16 ones are dropped and rebuilt "
+        "from the optimizer's fp32 weights, others wait in pinned host memory",
+    )
+    grad_offload: bool = Field(False, description="give the gradients' memory back between two updates; costs nothing")
+    optimizer_offload: bool = Field(
+        False, description="the optimizer's state waits in pinned host memory while responses are generated"
+    )
     transformer_engine: Literal["auto", "none"] = Field(
         "auto", description="auto uses Transformer Engine's layers on GPUs when it is installed"
     )
@@ -213,6 +222,20 @@ class Rollout(Section):
     val_kwargs: ValKwargs = ValKwargs()
 
 
+class RefMegatron(Section):
+    """The reference's memory; its layout is the actor's."""
+
+    param_offload: bool = Field(
+        False, description="the reference's weights are in pinned host memory except while they are used"
+    )
+
+
+class Ref(Section):
+    """The frozen policy that the KL is measured against."""
+
+    megatron: RefMegatron = RefMegatron()
+
+
 class Reshard(Section):
     """The move of the actor's weights into the generation layout."""
 
@@ -231,6 +254,7 @@ class ActorRolloutRef(Section):
 
     model: Model = Model()
     actor: Actor = Actor()
+    ref: Ref = Ref()
     rollout: Rollout = Rollout()
     reshard: Reshard = Reshard()
 

@@ -14,11 +14,13 @@ matrix, SwiGLU, grouped queries). A layer keeps for the backward pass, in elemen
 
 The 34 h bytes of the paper are this with q = kv = h, 2-byte elements and, for a GeLU MLP of width 4 h, 2 x 4 h in place
 of 3 ffn, plus 2 h of dropout masks. They are an estimate for Transformer Engine's fused kernels.
+
+What the memory modes move away (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) is
+absent from the phases that do without it. The phases are those that a run times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megarl.hybrid.accelerator import Accelerator
@@ -85,43 +87,89 @@ def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudge
     return [_stage_budget(job, accelerator, stage, moved, cache) for stage in range(job.train.pp)]
 
 
-def what_does_not_fit(
-    job: Job, accelerator: Accelerator, stages: Sequence[StageBudget], cache: KVCache
-) -> Iterator[str]:
-    """What the memory is too small for, one line each."""
-    stage = max(stages, key=lambda stage: stage.peak)
-    if stage.peak > accelerator.memory:
-        phase = max(stage.phases, key=stage.total)
-        yield (
-            f"{phase} needs {(stage.peak - accelerator.memory) / 2**30:.2f} GiB more than the "
-            f"{accelerator.memory / 2**30:.2f} GiB of a GPU of pipeline stage {stage.stage + 1}"
-        )
-    if cache.sequences == 0:
-        yield (
-            f"the KV cache has no room for one sequence of {job.max_model_len} tokens; raise "
-            "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
-        )
+@dataclass(frozen=True, kw_only=True)
+class MemoryMode:
+    """A key that moves an item away.
+
+    Attributes:
+        key: below `actor_rollout_ref`.
+        without: the phases that are then without it.
+        kept: whether it waits on the host; otherwise nothing is kept of it.
+    """
+
+    key: str
+    item: str
+    without: set[str]
+    on: bool
+    kept: bool
+
+
+def memory_modes(job: Job) -> list[MemoryMode]:
+    """The modes that there are, whether they are on or not."""
+    actor, ref = job.config.actor_rollout_ref.actor.megatron, job.config.actor_rollout_ref.ref.megatron
+    resting = {"reshard", "generate"}
+    return [
+        MemoryMode(
+            key="actor.megatron.grad_offload",
+            item="gradients",
+            without=resting | {"log_probs", "ref"},
+            on=actor.grad_offload,
+            kept=False,
+        ),
+        MemoryMode(
+            key="actor.megatron.optimizer_offload",
+            item="optimizer state",
+            without=resting,
+            on=actor.optimizer_offload,
+            kept=True,
+        ),
+        MemoryMode(
+            key="actor.megatron.param_offload",
+            item="training weights",
+            without={"generate"},
+            on=actor.param_offload,
+            kept=job.itemsize == 4,  # others are rebuilt from the optimizer's
+        ),
+        MemoryMode(
+            key="ref.megatron.param_offload",
+            item="reference weights",
+            without=resting | {"update"},
+            on=ref.param_offload,
+            kept=True,
+        ),
+    ]
+
+
+def host_bytes(job: Job, stage: int) -> int:
+    """Pinned host memory of a rank of a stage."""
+    state = _training_state(job, stage)
+    return sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
 
 
 def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, kv_bytes: int) -> StageBudget:
-    resident = {"CUDA context, NCCL": int(accelerator.runtime)} | _training_state(job, stage)
+    context = {"CUDA context, NCCL": int(accelerator.runtime)}
+    state = _training_state(job, stage)
     weights = {"engine weights": job.itemsize * own_engine_elements(job, stage)}
     cache = {"KV cache": kv_bytes}
-    generating = weights | cache | {"engine activations": engine_activations(job)}
-    awake = resident if job.config.actor_rollout_ref.rollout.free_cache_engine else resident | weights | cache
-    return StageBudget(
-        stage=stage,
-        phases={
-            "reshard": awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
-            "generation": resident | generating,
-            "log-probs": awake | _forward(job, stage),
-            "update": awake | _forward_and_backward(job, stage),
-        },
-    )
+    awake = {} if job.config.actor_rollout_ref.rollout.free_cache_engine else weights | cache
+    forward = awake | _forward(job, stage)
+    phases = {
+        "reshard": awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
+        "generate": weights | cache | {"engine activations": engine_activations(job)},
+        "log_probs": forward,
+        **({"ref": forward} if job.config.needs_reference else {}),
+        "update": awake | _forward_and_backward(job, stage),
+    }
+
+    def held(phase: str) -> Items:
+        away = {mode.item for mode in memory_modes(job) if mode.on and phase in mode.without}
+        return context | {item: 0 if item in away else nbytes for item, nbytes in state.items()}
+
+    return StageBudget(stage=stage, phases={phase: held(phase) | items for phase, items in phases.items()})
 
 
 def _training_state(job: Job, stage: int) -> Items:
-    """What stays on the GPU through all phases."""
+    """What the roles hold unless a memory mode moves it."""
     elements = training_elements(job.arch, job.train, job.train.rank(tp=0, dp=0, pp=stage))
     split = job.train.dp * job.train.cp if job.config.actor_rollout_ref.actor.megatron.use_distributed_optimizer else 1
     moments = 2 * 4

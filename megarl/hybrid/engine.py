@@ -1,8 +1,11 @@
 """The 3D-HybridEngine: one set of ranks, two layouts, and which bytes are held in which phase.
 
-Training holds weights, gradients and optimizer state in the TP x PP x DP layout. `generation()` wakes the engine's
-weights in the TP layout, reshards the actor's weights straight into them, then wakes the KV cache; afterwards both
-are given back (`rollout.free_cache_engine`). Where the layouts coincide, the engine reads the actor's own parameters.
+Training holds weights, gradients and optimizer state in the TP x PP x DP layout. `generation()` lets go what of it is
+configured to (`grad_offload`, `optimizer_offload`), wakes the engine's weights in the TP layout, reshards the actor's
+weights straight into them, lets those go too (`param_offload`), then wakes the KV cache; afterwards the engine's memory
+is given back (`rollout.free_cache_engine`). The roles bring back what they need when they need it.
+
+Where the layouts coincide, the engine reads the actor's own parameters, unless those go.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class HybridEngine:
 
     Attributes:
         aliases: the engine's parameters that are the actor's.
+        leaving: memory that generation has no use for; other roles add theirs.
     """
 
     def __init__(
@@ -43,21 +47,21 @@ class HybridEngine:
         *,
         max_model_len: int,
         decode: Decode,
-        alias: bool = True,
     ) -> None:
         """
         Args:
             max_model_len: tokens of the longest prompt and response together.
             decode: token ids to text, for stop strings.
-            alias: the engine reads the actor's own parameters where their layouts coincide. They must never move then.
         """
         groups = actor.groups
         self.config, self.actor, self.groups, self.timers = config, actor, groups, timers
+        self._offload = config.actor.megatron.param_offload
         self.aliases: dict[str, Alias] = {}
         self._source = actor.parameters()
+        self.leaving = [actor.gradients, actor.masters, actor.moments]
 
         def adopt(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
-            if alias:
+            if not self._offload:
                 self.aliases = plan_aliases(
                     actor.arch,
                     groups.train,
@@ -68,15 +72,16 @@ class HybridEngine:
                 )
             return shared_tensors(self.aliases, self._source, shapes)
 
-        self.engine = build_engine(
-            config,
-            actor.arch,
-            groups,
-            dtype=DTYPES[config.model.dtype],
-            max_model_len=max_model_len,
-            decode=decode,
-            adopt=adopt,
-        )
+        with actor.away():  # an engine that measures how much memory is free finds what it will find later
+            self.engine = build_engine(
+                config,
+                actor.arch,
+                groups,
+                dtype=DTYPES[config.model.dtype],
+                max_model_len=max_model_len,
+                decode=decode,
+                adopt=adopt,
+            )
         plan = plan_reshard(
             actor.arch,
             groups.train,
@@ -100,18 +105,26 @@ class HybridEngine:
     @contextmanager
     def generation(self) -> Iterator[HybridEngine]:
         """The generation phase: on entry the engine has the actor's weights, on exit its memory is given back."""
+        with self.timers("offload"):
+            self.actor.gather_parameters()
+            for memory in self.leaving:
+                memory.release()
         with self.timers("reshard"):
             self.engine.wake(weights_only=True)
-            self.actor.gather_parameters()
             check_shared(self.aliases, self._source, self.engine.parameters())
             self.resharder.run()
             if self.config.reshard.verify:
                 verify(self.resharder)
+        with self.timers("generate"):
+            if self._offload:
+                self.resharder.release()
+                self.actor.weights.release()
             self.engine.wake()
         try:
             yield self
         finally:
             self._sleep()
+            self.actor.weights.prefetch()
 
     def generate(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int

@@ -20,17 +20,12 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A configuration with its model and layouts, which `megarl.trainer.checks.check_layouts` has passed.
-
-    Attributes:
-        alias: see `megarl.hybrid.engine.HybridEngine`.
-    """
+    """A configuration with its model and layouts, which `megarl.trainer.checks.check_layouts` has passed."""
 
     config: Config
     arch: Architecture
     train: TrainLayout
     generation: GenerationLayout
-    alias: bool = True
 
     @property
     def gpus_per_node(self) -> int:
@@ -98,7 +93,7 @@ def engine_elements(arch: Architecture, tp: int) -> int:
 
 def aliases_of_first_layers(job: Job, rank: int) -> dict[str, Alias]:
     """The engine's parameters that are training parameters of the rank; of layers that are alike, the first's."""
-    if not job.alias:
+    if job.config.actor_rollout_ref.actor.megatron.param_offload:
         return {}
     # which names the norms have is all that Transformer Engine changes
     return plan_aliases(

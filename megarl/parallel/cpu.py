@@ -42,6 +42,9 @@ class _NoStream:
     def wait_stream(self, stream: object) -> None:
         del stream
 
+    def wait_event(self, event: object) -> None:
+        del event
+
     def record_event(self) -> _NoStream:
         return self
 
@@ -66,7 +69,7 @@ def enable_cpu_ranks() -> None:
     cuda.current_device = lambda: _CPU
     cuda.synchronize = lambda *_: None
     cuda.current_stream = lambda *_: _NoStream()
-    cuda.Stream, cuda.stream = _NoStream, contextlib.nullcontext  # the expert dispatcher copies counts on its own
+    cuda.Stream, cuda.stream = _NoStream, contextlib.nullcontext  # who copies beside the computation
     cuda.FloatTensor, cuda.IntTensor, cuda.BoolTensor = torch.FloatTensor, torch.IntTensor, torch.BoolTensor
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +21,15 @@ from megarl.config.schema import ActorRolloutRef, Optim
 from megarl.models.architecture import Architecture
 from megarl.models.kernels import adam_kernels, layer_kernels
 from megarl.parallel.groups import Groups
+from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Stays, storages
 from megarl.parallel.upload import upload
-from megarl.roles.optimizer_state import load_optimizer_state, sharded_optimizer_state
+from megarl.roles.optimizer_state import (
+    copy_masters_to_weights,
+    load_optimizer_state,
+    master_weights,
+    moments,
+    sharded_optimizer_state,
+)
 from megarl.roles.policy import Policy
 from megarl.types import Batch
 
@@ -29,7 +37,12 @@ Loss = Callable[[TokenBatch], LossOutput]
 
 
 class Actor(Policy):
-    """Owns the trained model, its gradients (Megatron-Core's DDP) and its AdamW (Megatron-Core's optimizer)."""
+    """Owns the trained model, its gradients (Megatron-Core's DDP) and its AdamW (Megatron-Core's optimizer).
+
+    Attributes:
+        weights, gradients, masters, moments: their memory; the masters are fp32 weights beside those of the model. They
+            may be released once the optimizer is there. Whatever of this class needs them brings them back.
+    """
 
     def __init__(
         self,
@@ -60,6 +73,14 @@ class Actor(Policy):
         ]
         self.transformer_config.finalize_model_grads_func = _finalize_without_token_count
         self.transformer_config.grad_scale_func = None
+        self.gradients = Dropped(self._gradient_buffers) if megatron.grad_offload else Stays()
+        self.masters = OnHost(self._own_masters) if megatron.optimizer_offload else Stays()
+        self.moments = OnHost(lambda: moments(self.optimizer)) if megatron.optimizer_offload else Stays()
+        if megatron.param_offload:
+            rounded = all(p.dtype == torch.bfloat16 for p in self._weights())
+            self.weights = (
+                Rebuilt(self._weights, self.masters, self._rebuild_weights) if rounded else OnHost(self._weights)
+            )
         if megatron.overlap_grad_reduce:
             hooks = [model.no_sync for model in self._ddp]
             self.transformer_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
@@ -141,6 +162,7 @@ class Actor(Policy):
         temperature: float,
     ) -> list[LossOutput]:
         """The gradient of a mini-batch, reduced over data-parallel ranks; `update` without the optimizer's step."""
+        self.gradients.restore()
         for model in self._ddp:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -167,10 +189,19 @@ class Actor(Policy):
 
     def step_optimizer(self) -> float:
         """One step along the accumulated gradient; returns its norm before clipping."""
+        self.masters.restore()
+        self.moments.restore()
         self.scheduler.step(1)
         ok, grad_norm, _ = self.optimizer.step()
         assert ok, "the optimizer skips a step only when it scales the loss, which is off"
         return float(grad_norm)
+
+    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]], temperature: float) -> Tensor:
+        """See `Policy.log_probs`. What the update needs comes back meanwhile."""
+        self.gather_parameters()
+        self.masters.prefetch()
+        self.moments.prefetch()
+        return super().log_probs(batch, micro_batches, temperature)
 
     def run(self, *args: Any, train: bool, **kwargs: Any) -> list[Any]:
         """See `Policy.run`."""
@@ -179,10 +210,11 @@ class Actor(Policy):
         return super().run(*args, train=train, **kwargs)
 
     def gather_parameters(self) -> None:
-        """Fetch what `overlap_param_gather` left to the next training pass; every rank calls it.
+        """Bring the weights back, with what `overlap_param_gather` left to the next training pass; every rank calls it.
 
-        Whatever else reads parameters would find those of before the optimizer's step.
+        Whatever else reads parameters would find none, or those of before the optimizer's step.
         """
+        self.weights.restore()
         if self.config.actor.megatron.overlap_param_gather:
             for model in self._ddp:
                 for group in model.bucket_groups + model.expert_parallel_bucket_groups:
@@ -191,6 +223,9 @@ class Actor(Policy):
     def sharded_training_state(self, *, loading: bool) -> dict[str, Any]:
         """Weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into."""
         self.gather_parameters()
+        self.gradients.release()  # the next update needs none of them, and a checkpoint needs room
+        self.masters.restore()
+        self.moments.restore()
         weights = self.sharded_state()
         split = self.groups.pgs.dp_cp if self.config.actor.megatron.use_distributed_optimizer else None
         optimizer = sharded_optimizer_state(self.optimizer, weights, split, loading=loading)
@@ -202,6 +237,15 @@ class Actor(Policy):
         load_optimizer_state(self.optimizer, self.sharded_state(), state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Without weights and gradients, if they leave the GPU in generation; before there is an optimizer."""
+        weights = OnHost(self._weights) if self.config.actor.megatron.param_offload else Stays()
+        self.gradients.release()
+        weights.release()
+        yield
+        weights.restore()
+
     def train_chunks(self) -> list[Any]:
         return list(self._ddp)
 
@@ -211,6 +255,26 @@ class Actor(Policy):
             # Megatron-Core waits for parameters as their module is called, and the output layer's never is
             model.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         return weight
+
+    def _weights(self) -> Iterator[Tensor]:
+        yield from self.parameters().values()
+
+    def _gradient_buffers(self) -> Iterator[Tensor]:
+        for model in self._ddp:
+            yield from (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
+
+    def _own_masters(self) -> Iterator[Tensor]:
+        """Those that are no views of the weights."""
+        theirs = {storage._cdata for storage in storages(self._weights())}
+        yield from (main for main in master_weights(self.optimizer) if main.untyped_storage()._cdata not in theirs)
+
+    @torch.no_grad()
+    def _rebuild_weights(self) -> None:
+        """What the optimizer's step does last: round the fp32 weights, and gather the data-parallel ranks' parts."""
+        copy_masters_to_weights(self.optimizer)
+        if self.config.actor.megatron.use_distributed_optimizer:
+            for model in self._ddp:
+                model.start_param_sync(force_sync=True)
 
     def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, float]:
         """Metrics over all micro-batches of all data-parallel ranks."""

@@ -88,6 +88,26 @@ def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[s
                     adam.state[main]["step"] = torch.tensor(float(loaded["step"]))
 
 
+def master_weights(optimizer: Any) -> Iterator[Tensor]:
+    """The fp32 weights that this rank steps; where the model is fp32 they are views of the model's."""
+    for adam in _inner(optimizer):
+        for group in adam.param_groups:
+            yield from group["params"]
+
+
+def moments(optimizer: Any) -> Iterator[Tensor]:
+    """Adam's moments on this rank; none before the first step."""
+    for adam in _inner(optimizer):
+        for state in adam.state.values():
+            yield from (state[name] for name in MOMENTS if name in state)
+
+
+def copy_masters_to_weights(optimizer: Any) -> None:
+    """Round the fp32 weights into the model's, as a step does; with the distributed optimizer this rank's part only."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part._copy_main_params_to_model_params()
+
+
 def _gather(wholes: dict[str, Tensor], slot: Slot | None, data_parallel: dist.ProcessGroup | None) -> None:
     """Put the parts of all data-parallel ranks together; they do not overlap, so adding them rounds nothing."""
     for name, whole in wholes.items():

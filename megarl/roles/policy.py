@@ -21,6 +21,7 @@ from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.models.tensors import logical_tensors, training_placements
 from megarl.models.weights import Source, fill
 from megarl.parallel.groups import Groups
+from megarl.parallel.offload import Stays
 from megarl.roles.microbatch import MicroBatch, make_micro_batch
 from megarl.types import Batch
 
@@ -34,7 +35,11 @@ add up."""
 
 
 class Policy:
-    """Owns this rank's chunks of one language model in the training layout."""
+    """Owns this rank's chunks of one language model in the training layout.
+
+    Attributes:
+        weights: their memory. Whatever of this class needs it brings it back.
+    """
 
     def __init__(self, config: ActorRolloutRef, arch: Architecture, groups: Groups) -> None:
         self.config, self.arch, self.groups = config, arch, groups
@@ -50,6 +55,7 @@ class Policy:
             overrides=megatron.override_transformer_config,
         )
         self.chunks = build_chunks(arch, self.transformer_config, groups, transformer_engine=self.transformer_engine)
+        self.weights = Stays()
         tp = groups.train.tp
         self._shard = vocab_shard(arch.vocab_size, arch.padded_vocab_size(tp), groups.pgs.tp)
         at = groups.train.coords(groups.rank)
@@ -108,6 +114,7 @@ class Policy:
         Returns:
             what `last_stage` collected, in order; empty on the other stages.
         """
+        self.weights.restore()
         pad = self.groups.train.tp if self.transformer_config.sequence_parallel else 1
         packed = self.config.model.use_remove_padding
         inputs = [
@@ -135,6 +142,7 @@ class Policy:
 
     def sharded_state(self, prefix: str = "") -> dict[str, Any]:
         """The weights as Megatron-Core's sharded state dict; `prefix` tells several models in a checkpoint apart."""
+        self.weights.restore()
         return {f"model{i}": chunk.sharded_state_dict(prefix) for i, chunk in enumerate(self.chunks)}
 
     def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from megarl.parallel.offload import OnHost
 from megarl.roles.actor import Actor
 from megarl.roles.policy import Policy
+from megarl.types import Batch
 
 
 class Reference(Policy):
@@ -20,3 +25,11 @@ class Reference(Policy):
                 # requires_grad stays on: for frozen weights Megatron-Core takes another matmul, with other bits, and
                 # the KL of equal models would not be 0
                 parameter.copy_(theirs[name])
+        if self.config.ref.megatron.param_offload:
+            self.weights = OnHost(lambda: self.parameters().values())
+
+    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]], temperature: float) -> Tensor:
+        """See `Policy.log_probs`; afterwards the weights' memory is given back."""
+        logp = super().log_probs(batch, micro_batches, temperature)
+        self.weights.release(changed=False)
+        return logp

@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.table import Table
 from rich.text import Text
 
 # metric -> (label, how it is written); anything else in a row goes to the metric files only
@@ -80,17 +81,27 @@ class Progress:
         self._bar.update(self._task, completed=self._done, eta=self._eta())
         self._live.update(Group(self._bar, _line(self._latest), _line(phases)))
 
-    def note(self, text: str) -> None:
-        """A line that stays, above the bar."""
-        if self._live is None:
-            print(text, flush=True)
+    def note(self, what: str | Table) -> None:
+        """A line or a table that stays, above the bar."""
+        if self._live is not None:
+            self._live.console.print(Text(what) if isinstance(what, str) else what)
+        elif isinstance(what, str):
+            print(what, flush=True)
         else:
-            self._live.console.print(Text(text))
+            print_table(what)
 
     def _eta(self) -> str:
         """Time left at this run's mean pace."""
         mean = (time.monotonic() - self._started) / (self._done - self._first)
         return duration(mean * (self._total - self._done))
+
+
+def print_table(table: Table) -> None:
+    """As wide as the terminal; where there is none, as wide as it needs to be."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=Console(width=1000).measure(table).maximum)
+    console.print(table)
 
 
 def duration(seconds: float) -> str:

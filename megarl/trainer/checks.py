@@ -11,6 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
+from megarl.trainer.memory import check_memory
 
 
 def check_run(config: Config) -> Inputs:
@@ -22,6 +23,7 @@ def check_run(config: Config) -> Inputs:
     _check_configuration(config)
     inputs = read_inputs(config)
     _check_shapes(config, inputs.arch)
+    check_memory(config, inputs.arch)
     _check_model_files(inputs)
     _at_most("data.train_batch_size", config.data.train_batch_size, len(inputs.train_prompts), "data.train_files")
     if config.warmup.total_training_steps:

@@ -18,6 +18,7 @@ from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.build import build_actor, policy_loss
 from megarl.trainer.evaluate import evaluate
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.memory_report import MemoryReport
 from megarl.trainer.micro_batches import MiniBatch, plan_micro_batches
 from megarl.trainer.model_files import write_model_files
 from megarl.trainer.report import Report
@@ -35,6 +36,7 @@ class PPOTrainer:
         self.config = inputs.config
         self.rollout = self.config.actor_rollout_ref.rollout
         self.timers = PhaseTimers(groups.device)
+        self.memory = MemoryReport(self.config, inputs.arch, groups, report)
         self.actor = build_actor(inputs, groups)
         self.hybrid = HybridEngine(
             self.config.actor_rollout_ref,
@@ -62,6 +64,7 @@ class PPOTrainer:
                     metrics |= self.validate()
                 if self._due(self.config.trainer.save_freq):
                     self.save()
+                metrics |= self.memory.measured(self.timers.collect_peaks())
                 self.report.rl_step(self.step, metrics, self.timers.collect())
 
     def train_step(self) -> dict[str, float]:
@@ -80,6 +83,8 @@ class PPOTrainer:
         batch = rollouts.to_batch()
         plan = plan_micro_batches(batch, self.config, self.groups)
         with timers("log_probs"):
+            if self.reference is not None:
+                self.reference.weights.prefetch()
             batch = batch.with_(old_logp=self.actor.log_probs(batch, plan.micro_batches, temperature))
         if self.reference is not None:
             with timers("ref"):
@@ -133,6 +138,7 @@ class PPOTrainer:
         self.actor.start_optimizer(self.config.actor_rollout_ref.actor.optim, self.inputs.optimizer_steps)
         if self.config.needs_reference:
             self.reference = Reference(self.actor)
+            self.hybrid.leaving.append(self.reference.weights)
         if resume_from is not None:
             self._resume(resume_from)
         elif self.config.trainer.val_before_train and self.inputs.val_prompts:

@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from rich.table import Table
+
 from megarl.telemetry.plot import plot_learning_curve
-from megarl.telemetry.progress import Progress
+from megarl.telemetry.progress import Progress, print_table
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import Sink, open_sinks
 from megarl.trainer.inputs import Inputs
@@ -46,6 +48,15 @@ class Report:
         """A line on the console."""
         if self._speaks and "console" in self._trainer.logger:
             print(text, flush=True)
+
+    def show(self, table: Table) -> None:
+        """A table on the console, above the progress."""
+        if not self._speaks or "console" not in self._trainer.logger:
+            return
+        if self._progress is not None:
+            self._progress.note(table)
+        else:
+            print_table(table)
 
     def warmup_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A warm-up step, from 1; logged at steps up to 0, so that RL steps keep their numbers."""

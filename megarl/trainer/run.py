@@ -31,6 +31,7 @@ def run(inputs: Inputs) -> None:
     report = Report(inputs, rank=groups.rank, first_step=first_step)
     trainer = PPOTrainer(inputs, groups, report)
     report.say(_start_line(inputs, groups, trainer))
+    trainer.memory.predict()
     if inputs.resume_from:
         report.say(f"resuming from {inputs.resume_from}")
     trainer.fit()

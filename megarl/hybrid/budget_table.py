@@ -1,0 +1,66 @@
+"""The memory of a run as a table: predicted, and measured beside it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from megarl.hybrid.accelerator import Accelerator
+from megarl.hybrid.budget import StageBudget, host_bytes
+from megarl.hybrid.job import Job
+
+
+def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accelerator) -> Table:
+    """The fullest stage item by item, and the totals of first, middle and last."""
+    fullest = max(stages, key=lambda stage: stage.peak)
+    phases = list(fullest.phases)
+    table = Table(title=f"Bytes per GPU, pipeline stage {fullest.stage + 1} of {len(stages)}")
+    table.add_column("")
+    for phase in phases:
+        table.add_column(phase, justify="right")
+    for item in dict.fromkeys(item for items in fullest.phases.values() for item in items):
+        held = (fullest.phases[phase].get(item) for phase in phases)
+        table.add_row(item, *(size(n) if n else "" for n in held))
+    table.add_section()
+    for stage in sorted({fullest.stage, 0, len(stages) // 2, len(stages) - 1}):
+        table.add_row(f"stage {stage + 1}, total", *(size(stages[stage].total(phase)) for phase in phases))
+    table.add_row(
+        f"of {size(accelerator.memory)}, free", *(signed(accelerator.memory - fullest.total(p)) for p in phases)
+    )
+    if on_host := max(host_bytes(job, stage.stage) for stage in stages):
+        table.caption = f"and {size(on_host)} of pinned host memory per GPU"
+    return table
+
+
+def measured_table(stages: Sequence[StageBudget], measured: Mapping[str, int], accelerator: Accelerator) -> Table:
+    """Peaks beside what was predicted for the phase.
+
+    Args:
+        measured: bytes in use on the fullest GPU, by phase.
+    """
+    table = Table(title=f"Peak of GPU memory in the first step, of {size(accelerator.memory)}")
+    table.add_column("")
+    for name in ("predicted", "measured", "measured - predicted"):
+        table.add_column(name, justify="right")
+    for phase, nbytes in measured.items():
+        totals = [stage.total(phase) for stage in stages if phase in stage.phases]
+        predicted = (
+            [size(max(totals)), size(nbytes), signed(nbytes - max(totals))] if totals else ["", size(nbytes), ""]
+        )
+        table.add_row(phase, *predicted)
+    return table
+
+
+def size(n: float) -> str:
+    """Bytes with a unit in which they are at least 1."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"
+
+
+def signed(n: float) -> str:
+    """`size` of what may be negative."""
+    return size(n) if n >= 0 else f"-{size(-n)}"

@@ -1,0 +1,85 @@
+"""Whether a run fits into a GPU's memory, and which key would help if it does not. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megarl.hybrid.accelerator import Accelerator
+from megarl.hybrid.budget import StageBudget, kv_bytes_per_token, kv_cache, memory_modes
+from megarl.hybrid.job import Job, engine_elements, own_engine_elements
+
+ESTIMATES = {
+    "CUDA context, NCCL",
+    "reshard buffers",
+    "engine activations",
+    "activations",
+    "logits of a chunk",
+    "output weight's gradient",
+}
+"""Items that follow from assumptions, or of which there may be less. All others are there for certain."""
+
+
+def what_does_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
+    """What cannot fit, one line each, estimates left out: such a run would not get through its first step."""
+    yield from _too_much(job, accelerator, [_certain(job, stage) for stage in stages])
+    share = job.config.actor_rollout_ref.rollout.gpu_memory_utilization * accelerator.memory
+    weights = job.itemsize * max(own_engine_elements(job, stage.stage) for stage in stages)
+    if share < weights + _sequence(job):
+        yield _no_sequence(job)
+
+
+def what_may_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
+    """What does not fit if the estimates are right, one line each."""
+    yield from _too_much(job, accelerator, stages)
+    if kv_cache(job, accelerator).sequences == 0:
+        yield _no_sequence(job)
+
+
+def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
+    stage = max(stages, key=lambda stage: stage.peak)
+    if stage.peak > accelerator.memory:
+        phase = max(stage.phases, key=stage.total)
+        yield (
+            f"{phase} needs {(stage.peak - accelerator.memory) / 2**30:.2f} GiB more than the "
+            f"{accelerator.memory / 2**30:.2f} GiB of a GPU of pipeline stage {stage.stage + 1}; "
+            f"{_what_would_help(job, stage, phase)}"
+        )
+
+
+def _what_would_help(job: Job, stage: StageBudget, phase: str) -> str:
+    """The keys that would take something out of a phase, the one that takes most first."""
+    items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
+    # without the training weights the engine needs its own copy of those that it shares
+    shared = engine_elements(job.arch, job.generation.tp) - own_engine_elements(job, stage.stage)
+    without_shared = {"training weights": job.itemsize * shared}
+    frees = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
+    said = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(frees.items(), key=lambda x: -x[1]) if n > 0]
+    if phase == "generate" and job.config.actor_rollout_ref.rollout.name == "vllm":
+        said.append("a lower rollout.gpu_memory_utilization takes a smaller KV cache")
+    return ", ".join(said) or "split the model over more GPUs"
+
+
+def _certain(job: Job, stage: StageBudget) -> StageBudget:
+    """The stage without estimates. The native engine's KV cache takes what is left: at least that of a sequence."""
+    flexible = job.config.actor_rollout_ref.rollout.name == "native"
+
+    def least(item: str, nbytes: int) -> int:
+        return min(nbytes, _sequence(job)) if flexible and item == "KV cache" else nbytes
+
+    phases = {
+        phase: {item: least(item, nbytes) for item, nbytes in items.items() if item not in ESTIMATES}
+        for phase, items in stage.phases.items()
+    }
+    return StageBudget(stage=stage.stage, phases=phases)
+
+
+def _sequence(job: Job) -> int:
+    """Bytes of the longest sequence's keys and values."""
+    return kv_bytes_per_token(job) * job.max_model_len
+
+
+def _no_sequence(job: Job) -> str:
+    return (
+        f"the KV cache has no room for one sequence of {job.max_model_len} tokens; raise "
+        "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
+    )

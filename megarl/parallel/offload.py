@@ -1,0 +1,150 @@
+"""Memory that is given back for a while, under tensors that stay the same objects.
+
+What goes is the storage behind the tensors (`untyped_storage().resize_(0)`). Parameters, buckets and every other view
+that shares it are valid again when it is back, with the same contents to the bit or, where that is said, without.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Callable[[], Iterable[Tensor]]
+"""Asked anew at each release: an optimizer's tensors appear with its first step."""
+
+SLAB = 2**28
+"""Bytes of a piece of pinned memory. A power of two, because torch rounds pinned memory up to one."""
+
+
+class Stays:
+    """Memory that never leaves the device; the others' common ground."""
+
+    def release(self, *, changed: bool = True) -> None:
+        """Give the memory back; nothing may touch the tensors until `restore`.
+
+        Args:
+            changed: False if the tensors are as they were restored, so that a copy on the host is still right.
+        """
+
+    def prefetch(self) -> None:
+        """Begin to bring the contents back, beside whatever else the device does."""
+
+    def restore(self) -> None:
+        """From now on the current stream finds the tensors as before the release. Nothing happens if they are."""
+
+
+class Dropped(Stays):
+    """Memory whose contents are lost."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._released: list[tuple[torch.UntypedStorage, int]] = []
+
+    def release(self, *, changed: bool = True) -> None:
+        del changed
+        if not self._released:
+            self._free(storages(self._tensors()))
+
+    def restore(self) -> None:
+        for storage, nbytes in self._released:
+            storage.resize_(nbytes)
+        self._released = []
+
+    def _free(self, held: list[torch.UntypedStorage]) -> None:
+        self._released = [(storage, storage.nbytes()) for storage in held]
+        for storage in held:
+            storage.resize_(0)
+
+
+class Rebuilt(Dropped):
+    """Memory whose contents are computed again.
+
+    Args:
+        source: what they are computed from, which is restored before.
+        rebuild: fills the tensors.
+    """
+
+    def __init__(self, tensors: Tensors, source: Stays, rebuild: Callable[[], None]) -> None:
+        super().__init__(tensors)
+        self._source, self._rebuild = source, rebuild
+
+    def prefetch(self) -> None:
+        if self._released:
+            self._source.prefetch()
+
+    def restore(self) -> None:
+        if self._released:
+            self._source.restore()
+            super().restore()
+            self._rebuild()
+
+
+class OnHost(Dropped):
+    """Memory whose contents wait on the host: pinned on GPUs, taken at the first release and kept."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__(tensors)
+        self._slabs: list[Tensor] = []
+        self._arrival: Any = None  # the event after which the contents are back
+
+    def release(self, *, changed: bool = True) -> None:
+        if self._released:
+            return
+        self.restore()  # what is still on its way would arrive in memory that is somebody else's by then
+        held = storages(self._tensors())
+        nbytes = sum(storage.nbytes() for storage in held)
+        if sum(map(len, self._slabs)) != nbytes:
+            self._slabs, changed = _slabs(nbytes, held[0].device), True
+        if changed:
+            for host, device in self._pieces(held):
+                host.copy_(device, non_blocking=True)
+        self._free(held)  # on this stream, hence after the copies
+
+    def prefetch(self) -> None:
+        if not self._released:
+            return
+        held = [storage for storage, _ in self._released]
+        super().restore()
+        stream = _copy_stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the memory was somebody else's until now
+        with torch.cuda.stream(stream):
+            for host, device in self._pieces(held):
+                device.copy_(host, non_blocking=True)
+            self._arrival = stream.record_event()
+
+    def restore(self) -> None:
+        self.prefetch()
+        if self._arrival is not None:
+            torch.cuda.current_stream().wait_event(self._arrival)
+            self._arrival = None
+
+    def _pieces(self, held: list[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The storages' bytes, one after the other, on the host and on the device; cut where a slab ends."""
+        at = 0
+        for storage in held:
+            there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            while len(there):
+                slab, offset = divmod(at, SLAB)
+                host = self._slabs[slab][offset : offset + len(there)]
+                yield host, there[: len(host)]
+                there, at = there[len(host) :], at + len(host)
+
+
+def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """The storages behind some tensors, each once."""
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return list({storage._cdata: storage for storage in found}.values())
+
+
+def _slabs(nbytes: int, device: torch.device) -> list[Tensor]:
+    sizes = [min(SLAB, nbytes - start) for start in range(0, nbytes, SLAB)]
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") for size in sizes]
+
+
+@functools.cache
+def _copy_stream() -> Any:
+    return torch.cuda.Stream()

@@ -1,0 +1,60 @@
+"""The memory of a run on GPUs: predicted at the start, measured after the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config import Config
+from megarl.hybrid.budget import StageBudget, budget
+from megarl.hybrid.budget_table import measured_table, predicted_table
+from megarl.hybrid.fit import what_may_not_fit
+from megarl.hybrid.prediction import reshard_of_some_ranks
+from megarl.models.architecture import Architecture
+from megarl.parallel.groups import Groups
+from megarl.trainer.memory import job_of, this_accelerator
+from megarl.trainer.report import Report
+
+
+class MemoryReport:
+    """Compares what a run uses with what was predicted. On CPU ranks it does nothing.
+
+    Attributes:
+        predicted: of every pipeline stage; empty on CPU ranks.
+    """
+
+    def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
+        self._groups, self._report = groups, report
+        self._job = job_of(config, arch)
+        self._compared = False
+        self._accelerator = this_accelerator()
+        self.predicted: list[StageBudget] = []
+        if self._accelerator:
+            received = max(moved.received.total() for moved in reshard_of_some_ranks(self._job).values())
+            self.predicted = budget(self._job, self._accelerator, moved=self._job.itemsize * received)
+
+    def predict(self) -> None:
+        """Print the table, and what may turn out to be too much."""
+        if self._accelerator:
+            self._report.show(predicted_table(self._job, self.predicted, self._accelerator))
+            for line in what_may_not_fit(self._job, self._accelerator, self.predicted):
+                self._report.say(f"warning: if the estimates are right, {line}")
+
+    def measured(self, peaks: Mapping[str, int]) -> dict[str, float]:
+        """Metrics of a step; prints the first step's beside the prediction. Every rank calls it.
+
+        Args:
+            peaks: bytes in use on this rank at most, by phase.
+
+        Returns:
+            `memory/{phase}_gib`: of the rank that used most.
+        """
+        if not self._accelerator:
+            return {}
+        most: dict[str, int] = {}
+        for of_rank in self._groups.all_gather(dict(peaks)):
+            for phase, nbytes in of_rank.items():
+                most[phase] = max(most.get(phase, 0), nbytes)
+        if not self._compared:
+            self._report.show(measured_table(self.predicted, most, self._accelerator))
+            self._compared = True
+        return {f"memory/{phase}_gib": nbytes / 2**30 for phase, nbytes in most.items()}

@@ -1,0 +1,133 @@
+"""Memory modes on GPUs: bytes that are really free, and copies that run beside the computation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
+
+LARGER = replace(
+    ARCH,
+    num_layers=8,
+    hidden_size=1024,
+    ffn_hidden_size=4096,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=32_768,
+)
+"""155 million parameters, so that copies take milliseconds."""
+MODES = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+ROLLOUT = {"max_num_seqs": 4, "gpu_memory_utilization": 0.1, "max_num_batched_tokens": 64}
+
+
+def _settings(dtype: str, *, moving: bool) -> dict[str, Any]:
+    return {
+        "model": {"dtype": dtype},
+        "actor": {"megatron": MODES if moving else {}, "use_kl_loss": True},
+        "ref": {"megatron": {"param_offload": moving}},
+        "rollout": ROLLOUT,
+    }
+
+
+def _state(actor: Any, reference: Any) -> dict[str, Tensor]:
+    """Everything that moves and is kept, on the host."""
+    from megarl.roles.optimizer_state import master_weights, moments
+
+    state = {f"weight {name}": p for name, p in actor.parameters().items()}
+    state |= {f"reference {name}": p for name, p in reference.parameters().items()}
+    state |= {f"master {i}": t for i, t in enumerate(master_weights(actor.optimizer))}
+    state |= {f"moment {i}": t for i, t in enumerate(moments(actor.optimizer))}
+    return {name: t.detach().cpu().clone() for name, t in state.items()}
+
+
+def _one_step(case: Case, dtype: str, moving: bool) -> dict[str, Any]:
+    """Bytes in generation after an update, and the names of what was not the same when it came back."""
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.policy_loss import supervised_loss
+    from megarl.config.schema import Optim
+    from megarl.roles.reference import Reference
+
+    torch.cuda.empty_cache()
+    with actor_in(replace(case, config=_settings(dtype, moving=moving)), LARGER, dtype) as actor:
+        hybrid = hybrid_of(actor, max_model_len=64)
+        actor.start_optimizer(Optim(lr=1e-3), 4)
+        reference = Reference(actor)
+        hybrid.leaving.append(reference.weights)
+        batch, micro_batches = fixed_batch(), micro_batches_of(actor)
+        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
+        actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)
+        actor.gather_parameters()
+        kept = _state(actor, reference)
+        differs = set()
+        for _ in range(2):
+            with hybrid.generation():
+                held = torch.cuda.memory_allocated()
+            reference.weights.prefetch()
+            actor.log_probs(batch, micro_batches, 1.0)
+            reference.weights.restore()
+            actor.masters.restore()
+            actor.moments.restore()
+            differs |= {name for name, t in _state(actor, reference).items() if not torch.equal(t, kept[name])}
+        metrics = actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)
+        hybrid.close()
+        assert metrics["actor/grad_norm"] > 0
+        return {"held": held, "differs": differs}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("case", [Case(), Case(dp=2)], ids=lambda case: case.name)
+def test_generation_holds_what_the_budget_says_and_all_comes_back(ranks: Ranks, case: Case, dtype: str) -> None:
+    from megarl.config import build_config
+    from megarl.hybrid.accelerator import H200
+    from megarl.hybrid.budget import budget
+    from megarl.hybrid.job import Job
+    from megarl.parallel.layout import GenerationLayout, TrainLayout
+
+    if torch.cuda.device_count() < case.world:
+        pytest.skip(f"needs {case.world} GPUs")
+    predicted, held = {}, {}
+    for moving in (False, True):
+        config = build_config(
+            {
+                "data": {"max_prompt_length": 32, "max_response_length": 32},
+                "actor_rollout_ref": _settings(dtype, moving=moving),
+                "trainer": {"n_gpus_per_node": case.world},
+            }
+        )
+        train, generation = TrainLayout(world_size=case.world), GenerationLayout(world_size=case.world)
+        job = Job(config=config, arch=LARGER, train=train, generation=generation)
+        predicted[moving] = budget(job, H200, moved=0)[0].total("generate")
+        found = ranks.run(case.world, _one_step, case, dtype, moving)
+        held[moving] = max(rank["held"] for rank in found)
+        for rank in found:
+            assert rank["differs"] == set()
+    assert held[False] - held[True] == pytest.approx(predicted[False] - predicted[True], rel=0.05)
+    assert held[True] < 0.3 * held[False]
+
+
+def test_steps_with_every_mode_equal_those_without(ranks: Ranks) -> None:
+    """As on CPU ranks, in algorithms that give the same bits twice."""
+    from test_offload import MODES, _same, _with_modes
+
+    plain, moving = (ranks.run(1, _reproducible, _with_modes(Case(), modes, {}))[0] for modes in ((), MODES))
+    for a, b in zip(moving, plain, strict=True):
+        assert _same(a, b)
+
+
+def _reproducible(case: Case) -> list[Any]:
+    from test_offload import _train
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        seen: list[Any] = _train(case, ARCH, "bfloat16")["seen"]
+        return seen
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,276 @@
+#!/usr/bin/env python3
+"""The whole RL step in the trainer, phase by phase: time, tokens per second, and memory against its prediction.
+
+    torchrun --nproc_per_node N tools/bench_step.py CONFIG [key=value ...] [--rounds 3] [--alone] [--json FILE]
+
+Random weights, `data.train_batch_size` random prompts of `data.max_prompt_length` tokens, responses that all have
+`data.max_response_length` tokens, and scores that cost nothing: only shape, layouts, batch sizes, engine and memory
+modes are taken from the configuration. The first steps warm up and do not count.
+
+With `--alone`, beside the phases stands what does the same by itself, measured afterwards in the same processes as
+`bench_train.py` and `bench_rollout.py` do: plain Megatron-Core's forward and backward pass (where there are no pipeline
+stages), and plain vLLM (with rollout.name=vllm the same engine; with rollout.name=native on one GPU one of its own).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_rollout import check_peer, peer_vllm, raw_vllm, replica_share, seconds
+from bench_train import Phase, measure_training, model_flops, phase
+
+from megarl.config import Config, ConfigError
+from megarl.models.architecture import Architecture
+from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.rollout.vllm.engine import VLLMEngine
+from megarl.train import load_run_config
+from megarl.trainer.checks import check_layouts
+from megarl.trainer.inputs import Inputs, generation_layout, train_layout
+from megarl.trainer.memory import check_memory
+from megarl.trainer.ppo import PPOTrainer
+from megarl.trainer.report import Report
+from megarl.types import Prompt, SamplingParams
+
+WARM_UP = 2
+SETTINGS = [
+    "actor_rollout_ref.model.random_init=true",
+    "warmup.total_training_steps=0",
+    "trainer.save_freq=0",
+    "trainer.test_freq=0",
+    "trainer.resume_mode=disable",
+    "trainer.logger=[console]",
+    "trainer.log_rollouts=0",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a run showed.
+
+    Attributes:
+        phases: by name; `step` is everything. Of generation the tokens of the responses count, of the other phases all.
+            Peaks are GiB in use on the fullest GPU, 0 on CPU ranks.
+        predicted_gib: of the phases that the budget knows; empty on CPU ranks.
+        alone: what does the work of a phase by itself.
+        of_alone: tokens per second of the phase over those; of `update` without the optimizer.
+    """
+
+    what: str
+    kernels: str
+    ranks: int
+    phases: dict[str, Phase]
+    predicted_gib: dict[str, float]
+    alone: dict[str, Phase]
+    of_alone: dict[str, float]
+
+
+class SyntheticInputs(Inputs):
+    """Nothing ends a response before it is full."""
+
+    def sampling(self, *, validation: bool) -> SamplingParams:
+        return replace(super().sampling(validation=validation), stop_token_ids=())
+
+
+class NoText:
+    """A tokenizer for tokens that mean nothing."""
+
+    eos_id = pad_id = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+
+class Record(Report):
+    """Keeps what the trainer reports."""
+
+    def __init__(self, inputs: Inputs, rank: int) -> None:
+        super().__init__(inputs, rank=rank, first_step=1)
+        self.steps: list[tuple[dict[str, float], dict[str, float]]] = []
+        self._began = time.perf_counter()
+
+    def rl_step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        self.steps.append((dict(metrics), {**seconds, "step": now - self._began}))
+        self._began = now
+        super().rl_step(step, metrics, seconds)
+
+    def medians(self) -> dict[str, float]:
+        """Seconds by phase."""
+        counted = [taken for _, taken in self.steps[WARM_UP:]]
+        return {name: statistics.median(taken[name] for taken in counted) for name in counted[0]}
+
+    def peaks(self) -> dict[str, float]:
+        """GiB by phase."""
+        metrics = self.steps[-1][0]
+        memory = {name: gib for name, gib in metrics.items() if name.startswith("memory/")}
+        return {name.removeprefix("memory/").removesuffix("_gib"): gib for name, gib in memory.items()}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--rounds", type=int, default=3, help=f"measured steps, after {WARM_UP} that warm up")
+    parser.add_argument("--alone", action="store_true", help="measure plain Megatron-Core and vLLM as well")
+    parser.add_argument("--json", help="file for the figures")
+    args = parser.parse_intermixed_args(argv)
+    steps = f"trainer.total_training_steps={WARM_UP + args.rounds}"
+    try:
+        config = load_run_config(args.config, [*args.overrides, *SETTINGS, steps])
+        arch = check_layouts(config)
+        check_memory(config, arch)
+        inputs = synthetic_inputs(config, arch)
+        peer = args.alone and find_spec("vllm") is not None and native_on_one_gpu(config)
+        if peer:
+            check_peer(inputs)
+    except (ConfigError, ValueError) as e:
+        print(f"bench_step: error: {e}", file=sys.stderr)
+        return 2
+    init_distributed()
+    groups = build_groups(train_layout(config), generation_layout(config))
+    figures = measure(inputs, groups, args.rounds, alone=args.alone, peer=peer)
+    if groups.rank == 0:
+        print_table(figures)
+        print(json.dumps(asdict(figures)))
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as f:
+                json.dump(asdict(figures), f, indent=2)
+    destroy_groups()
+    dist.destroy_process_group()
+    return 0
+
+
+def synthetic_inputs(config: Config, arch: Architecture) -> SyntheticInputs:
+    rng, data = random.Random(0), config.data
+    prompts = [
+        Prompt(index=i, token_ids=tuple(rng.choices(range(arch.vocab_size), k=data.max_prompt_length)), row={})
+        for i in range(data.train_batch_size)
+    ]
+    return SyntheticInputs(
+        config=config,
+        arch=arch,
+        tokenizer=NoText(arch.vocab_size),
+        reward=lambda response, row: rng.random(),
+        train_prompts=prompts,
+        val_prompts=[],
+        demonstrations=[],
+        resume_from=None,
+    )
+
+
+def native_on_one_gpu(config: Config) -> bool:
+    one_gpu = config.trainer.world_size == 1 and torch.cuda.is_available()
+    return one_gpu and config.actor_rollout_ref.rollout.name == "native"
+
+
+def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: bool) -> Figures:
+    """
+    Args:
+        alone: what the phases are compared with is measured, too.
+        peer: a vLLM of its own is, in place of the native engine.
+    """
+    config, ours = inputs.config, inputs.config.actor_rollout_ref
+    record = Record(inputs, groups.rank)
+    trainer = PPOTrainer(inputs, groups, record)
+    trainer.memory.predict()
+    trainer.fit()
+
+    count = config.data.train_batch_size * ours.rollout.n
+    lengths = [inputs.max_sequence_length] * count
+    responses, tokens = count * config.data.max_response_length, sum(lengths)
+    forward, epochs = model_flops(inputs.arch, lengths) / 3, ours.actor.ppo_epochs
+    work: dict[str, tuple[int, float]] = {  # tokens and FLOPs
+        "generate": (responses, 0.0),
+        "log_probs": (tokens, forward),
+        "ref": (tokens, forward),
+        "update": (epochs * tokens, 3 * epochs * forward),
+        "step": (tokens, 0.0),
+    }
+    taken, peaks = record.medians(), record.peaks()
+    phases = {name: phase(groups, s, peaks.get(name, 0.0), *work.get(name, (0, 0.0))) for name, s in taken.items()}
+    predicted: dict[str, float] = {}
+    for stage in trainer.memory.predicted:
+        for name in stage.phases:
+            predicted[name] = max(predicted.get(name, 0.0), stage.total(name) / 2**30)
+
+    others: dict[str, Phase] = {}
+    of_alone: dict[str, float] = {}
+    if alone:
+        others, of_alone = train_alone(trainer, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
+        if vllm := vllm_alone(trainer, rounds, peer=peer):
+            others["generate"] = phase(groups, vllm, 0.0, responses, 0.0)
+            of_alone["generate"] = vllm / taken["generate"]
+    trainer.hybrid.close()
+    return Figures(
+        what=f"{count} sequences of {config.data.max_prompt_length} + {config.data.max_response_length} tokens, "
+        f"{ours.rollout.name} engine",
+        kernels=trainer.actor.kernels,
+        ranks=groups.train.world_size,
+        phases=phases,
+        predicted_gib=predicted,
+        alone=others,
+        of_alone=of_alone,
+    )
+
+
+def train_alone(trainer: PPOTrainer, lengths: Sequence[int], rounds: int) -> tuple[dict[str, Phase], dict[str, float]]:
+    """Plain Megatron-Core on a mini-batch of these lengths; nothing where there are pipeline stages."""
+    figures = measure_training(trainer.actor, trainer.config, lengths, rounds, None)
+    plain = [p for name, p in figures.phases.items() if name.startswith("plain")]
+    if not plain:
+        return {}, {}
+    return {"update": min(plain, key=lambda p: p.seconds)}, {"update": figures.extra["of_plain_megatron"]}
+
+
+def vllm_alone(trainer: PPOTrainer, rounds: int, *, peer: bool) -> float | None:
+    """Seconds in which vLLM by itself generates the step's responses; None where there is none."""
+    inputs, groups, hybrid = trainer.inputs, trainer.groups, trainer.hybrid
+    n, length = trainer.rollout.n, inputs.config.data.max_response_length
+    taken: list[float] = []
+    if isinstance(hybrid.engine, VLLMEngine):
+        mine = replica_share(groups, inputs.train_prompts)
+        with hybrid.generation():
+            generate = partial(raw_vllm, hybrid.engine.llm, mine, n, length)
+            taken = [seconds(groups, generate) for _ in range(rounds + 1)]
+    if peer:
+        taken = peer_vllm(inputs, groups, rounds, inputs.train_prompts)
+    return statistics.median(taken[1:]) if taken else None
+
+
+def print_table(figures: Figures) -> None:
+    print(f"{figures.what}, {figures.ranks} ranks; {figures.kernels}")
+    print(f"{'':12}{'ms':>12}{'tokens/s/rank':>16}{'MFU':>8}{'alone':>12}{'of alone':>10}{'GiB':>8}{'predicted':>11}")
+    for name, p in figures.phases.items():
+        beside: dict[str, Any] = {"alone": figures.alone.get(name), "share": figures.of_alone.get(name)}
+        alone = f"{beside['alone'].tokens_per_second:,.0f}" if beside["alone"] else ""
+        share = f"{beside['share']:.1%}" if beside["share"] else ""
+        gib = f"{p.peak_gib:.2f}" if p.peak_gib else ""
+        predicted = f"{figures.predicted_gib[name]:.2f}" if name in figures.predicted_gib else ""
+        rate = f"{p.tokens_per_second:,.0f}" if p.tokens_per_second else ""
+        mfu = f"{p.mfu:.1%}" if p.mfu else ""
+        print(f"{name:12}{p.seconds * 1e3:>12.1f}{rate:>16}{mfu:>8}{alone:>12}{share:>10}{gib:>8}{predicted:>11}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
