@@ -22,6 +22,7 @@ allocator counts it, and as the device does, where contexts and mappings of othe
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -207,6 +208,8 @@ def measure(configs: Sequence[Config], arch: Architecture, *, rounds: int, ways:
         figures.reshards.append(bench.measure(rounds, ways, sweep))
         bench.close()
         destroy_groups()
+        del bench
+        gc.collect()  # models are full of cycles, and the next pair of layouts needs the room
     assert figures is not None
     return figures
 
@@ -267,6 +270,7 @@ class Bench:
                     taken[name] = self._take(build, rounds, bound)
                 except NotImplementedError as e:
                     notes[name] = str(e)
+                self._say(f"{name}: {notes.get(name) or taken[name]}")
         pulling = on_gpu and "peer" in taken
         train, generation = self.groups.train, self.groups.generation
         return Reshard(
@@ -341,6 +345,11 @@ class Bench:
             resharder.release()
         copies.TILE_WORDS, copy_kernel.NUM_WARPS = usual
         return seen
+
+    def _say(self, what: str) -> None:
+        """As it comes: should the next way hang, what is known is not lost."""
+        if self.groups.rank == 0:
+            print(what, file=sys.stderr, flush=True)
 
     def _most(self, value: float) -> Any:
         return max(self.groups.all_gather(value))
