@@ -140,6 +140,7 @@ def give_memory_back() -> tuple[float, float]:
     held = sum(p.nbytes for p in (*world.source.values(), *world.engine.values(), *world.expected.values()))
     world.resharder.run()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what making the weights has left behind
     dist.barrier()
     while_mapped = free - torch.cuda.mem_get_info()[0] - held
     world.resharder.release()

@@ -3,9 +3,9 @@
 
     torchrun --nproc_per_node N tools/bench_reshard.py --model configs/models/llama3_8b
         --train TP2,PP2 TP4 --generation TP2 TP2           pairs of layouts, one after the other
-        [--engine native|vllm] [--rounds 10] [--json FILE] [--plot FILE] [--without refit gather ...] [--sweep]
+        [--engine native|vllm] [--apart] [--rounds 10] [--without refit gather ...] [--sweep] [--json FILE] [--plot FILE]
 
-The actor is the trainer's, without optimizer; the engine's parameters are its own. Measured for each pair of layouts:
+The actor and the hybrid engine are the trainer's, without optimizer. Measured for each pair of layouts:
 
     peer         ranks of a host pull out of each other's GPU memory (only on GPUs)
     collective   packed buckets over the process group
@@ -22,6 +22,7 @@ allocator counts it, and as the device does, where contexts and mappings of othe
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -42,16 +43,15 @@ from reshard_links import Links, measure_links
 
 from megarl.config import Config, ConfigError
 from megarl.config.load import build_config
+from megarl.hybrid.engine import HybridEngine
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import EMBEDDING
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.reshard.execute import Resharder
-from megarl.reshard.plan import plan_reshard
 from megarl.reshard.transport import copies
 from megarl.reshard.verify import verify
 from megarl.roles.actor import Actor
 from megarl.roles.policy import DTYPES
-from megarl.rollout.build import build_engine
+from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.checks import check_layouts
 from megarl.trainer.inputs import generation_layout, train_layout
 
@@ -89,6 +89,7 @@ class Reshard:
     """A pair of layouts. Bytes are those of the rank with most.
 
     Attributes:
+        shared_bytes: of the engine's parameters that are the actor's own, which no way moves.
         pulled_bytes: the part of `received_bytes` that the peer transport pulls.
         notes: of ways that could not be taken, why.
         sweep: milliseconds of the peer transport by "words of a tile x warps".
@@ -96,6 +97,7 @@ class Reshard:
 
     train: str
     generation: str
+    shared_bytes: int
     local_bytes: int
     sent_bytes: int
     received_bytes: int
@@ -124,6 +126,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--train", nargs="+", required=True, metavar="TP2,PP2", help="TP, PP and VPP sizes")
     parser.add_argument("--generation", nargs="+", required=True, metavar="TP2", help="one for each of --train")
     parser.add_argument("--engine", choices=["native", "vllm"], default="native")
+    parser.add_argument("--apart", action="store_true", help="the engine shares no weights with the actor")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10, help=f"measured rounds, after {WARM_UP} that warm up")
     parser.add_argument("--without", nargs="+", choices=WAYS, default=[], help="ways to leave out")
@@ -136,7 +139,7 @@ def main(argv: list[str]) -> int:
             raise ValueError("--generation needs as many layouts as --train")
         pairs = list(zip(args.train, args.generation, strict=True))
         configs = [
-            config_of(args.model, train, generation, engine=args.engine, dtype=args.dtype)
+            config_of(args.model, train, generation, engine=args.engine, dtype=args.dtype, apart=args.apart)
             for train, generation in pairs
         ]
         if args.engine == "vllm" and len(pairs) > 1:
@@ -155,7 +158,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def config_of(model: str, train: str, generation: str, *, engine: str, dtype: str) -> Config:
+def config_of(model: str, train: str, generation: str, *, engine: str, dtype: str, apart: bool = False) -> Config:
     """A configuration with these layouts ("TP2,PP2"), on the ranks that the launcher has started."""
     local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     sizes, tp = parse_layout(train), parse_layout(generation)
@@ -165,6 +168,7 @@ def config_of(model: str, train: str, generation: str, *, engine: str, dtype: st
         "tensor_model_parallel_size": sizes.get("TP", 1),
         "pipeline_model_parallel_size": sizes.get("PP", 1),
         "virtual_pipeline_model_parallel_size": sizes.get("VPP"),
+        "param_offload": apart,
     }
     rollout = {"name": engine, "tensor_model_parallel_size": tp["TP"], "enforce_eager": True}
     return build_config(
@@ -207,6 +211,8 @@ def measure(configs: Sequence[Config], arch: Architecture, *, rounds: int, ways:
         figures.reshards.append(bench.measure(rounds, ways, sweep))
         bench.close()
         destroy_groups()
+        del bench
+        gc.collect()  # models are full of cycles, and the next pair of layouts needs the room
     assert figures is not None
     return figures
 
@@ -218,27 +224,19 @@ class Bench:
         weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
         self.groups, self.links = groups, links
         self.actor = Actor(ours, arch, groups, initial=lambda policy: policy.load(weights))
-        self.engine = build_engine(
-            ours, arch, groups, dtype=DTYPES[ours.model.dtype], max_model_len=LONGEST, decode=str
-        )
-        self.parameters = self.engine.parameters()
-        self.plan = plan_reshard(
-            arch,
-            groups.train,
-            groups.generation,
-            groups.rank,
-            transformer_engine=self.actor.transformer_engine,
-            vocab_rows=len(self.parameters[EMBEDDING]),
-            ranks_per_node=groups.ranks_per_node,
-        )
-        self.engine.wake(weights_only=True)
+        timers = PhaseTimers(groups.device)
+        self.hybrid = HybridEngine(ours, self.actor, timers, max_model_len=LONGEST, decode=str)
+        self.parameters = self.hybrid.engine.parameters()
+        self.own = [parameter for name, parameter in self.parameters.items() if name not in self.hybrid.aliases]
+        self.hybrid.engine.wake(weights_only=True)
+        self.hybrid.resharder.release()
         # training needs the group's communicator as well: it is no extra memory of a reshard
         dist.all_reduce(torch.zeros(1, device=groups.device), group=groups.model)
         self.reshard_of = cache(self._resharder)
 
     def _resharder(self, transport: Literal["auto", "collective"]) -> Resharder:
         return Resharder(
-            self.plan,
+            self.hybrid.resharder.plan,
             self.actor.parameters(),
             self.parameters,
             self.groups.model,
@@ -267,11 +265,13 @@ class Bench:
                     taken[name] = self._take(build, rounds, bound)
                 except NotImplementedError as e:
                     notes[name] = str(e)
+                self._say(f"{name}: {notes.get(name) or taken[name]}")
         pulling = on_gpu and "peer" in taken
         train, generation = self.groups.train, self.groups.generation
         return Reshard(
             train=f"TP{train.tp} x PP{train.pp}" + (f" x {train.chunks} chunks" if train.chunks > 1 else ""),
             generation=f"TP{generation.tp} x {generation.replicas}",
+            shared_bytes=self._most(sum(self.parameters[name].nbytes for name in self.hybrid.aliases)),
             local_bytes=local,
             sent_bytes=sent,
             received_bytes=received,
@@ -291,7 +291,7 @@ class Bench:
         return resharder
 
     def _take(self, build: Callable[[], Job], rounds: int, bound: float | None) -> Way:
-        for parameter in self.parameters.values():
+        for parameter in self.own:
             parameter.zero_()
         memory = ExtraMemory(self.groups.device)
         dist.barrier(group=self.groups.control)
@@ -342,13 +342,18 @@ class Bench:
         copies.TILE_WORDS, copy_kernel.NUM_WARPS = usual
         return seen
 
+    def _say(self, what: str) -> None:
+        """As it comes: should the next way hang, what is known is not lost."""
+        if self.groups.rank == 0:
+            print(what, file=sys.stderr, flush=True)
+
     def _most(self, value: float) -> Any:
         return max(self.groups.all_gather(value))
 
     def close(self) -> None:
         if self.groups.device.type == "cuda":
             self.reshard_of("auto").release()
-        self.engine.close()
+        self.hybrid.close()
 
 
 def print_table(figures: Figures) -> None:
@@ -359,7 +364,8 @@ def print_table(figures: Figures) -> None:
         print(
             f"\n{reshard.train} -> {reshard.generation}: {reshard.received_bytes / 1e9:.3f} GB arrive "
             f"({reshard.pulled_bytes / 1e9:.3f} pulled), {reshard.sent_bytes / 1e9:.3f} leave, "
-            f"{reshard.local_bytes / 1e9:.3f} copied in place" + (f"; bound {bound:.3f} ms" if bound else "")
+            f"{reshard.local_bytes / 1e9:.3f} copied in place, {reshard.shared_bytes / 1e9:.3f} shared"
+            + (f"; bound {bound:.3f} ms" if bound else "")
         )
         print(f"{'':14}{'ms':>10}{'of bound':>10}{'first ms':>10}{'MiB torch':>11}{'MiB device':>11}  exact")
         for name, w in reshard.ways.items():

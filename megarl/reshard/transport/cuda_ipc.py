@@ -46,18 +46,23 @@ def allocation_at(address: int) -> Allocation:
     Raises:
         OSError: there is none.
     """
-    start, size, number = c_ulonglong(), c_size_t(), c_ulonglong()
+    start, size = c_ulonglong(), c_size_t()
     _call("cuMemGetAddressRange_v2", byref(start), byref(size), address)
-    _call("cuPointerGetAttribute", byref(number), _BUFFER_ID, address)
-    return Allocation(start=start.value, number=number.value)
+    return Allocation(start=start.value, number=_number_of(start.value))
 
 
 def still_there(allocation: Allocation) -> bool:
     """Whether the memory is still the same allocation's: an address alone may have been given out anew."""
     try:
-        return allocation_at(allocation.start) == allocation
+        return _number_of(allocation.start) == allocation.number
     except OSError:
         return False
+
+
+def _number_of(address: int) -> int:
+    number = c_ulonglong()
+    _call("cuPointerGetAttribute", byref(number), _BUFFER_ID, address)
+    return number.value
 
 
 def export_handle(allocation: Allocation) -> bytes:
