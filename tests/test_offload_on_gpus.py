@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,7 @@ def _one_step(case: Case, dtype: str, moving: bool) -> dict[str, Any]:
     from megarl.config.schema import Optim
     from megarl.roles.reference import Reference
 
+    gc.collect()  # the job before left cycles that hold its memory
     torch.cuda.empty_cache()
     with actor_in(replace(case, config=_settings(dtype, moving=moving)), LARGER, dtype) as actor:
         hybrid = hybrid_of(actor, max_model_len=64)

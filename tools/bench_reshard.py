@@ -3,7 +3,7 @@
 
     torchrun --nproc_per_node N tools/bench_reshard.py --model configs/models/llama3_8b
         --train TP2,PP2 TP4 --generation TP2 TP2           pairs of layouts, one after the other
-        [--engine native|vllm] [--apart] [--rounds 10] [--without refit gather ...] [--sweep] [--json FILE] [--plot FILE]
+        [--engine native|vllm] [--apart] [--rounds 10] [--without refit ...] [--sweep] [--json FILE] [--plot FILE]
 
 The actor and the hybrid engine are the trainer's, without optimizer. Measured for each pair of layouts:
 
