@@ -11,7 +11,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -64,20 +64,29 @@ class Ranks:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 self._pipes[rank].send((fn, rank, world, os.path.join(folder, "store"), args))
-            results, failure = [], None
-            for rank in range(world):
-                # after one rank failed the others may wait for it for ever
-                if not self._pipes[rank].poll(timeout if failure is None else 5):
-                    failure = failure or f"rank {rank} gave no answer within {timeout} s"
-                    continue
-                ok, value = self._pipes[rank].recv()
-                results.append(value)
-                if not ok and failure is None:
-                    failure = f"rank {rank}:\n{value}"
+            results, failure = self._collect(world, timeout)
         if failure is not None:
             self.close()
             raise AssertionError(failure)
-        return results
+        return [results[rank] for rank in range(world)]
+
+    def _collect(self, world: int, timeout: float) -> tuple[dict[int, Any], str | None]:
+        """Results by rank, and what the first rank to fail says: the others may then wait for it for ever."""
+        results: dict[int, Any] = {}
+        pending = {self._pipes[rank]: rank for rank in range(world)}
+        while pending:
+            answered = wait(list(pending), timeout)
+            if not answered:
+                return results, f"ranks {sorted(pending.values())} gave no answer within {timeout} s"
+            for pipe in answered:
+                rank = pending.pop(pipe)
+                try:
+                    ok, results[rank] = pipe.recv()
+                except EOFError:
+                    return results, f"rank {rank} died"
+                if not ok:
+                    return results, f"rank {rank}:\n{results[rank]}"
+        return results, None
 
     def close(self) -> None:
         for process in self._processes:

@@ -127,7 +127,8 @@ def give_memory_back() -> tuple[float, float]:
     """MiB that a GPU lacks while peers have its memory mapped, and after it was released and freed."""
     arch = architecture(num_layers=2, hidden_size=2048, ffn_hidden_size=4096, vocab_size=64)
     train = TrainLayout(world_size=2, pp=2)
-    warm = build(arch, train, 1, device="cuda")
+    group = block_group(train)  # one for both: a communicator of NCCL's takes half a GiB
+    warm = build(arch, train, 1, device="cuda", group=group)
     warm.resharder.run()  # NCCL and Triton take what they need
     warm.resharder.release()
     del warm
@@ -136,7 +137,7 @@ def give_memory_back() -> tuple[float, float]:
     torch.cuda.synchronize()
     dist.barrier()
     free = torch.cuda.mem_get_info()[0]
-    world = build(arch, train, 1, device="cuda")
+    world = build(arch, train, 1, device="cuda", group=group)
     held = sum(p.nbytes for p in (*world.source.values(), *world.engine.values(), *world.expected.values()))
     world.resharder.run()
     torch.cuda.synchronize()

@@ -21,10 +21,11 @@ COLORS = {
 
 def draw(figures: Figures, out_png: str) -> None:
     """A panel per pair of layouts: a bar of milliseconds for each way, its extra memory beside it, the bound a line."""
-    rows = len(figures.reshards)
-    figure = Figure(figsize=(9, 0.9 + 2.2 * rows), dpi=120, layout="constrained")
+    bars = [len(reshard.ways) for reshard in figures.reshards]
+    figure = Figure(figsize=(9, 0.9 + 0.7 * len(bars) + 0.3 * sum(bars)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, reshard in zip(figure.subplots(rows, 1, squeeze=False)[:, 0], figures.reshards, strict=True):
+    panels = figure.subplots(len(bars), 1, squeeze=False, height_ratios=bars)[:, 0]
+    for axes, reshard in zip(panels, figures.reshards, strict=True):
         names = list(reshard.ways)
         times = [reshard.ways[name].milliseconds for name in names]
         axes.barh(names, times, color=[COLORS[name] for name in names])
@@ -40,6 +41,8 @@ def draw(figures: Figures, out_png: str) -> None:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
         axes.tick_params(length=0)
-    figure.axes[-1].set_xlabel("milliseconds; dashed: what arrives, at the link's measured rate")
+    figure.axes[-1].set_xlabel(
+        "milliseconds, and extra memory of the device; dashed: what arrives, at the link's measured rate"
+    )
     figure.suptitle(f"{figures.model} on {figures.ranks} x {figures.device}", fontweight="bold")
     figure.savefig(out_png)

@@ -39,7 +39,7 @@ def measured_table(stages: Sequence[StageBudget], measured: Mapping[str, int], a
     Args:
         measured: bytes in use on the fullest GPU, by phase.
     """
-    table = Table(title=f"Peak of GPU memory in the first step, of {size(accelerator.memory)}")
+    table = Table(title=f"Peak of GPU memory in the second step, of {size(accelerator.memory)}")
     table.add_column("")
     for name in ("predicted", "measured", "measured - predicted"):
         table.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""The memory of a run on GPUs: predicted at the start, measured after the first step."""
+"""The memory of a run on GPUs: predicted at the start, measured in the second step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemoryReport:
     def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
         self._groups, self._report = groups, report
         self._job = job_of(config, arch)
-        self._compared = False
+        self._steps = 0
         self._accelerator = this_accelerator()
         self.predicted: list[StageBudget] = []
         if self._accelerator:
@@ -40,7 +40,9 @@ class MemoryReport:
                 self._report.say(f"warning: if the estimates are right, {line}")
 
     def measured(self, peaks: Mapping[str, int]) -> dict[str, float]:
-        """Metrics of a step; prints the first step's beside the prediction. Every rank calls it.
+        """Metrics of a step; every rank calls it.
+
+        Prints the second step's beside the prediction: Adam's moments come with the first update.
 
         Args:
             peaks: bytes in use on this rank at most, by phase.
@@ -54,7 +56,7 @@ class MemoryReport:
         for of_rank in self._groups.all_gather(dict(peaks)):
             for phase, nbytes in of_rank.items():
                 most[phase] = max(most.get(phase, 0), nbytes)
-        if not self._compared:
+        self._steps += 1
+        if self._steps == 2:
             self._report.show(measured_table(self.predicted, most, self._accelerator))
-            self._compared = True
         return {f"memory/{phase}_gib": nbytes / 2**30 for phase, nbytes in most.items()}
