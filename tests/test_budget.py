@@ -78,7 +78,7 @@ def test_the_table_of_an_8b_model() -> None:
 
     engine = LAYER * 32 + 2 * 128_256 * 4096
     weights = {"engine weights": 2 * (engine // 2 + 65 * 4096 - SHARED)}
-    assert first.phases["reshard"] == resident | weights | {"reshard buffers": 4 * 256 * 2**20}
+    assert first.phases["reshard"] == resident | weights | {"reshard buffers": 8 * (4 * 10**9 // 2**14)}
     prefill = 4 * 4096 + 5120 + 21_504
     activations = 2 * 8192 * prefill + 3 * 4 * 256 * 128_256
     left = H200.memory // 2 - weights["engine weights"] - activations
@@ -246,8 +246,11 @@ def test_no_room_for_a_sequence() -> None:
 
 
 def test_reshard_buffers() -> None:
-    assert reshard_buffers(job(reshard__bucket_bytes=1024), 5000) == 4 * 1024
-    assert reshard_buffers(job(), 5000) == 2 * 5000
+    """Tiles of 16 KiB within a host, buckets where ranks are on several."""
+    assert reshard_buffers(job(), 2**20) == 8 * 64
+    assert reshard_buffers(job(gpus=16), 5000) == 2 * 5000
+    buckets = job(reshard__transport="collective", reshard__bucket_bytes=1024)
+    assert reshard_buffers(buckets, 5000) == 4 * 1024
 
 
 def test_constants_are_those_of_the_code() -> None:

@@ -27,6 +27,7 @@ from megarl.hybrid.accelerator import Accelerator
 from megarl.hybrid.job import Job, own_engine_elements, training_elements
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import heads_on_rank
+from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 
 UNFUSED = 2.1
 """Times as much that torch's layers keep: 1.9 in fp32, 2.1 in bf16, counted over autograd's saved tensors."""
@@ -34,6 +35,8 @@ LOGITS_BYTES = 2**29
 """Logits alive at once, `megarl.models.logprobs.CHUNK_BYTES`; on a GPU their gradient takes their place."""
 SAMPLER_COPIES = 3
 """fp32 tensors [sequences, vocabulary] alive when an engine draws tokens."""
+TILE_ENTRY = 8
+"""Bytes for a tile of the copy kernel: the numbers of the copy and of the tile within it."""
 KV_LENGTH_MULTIPLE = 16
 """Tokens in a block of the native engine's cache, `megarl.rollout.native.blocks.BLOCK_SIZE`."""
 
@@ -267,10 +270,15 @@ def kv_cache(job: Job, accelerator: Accelerator) -> KVCache:
 
 
 def reshard_buffers(job: Job, moved: int) -> int:
-    """Bytes of the collective transport's buckets: two directions, two rounds if one does not carry everything.
+    """Bytes that a reshard needs beside the weights.
+
+    Within a host that is the list of the copy kernel's tiles. Between hosts it is the collective transport's buckets:
+    two directions, two rounds if one does not carry everything.
 
     Args:
         moved: bytes that one rank receives; it sends about as much.
     """
-    bucket = job.config.actor_rollout_ref.reshard.bucket_bytes
-    return 2 * min(bucket, moved) * (2 if moved > bucket else 1)
+    reshard = job.config.actor_rollout_ref.reshard
+    if reshard.transport == "auto" and job.train.world_size <= job.gpus_per_node:
+        return TILE_ENTRY * (moved // (TILE_WORDS * WIDEST))
+    return 2 * min(reshard.bucket_bytes, moved) * (2 if moved > reshard.bucket_bytes else 1)
