@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import engine_placements, logical_tensors
+from megarl.models.placements import engine_placements
+from megarl.models.tensors import logical_tensors
 from megarl.models.weights import Source
 
 

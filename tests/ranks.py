@@ -6,6 +6,7 @@ destroys its own world of 1 to 6 ranks: gloo on CPUs; where there are enough GPU
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import traceback
@@ -35,6 +36,9 @@ def _serve(pipe: Connection) -> None:
                 pipe.send((True, fn(*args)))
             finally:
                 dist.destroy_process_group()
+                # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second
+                gc.collect()
+                gc.freeze()  # what is left are modules: the next collection need not look at them
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return  # the rank's state is unknown: the pool starts a fresh one

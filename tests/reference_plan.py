@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import Box, Placement, engine_placements, intersect, training_placements
+from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.tensors import Box, intersect
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.plan import Piece, Plan, choose_sources
 

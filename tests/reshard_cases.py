@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.tensors import Box, Placement, logical_tensors
+from megarl.models.placements import Placement
+from megarl.models.tensors import Box, logical_tensors
 
 UNWRITTEN = -7
 """Bits of every element before a reshard; no logical tensor holds them, so a guard row must still have them after."""

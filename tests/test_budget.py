@@ -31,7 +31,8 @@ from megarl.hybrid.job import (
     training_elements,
 )
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import engine_placements, logical_tensors, training_placements, volume
+from megarl.models.placements import engine_placements, training_placements
+from megarl.models.tensors import logical_tensors, volume
 from megarl.parallel.layout import TrainLayout
 from megarl.reshard.alias import plan_aliases
 

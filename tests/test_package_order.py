@@ -28,6 +28,7 @@ TORCH_FREE = [
     "config",
     "parallel/layout.py",
     "models/architecture.py",
+    "models/placements.py",
     "models/tensors.py",
     "models/families",
     "checkpoint/folder.py",
@@ -37,9 +38,13 @@ TORCH_FREE = [
     "reshard/plan.py",
     "reshard/repeat.py",
     "reshard/traffic.py",
+    "reshard/alias.py",
+    "reshard/transport/copies.py",
     "hybrid/accelerator.py",
     "hybrid/job.py",
     "hybrid/budget.py",
+    "hybrid/budget_table.py",
+    "hybrid/fit.py",
     "hybrid/prediction.py",
 ]
 

@@ -14,7 +14,8 @@ from ranks import Ranks
 from reshard_cases import EXPERTS, INTEGERS, architecture, logical_values, parameters, same_bits
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import EMBEDDING, FINAL_NORM, engine_placements, training_placements
+from megarl.models.placements import engine_placements, training_placements
+from megarl.models.tensors import EMBEDDING, FINAL_NORM
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.execute import Resharder
 from megarl.reshard.plan import plan_reshard

@@ -17,14 +17,8 @@ from reference_plan import reference_plan
 from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.tensors import (
-    EMBEDDING,
-    OUTPUT,
-    engine_placements,
-    logical_tensors,
-    training_placements,
-    volume,
-)
+from megarl.models.placements import engine_placements, training_placements
+from megarl.models.tensors import EMBEDDING, OUTPUT, logical_tensors, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard

@@ -14,15 +14,8 @@ from reshard_links import memory_at
 from torch import Tensor
 
 from megarl.models.gpt import build_chunks, transformer_config
-from megarl.models.tensors import (
-    EMBEDDING,
-    Box,
-    Placement,
-    engine_placements,
-    logical_tensors,
-    training_placements,
-    volume,
-)
+from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.tensors import EMBEDDING, Box, logical_tensors, volume
 from megarl.models.weights import local_view
 from megarl.parallel.layout import TrainLayout
 from megarl.roles.actor import Actor

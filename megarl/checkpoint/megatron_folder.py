@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megarl.checkpoint.folder import write_state
 from megarl.models.architecture import Architecture
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
-from megarl.models.tensors import Placement, training_placements
+from megarl.models.placements import Placement, training_placements
 from megarl.models.weights import local_view
 from megarl.parallel.groups import stand_in
 from megarl.parallel.layout import TrainLayout

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from megarl.hybrid.accelerator import Accelerator
 from megarl.hybrid.job import Job, own_engine_elements, training_elements
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import heads_on_rank
+from megarl.models.placements import heads_on_rank
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 
 UNFUSED = 2.1

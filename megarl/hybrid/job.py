@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from megarl.config import Config
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import EMBEDDING, Placement, engine_placements, training_placements, volume
+from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions

@@ -1,31 +1,20 @@
-"""Logical tensors and where they sit in each physical layout. Torch-free.
+"""Logical tensors: every weight of the model once, whatever the layout. Torch-free.
 
-A **logical tensor** is a weight of the model under its Hugging Face name, with named axes. A **placement** says which
-box of it a rank holds, and where: which rows of which parameter, viewed how. From these come random initialisation,
-import, export and the reshard plan; vocabulary padding, tied embeddings and KV-head replication are nothing but
-particular boxes.
+A **logical tensor** is a weight of the model under its Hugging Face name, with named axes:
 
     q_proj of a layer        (kv_group, query, head_dim, hidden)
-    Megatron's linear_qkv    rows of [kv_group, query... k v, head_dim], kv groups split over TP
-    the engine's qkv_proj    rows of [all queries | all keys | all values], heads split over TP
-    an expert's down_proj    (hidden, ffn): a parameter of its own in Megatron, row e of `w2_weight` in the engine
+    an expert's down_proj    (hidden, ffn)
 """
 
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.parallel.layout import TrainLayout
 
 Box = tuple[tuple[int, int], ...]
 """Half-open interval per logical axis."""
-
-EVERY = range(sys.maxsize)
-"""All layers, or all experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,29 +40,6 @@ class LogicalTensor:
         return tuple((0, n) for n in self.shape)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Where a rank holds a box of a logical tensor.
-
-    `parameter[rows[0]:rows[1]].view(view)`, narrowed to `index` on each axis, has the shape of `box`.
-
-    Attributes:
-        tensor: name of the logical tensor.
-        box: the part of it held here.
-        param: name of the physical parameter on the rank.
-        rows: half-open range along the parameter's first axis.
-        view: shape those rows are viewed as; one entry per logical axis.
-        index: half-open range per axis of the view.
-    """
-
-    tensor: str
-    box: Box
-    param: str
-    rows: tuple[int, int]
-    view: tuple[int, ...]
-    index: Box
-
-
 def volume(box: Box) -> int:
     """Number of elements in a box."""
     return math.prod(hi - lo for lo, hi in box)
@@ -84,8 +50,6 @@ def intersect(a: Box, b: Box) -> Box | None:
     out = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return out if all(lo < hi for lo, hi in out) else None
 
-
-# --------------------------------------------------------------------------------------------- logical tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -137,7 +101,7 @@ def _layer_tensors(arch: Architecture, layer: int) -> list[LogicalTensor]:
     if arch.moe:
         out.append(_table(name(router_leaf(arch.moe)), "matrix", expert=arch.moe.num_experts, hidden=hidden))
     for expert in range(arch.moe.num_experts) if arch.moe else (None,):
-        gate, up, down = (name(leaf) for leaf in _mlp_leaves(arch, expert))
+        gate, up, down = (name(leaf) for leaf in mlp_leaves(arch, expert))
         out += [_table(leaf, "matrix", ffn=arch.ffn_hidden_size, hidden=hidden) for leaf in (gate, up)]
         out.append(_table(down, "matrix", hidden=hidden, ffn=arch.ffn_hidden_size))
     return out
@@ -148,287 +112,10 @@ def router_leaf(moe: MixtureOfExperts) -> str:
     return f"{moe.module}.gate.weight"
 
 
-def _mlp_leaves(arch: Architecture, expert: int | None) -> tuple[str, str, str]:
+def mlp_leaves(arch: Architecture, expert: int | None) -> tuple[str, str, str]:
     """Hugging Face names within a layer of the gate, up and down matrices of the MLP, or of one of its experts."""
     moe = arch.moe
     if moe is None:
         return "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"
     prefix = f"{moe.module}.experts.{expert}."
     return f"{prefix}{moe.gate_proj}.weight", f"{prefix}{moe.up_proj}.weight", f"{prefix}{moe.down_proj}.weight"
-
-
-# -------------------------------------------------------------------------------------- Megatron's training layout
-
-
-def training_placements(
-    arch: Architecture,
-    layout: TrainLayout,
-    rank: int,
-    *,
-    transformer_engine: bool,
-    layers: Container[int] = EVERY,
-    experts: Container[int] = EVERY,
-) -> Iterator[Placement]:
-    """What a rank of the training layout holds, in the names of its `GPTModel` chunks ("{chunk}.decoder...").
-
-    Args:
-        transformer_engine: whether the norms are fused into the linear layers, as Transformer Engine's spec does.
-        layers, experts: leave the others out.
-    """
-    at = layout.coords(rank)
-    vocab_rows = arch.padded_vocab_size(layout.tp) // layout.tp
-    for chunk in range(layout.chunks):
-        first, last = layout.is_first(at.pp, chunk), layout.is_last(at.pp, chunk)
-        tied_copy = last and arch.tie_word_embeddings and not first
-        if first:
-            yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", vocab_rows, at.tp)
-        for local, layer in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
-            if layer in layers:
-                prefix = f"{chunk}.decoder.layers.{local}."
-                yield from _megatron_layer(arch, layer, prefix, layout.tp, at.tp, transformer_engine, experts)
-        if last:
-            yield _whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
-        if tied_copy or (last and not arch.tie_word_embeddings):
-            name = EMBEDDING if tied_copy else OUTPUT
-            yield from _vocab(arch, name, f"{chunk}.output_layer.weight", vocab_rows, at.tp)
-
-
-def _megatron_layer(
-    arch: Architecture,
-    layer: int,
-    prefix: str,
-    tp: int,
-    r: int,
-    transformer_engine: bool,
-    experts: Container[int],
-) -> Iterator[Placement]:
-    hidden = arch.hidden_size
-    attn, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
-    norm1 = f"{attn}linear_qkv.layer_norm_weight" if transformer_engine else f"{prefix}input_layernorm.weight"
-    fused_norm2 = transformer_engine and not arch.moe  # the router needs the normalised input as well
-    norm2 = f"{mlp}linear_fc1.layer_norm_weight" if fused_norm2 else f"{prefix}pre_mlp_layernorm.weight"
-
-    yield _whole(layer_name(layer, "input_layernorm.weight"), norm1, (hidden,))
-    yield from _megatron_qkv(arch, layer, f"{attn}linear_qkv.weight", "weight", tp, r)
-    if arch.qkv_bias:
-        yield from _megatron_qkv(arch, layer, f"{attn}linear_qkv.bias", "bias", tp, r)
-    if arch.qk_norm:
-        for qk in ("q", "k"):
-            yield _whole(
-                layer_name(layer, f"self_attn.{qk}_norm.weight"), f"{attn}{qk}_layernorm.weight", (arch.head_dim,)
-            )
-    yield from _o_proj(arch, layer, f"{attn}linear_proj.weight", tp, r)
-    yield _whole(layer_name(layer, "post_attention_layernorm.weight"), norm2, (hidden,))
-    if arch.moe is None:
-        yield from _mlp(arch, layer, None, f"{mlp}linear_fc1.weight", f"{mlp}linear_fc2.weight", tp, r)
-        return
-    yield _router(arch, arch.moe, layer, f"{mlp}router.weight")
-    for local, expert in enumerate(experts_on_rank(arch.moe)):
-        if expert not in experts:
-            continue
-        one = f"{mlp}experts.local_experts.{local}."
-        yield from _mlp(arch, layer, expert, f"{one}linear_fc1.weight", f"{one}linear_fc2.weight", tp, r)
-
-
-def _megatron_qkv(arch: Architecture, layer: int, param: str, leaf: str, tp: int, r: int) -> Iterator[Placement]:
-    """`linear_qkv` is [kv_group, queries of the group + k + v, head_dim] in rows, split evenly over TP."""
-    groups, per_group, dim = arch.num_key_value_heads, arch.queries_per_group, arch.head_dim
-    tail, tail_box = _hidden_tail(arch, leaf)
-    slots = {"q": (0, per_group), "k": (per_group, per_group + 1), "v": (per_group + 1, per_group + 2)}
-    if groups % tp == 0:
-        n = groups // tp
-        view = (n, per_group + 2, dim, *tail)
-        for proj, (lo, hi) in slots.items():
-            yield Placement(
-                tensor=layer_name(layer, f"self_attn.{proj}_proj.{leaf}"),
-                box=((r * n, (r + 1) * n), (0, hi - lo), (0, dim), *tail_box),
-                param=param,
-                rows=(0, n * (per_group + 2) * dim),
-                view=view,
-                index=((0, n), (lo, hi), (0, dim), *tail_box),
-            )
-        return
-    # Fewer KV groups than ranks: a rank's rows start and end inside one group, possibly inside a head.
-    rows = groups * (per_group + 2) * dim // tp
-    start, stop = r * rows, (r + 1) * rows
-    for head in range(start // dim, -(-stop // dim)):
-        group, slot = divmod(head, per_group + 2)
-        proj = next(p for p, (lo, hi) in slots.items() if lo <= slot < hi)
-        query = slot - slots[proj][0]
-        lo, hi = max(start, head * dim), min(stop, (head + 1) * dim)
-        inside = (lo - head * dim, hi - head * dim)
-        yield Placement(
-            tensor=layer_name(layer, f"self_attn.{proj}_proj.{leaf}"),
-            box=((group, group + 1), (query, query + 1), inside, *tail_box),
-            param=param,
-            rows=(lo - start, hi - start),
-            view=(1, 1, hi - lo, *tail),
-            index=((0, 1), (0, 1), (0, hi - lo), *tail_box),
-        )
-
-
-def experts_on_rank(moe: MixtureOfExperts, ep: int = 1, r: int = 0) -> range:
-    """The experts of expert-parallel rank `r` of `ep`: an even, contiguous part. The layouts have no such axis yet."""
-    n = moe.num_experts // ep
-    return range(r * n, (r + 1) * n)
-
-
-# ------------------------------------------------------------------------------------------- the engines' layout
-
-STACKED_GATE_UP = "experts.routed_experts.w13_weight"
-STACKED_DOWN = "experts.routed_experts.w2_weight"
-
-
-def engine_placements(
-    arch: Architecture,
-    tp: int,
-    r: int,
-    *,
-    vocab_rows: int | None = None,
-    layers: Container[int] = EVERY,
-    experts: Container[int] = EVERY,
-) -> Iterator[Placement]:
-    """What tensor-parallel rank `r` of `tp` holds in a generation engine.
-
-    Parameters have vLLM's names and shapes: `qkv_proj` is all queries, then keys, then values of the rank's heads;
-    `gate_up_proj` is gate, then up; embeddings are split over (padded) rows. Each rank has at least one KV head, so
-    with fewer KV heads than ranks a head sits on several ranks. Experts are stacked along a first axis
-    ([experts, 2 * ffn / tp, hidden] and [experts, hidden, ffn / tp]), each split like an MLP.
-
-    Args:
-        vocab_rows: rows of the embedding on each rank, of an engine that pads the vocabulary further than to a
-            multiple of `tp`.
-        layers, experts: leave the others out.
-    """
-    rows = vocab_rows or arch.padded_vocab_size(tp) // tp
-    yield from _vocab(arch, EMBEDDING, EMBEDDING, rows, r)
-    for layer in range(arch.num_layers):
-        if layer in layers:
-            yield from _engine_layer(arch, layer, tp, r, experts)
-    yield _whole(FINAL_NORM, FINAL_NORM, (arch.hidden_size,))
-    if not arch.tie_word_embeddings:
-        yield from _vocab(arch, OUTPUT, OUTPUT, rows, r)
-
-
-def _engine_layer(arch: Architecture, layer: int, tp: int, r: int, experts: Container[int]) -> Iterator[Placement]:
-    def name(leaf: str) -> str:
-        return layer_name(layer, leaf)
-
-    yield _whole(name("input_layernorm.weight"), name("input_layernorm.weight"), (arch.hidden_size,))
-    yield from _engine_qkv(arch, layer, "weight", tp, r)
-    if arch.qkv_bias:
-        yield from _engine_qkv(arch, layer, "bias", tp, r)
-    if arch.qk_norm:
-        for leaf in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            yield _whole(name(leaf), name(leaf), (arch.head_dim,))
-    yield from _o_proj(arch, layer, name("self_attn.o_proj.weight"), tp, r)
-    leaf = "post_attention_layernorm.weight"
-    yield _whole(name(leaf), name(leaf), (arch.hidden_size,))
-    if arch.moe is None:
-        yield from _mlp(arch, layer, None, name("mlp.gate_up_proj.weight"), name("mlp.down_proj.weight"), tp, r)
-        return
-    yield _router(arch, arch.moe, layer, name(router_leaf(arch.moe)))
-    gate_up, down = (name(f"{arch.moe.module}.{leaf}") for leaf in (STACKED_GATE_UP, STACKED_DOWN))
-    for expert in range(arch.moe.num_experts):
-        if expert in experts:
-            yield from _mlp(arch, layer, expert, gate_up, down, tp, r, stacked=True)
-
-
-def _engine_qkv(arch: Architecture, layer: int, leaf: str, tp: int, r: int) -> Iterator[Placement]:
-    dim = arch.head_dim
-    tail, tail_box = _hidden_tail(arch, leaf)
-    groups, queries = heads_on_rank(arch, tp, r)
-    n_groups, n_queries = groups[1] - groups[0], queries[1] - queries[0]
-    start = 0
-    for proj, held in (("q", queries), ("k", (0, 1)), ("v", (0, 1))):
-        heads = n_groups * (n_queries if proj == "q" else 1)
-        view = (n_groups, heads // n_groups, dim, *tail)
-        yield Placement(
-            tensor=layer_name(layer, f"self_attn.{proj}_proj.{leaf}"),
-            box=(groups, held, (0, dim), *tail_box),
-            param=layer_name(layer, f"self_attn.qkv_proj.{leaf}"),
-            rows=(start, start + heads * dim),
-            view=view,
-            index=tuple((0, n) for n in view),
-        )
-        start += heads * dim
-
-
-def heads_on_rank(arch: Architecture, tp: int, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The KV groups of a rank, and which queries of each of those groups it has, as half-open ranges."""
-    groups, per_group = arch.num_key_value_heads, arch.queries_per_group
-    if groups % tp == 0:
-        n = groups // tp
-        return (r * n, (r + 1) * n), (0, per_group)
-    ranks_per_group = tp // groups
-    n = per_group // ranks_per_group
-    group, part = divmod(r, ranks_per_group)
-    return (group, group + 1), (part * n, (part + 1) * n)
-
-
-# ------------------------------------------------------------------------------------------- shared by both layouts
-
-
-def _whole(tensor: str, param: str, shape: tuple[int, ...]) -> Placement:
-    """A tensor that every rank holds entirely."""
-    box = tuple((0, n) for n in shape)
-    return Placement(tensor=tensor, box=box, param=param, rows=(0, shape[0]), view=shape, index=box)
-
-
-def _hidden_tail(arch: Architecture, leaf: str) -> tuple[tuple[int, ...], Box]:
-    """The trailing axis that a weight has and a bias has not."""
-    return ((arch.hidden_size,), ((0, arch.hidden_size),)) if leaf == "weight" else ((), ())
-
-
-def _vocab(arch: Architecture, tensor: str, param: str, rows: int, r: int) -> Iterator[Placement]:
-    """`rows` rows of the padded vocabulary on each rank; the padding belongs to no logical tensor."""
-    lo, hi = r * rows, min((r + 1) * rows, arch.vocab_size)
-    if lo < hi:
-        view = (hi - lo, arch.hidden_size)
-        box = ((lo, hi), (0, arch.hidden_size))
-        index = ((0, hi - lo), (0, arch.hidden_size))
-        yield Placement(tensor=tensor, box=box, param=param, rows=(0, hi - lo), view=view, index=index)
-
-
-def _o_proj(arch: Architecture, layer: int, param: str, tp: int, r: int) -> Iterator[Placement]:
-    groups, queries = heads_on_rank(arch, tp, r)
-    view = (arch.hidden_size, groups[1] - groups[0], queries[1] - queries[0], arch.head_dim)
-    yield Placement(
-        tensor=layer_name(layer, "self_attn.o_proj.weight"),
-        box=((0, arch.hidden_size), groups, queries, (0, arch.head_dim)),
-        param=param,
-        rows=(0, arch.hidden_size),
-        view=view,
-        index=tuple((0, n) for n in view),
-    )
-
-
-def _router(arch: Architecture, moe: MixtureOfExperts, layer: int, param: str) -> Placement:
-    return _whole(layer_name(layer, router_leaf(moe)), param, (moe.num_experts, arch.hidden_size))
-
-
-def _mlp(
-    arch: Architecture, layer: int, expert: int | None, gate_up: str, down: str, tp: int, r: int, stacked: bool = False
-) -> Iterator[Placement]:
-    """The MLP's or an expert's share of the width; `stacked` parameters hold expert e in row e of their first axis."""
-    hidden, n = arch.hidden_size, arch.ffn_hidden_size // tp
-    held, whole = (r * n, (r + 1) * n), (0, hidden)
-    own_row = (expert, expert + 1) if stacked and expert is not None else None
-    gate_leaf, up_leaf, down_leaf = _mlp_leaves(arch, expert)
-    for i, leaf in enumerate((gate_leaf, up_leaf)):
-        yield Placement(
-            tensor=layer_name(layer, leaf),
-            box=(held, whole),
-            param=gate_up,
-            rows=own_row or (0, 2 * n),
-            view=(2 * n, hidden),
-            index=((i * n, (i + 1) * n), whole),
-        )
-    yield Placement(
-        tensor=layer_name(layer, down_leaf),
-        box=(whole, held),
-        param=down,
-        rows=own_row or whole,
-        view=(hidden, n),
-        index=(whole, (0, n)),
-    )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import Box, LogicalTensor, Placement
+from megarl.models.placements import Placement
+from megarl.models.tensors import Box, LogicalTensor
 
 Source = Callable[[LogicalTensor, Box], Tensor]
 """Gives a box of a logical tensor on demand."""

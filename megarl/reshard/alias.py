@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import EMBEDDING, OUTPUT, Box, Placement, engine_placements, training_placements
+from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.tensors import EMBEDDING, OUTPUT, Box
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import FIRST_EXPERT, of_expert
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megarl.models.tensors import Placement
+from megarl.models.placements import Placement
 from megarl.reshard.plan import Piece, Plan
 from megarl.reshard.transport.agreement import Pair
 from megarl.reshard.transport.collective import CollectiveTransport

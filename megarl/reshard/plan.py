@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import Box, Placement, engine_placements, intersect, training_placements, volume
+from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.tensors import Box, intersect, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import Placement
+from megarl.models.placements import Placement
 
 FIRST_EXPERT = (0,)
 """The experts that are looked at."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.models.tensors import Box, Placement
+from megarl.models.placements import Placement
+from megarl.models.tensors import Box
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -18,7 +18,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.gpt import PolicyModel, build_chunks, named_parameters, transformer_config
 from megarl.models.kernels import transformer_engine_available
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
-from megarl.models.tensors import logical_tensors, training_placements
+from megarl.models.placements import training_placements
+from megarl.models.tensors import logical_tensors
 from megarl.models.weights import Source, fill
 from megarl.parallel.groups import Groups
 from megarl.parallel.offload import Stays

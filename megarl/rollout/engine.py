@@ -54,7 +54,7 @@ class Engine(Protocol):
         ...
 
     def parameters(self) -> dict[str, Tensor]:
-        """The weights of this rank by name, as in `megarl.models.tensors.engine_placements`.
+        """The weights of this rank by name, as in `megarl.models.placements.engine_placements`.
 
         Resharding writes into those that are the engine's own, in place, each step; the tensor objects stay the same
         for the engine's life.

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megarl.checkpoint.export_huggingface import export_weights
 from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.config import Config
-from megarl.models.tensors import logical_tensors, training_placements
+from megarl.models.placements import training_placements
+from megarl.models.tensors import logical_tensors
 from megarl.roles.policy import Policy
 
 

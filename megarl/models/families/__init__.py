@@ -12,8 +12,8 @@ To add one:
 with Hugging Face's files and the logits with `transformers`, for the training layout and for the native engine.
 
 A weight that the table of `megarl.models.tensors` lacks, or a layer that differs from Llama's in more than
-`Architecture` can say, needs a new field there, and its meaning in `tensors.py`, `gpt.py`, `layer_spec.py` and
-`megarl/rollout/native/model.py`.
+`Architecture` can say, needs a new field there, and its meaning in `tensors.py`, `placements.py`, `gpt.py`,
+`layer_spec.py` and `megarl/rollout/native/model.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import heads_on_rank
+from megarl.models.placements import heads_on_rank
 from megarl.rollout.native.blocks import BLOCK_SIZE, SCRATCH_BLOCK, blocks_for
 from megarl.rollout.native.scheduler import BlockCopies, Running
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.tensors import STACKED_DOWN, STACKED_GATE_UP, layer_name, router_leaf
+from megarl.models.placements import STACKED_DOWN, STACKED_GATE_UP
+from megarl.models.tensors import layer_name, router_leaf
 from megarl.rollout.native.fused import silu_and_mul
 
 

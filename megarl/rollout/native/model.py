@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import EMBEDDING, FINAL_NORM, OUTPUT, heads_on_rank, layer_name
+from megarl.models.placements import heads_on_rank
+from megarl.models.tensors import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
 from megarl.rollout.native.attention import Attention
 from megarl.rollout.native.fused import add_and_norm
 from megarl.rollout.native.mlp import MLP, mlp_of, mlp_shapes
