@@ -38,7 +38,8 @@ def _serve(pipe: Connection) -> None:
                 dist.destroy_process_group()
                 # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second
                 gc.collect()
-                gc.freeze()  # what is left are modules: the next collection need not look at them
+                if not gc.get_freeze_count():
+                    gc.freeze()  # what is left are modules: the next collection need not look at them
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return  # the rank's state is unknown: the pool starts a fresh one
