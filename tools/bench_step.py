@@ -15,29 +15,28 @@ stages), and plain vLLM (with rollout.name=vllm the same engine; with rollout.na
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from bench_rollout import check_peer, peer_vllm, raw_vllm, replica_share, seconds
 from bench_train import Phase, measure_training, model_flops, phase
+from benchmark import finish, start
 
 from megarl.config import Config, ConfigError
 from megarl.models.architecture import Architecture
-from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.parallel.groups import Groups
 from megarl.rollout.vllm.engine import VLLMEngine
 from megarl.train import load_run_config
 from megarl.trainer.checks import check_layouts
-from megarl.trainer.inputs import Inputs, generation_layout, train_layout
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.report import Report
@@ -147,17 +146,8 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         print(f"bench_step: error: {e}", file=sys.stderr)
         return 2
-    init_distributed()
-    groups = build_groups(train_layout(config), generation_layout(config))
-    figures = measure(inputs, groups, args.rounds, alone=args.alone, peer=peer)
-    if groups.rank == 0:
-        print_table(figures)
-        print(json.dumps(asdict(figures)))
-        if args.json:
-            with open(args.json, "w", encoding="utf-8") as f:
-                json.dump(asdict(figures), f, indent=2)
-    destroy_groups()
-    dist.destroy_process_group()
+    groups = start(config)
+    finish(measure(inputs, groups, args.rounds, alone=args.alone, peer=peer), print_table, args.json)
     return 0
 
 
