@@ -11,6 +11,7 @@ KV-head replication are nothing but particular boxes.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -52,6 +53,27 @@ class Placement:
     rows: tuple[int, int]
     view: tuple[int, ...]
     index: Box
+
+    @property
+    def columns(self) -> int:
+        """Elements in a row of the parameter."""
+        first, last = self.rows
+        return math.prod(self.view) // (last - first)
+
+
+def geometry(placement: Placement, part: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Size, stride and offset within the parameter of `parameter[rows].view(view)[index][part]`, elements.
+
+    Args:
+        part: half-open range per axis, within the placement's box.
+    """
+    stride = tuple(math.prod(placement.view[axis + 1 :]) for axis in range(len(placement.view)))
+    starts = (base + lo for (base, _), (lo, _) in zip(placement.index, part, strict=True))
+    return (
+        tuple(hi - lo for lo, hi in part),
+        stride,
+        placement.rows[0] * placement.columns + sum(s * i for s, i in zip(stride, starts, strict=True)),
+    )
 
 
 # -------------------------------------------------------------------------------------- Megatron's training layout

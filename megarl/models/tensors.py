@@ -51,6 +51,11 @@ def intersect(a: Box, b: Box) -> Box | None:
     return out if all(lo < hi for lo, hi in out) else None
 
 
+def relative(box: Box, outer: Box) -> Box:
+    """A box in coordinates of another that contains it."""
+    return tuple((lo - base, hi - base) for (lo, hi), (base, _) in zip(box, outer, strict=True))
+
+
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 OUTPUT = "lm_head.weight"

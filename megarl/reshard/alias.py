@@ -8,13 +8,12 @@ layers of the rank's own stage.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import Placement, engine_placements, training_placements
-from megarl.models.tensors import EMBEDDING, OUTPUT, Box
+from megarl.models.placements import Placement, engine_placements, geometry, training_placements
+from megarl.models.tensors import EMBEDDING, OUTPUT, relative
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import FIRST_EXPERT, of_expert
 
@@ -86,27 +85,13 @@ def _within(sources: Iterable[Placement], wanted: Placement) -> Alias | None:
     """Where the placement's elements lie in a training parameter, if they do so in the same order."""
     for source in sources:
         if all(lo <= first and last <= hi for (lo, hi), (first, last) in zip(source.box, wanted.box, strict=True)):
-            strides, start = _flat(source, wanted.box)
-            wanted_strides, wanted_start = _flat(wanted, wanted.box)
+            _, strides, start = geometry(source, relative(wanted.box, source.box))
+            size, wanted_strides, wanted_start = geometry(wanted, relative(wanted.box, wanted.box))
             offset = start - wanted_start
-            axes = zip(strides, wanted_strides, wanted.box, strict=True)
-            if all(a == b or hi - lo == 1 for a, b, (lo, hi) in axes) and offset % ALIGNMENT == 0:
+            axes = zip(size, strides, wanted_strides, strict=True)
+            if all(n == 1 or a == b for n, a, b in axes) and offset % ALIGNMENT == 0:
                 return Alias(source=source.param, offset=offset)
     return None
-
-
-def _flat(placement: Placement, box: Box) -> tuple[tuple[int, ...], int]:
-    """Strides of a box within the placement's parameter, and the place of its first element; elements."""
-    view = placement.view
-    strides = tuple(math.prod(view[axis + 1 :]) for axis in range(len(view)))
-    inner = zip(strides, placement.index, box, placement.box, strict=True)
-    start = placement.rows[0] * _columns(placement)
-    return strides, start + sum(stride * (base + lo - outer) for stride, (base, _), (lo, _), (outer, _) in inner)
-
-
-def _columns(placement: Placement) -> int:
-    first, last = placement.rows
-    return math.prod(placement.view) // (last - first)
 
 
 def _sizes(arch: Architecture, placements: Iterable[Placement], vocab_rows: int) -> dict[str, int]:
@@ -118,5 +103,5 @@ def _sizes(arch: Architecture, placements: Iterable[Placement], vocab_rows: int)
             rows = vocab_rows
         elif arch.moe and of_expert(placement.tensor) and not of_expert(placement.param):
             rows = arch.moe.num_experts
-        out[placement.param] = max(out.get(placement.param, 0), rows * _columns(placement))
+        out[placement.param] = max(out.get(placement.param, 0), rows * placement.columns)
     return out

@@ -23,7 +23,7 @@ from itertools import groupby, product
 
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement, engine_placements, training_placements
-from megarl.models.tensors import Box, intersect, volume
+from megarl.models.tensors import Box, intersect, relative, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
 
@@ -56,12 +56,12 @@ class Piece:
     @property
     def source_part(self) -> Box:
         """The piece in coordinates of the source placement's box."""
-        return _relative(self.box, self.source.box)
+        return relative(self.box, self.source.box)
 
     @property
     def destination_part(self) -> Box:
         """The piece in coordinates of the destination placement's box."""
-        return _relative(self.box, self.destination.box)
+        return relative(self.box, self.destination.box)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,10 +298,6 @@ def _overlaps(box: Box, placements: Iterable[Placement]) -> list[tuple[Placement
     """The placements that want some of `box`, each with what it wants."""
     parts = ((placement, intersect(box, placement.box)) for placement in placements)
     return [(placement, part) for placement, part in parts if part is not None]
-
-
-def _relative(box: Box, outer: Box) -> Box:
-    return tuple((lo - base, hi - base) for (lo, hi), (base, _) in zip(box, outer, strict=True))
 
 
 def _check_coverage(wanted: dict[str, list[Placement]], pieces: Iterable[Piece]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.models.placements import Placement
+from megarl.models.placements import Placement, geometry
 from megarl.models.tensors import Box
 
 
@@ -77,16 +77,3 @@ def view_of(parameter: torch.Tensor, placement: Placement, part: Box) -> Strided
         part: half-open range per axis, within the placement's box.
     """
     return StridedView(parameter, *geometry(placement, part))
-
-
-def geometry(placement: Placement, part: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Size, stride and offset of `view_of`, elements; they follow from the placement alone."""
-    stride = tuple(math.prod(placement.view[axis + 1 :]) for axis in range(len(placement.view)))
-    first, last = placement.rows
-    columns = math.prod(placement.view) // (last - first)
-    starts = (base + lo for (base, _), (lo, _) in zip(placement.index, part, strict=True))
-    return (
-        tuple(hi - lo for lo, hi in part),
-        stride,
-        first * columns + sum(s * i for s, i in zip(stride, starts, strict=True)),
-    )

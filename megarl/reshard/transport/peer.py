@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.kernels import TRITON
+from megarl.models.placements import geometry
 from megarl.reshard.plan import Piece
 from megarl.reshard.transport import cuda_ipc
 from megarl.reshard.transport.agreement import Agreement, Offer, agree, first_in_job, host_identity
 from megarl.reshard.transport.copies import COPY, rectangles
 from megarl.reshard.transport.local import copy_local
-from megarl.reshard.views import StridedView, geometry
+from megarl.reshard.views import StridedView
 
 if TYPE_CHECKING:
     from megarl.reshard.transport.copy_kernel import FusedCopy
