@@ -6,9 +6,12 @@ destroys its own world of 1 to 6 ranks: gloo on CPUs; where there are enough GPU
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -22,6 +25,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while (job := pipe.recv()) is not None:
@@ -32,17 +36,16 @@ def _serve(pipe: Connection) -> None:
                 torch.cuda.set_device(rank)
                 backend = "cpu:gloo,cuda:nccl"
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
-            try:
-                pipe.send((True, fn(*args)))
-            finally:
-                dist.destroy_process_group()
-                # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second
-                gc.collect()
-                if not gc.get_freeze_count():
-                    gc.freeze()  # what is left are modules: the next collection need not look at them
+            result = fn(*args)
+            dist.destroy_process_group()
+            # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second
+            gc.collect()
+            if not gc.get_freeze_count():
+                gc.freeze()  # what is left are modules: the next collection need not look at them
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return  # the rank's state is unknown: the pool starts a fresh one
+        pipe.send((True, result))  # not before the groups are gone: the pool then removes the store they look into
 
 
 class Ranks:
@@ -82,6 +85,9 @@ class Ranks:
         while pending:
             answered = wait(list(pending), timeout)
             if not answered:
+                for rank in pending.values():  # each writes to stderr where it is
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                time.sleep(1)
                 return results, f"ranks {sorted(pending.values())} gave no answer within {timeout} s"
             for pipe in answered:
                 rank = pending.pop(pipe)

@@ -227,10 +227,12 @@ def test_a_rank_that_cannot_pull(ranks: Ranks, gpus: int) -> None:
         assert m.pulled == (0 if rank == 1 else m.received)
 
 
-def test_hosts_exchange_buckets_and_pull_within(ranks: Ranks) -> None:
-    needs(4)
-    moved = ranks.run(4, on_two_hosts, 4)
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_hosts_exchange_buckets_and_pull_within(ranks: Ranks, gpus: int) -> None:
+    needs(gpus)
+    moved = ranks.run(gpus, on_two_hosts, gpus)
     assert not any(rank.said for rank in moved)
     for rank, m in enumerate(moved):
         assert m.pulled < m.received  # the other stage is on the other host
-        assert (m.pulled > 0) == (rank in (1, 2))  # its quarter is in the half that the other rank of the host trains
+        # a quarter may lie in the half that the other rank of the host trains
+        assert (m.pulled > 0) == (gpus == 4 and rank in (1, 2))
