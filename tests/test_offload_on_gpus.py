@@ -133,3 +133,37 @@ def _reproducible(case: Case) -> list[Any]:
         return seen
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _checkpoint(case: Case) -> tuple[float, float]:
+    """GiB that a checkpoint takes on the GPU at most, and that reading one does."""
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.policy_loss import supervised_loss
+    from megarl.config.schema import Optim
+
+    with actor_in(case, LARGER, "bfloat16") as actor:
+        actor.start_optimizer(Optim(lr=1e-3), 4)
+        batch = fixed_batch()
+        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
+        actor.update(batch, micro_batches_of(actor), weights, supervised_loss, temperature=1.0)
+        actor.gather_parameters()
+        taken = []
+        for loading in (False, True):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            state = actor.sharded_training_state(loading=loading)
+            taken.append((torch.cuda.max_memory_allocated() - before) / 2**30)
+            del state
+        return taken[0], taken[1]
+
+
+@pytest.mark.parametrize("case", [Case(), Case(dp=2)], ids=lambda case: case.name)
+def test_a_checkpoint_takes_one_parameter_at_a_time(ranks: Ranks, case: Case) -> None:
+    """The optimizer's whole state would take twelve bytes per parameter."""
+    if torch.cuda.device_count() < case.world:
+        pytest.skip(f"needs {case.world} GPUs")
+    largest = 4 * LARGER.vocab_size * LARGER.hidden_size / 2**30
+    for saving, loading in ranks.run(case.world, _checkpoint, case):
+        assert 0 < saving < 1.5 * largest
+        assert loading < 0.1 * largest

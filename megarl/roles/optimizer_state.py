@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -48,6 +48,8 @@ def sharded_optimizer_state(
 ) -> dict[str, Any]:
     """The state as Megatron-Core's sharded state dict, shaped like the weights.
 
+    It lies on the host, and to save it only with the ranks that write it: a GPU has room for its own part of it.
+
     Args:
         optimizer: Megatron-Core's optimizer, distributed or not.
         weights: sharded state dict of the model.
@@ -57,16 +59,17 @@ def sharded_optimizer_state(
     Returns:
         {"step": ..., "state": {index of the weight: {name: sharded tensor of the weight's shape}}}
     """
-    state = {}
+    state: dict[int, dict[str, Any]] = {}
     for index, weight in enumerate(_weights(weights)):
         slot = _slot(optimizer, weight.data)
-        wholes = {name: torch.zeros_like(weight.data, dtype=torch.float32) for name in ("main", *MOMENTS)}
-        if not loading:
-            _gather(wholes, slot, data_parallel)
-        state[index] = {
-            name: replace(weight, key=f"optimizer.{name}.{weight.key}", data=whole, **_fp32(weight))
-            for name, whole in wholes.items()
-        }
+        state[index] = {}
+        for name in ("main", *MOMENTS):
+            if loading:
+                whole = torch.empty(weight.data.shape, dtype=torch.float32)
+            else:
+                whole = _gather(name, slot, weight, data_parallel)
+            key = f"optimizer.{name}.{weight.key}"
+            state[index][name] = replace(weight, key=key, data=whole, **_fp32(weight))
     return {"step": _step(optimizer), "state": state}
 
 
@@ -108,13 +111,18 @@ def copy_masters_to_weights(optimizer: Any) -> None:
         part._copy_main_params_to_model_params()
 
 
-def _gather(wholes: dict[str, Tensor], slot: Slot | None, data_parallel: dist.ProcessGroup | None) -> None:
-    """Put the parts of all data-parallel ranks together; they do not overlap, so adding them rounds nothing."""
-    for name, whole in wholes.items():
-        if slot is not None:
-            whole.view(-1)[slot.start : slot.stop] = slot.tensors()[name].detach().flatten()
-        if data_parallel is not None:
-            dist.all_reduce(whole, group=data_parallel)
+def _gather(name: str, slot: Slot | None, weight: Any, data_parallel: dist.ProcessGroup | None) -> Tensor:
+    """Put the parts of all data-parallel ranks together; they do not overlap, so adding them rounds nothing.
+
+    Returns:
+        the whole on the rank that will write it; its shape alone on the others.
+    """
+    whole = torch.zeros_like(weight.data, dtype=torch.float32)
+    if slot is not None:
+        whole.view(-1)[slot.start : slot.stop] = slot.tensors()[name].detach().flatten()
+    if data_parallel is not None:
+        dist.all_reduce(whole, group=data_parallel)
+    return whole.cpu() if is_main_replica(weight.replica_id) else torch.zeros(()).expand(whole.shape)
 
 
 def _weights(weights: dict[str, Any]) -> Iterator[Any]:
