@@ -55,7 +55,8 @@ def measure_links(groups: Groups, nbytes: int) -> Links:
             for work in post_exchange({partner: source}, {partner: destination}, torch.distributed.group.WORLD):
                 work.wait()
 
-    torch.distributed.barrier()  # a batch of sends and receives must not be the first to need the whole group
+    # NCCL joins the whole group; a batch of sends and receives must not be the first to need it
+    torch.distributed.all_reduce(torch.zeros((), device=groups.device))
     exchange()
     return Links(pull=pull, pull_by_kernel=by_kernel, exchange=nbytes / milliseconds(groups, exchange, ROUNDS) * 1e3)
 

@@ -94,7 +94,8 @@ def export_weights(
     first = next(iter(parameters.values()))
     files = plan_files(tensors.values(), first.element_size(), max_shard_bytes)
     holders = _holders(placements)
-    dist.barrier(group)  # NCCL joins the whole group; a batch of sends and receives must not be the first to need it
+    # NCCL joins the whole group; a batch of sends and receives must not be the first to need it
+    dist.all_reduce(torch.zeros((), device=first.device), group=group)
     writer: SafetensorsWriter | None = None
     for jobs in _rounds(files, ranks):
         pieces = {owner: _pieces(holders[tensor.name], owner) for owner, (_, tensor) in jobs.items()}

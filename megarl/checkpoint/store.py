@@ -23,6 +23,7 @@ def save_checkpoint(
     trainer_state: dict[str, Any],
     *,
     write_model: Callable[[str], None],
+    control: dist.ProcessGroup,
 ) -> str:
     """Write `global_step_{step}`; every rank calls it, and it returns once the checkpoint is complete.
 
@@ -33,6 +34,7 @@ def save_checkpoint(
         sharded: Megatron-Core sharded state dict of this rank.
         trainer_state: small JSON-able state, the same on every rank.
         write_model: called on every rank with the unfinished folder, to add the model's Hugging Face files.
+        control: all ranks, over gloo.
 
     Returns:
         the checkpoint's folder.
@@ -42,17 +44,17 @@ def save_checkpoint(
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         os.makedirs(partial)
-    dist.barrier()
+    dist.barrier(control)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist_checkpointing.save({**sharded, "rng": _rng_state()}, partial)
     write_model(partial)
-    dist.barrier()
+    dist.barrier(control)
     if dist.get_rank() == 0:
         write_state(partial, {**trainer_state, "world_size": dist.get_world_size()})
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
-    dist.barrier()
+    dist.barrier(control)
     return final
 
 

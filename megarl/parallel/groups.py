@@ -58,12 +58,16 @@ class Groups:
 
 
 def init_distributed(timeout_minutes: float = 30) -> None:
-    """Join the job's ranks (environment set by torchrun or srun): NCCL where there is a GPU, else gloo."""
+    """Join the job's ranks (environment set by torchrun or srun): NCCL where there is a GPU, else gloo.
+
+    A communicator of NCCL's takes half a GiB even if it has one rank. Megatron-Core makes more than a dozen groups, and
+    a run uses some of them, so every group gets its own at its first collective: `init_process_group` is not told the
+    device, which would give one to each at once.
+    """
     timeout = timedelta(minutes=timeout_minutes)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        dist.init_process_group("nccl", timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)
 

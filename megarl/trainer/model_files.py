@@ -28,7 +28,7 @@ def write_model_files(config: Config, actor: Policy, folder: str) -> None:
             os.makedirs(huggingface)
             copy_model_files(model.path, tokenizer, huggingface, dtype=model.dtype)
     if config.checkpoint.save_hf:
-        dist.barrier()
+        dist.barrier(actor.groups.control)
         _export(actor, huggingface)
 
 

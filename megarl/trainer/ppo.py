@@ -126,6 +126,7 @@ class PPOTrainer:
                 self._sharded_state(loading=False),
                 state,
                 write_model=partial(write_model_files, self.config, self.actor),
+                control=self.groups.control,
             )
             if self.groups.rank == 0:
                 prune_checkpoints(self.config.trainer.run_dir, self.config.trainer.max_ckpt_to_keep)
