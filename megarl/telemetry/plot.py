@@ -18,6 +18,7 @@ Row = Mapping[str, Any]
 _PHASES = {  # in the order of a step, drawn from the bottom up
     "generate": "#4269d0",
     "reshard": "#ff725c",
+    "offload": "#ff8ab7",
     "reward": "#efb118",
     "log_probs": "#6cc5b0",
     "ref": "#97bbf5",
@@ -113,7 +114,8 @@ def _draw_times(axes: Axes, steps: Sequence[Row]) -> None:
     limit, slowest = 1.6 * np.quantile(total, 0.8), int(total.argmax())
     if total[slowest] > 1.5 * limit:
         axes.set_ylim(0, limit)
-        axes.text(x[slowest] + 0.5, 0.98 * limit, f" {_seconds(total[slowest])}", color=_INK, fontsize=8, va="top")
+        text = f"{_seconds(total[slowest])} "
+        axes.text(x[slowest] - 0.5, 0.98 * limit, text, color=_INK, fontsize=8, ha="right", va="top")
 
 
 def _seconds(value: float) -> str:
@@ -122,7 +124,10 @@ def _seconds(value: float) -> str:
 
 
 def _phase_seconds(steps: Sequence[Row]) -> dict[str, np.ndarray]:
-    """Seconds of each phase at each step, 0 where a step lacks it; "other" is what no timer has seen of a step."""
+    """Seconds of each phase at each step, 0 where a step lacks it; "other" is what no timer has seen of a step.
+
+    Phases that take less than a thousandth of the time are left out: nobody could see them.
+    """
     names = {key for row in steps for key in row if key.startswith("timing/")}
     columns = {
         name.removeprefix("timing/").removesuffix("_s"): np.array([row.get(name) or 0.0 for row in steps])
@@ -132,7 +137,8 @@ def _phase_seconds(steps: Sequence[Row]) -> dict[str, np.ndarray]:
     if whole is not None:
         columns["other"] = np.maximum(whole - sum(columns.values()), 0.0)
     order = [*_PHASES, *(columns.keys() - _PHASES.keys())]
-    return {phase: columns[phase] for phase in order if phase in columns and columns[phase].any()}
+    visible = 1e-3 * sum(seconds.sum() for seconds in columns.values())
+    return {phase: columns[phase] for phase in order if phase in columns and columns[phase].sum() > visible}
 
 
 def _draw_warmup(scores: Axes, times: Axes, warmup: Sequence[Row], first: float, last: float) -> float:

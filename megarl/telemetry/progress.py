@@ -70,7 +70,7 @@ class Progress:
         phases = {
             key.removeprefix("timing/").removesuffix("_s"): f"{seconds:.2f}s"
             for key, seconds in metrics.items()
-            if key.startswith("timing/")
+            if key.startswith("timing/") and seconds >= 0.005
         }
         if self._live is None:
             groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (shown, phases)]
