@@ -153,15 +153,14 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
         return actor.accumulate_gradients(batch, micro_batches, weights, loss, temperature=1.0)
 
     deviation = max((float(out.maxima["actor/ratio_max_deviation"]) for out in step()), default=0.0)
-    jobs: dict[str, Callable[[], object]] = {
-        "forward + backward": step,
-        "optimizer": actor.step_optimizer,
-        "log-probs": lambda: actor.log_probs(batch, micro_batches, 1.0),
-    }
+    jobs: dict[str, Callable[[], object]] = {"forward + backward": step, "optimizer": actor.step_optimizer}
     if groups.train.pp == 1:
         plain = PlainMegatron(actor, batch, micro_batches)
         jobs |= {f"plain Megatron-Core, {name}": partial(plain.step, name) for name in plain.cross_entropies}
-    seen = Rounds(groups.device, groups.control).medians(jobs, rounds, warm_up=WARM_UP)
+    clock = Rounds(groups.device, groups.control)
+    seen = clock.medians(jobs, rounds, warm_up=WARM_UP)
+    log_probs = {"log-probs": lambda: actor.log_probs(batch, micro_batches, 1.0)}
+    seen |= clock.medians(log_probs, rounds, warm_up=WARM_UP)  # as in a run, not in turn with training
     if profile and groups.rank == 0:
         write_profile(step, profile)
     tokens = len(batch.tokens)

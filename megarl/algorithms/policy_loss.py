@@ -62,25 +62,25 @@ class PolicyLoss:
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
         assert tokens.old_logp is not None and tokens.advantages is not None
+        w, cost = tokens.weights, -tokens.advantages
         log_ratio = tokens.logp - tokens.old_logp
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        surrogate = (-tokens.advantages * ratio).maximum(-tokens.advantages * clipped)
+        surrogate = (cost * ratio).maximum(cost * clipped)
         if self.clip_c is not None:
-            capped = surrogate.minimum(-tokens.advantages * self.clip_c)
-            surrogate = capped.where(tokens.advantages < 0, surrogate)
-        w = tokens.weights
-        loss = (w * surrogate).sum()
+            capped = surrogate.minimum(cost * self.clip_c)
+            surrogate = capped.where(cost > 0, surrogate)
+        loss = w.dot(surrogate)
         sums = {
             "actor/pg_loss": loss.detach(),
-            "actor/entropy": (w * tokens.entropy.detach()).sum(),
-            "actor/clipfrac": (w * (clipped != ratio)).sum(),
-            "actor/ppo_kl": (w * -log_ratio.detach()).sum(),
+            "actor/entropy": w.dot(tokens.entropy.detach()),
+            "actor/clipfrac": w.dot((clipped != ratio).to(w.dtype)),
+            "actor/ppo_kl": -w.dot(log_ratio.detach()),
         }
         if self.entropy_coeff:
-            loss = loss - self.entropy_coeff * (w * tokens.entropy).sum()
+            loss = loss - self.entropy_coeff * w.dot(tokens.entropy)
         if tokens.ref_logp is not None:
-            kl = (w * kl_estimate(tokens.logp, tokens.ref_logp, self.kl_type)).sum()
+            kl = w.dot(kl_estimate(tokens.logp, tokens.ref_logp, self.kl_type))
             loss = loss + self.kl_coef * kl
             sums["actor/ref_kl"] = kl.detach()
         maxima = {"actor/ratio_max_deviation": (ratio.detach() - 1).abs().max()} if len(ratio) else {}
@@ -89,5 +89,5 @@ class PolicyLoss:
 
 def supervised_loss(tokens: TokenBatch) -> LossOutput:
     """Cross-entropy of the tokens."""
-    loss = -(tokens.weights * tokens.logp).sum()
+    loss = -tokens.weights.dot(tokens.logp)
     return LossOutput(loss=loss, sums={"actor/loss": loss.detach()}, maxima={})

@@ -123,8 +123,9 @@ class Policy:
             for sequences in micro_batches
         ]
         models = self.train_chunks() if train else self.chunks
-        for model in models:
-            model.train(train)
+        for chunk in self.chunks:
+            if chunk.training != train:  # it goes through hundreds of modules
+                chunk.train(train)
         schedule = get_forward_backward_func(self.groups.train.pp, self._virtual_size)
         interleaved = self.groups.train.chunks > 1
         collected = schedule(
