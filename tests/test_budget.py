@@ -82,8 +82,8 @@ def test_the_table_of_an_8b_model() -> None:
     assert first.phases["reshard"] == resident | weights | {"reshard buffers": 8 * (4 * 10**9 // 2**14)}
     prefill = 4 * 4096 + 5120 + 21_504
     activations = 2 * 8192 * prefill + 3 * 4 * 256 * 128_256
-    left = H200.memory // 2 - weights["engine weights"] - activations
-    tokens = int(left // 65_536)  # 2 x 32 layers x 4 heads x 128 x 2 bytes
+    tokens = 256 * 4096  # of 2 x 32 layers x 4 heads x 128 x 2 bytes
+    assert 65_536 * tokens < H200.memory // 2 - weights["engine weights"] - activations
     assert first.phases["generate"] == resident | weights | {
         "KV cache": 65_536 * tokens,
         "engine activations": activations,
@@ -163,6 +163,9 @@ def test_kv_caches() -> None:
     assert kv_bytes_per_token(native) == 65_536
     cache = kv_cache(native, H200)
     assert (cache.tokens, cache.sequences, cache.bytes) == (10 * 4096, 10, 10 * 4096 * 65_536)
+    many = job(rollout__max_num_seqs=1000)
+    left = H200.memory // 2 - 2 * own_engine_elements(many, 0) - engine_activations(many)
+    assert kv_cache(many, H200).tokens == left // 65_536 < 1000 * 4096
     none = kv_cache(job(actor__megatron__param_offload=True, rollout__gpu_memory_utilization=0.05), H200)
     assert (none.bytes, none.tokens, none.sequences) == (0, 0, 0)
     assert kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) == 2 * 94 * 128 * 2  # a KV head on two ranks
@@ -208,22 +211,22 @@ def test_what_cannot_fit_and_what_would_help() -> None:
     """On the last stage, which has a norm's weights more than the first."""
     assert _said(job(), 139 * GIB) == ([], [])
     last = (FIRST_STAGE + 4096) / GIB
-    activations = engine_activations(job()) / GIB
-    tight = job(rollout__gpu_memory_utilization=0.9)
-    (certain,), (estimated,) = _said(tight, 80 * GIB)
+    tight: dict[str, object] = {"rollout__gpu_memory_utilization": 0.9, "rollout__max_num_seqs": 512}
+    activations = engine_activations(job(**tight)) / GIB
+    (certain,), (estimated,) = _said(job(**tight), 80 * GIB)
     assert certain == (
         f"generate needs {12 * last + 0.9 * 80 - activations - 80:.2f} GiB more than the 80.00 GiB of a GPU of "
         f"pipeline stage 2; actor.megatron.optimizer_offload=true frees {6 * last:.2f} GiB, "
         f"actor.megatron.grad_offload=true frees {4 * last:.2f} GiB, "
         f"actor.megatron.param_offload=true frees {2 * (last - (SHARED + 4096) / GIB):.2f} GiB, a lower "
-        f"rollout.gpu_memory_utilization takes a smaller KV cache"
+        f"rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache"
     )
     assert estimated.startswith(f"generate needs {12 * last + 4 + 0.9 * 80 - 80:.2f} GiB more than")
-    relieved = job(rollout__gpu_memory_utilization=0.9, actor__megatron__optimizer_offload=True)
+    relieved = job(**tight, actor__megatron__optimizer_offload=True)
     (certain,), _ = _said(relieved, 80 * GIB)
     assert f"needs {6 * last + 0.9 * 80 - activations - 80:.2f} GiB" in certain and "optimizer_offload" not in certain
-    assert _said(job(rollout__gpu_memory_utilization=0.9, **MODES), 80 * GIB)[0] == []
-    (certain,), _ = _said(job(**MODES, rollout__gpu_memory_utilization=0.9), 20 * GIB)
+    assert _said(job(**tight, **MODES), 80 * GIB)[0] == []
+    (certain,), _ = _said(job(**tight, **MODES), 20 * GIB)
     assert certain.startswith("update needs ") and certain.endswith("; split the model over more GPUs")
 
 

@@ -111,3 +111,29 @@ def test_parameters_of_every_family_are_bit_equal_after_a_reshard(
 def test_parameters_are_bit_equal_after_sleep_and_wake(vllm_ranks: Ranks, family: str, tmp_path: Path) -> None:
     _skip_without(2)
     _check(vllm_ranks, Case(pp=2, gen_tp=2), family, tmp_path, sleeps=True)
+
+
+def _kv_cache_held(case: Case, folder: str) -> tuple[int, int]:
+    """Bytes of the KV cache in generation, and what the sequences can fill."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from megarl.rollout.vllm.engine import BLOCK
+
+    arch = read_architecture(folder)
+    rollout = {"name": "vllm", "max_num_seqs": 16, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    config = {"model": {"path": folder, "dtype": "bfloat16"}, "rollout": rollout}
+    with actor_in(Case(**{**vars(case), "config": config}), arch, "bfloat16") as actor:
+        hybrid = hybrid_of(actor, max_model_len=64)
+        with hybrid.generation():
+            pool = CuMemAllocator.get_instance().pointer_to_data.values()
+            held = sum(data.handle[1] for data in pool if data.tag == "kv_cache")
+        hybrid.close()
+    heads = arch.num_key_value_heads // case.gen_tp
+    return held, 16 * BLOCK * 2 * arch.num_layers * heads * arch.head_dim * 2
+
+
+def test_the_kv_cache_is_no_larger_than_its_sequences(vllm_ranks: Ranks, tmp_path: Path) -> None:
+    """vLLM's allocator gives memory out in pieces of 2 to 20 MiB; a third of the GPU would be tens of GiB."""
+    folder = _folder("llama", tmp_path / "llama")
+    for held, useful in vllm_ranks.run(1, _kv_cache_held, Case(gen_tp=1), folder):
+        assert useful <= held < useful + 64 * 2**20

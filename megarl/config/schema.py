@@ -211,7 +211,11 @@ class Rollout(Section):
         8192, ge=1, description="tokens computed together in one replica (native: prompt tokens only)"
     )
     gpu_memory_utilization: float = Field(
-        0.5, gt=0, le=1, description="part of a GPU's memory for the engine's own weights, activations and KV cache"
+        0.5,
+        gt=0,
+        le=1,
+        description="part of a GPU's memory for the engine's own weights, activations and KV cache, "
+        "which takes no more of it than max_num_seqs sequences can fill",
     )
     enforce_eager: bool = Field(
         False, description="no CUDA graphs (vllm: nor compilation, so it starts a minute sooner): generates more slowly"

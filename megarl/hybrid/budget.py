@@ -38,7 +38,7 @@ SAMPLER_COPIES = 3
 TILE_ENTRY = 8
 """Bytes for a tile of the copy kernel: the numbers of the copy and of the tile within it."""
 KV_LENGTH_MULTIPLE = 16
-"""Tokens in a block of the native engine's cache, `megarl.rollout.native.blocks.BLOCK_SIZE`."""
+"""Tokens in a block of the native engine's cache, `megarl.rollout.native.blocks.BLOCK_SIZE`, and of vLLM's mostly."""
 
 Items = dict[str, int]
 """Bytes by what they are for."""
@@ -256,14 +256,12 @@ def kv_bytes_per_token(job: Job) -> int:
 
 
 def kv_cache(job: Job, accelerator: Accelerator) -> KVCache:
-    """What `gpu_memory_utilization` leaves (0 if nothing); the native engine takes no more than its sequences fill."""
+    """What `gpu_memory_utilization` leaves (0 if nothing), but no more than the engine's sequences fill."""
     rollout, per_token = job.config.actor_rollout_ref.rollout, kv_bytes_per_token(job)
     weights = job.itemsize * max(own_engine_elements(job, stage) for stage in range(job.train.pp))
     left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)
-    tokens = max(0, left // per_token)
-    if rollout.name == "native":
-        useful = rollout.max_num_seqs * -(-job.max_model_len // KV_LENGTH_MULTIPLE) * KV_LENGTH_MULTIPLE
-        tokens = min(tokens, useful)
+    useful = rollout.max_num_seqs * -(-job.max_model_len // KV_LENGTH_MULTIPLE) * KV_LENGTH_MULTIPLE
+    tokens = min(max(0, left // per_token), useful)
     return KVCache(
         bytes=tokens * per_token, tokens=tokens, sequences=min(rollout.max_num_seqs, tokens // job.max_model_len)
     )

@@ -55,7 +55,7 @@ def _what_would_help(job: Job, stage: StageBudget, phase: str) -> str:
     frees = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
     said = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(frees.items(), key=lambda x: -x[1]) if n > 0]
     if phase == "generate" and job.config.actor_rollout_ref.rollout.name == "vllm":
-        said.append("a lower rollout.gpu_memory_utilization takes a smaller KV cache")
+        said.append("a lower rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache")
     return ", ".join(said) or "split the model over more GPUs"
 
 

@@ -18,8 +18,8 @@ from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.rollout.vllm import internals
 from megarl.types import Completion, SamplingParams
 
-CPU_BLOCK = 128
-"""Tokens in a KV cache block of vLLM on CPU."""
+BLOCK = 128
+"""Tokens in a KV cache block of vLLM: so many on CPUs, at most so many on GPUs."""
 
 
 class VLLMEngine:
@@ -35,8 +35,8 @@ class VLLMEngine:
         max_num_batched_tokens: tokens computed in one step, prompts and responses; of no use beyond the model's
             positions. CPU ranks compute a prompt in one step, however long.
         max_model_len: prompt and response of a sequence at most, tokens.
-        gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together. CPU ranks
-            take as much KV cache as `max_num_seqs` sequences can fill.
+        gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together, of which no
+            more is taken than `max_num_seqs` sequences can fill; CPU ranks take that much.
         enforce_eager: without compiled kernels and CUDA graphs; CPU ranks always are.
         sleeps: whether `sleep` gives memory back; without it, it does nothing. CPU ranks have no sleep.
         decode: token ids to text, for stop strings.
@@ -66,11 +66,12 @@ class VLLMEngine:
         self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
         self._sleeps = sleeps and not on_cpu
         self._asleep: set[str] = set()
+        kv_cache_bytes = _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype)
         with internals.undisturbed():
             internals.prepare(groups)
             from vllm import LLM
 
-            with internals.adopting(adopt, groups.device):
+            with internals.adopting(adopt, groups.device), internals.kv_cache_at_most(kv_cache_bytes):
                 self.llm = LLM(
                     model=path,
                     skip_tokenizer_init=True,
@@ -91,9 +92,7 @@ class VLLMEngine:
                     enable_chunked_prefill=not on_cpu,
                     max_model_len=max_model_len,
                     gpu_memory_utilization=gpu_memory_utilization,
-                    kv_cache_memory_bytes=(
-                        _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype) if on_cpu else None
-                    ),
+                    kv_cache_memory_bytes=kv_cache_bytes if on_cpu else None,
                     enforce_eager=enforce_eager or on_cpu,
                     enable_sleep_mode=self._sleeps,
                     enable_prefix_caching=True,
@@ -178,6 +177,6 @@ def _completion(output: Any, as_the_model: bool) -> Completion:
 
 def _kv_cache_bytes(arch: Architecture, tp: int, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> int:
     """What `max_num_seqs` sequences of full length take on one rank, and a block that vLLM keeps for itself."""
-    blocks = max_num_seqs * math.ceil(max_model_len / CPU_BLOCK) + 1
+    blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1
     heads = max(arch.num_key_value_heads // tp, 1)
-    return blocks * CPU_BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize
+    return blocks * BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize

@@ -139,6 +139,23 @@ def adopting(adopt: Adopt, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def kv_cache_at_most(nbytes: int) -> Iterator[None]:
+    """An `LLM` that is built meanwhile on a GPU takes no more than this of what it finds that it could.
+
+    vLLM would take all, to keep what it has computed for requests to come. Here no request outlives the weights, and to
+    give back and take again tens of GiB in every step costs time.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    own = Worker.determine_available_memory
+    Worker.determine_available_memory = lambda self: min(own(self), nbytes)
+    try:
+        yield
+    finally:
+        Worker.determine_available_memory = own
+
+
+@contextmanager
 def _matrices_begin_on_the_host() -> Iterator[None]:
     """Parameters that another tensor will replace must not take the GPU's memory first, not even for a moment.
 
