@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from megarl.models.architecture import Architecture
-from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.placements import Placement
 from megarl.models.tensors import Box, intersect
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import Piece, Plan, choose_sources
 
 
-def reference_plan(
-    arch: Architecture, train: TrainLayout, generation: GenerationLayout, rank: int, *, transformer_engine: bool
-) -> Plan:
-    block = train.model_ranks(rank)
+def reference_plan(layouts: Layouts, rank: int) -> Plan:
+    block = layouts.train.model_ranks(rank)
     holders: dict[str, dict[Box, dict[int, Placement]]] = {}
     for r in block:
-        for held in training_placements(arch, train, r, transformer_engine=transformer_engine):
+        for held in layouts.held(r):
             holders.setdefault(held.tensor, {}).setdefault(held.box, {}).setdefault(r, held)
     wanted: dict[int, dict[str, list[Placement]]] = {}
     for r in block:
         wanted[r] = defaultdict(list)
-        for placement in engine_placements(arch, generation.tp, generation.coords(r).tp):
+        for placement in layouts.wanted(layouts.generation.coords(r).tp):
             wanted[r][placement.tensor].append(placement)
 
     local: list[Piece] = []

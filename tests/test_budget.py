@@ -137,9 +137,7 @@ def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, in
     for stage in range(train.pp):
         own = []
         for rank in (r for r in range(train.world_size) if train.coords(r).pp == stage):
-            shared = plan_aliases(
-                arch, train, considered.generation, rank, transformer_engine=True, vocab_rows=considered.vocab_rows
-            )
+            shared = plan_aliases(considered.layouts, rank)
             wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, vocab_rows=rows)
             own.append(sum(volume(p.box) for p in wanted if p.param not in shared))
         assert own_engine_elements(considered, stage) == max(own)

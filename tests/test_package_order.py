@@ -35,6 +35,7 @@ TORCH_FREE = [
     "checkpoint/huggingface_folder.py",
     "checkpoint/safetensors_file.py",
     "checkpoint/file_slice.py",
+    "reshard/layouts.py",
     "reshard/plan.py",
     "reshard/repeat.py",
     "reshard/traffic.py",

@@ -14,10 +14,10 @@ from ranks import Ranks
 from reshard_cases import EXPERTS, INTEGERS, architecture, logical_values, parameters, same_bits
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import engine_placements, training_placements
 from megarl.models.tensors import EMBEDDING, FINAL_NORM
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.execute import Resharder
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.verify import checksum, verify
 from megarl.reshard.views import StridedView
@@ -59,12 +59,12 @@ def build(
     rank = dist.get_rank()
     generation = GenerationLayout(world_size=train.world_size, tp=generation_tp)
     values = logical_values(arch, dtype)
-    held = training_placements(arch, train, rank, transformer_engine=True)
-    wanted = list(engine_placements(arch, generation_tp, generation.coords(rank).tp))
+    layouts = Layouts(arch=arch, train=train, generation=generation, transformer_engine=True)
+    held, wanted = layouts.held(rank), list(layouts.wanted(generation.coords(rank).tp))
     source = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(held, values, dtype).items()}
     engine = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(wanted, {}, dtype).items()}
     expected = {name: p.to(device) for name, p in parameters(wanted, values, dtype).items()}
-    plan = plan_reshard(arch, train, generation, rank, transformer_engine=True)
+    plan = plan_reshard(layouts, rank)
     resharder = Resharder(plan, source, engine, group or block_group(train), bucket_bytes=bucket_bytes)
     return World(resharder=resharder, source=source, engine=engine, expected=expected)
 

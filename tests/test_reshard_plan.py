@@ -17,10 +17,11 @@ from reference_plan import reference_plan
 from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.placements import engine_placements, training_placements
+from megarl.models.placements import Placement
 from megarl.models.tensors import EMBEDDING, OUTPUT, logical_tensors, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.reshard.alias import Alias, plan_aliases
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
 from megarl.reshard.traffic import reshard_traffic
 from megarl.reshard.views import StridedView, view_of
@@ -28,17 +29,19 @@ from megarl.reshard.views import StridedView, view_of
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    arch: Architecture
-    train: TrainLayout
-    generation: GenerationLayout
-    transformer_engine: bool
+    layouts: Layouts
     block: tuple[int, ...]
 
     def plans(self) -> dict[int, Plan]:
-        return {
-            rank: plan_reshard(self.arch, self.train, self.generation, rank, transformer_engine=self.transformer_engine)
-            for rank in self.block
-        }
+        return {rank: plan_reshard(self.layouts, rank) for rank in self.block}
+
+    def wanted(self, rank: int) -> list[Placement]:
+        return list(self.layouts.wanted(self.layouts.generation.coords(rank).tp))
+
+
+def layouts_of(arch: Architecture, train: TrainLayout, generation_tp: int, stride: int = 1) -> Layouts:
+    generation = GenerationLayout(world_size=train.world_size, tp=generation_tp, stride=stride)
+    return Layouts(arch=arch, train=train, generation=generation, transformer_engine=True)
 
 
 @st.composite
@@ -64,17 +67,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
     arch.check_training(tp=tp, pp=pp, chunks=chunks, sequence_parallel=True)
     arch.check_generation(tp=generation_tp)
-    return Case(
+    stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1
+    layouts = Layouts(
         arch=arch,
         train=train,
-        generation=GenerationLayout(
-            world_size=world,
-            tp=generation_tp,
-            stride=closest_stride(train, generation_tp) if draw(st.booleans()) else 1,
-        ),
+        generation=GenerationLayout(world_size=world, tp=generation_tp, stride=stride),
         transformer_engine=draw(st.booleans()),
-        block=train.model_ranks(draw(st.integers(0, world - 1))),
     )
+    return Case(layouts=layouts, block=train.model_ranks(draw(st.integers(0, world - 1))))
 
 
 def arriving(plan: Plan) -> list[Piece]:
@@ -85,7 +85,7 @@ def arriving(plan: Plan) -> list[Piece]:
 @given(cases())
 def test_every_destination_element_is_written_exactly_once(case: Case) -> None:
     for rank, plan in case.plans().items():
-        placements = list(engine_placements(case.arch, case.generation.tp, case.generation.coords(rank).tp))
+        placements = case.wanted(rank)
         written = {name: np.zeros(shape, dtype=np.int64) for name, shape in shapes(placements).items()}
         for piece in arriving(plan):
             at = piece.destination
@@ -100,7 +100,7 @@ def test_every_destination_element_is_written_exactly_once(case: Case) -> None:
 @given(cases())
 def test_the_plan_is_that_of_planning_every_layer_and_expert(case: Case) -> None:
     for rank, plan in case.plans().items():
-        every = reference_plan(case.arch, case.train, case.generation, rank, transformer_engine=case.transformer_engine)
+        every = reference_plan(case.layouts, rank)
         assert plan == every
         assert (list(plan.sends), list(plan.receives)) == (list(every.sends), list(every.receives))
 
@@ -109,9 +109,7 @@ def test_the_plan_is_that_of_planning_every_layer_and_expert(case: Case) -> None
 @given(cases())
 def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
     for rank, plan in case.plans().items():
-        moved = reshard_traffic(
-            case.arch, case.train, case.generation, rank, transformer_engine=case.transformer_engine
-        )
+        moved = reshard_traffic(case.layouts, rank)
 
         def volumes(side: dict[int, tuple[Piece, ...]]) -> dict[int, int]:
             return {peer: sum(volume(piece.box) for piece in pieces) for peer, pieces in side.items()}
@@ -124,13 +122,13 @@ def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
 def numbered(case: Case, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The rank's training parameters, every element a number of its own, and its engine parameters after local copies,
     with -1 where nothing is copied to. Both with their vocabulary padding."""
-    held = training_placements(case.arch, case.train, rank, transformer_engine=case.transformer_engine)
-    wanted = engine_placements(case.arch, case.generation.tp, case.generation.coords(rank).tp)
+    held = case.layouts.held(rank)
+    wanted = case.wanted(rank)
     sizes = []
-    for placements, tp in ((held, case.train.tp), (wanted, case.generation.tp)):
+    for placements, tp in ((held, case.layouts.train.tp), (wanted, case.layouts.generation.tp)):
         placements = list(placements)
         vocabulary = {p.param for p in placements if p.tensor in (EMBEDDING, OUTPUT)}
-        rows = case.arch.padded_vocab_size(tp) // tp
+        rows = case.layouts.arch.padded_vocab_size(tp) // tp
         found = shapes(placements)
         sizes.append({name: [rows, *shape[1:]] if name in vocabulary else shape for name, shape in found.items()})
     source, start = {}, 0
@@ -149,7 +147,6 @@ def numbered(case: Case, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, 
 @given(cases())
 def test_aliases_are_the_parameters_that_copies_would_leave_in_order(case: Case) -> None:
     """Found by copying, for each engine parameter that is not waiting for other ranks."""
-    given = (case.arch, case.train, case.generation)
     for rank, plan in case.plans().items():
         source, engine = numbered(case, rank)
         arriving_names = {piece.destination.param for pieces in plan.receives.values() for piece in pieces}
@@ -164,11 +161,11 @@ def test_aliases_are_the_parameters_that_copies_would_leave_in_order(case: Case)
                 offset = int(first) - int(numbers.flatten()[0])
                 if 0 <= offset <= numbers.numel() - len(flat) and offset % 8 == 0:
                     expected[name] = Alias(source=param, offset=offset)
-        found = plan_aliases(*given, rank, transformer_engine=case.transformer_engine)
+        found = plan_aliases(case.layouts, rank)
         assert found == expected
-        of_first = plan_aliases(*given, rank, transformer_engine=case.transformer_engine, first_layers=True)
+        of_first = plan_aliases(case.layouts, rank, first_layers=True)
         assert of_first.items() <= found.items()
-        moved = reshard_traffic(*given, rank, transformer_engine=case.transformer_engine, aliases=of_first)
+        moved = reshard_traffic(case.layouts, rank, aliases=of_first)
         left = plan.without(found)
         assert moved.local == sum(volume(piece.box) for piece in left.local)
         assert moved.local + moved.aliased == sum(volume(piece.box) for piece in plan.local)
@@ -179,10 +176,9 @@ def test_what_identical_layouts_share() -> None:
     """All but queries, keys and values, which are in order where a rank has one KV head; and no stacked experts."""
     for tp, moe in ((1, None), (2, None), (4, None), (2, EXPERTS)):
         arch = architecture(num_layers=2, vocab_size=16, num_key_value_heads=4, qk_norm=True, moe=moe)
-        train, generation = TrainLayout(world_size=tp, tp=tp), GenerationLayout(world_size=tp, tp=tp)
+        layouts = layouts_of(arch, TrainLayout(world_size=tp, tp=tp), tp)
         for rank in range(tp):
-            wanted = {p.param for p in engine_placements(arch, tp, rank)}
-            own = wanted - plan_aliases(arch, train, generation, rank, transformer_engine=True).keys()
+            own = {p.param for p in layouts.wanted(rank)} - plan_aliases(layouts, rank).keys()
             assert len(own) == 2 * ((tp < 4) + 2 * (moe is not None))
             assert all("qkv_proj" in name or "routed_experts" in name for name in own)
 
@@ -201,11 +197,8 @@ def test_strided_replicas_receive_what_they_do_not_hold(
     norms = sum(volume(t.box) for t in logical_tensors(arch).values() if t.kind == "norm")
 
     def most(stride: int) -> int:
-        generation = GenerationLayout(world_size=tp * pp, tp=generation_tp, stride=stride)
-        return max(
-            reshard_traffic(arch, train, generation, rank, transformer_engine=True).received.total()
-            for rank in range(tp * pp)
-        )
+        layouts = layouts_of(arch, train, generation_tp, stride)
+        return max(reshard_traffic(layouts, rank).received.total() for rank in range(tp * pp))
 
     stage = 64 * 8 / sharded  # the embedding, or the output layer, makes the first and last stage larger
     assert most(closest_stride(train, generation_tp)) == pytest.approx(received * sharded, rel=stage, abs=norms)
@@ -216,10 +209,7 @@ def test_strided_replicas_receive_what_they_do_not_hold(
 @given(cases())
 def test_sources_hold_what_they_send_and_both_ends_agree(case: Case) -> None:
     plans = case.plans()
-    held = {
-        rank: set(training_placements(case.arch, case.train, rank, transformer_engine=case.transformer_engine))
-        for rank in case.block
-    }
+    held = {rank: set(case.layouts.held(rank)) for rank in case.block}
     for rank, plan in plans.items():
         assert not {rank, *plan.sends, *plan.receives} - set(case.block)
         for piece in arriving(plan):
@@ -240,7 +230,7 @@ def test_sources_hold_what_they_send_and_both_ends_agree(case: Case) -> None:
 def test_replicated_tensors_are_sent_by_their_holders_in_equal_parts(case: Case) -> None:
     sent: dict[tuple[str, object], dict[int, set[int]]] = {}
     for rank, plan in case.plans().items():
-        held = training_placements(case.arch, case.train, rank, transformer_engine=case.transformer_engine)
+        held = case.layouts.held(rank)
         for placement in held:
             sent.setdefault((placement.tensor, placement.box), {}).setdefault(rank, set())
         for peer, pieces in plan.sends.items():
@@ -285,17 +275,17 @@ def test_sources_are_of_the_taker_s_node_if_one_holds_it(
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_copying_the_pieces_gives_the_engine_the_logical_tensors(case: Case) -> None:
-    values = logical_values(case.arch, torch.float32)
+    values = logical_values(case.layouts.arch, torch.float32)
     source = {
         rank: parameters(
-            training_placements(case.arch, case.train, rank, transformer_engine=case.transformer_engine),
+            case.layouts.held(rank),
             values,
             torch.float32,
         )
         for rank in case.block
     }
     for rank, plan in case.plans().items():
-        placements = list(engine_placements(case.arch, case.generation.tp, case.generation.coords(rank).tp))
+        placements = case.wanted(rank)
         engine, expected = (parameters(placements, have, torch.float32) for have in ({}, values))
         for piece in arriving(plan):
             there = source[piece.source_rank][piece.source.param]
@@ -364,14 +354,14 @@ def test_planning_at_scale(
     """Prints the time, since a shared machine's clock proves nothing; holds the memory to its bound."""
     arch = Architecture(family="test", head_dim=128, max_position_embeddings=8192, **sizes)
     train = TrainLayout(world_size=world, tp=tp, pp=pp)
-    generation = GenerationLayout(world_size=world, tp=generation_tp)
+    layouts = layouts_of(arch, train, generation_tp)
     start = time.process_time()
-    plan = plan_reshard(arch, train, generation, world // 2 + 1, transformer_engine=True)
+    plan = plan_reshard(layouts, world // 2 + 1)
     print(f"{time.process_time() - start:.2f} s of processor time")
     assert len(arriving(plan)) == pieces_arrive
     del plan
     tracemalloc.start()
-    plan_reshard(arch, train, generation, world // 2 + 1, transformer_engine=True)
+    plan_reshard(layouts, world // 2 + 1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100e6

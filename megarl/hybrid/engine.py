@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from megarl.config.schema import ActorRolloutRef
 from megarl.models.tensors import EMBEDDING
 from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.execute import Resharder
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.shared import check_shared, shared_tensors
 from megarl.reshard.verify import verify
@@ -60,16 +62,17 @@ class HybridEngine:
         self._source = actor.parameters()
         self.leaving = [actor.gradients, actor.masters, actor.moments]
 
+        layouts = Layouts(
+            arch=actor.arch,
+            train=groups.train,
+            generation=groups.generation,
+            transformer_engine=actor.transformer_engine,
+            ranks_per_node=groups.ranks_per_node,
+        )
+
         def adopt(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
             if not self._offload:
-                self.aliases = plan_aliases(
-                    actor.arch,
-                    groups.train,
-                    groups.generation,
-                    groups.rank,
-                    transformer_engine=actor.transformer_engine,
-                    vocab_rows=shapes[EMBEDDING][0],
-                )
+                self.aliases = plan_aliases(replace(layouts, vocab_rows=shapes[EMBEDDING][0]), groups.rank)
             return shared_tensors(self.aliases, self._source, shapes)
 
         with actor.away():  # an engine that measures how much memory is free finds what it will find later
@@ -82,15 +85,8 @@ class HybridEngine:
                 decode=decode,
                 adopt=adopt,
             )
-        plan = plan_reshard(
-            actor.arch,
-            groups.train,
-            groups.generation,
-            groups.rank,
-            transformer_engine=actor.transformer_engine,
-            vocab_rows=len(self.engine.parameters()[EMBEDDING]),
-            ranks_per_node=groups.ranks_per_node,
-        )
+        vocab_rows = len(self.engine.parameters()[EMBEDDING])
+        plan = plan_reshard(replace(layouts, vocab_rows=vocab_rows), groups.rank)
         self.engine.wake(weights_only=True)
         self.resharder = Resharder(
             plan.without(self.aliases),

@@ -12,6 +12,7 @@ from megarl.models.placements import Placement, engine_placements, training_plac
 from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.alias import Alias, plan_aliases
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
 from megarl.rollout.vllm.checks import VOCAB_MULTIPLE
 
@@ -44,6 +45,18 @@ class Job:
         tp = self.generation.tp
         multiple = VOCAB_MULTIPLE if self.config.actor_rollout_ref.rollout.name == "vllm" else tp
         return -(-self.arch.vocab_size // multiple) * multiple // tp
+
+    @property
+    def layouts(self) -> Layouts:
+        """Which names the norms have is all that Transformer Engine changes."""
+        return Layouts(
+            arch=self.arch,
+            train=self.train,
+            generation=self.generation,
+            transformer_engine=True,
+            vocab_rows=self.vocab_rows,
+            ranks_per_node=self.gpus_per_node,
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -96,16 +109,7 @@ def aliases_of_first_layers(job: Job, rank: int) -> dict[str, Alias]:
     """The engine's parameters that are training parameters of the rank; of layers that are alike, the first's."""
     if job.config.actor_rollout_ref.actor.megatron.param_offload:
         return {}
-    # which names the norms have is all that Transformer Engine changes
-    return plan_aliases(
-        job.arch,
-        job.train,
-        job.generation,
-        rank,
-        transformer_engine=True,
-        vocab_rows=job.vocab_rows,
-        first_layers=True,
-    )
+    return plan_aliases(job.layouts, rank, first_layers=True)
 
 
 def own_engine_elements(job: Job, stage: int) -> int:
@@ -121,8 +125,7 @@ def _own_elements(job: Job, rank: int) -> int:
     aliased_layers = {layer for name in aliases if (layer := layer_of(name)) is not None}
 
     def held(layers: Container[int]) -> Iterator[Placement]:
-        tp, r = job.generation.tp, job.generation.coords(rank).tp
-        return engine_placements(job.arch, tp, r, vocab_rows=job.vocab_rows, layers=layers, experts=FIRST_EXPERT)
+        return job.layouts.wanted(job.generation.coords(rank).tp, layers=layers, experts=FIRST_EXPERT)
 
     aliased = (placement for placement in held(aliased_layers) if placement.param in aliases)
     in_chunk = repetitions(job.arch, chunks=job.train.pp * job.train.chunks)

@@ -47,19 +47,7 @@ def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
     tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
     places = [(stage, tp) for stage in stages for tp in tp_ranks]
     ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
-    return {
-        rank: reshard_traffic(
-            job.arch,
-            train,
-            job.generation,
-            rank,
-            transformer_engine=True,
-            vocab_rows=job.vocab_rows,
-            aliases=aliases_of_first_layers(job, rank),
-            ranks_per_node=job.gpus_per_node,
-        )
-        for rank in ranks
-    }
+    return {rank: reshard_traffic(job.layouts, rank, aliases=aliases_of_first_layers(job, rank)) for rank in ranks}
 
 
 def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:

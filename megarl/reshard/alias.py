@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import Placement, engine_placements, geometry, training_placements
+from megarl.models.placements import Placement, geometry
 from megarl.models.tensors import EMBEDDING, OUTPUT, relative
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, of_expert
 
 ALIGNMENT = 8
@@ -34,34 +34,23 @@ class Alias:
     offset: int
 
 
-def plan_aliases(
-    arch: Architecture,
-    train: TrainLayout,
-    generation: GenerationLayout,
-    rank: int,
-    *,
-    transformer_engine: bool,
-    vocab_rows: int | None = None,
-    first_layers: bool = False,
-) -> dict[str, Alias]:
+def plan_aliases(layouts: Layouts, rank: int, *, first_layers: bool = False) -> dict[str, Alias]:
     """The engine parameters of `rank` that are contiguous parts of its training parameters, by name.
 
     The rows of an engine parameter that no placement covers are vocabulary padding. They must be in the training
     parameter as well, where they are its padding: both end the vocabulary, and no engine draws a token from them.
 
     Args:
-        transformer_engine: see `training_placements`.
-        vocab_rows: see `engine_placements`.
         first_layers: look only at the first layer of each of the rank's model chunks, which the others are like.
     """
-    at, tp = train.coords(rank), generation.tp
-    chunks = [train.layers(arch.num_layers, at.pp, chunk) for chunk in range(train.chunks)]
+    arch, train, generation = layouts.arch, layouts.train, layouts.generation
+    stage = train.coords(rank).pp
+    chunks = [train.layers(arch.num_layers, stage, chunk) for chunk in range(train.chunks)]
     layers = {layer for chunk in chunks for layer in (chunk[:1] if first_layers else chunk)}
-    r, te = generation.coords(rank).tp, transformer_engine
-    held = list(training_placements(arch, train, rank, transformer_engine=te, layers=layers, experts=FIRST_EXPERT))
-    wanted = list(engine_placements(arch, tp, r, vocab_rows=vocab_rows, layers=layers, experts=FIRST_EXPERT))
+    held = list(layouts.held(rank, layers=layers, experts=FIRST_EXPERT))
+    wanted = list(layouts.wanted(generation.coords(rank).tp, layers=layers, experts=FIRST_EXPERT))
     room = _sizes(arch, held, arch.padded_vocab_size(train.tp) // train.tp)
-    needed = _sizes(arch, wanted, vocab_rows or arch.padded_vocab_size(tp) // tp)
+    needed = _sizes(arch, wanted, layouts.vocab_rows or arch.padded_vocab_size(generation.tp) // generation.tp)
     return {
         name: alias
         for name, alias in _same_order(held, wanted).items()

@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 
-from megarl.models.architecture import Architecture
-from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.placements import Placement
 from megarl.models.tensors import Box, intersect, relative, volume
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
 
 Holders = dict[str, dict[Box, dict[int, Placement]]]
@@ -83,38 +82,18 @@ class Plan:
         return replace(self, local=tuple(p for p in self.local if p.destination.param not in aliased))
 
 
-def plan_reshard(
-    arch: Architecture,
-    train: TrainLayout,
-    generation: GenerationLayout,
-    rank: int,
-    *,
-    transformer_engine: bool,
-    vocab_rows: int | None = None,
-    ranks_per_node: int = sys.maxsize,
-) -> Plan:
+def plan_reshard(layouts: Layouts, rank: int) -> Plan:
     """What `rank` copies, sends and receives so that its engine parameters hold the actor's weights.
 
     Args:
-        rank: global rank; its peers are among `train.model_ranks(rank)`.
-        transformer_engine: see `training_placements`.
-        vocab_rows: see `engine_placements`.
-        ranks_per_node: consecutive ranks that share a node; by default all do.
+        rank: global rank; its peers are among `layouts.train.model_ranks(rank)`.
     """
     local: list[Piece] = []
     sends: defaultdict[int, list[Piece]] = defaultdict(list)
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
-    steps = plan_once(
-        arch,
-        train,
-        generation,
-        rank,
-        transformer_engine=transformer_engine,
-        vocab_rows=vocab_rows,
-        ranks_per_node=ranks_per_node,
-    )
+    times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
     with _garbage_collection_paused():
-        for piece in _repeat(steps, repetitions(arch, chunks=train.pp * train.chunks)):
+        for piece in _repeat(plan_once(layouts, rank), times):
             if piece.source_rank == piece.destination_rank:
                 local.append(piece)
             elif piece.destination_rank == rank:
@@ -142,37 +121,20 @@ class Step:
     pieces: list[Piece]
 
 
-def plan_once(
-    arch: Architecture,
-    train: TrainLayout,
-    generation: GenerationLayout,
-    rank: int,
-    *,
-    transformer_engine: bool,
-    vocab_rows: int | None = None,
-    ranks_per_node: int = sys.maxsize,
-) -> list[Step]:
+def plan_once(layouts: Layouts, rank: int) -> list[Step]:
     """The plan of what belongs to no layer, of each model chunk's first layer, and in it of the first expert.
 
     All other layers and experts are planned alike, so the time does not depend on their number.
     """
-    assert train.world_size == generation.world_size, "both layouts are of the same ranks"
+    train = layouts.train
     block = train.model_ranks(rank)
-    engine_rank = {r: generation.coords(r).tp for r in block}
+    engine_rank = {r: layouts.generation.coords(r).tp for r in block}
     chunks = product(range(train.pp), range(train.chunks))
-    first_layers = {train.layers(arch.num_layers, pp, chunk)[0] for pp, chunk in chunks}
+    first_layers = {train.layers(layouts.arch.num_layers, pp, chunk)[0] for pp, chunk in chunks}
     wanted = {
-        g: _by_tensor(
-            engine_placements(arch, generation.tp, g, vocab_rows=vocab_rows, layers=first_layers, experts=FIRST_EXPERT)
-        )
-        for g in set(engine_rank.values())
+        g: _by_tensor(layouts.wanted(g, layers=first_layers, experts=FIRST_EXPERT)) for g in set(engine_rank.values())
     }
-    held_by_block = {
-        r: training_placements(
-            arch, train, r, transformer_engine=transformer_engine, layers=first_layers, experts=FIRST_EXPERT
-        )
-        for r in block
-    }
+    held_by_block = {r: layouts.held(r, layers=first_layers, experts=FIRST_EXPERT) for r in block}
     steps: list[Step] = []
     for tensor, boxes in _holders(held_by_block).items():
         pieces: list[Piece] = []
@@ -181,7 +143,7 @@ def plan_once(
             asking = block if rank in held or len(held) > 1 else (rank,)
             common = {g: _overlaps(box, wanted[g].get(tensor, ())) for g in {engine_rank[r] for r in asking}}
             takers = [r for r in asking if common[engine_rank[r]]]
-            for taker, source in choose_sources(takers, held, turn, ranks_per_node).items():
+            for taker, source in choose_sources(takers, held, turn, layouts.ranks_per_node).items():
                 if rank in (taker, source):
                     pieces += [
                         Piece(source_rank=source, destination_rank=taker, source=held[source], destination=to, box=part)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
 
-from megarl.models.architecture import Architecture
 from megarl.models.tensors import volume
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import plan_once
 from megarl.reshard.repeat import repetitions
 
@@ -30,34 +28,15 @@ class Traffic:
     received: Counter[int]
 
 
-def reshard_traffic(
-    arch: Architecture,
-    train: TrainLayout,
-    generation: GenerationLayout,
-    rank: int,
-    *,
-    transformer_engine: bool,
-    vocab_rows: int | None = None,
-    aliases: Container[str] = (),
-    ranks_per_node: int = sys.maxsize,
-) -> Traffic:
-    """The elements of the pieces of `plan_reshard`, whose arguments these are, but for the last.
+def reshard_traffic(layouts: Layouts, rank: int, *, aliases: Container[str] = ()) -> Traffic:
+    """The elements of the pieces of `plan_reshard`.
 
     Args:
         aliases: names of engine parameters that are training parameters (`plan_aliases` of the first layers).
     """
-    times = repetitions(arch, chunks=train.pp * train.chunks)
+    times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
     local, aliased, sent, received = 0, 0, Counter[int](), Counter[int]()
-    steps = plan_once(
-        arch,
-        train,
-        generation,
-        rank,
-        transformer_engine=transformer_engine,
-        vocab_rows=vocab_rows,
-        ranks_per_node=ranks_per_node,
-    )
-    for step in steps:
+    for step in plan_once(layouts, rank):
         for piece in step.pieces:
             elements = times.of(step.tensor) * volume(piece.box)
             if piece.destination_rank == rank and piece.destination.param in aliases:
