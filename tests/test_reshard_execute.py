@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,11 +56,14 @@ def build(
     bucket_bytes: int = 1 << 20,
     group: dist.ProcessGroup | None = None,
     device: str = "cpu",
+    ranks_per_node: int = sys.maxsize,
 ) -> World:
     rank = dist.get_rank()
     generation = GenerationLayout(world_size=train.world_size, tp=generation_tp)
     values = logical_values(arch, dtype)
-    layouts = Layouts(arch=arch, train=train, generation=generation, transformer_engine=True)
+    layouts = Layouts(
+        arch=arch, train=train, generation=generation, transformer_engine=True, ranks_per_node=ranks_per_node
+    )
     held, wanted = layouts.held(rank), list(layouts.wanted(generation.coords(rank).tp))
     source = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(held, values, dtype).items()}
     engine = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(wanted, {}, dtype).items()}
@@ -73,18 +77,28 @@ def build(
 
 
 def reshard_all(tp: int, pp: int, generation_tp: int) -> list[int]:
-    """Both dtypes, with buckets that hold everything and buckets of which a row fills several; experts; twice each."""
+    """Both dtypes, with buckets that hold everything and buckets of which a row fills several; experts; nodes of two
+    ranks; twice each."""
     train = TrainLayout(world_size=dist.get_world_size(), tp=tp, pp=pp)
     group = block_group(train)
     moved = []
     cases = (
-        (torch.float32, 1 << 20, False, None),
-        (torch.bfloat16, 144, True, None),
-        (torch.float32, 4096, True, EXPERTS),
+        (torch.float32, 1 << 20, False, None, sys.maxsize),
+        (torch.bfloat16, 144, True, None, sys.maxsize),
+        (torch.float32, 4096, True, EXPERTS, sys.maxsize),
+        (torch.float32, 4096, True, EXPERTS, 2),
     )
-    for dtype, bucket_bytes, tied, moe in cases:
+    for dtype, bucket_bytes, tied, moe, ranks_per_node in cases:
         arch = architecture(num_layers=pp, tied=tied, qkv_bias=True, qk_norm=True, moe=moe)
-        world = build(arch, train, generation_tp, dtype=dtype, bucket_bytes=bucket_bytes, group=group)
+        world = build(
+            arch,
+            train,
+            generation_tp,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            group=group,
+            ranks_per_node=ranks_per_node,
+        )
         world.resharder.run()
         world.check()
         verify(world.resharder)
@@ -110,9 +124,10 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("world", "tp", "pp", "generation_tp"), LAYOUTS)
 def test_the_engine_gets_the_logical_tensors(ranks: Ranks, world: int, tp: int, pp: int, generation_tp: int) -> None:
-    received = ranks.run(world, reshard_all, tp, pp, generation_tp)
-    if tp == pp == 1:
-        assert received == [[0, 0, 0]] * world
+    for received in ranks.run(world, reshard_all, tp, pp, generation_tp):
+        assert received[2] == received[3]  # on whatever way
+        if tp == pp == 1:
+            assert not any(received)
 
 
 def reshard_interleaved() -> None:
@@ -235,6 +250,27 @@ def test_verify_names_what_differs(ranks: Ranks, name: str, source: int, how: st
     said = ranks.run(4, spoil, name, how)
     assert said[0] == said[2] == said[3] == ""
     assert said[1].startswith("1 pieces differ") and f"{name} (rank {source} to rank 1)" in said[1]
+
+
+def spoil_a_share() -> str:
+    """As `spoil`, of what rank 1 got from the other node and passed on to rank 0."""
+    layout = TrainLayout(world_size=4, pp=4)
+    world = build(architecture(num_layers=4), layout, 1, ranks_per_node=2)
+    world.resharder.run()
+    verify(world.resharder)
+    if dist.get_rank() == 1:
+        world.engine[FINAL_NORM].data.view(torch.int32)[4] ^= 1
+    try:
+        verify(world.resharder)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_verify_sees_both_steps_of_what_a_node_shares(ranks: Ranks) -> None:
+    said = ranks.run(4, spoil_a_share)
+    assert said[2] == said[3] == ""
+    assert f"{FINAL_NORM} (rank 3 to rank 1)" in said[1] and f"{FINAL_NORM} (rank 1 to rank 0)" in said[0]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)

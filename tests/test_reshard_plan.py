@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import tracemalloc
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,7 +22,7 @@ from reshard_cases import EXPERTS, architecture, logical_values, parameters, sam
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.models.placements import Placement
-from megarl.models.tensors import EMBEDDING, OUTPUT, logical_tensors, volume
+from megarl.models.tensors import EMBEDDING, OUTPUT, Box, intersect, logical_tensors, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.layouts import Layouts
@@ -73,12 +77,17 @@ def cases(draw: st.DrawFn) -> Case:
         train=train,
         generation=GenerationLayout(world_size=world, tp=generation_tp, stride=stride),
         transformer_engine=draw(st.booleans()),
+        ranks_per_node=draw(st.sampled_from((sys.maxsize, 2, 4))),
     )
     return Case(layouts=layouts, block=train.model_ranks(draw(st.integers(0, world - 1))))
 
 
 def arriving(plan: Plan) -> list[Piece]:
-    return [*plan.local, *(piece for pieces in plan.receives.values() for piece in pieces)]
+    return [*plan.local, *received(plan)]
+
+
+def received(plan: Plan) -> list[Piece]:
+    return [piece for side in (plan.receives, plan.relay_receives) for pieces in side.values() for piece in pieces]
 
 
 @settings(max_examples=60, deadline=None)
@@ -102,7 +111,8 @@ def test_the_plan_is_that_of_planning_every_layer_and_expert(case: Case) -> None
     for rank, plan in case.plans().items():
         every = reference_plan(case.layouts, rank)
         assert plan == every
-        assert (list(plan.sends), list(plan.receives)) == (list(every.sends), list(every.receives))
+        for side in ("sends", "receives", "relay_sends", "relay_receives"):
+            assert list(getattr(plan, side)) == list(getattr(every, side))
 
 
 @settings(max_examples=30, deadline=None)
@@ -111,12 +121,16 @@ def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
     for rank, plan in case.plans().items():
         moved = reshard_traffic(case.layouts, rank)
 
-        def volumes(side: dict[int, tuple[Piece, ...]]) -> dict[int, int]:
-            return {peer: sum(volume(piece.box) for piece in pieces) for peer, pieces in side.items()}
+        def volumes(*sides: dict[int, tuple[Piece, ...]]) -> Counter[int]:
+            out = Counter[int]()
+            for peer, pieces in (item for side in sides for item in side.items()):
+                out[peer] += sum(volume(piece.box) for piece in pieces)
+            return out
 
         assert moved.local == sum(volume(piece.box) for piece in plan.local)
         assert moved.aliased == 0
-        assert (dict(moved.sent), dict(moved.received)) == (volumes(plan.sends), volumes(plan.receives))
+        assert moved.sent == volumes(plan.sends, plan.relay_sends)
+        assert moved.received == volumes(plan.receives, plan.relay_receives)
 
 
 def numbered(case: Case, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -149,7 +163,7 @@ def test_aliases_are_the_parameters_that_copies_would_leave_in_order(case: Case)
     """Found by copying, for each engine parameter that is not waiting for other ranks."""
     for rank, plan in case.plans().items():
         source, engine = numbered(case, rank)
-        arriving_names = {piece.destination.param for pieces in plan.receives.values() for piece in pieces}
+        arriving_names = {piece.destination.param for piece in received(plan)}
         expected = {}
         for name, copied in engine.items():
             flat = copied.flatten()
@@ -212,22 +226,58 @@ def test_sources_hold_what_they_send_and_both_ends_agree(case: Case) -> None:
     held = {rank: set(case.layouts.held(rank)) for rank in case.block}
     for rank, plan in plans.items():
         assert not {rank, *plan.sends, *plan.receives} - set(case.block)
+        relayed = {piece for pieces in plan.relay_receives.values() for piece in pieces}
         for piece in arriving(plan):
-            assert piece.source in held[piece.source_rank]
+            if piece in relayed:
+                given = {(p.destination, p.box) for p in arriving(plans[piece.source_rank])} - relayed
+                assert (piece.source, piece.box) in given and piece.source == piece.destination
+            else:
+                assert piece.source in held[piece.source_rank]
             assert piece.source.tensor == piece.destination.tensor == piece.tensor
             for (lo, hi), (first, last) in zip(piece.box, piece.source.box, strict=True):
                 assert first <= lo < hi <= last
             if piece.source_rank != rank:  # never from elsewhere what the rank has itself
-                assert all(p.box != piece.source.box for p in held[rank] if p.tensor == piece.tensor)
+                assert all(intersect(p.box, piece.box) is None for p in held[rank] if p.tensor == piece.tensor)
+        for sends, receives in (("sends", "receives"), ("relay_sends", "relay_receives")):
+            for peer, pieces in getattr(plan, receives).items():
+                assert pieces and pieces == getattr(plans[peer], sends)[rank]
+            for peer in getattr(plan, sends):
+                assert rank in getattr(plans[peer], receives)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_what_replicas_of_a_node_share_comes_from_other_nodes_once(case: Case) -> None:
+    """Counted in elements, per node and place in the replica; and the ranks of a node take equal parts."""
+    per_node = case.layouts.ranks_per_node
+    came: dict[tuple[int, int, str], list[Box]] = {}
+    for rank, plan in case.plans().items():
+        node, place = rank // per_node, case.layouts.generation.coords(rank).tp
         for peer, pieces in plan.receives.items():
-            assert pieces and pieces == plans[peer].sends[rank]
-        for peer in plan.sends:
-            assert rank in plans[peer].receives
+            for piece in pieces if peer // per_node != node else ():
+                came.setdefault((node, place, piece.tensor), []).append(piece.box)
+        assert all(peer // per_node == node for peer in (*plan.relay_sends, *plan.relay_receives))
+    for boxes in came.values():
+        assert not any(intersect(a, b) for a, b in combinations(boxes, 2))
+
+
+def test_replicas_of_a_node_take_even_shares_from_the_other_node() -> None:
+    """Four stages on two nodes, four replicas: each rank lacks three quarters, of which half come from far."""
+    arch = architecture(num_layers=8, hidden_size=64, ffn_hidden_size=64, vocab_size=64)
+    layouts = replace(layouts_of(arch, TrainLayout(world_size=4, pp=4), 1), ranks_per_node=2)
+    model = sum(volume(tensor.box) for tensor in logical_tensors(arch).values())
+    for rank in range(4):
+        moved = reshard_traffic(layouts, rank)
+        near, far = moved.received[rank ^ 1], sum(moved.received[r] for r in range(4) if r // 2 != rank // 2)
+        assert near == pytest.approx(2 / 4 * model, rel=0.1)
+        assert far == pytest.approx(1 / 4 * model, rel=0.1)
+        assert moved.local + near + far == model
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_replicated_tensors_are_sent_by_their_holders_in_equal_parts(case: Case) -> None:
+    case = replace(case, layouts=replace(case.layouts, ranks_per_node=sys.maxsize))
     sent: dict[tuple[str, object], dict[int, set[int]]] = {}
     for rank, plan in case.plans().items():
         held = case.layouts.held(rank)
@@ -284,15 +334,23 @@ def test_copying_the_pieces_gives_the_engine_the_logical_tensors(case: Case) -> 
         )
         for rank in case.block
     }
-    for rank, plan in case.plans().items():
-        placements = case.wanted(rank)
-        engine, expected = (parameters(placements, have, torch.float32) for have in ({}, values))
-        for piece in arriving(plan):
-            there = source[piece.source_rank][piece.source.param]
-            read = view_of(there, piece.source, piece.source_part)
-            write = view_of(engine[piece.destination.param], piece.destination, piece.destination_part)
-            write.tensor().copy_(read.tensor())
-        for name, parameter in engine.items():
+    plans = case.plans()
+    engine = {rank: parameters(case.wanted(rank), {}, torch.float32) for rank in case.block}
+
+    def copy(piece: Piece, there: Mapping[str, torch.Tensor]) -> None:
+        read = view_of(there[piece.source.param], piece.source, piece.source_part)
+        here = engine[piece.destination_rank][piece.destination.param]
+        view_of(here, piece.destination, piece.destination_part).tensor().copy_(read.tensor())
+
+    for plan in plans.values():
+        for piece in (*plan.local, *(p for pieces in plan.receives.values() for p in pieces)):
+            copy(piece, source[piece.source_rank])
+    for plan in plans.values():
+        for piece in (p for pieces in plan.relay_receives.values() for p in pieces):
+            copy(piece, engine[piece.source_rank])
+    for rank in case.block:
+        expected = parameters(case.wanted(rank), values, torch.float32)
+        for name, parameter in engine[rank].items():
             assert same_bits(parameter, expected[name]), name
 
 

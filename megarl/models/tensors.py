@@ -51,6 +51,16 @@ def intersect(a: Box, b: Box) -> Box | None:
     return out if all(lo < hi for lo, hi in out) else None
 
 
+def even_share(box: Box, number: int, count: int) -> Box | None:
+    """Part `number` of `count` even parts of a box; None if there are not enough rows for it to get one."""
+    if count == 1:
+        return box
+    axis = next((axis for axis, (lo, hi) in enumerate(box) if hi - lo >= count), 0)
+    lo, hi = box[axis]
+    first, last = (lo + (hi - lo) * i // count for i in (number, number + 1))
+    return (*box[:axis], (first, last), *box[axis + 1 :]) if first < last else None
+
+
 def relative(box: Box, outer: Box) -> Box:
     """A box in coordinates of another that contains it."""
     return tuple((lo - base, hi - base) for (lo, hi), (base, _) in zip(box, outer, strict=True))

@@ -41,7 +41,8 @@ class Resharder:
     """Writes the actor's weights from the training parameters into the engine's, in place, bit for bit.
 
     GPUs of one host read each other's memory, where it can be mapped; all else travels in buckets. Which pairs of
-    ranks do which is settled by both of them together, anew whenever parameters that others read have moved.
+    ranks do which is settled by both of them together, anew whenever parameters that others read have moved. What ranks
+    of a host take from another host in shares, they then exchange, in buckets.
 
     Built once; building is a collective call over the group. The tensors of both mappings must stay the live
     parameters. Their storage may move between runs (`parameter.data = ...`), and this process holds none of it here;
@@ -59,6 +60,7 @@ class Resharder:
         plan, group: as given.
         local: source and destination view of each of `plan.local`.
         sends, receives: by peer, the view of each piece of `plan.sends` and `plan.receives`.
+        relay_sends, relay_receives: likewise; all are the engine's.
         peer: what reads the memory of other ranks of the host; None where there is no such way.
         statistics: what a run moves, as was settled last.
 
@@ -95,6 +97,9 @@ class Resharder:
         self.local = [(read(piece), write(piece)) for piece in plan.local]
         self.sends = {peer: [read(piece) for piece in pieces] for peer, pieces in plan.sends.items()}
         self.receives = {peer: [write(piece) for piece in pieces] for peer, pieces in plan.receives.items()}
+        # a relayed piece has the same place at both ends
+        self.relay_sends = {peer: [write(piece) for piece in pieces] for peer, pieces in plan.relay_sends.items()}
+        self.relay_receives = {peer: [write(piece) for piece in pieces] for peer, pieces in plan.relay_receives.items()}
         self._device, self._bucket_bytes = first.device, bucket_bytes
         self._direct: frozenset[Pair] | None = None
         self.peer: PeerTransport | None = None
@@ -106,6 +111,9 @@ class Resharder:
                 group,
                 device=first.device,
             )
+        self._relay = CollectiveTransport(
+            self.relay_sends, self.relay_receives, group, device=first.device, bucket_bytes=bucket_bytes
+        )
         self._connect()
 
     @torch.no_grad()
@@ -114,12 +122,14 @@ class Resharder:
         peer = self.peer
         if peer is None:
             self._collective.run(meanwhile=lambda k: copy_local(self.local[k :: self._collective.rounds]))
-            return
-        if not peer.ready():
-            self._connect()
-        # an even share of the copies per round: all of them during the first would hold up the second
-        self._collective.run(meanwhile=lambda k: peer.copy(k, self._collective.rounds))
-        peer.finish()
+        else:
+            if not peer.ready():
+                self._connect()
+            # an even share of the copies per round: all of them during the first would hold up the second
+            self._collective.run(meanwhile=lambda k: peer.copy(k, self._collective.rounds))
+            peer.finish()
+        if self._relay.buffer_bytes:
+            self._relay.run(meanwhile=lambda _: None)
 
     def release(self) -> None:
         """Lets go of the memory of other ranks, which the next run finds anew. Every rank of the group calls it.
@@ -145,10 +155,11 @@ class Resharder:
         pulled = [views for peer, views in self.receives.items() if (peer, rank) in direct]
         self.statistics = ReshardStatistics(
             local=sum(view.nbytes for view, _ in self.local),
-            sent=_nbytes(self.sends.values()),
-            received=_nbytes(self.receives.values()),
+            sent=_nbytes((*self.sends.values(), *self.relay_sends.values())),
+            received=_nbytes((*self.receives.values(), *self.relay_receives.values())),
             pulled=_nbytes(pulled),
-            buffers=self._collective.buffer_bytes + (self.peer.table_bytes if self.peer is not None else 0),
+            buffers=max(self._collective.buffer_bytes, self._relay.buffer_bytes)
+            + (self.peer.table_bytes if self.peer is not None else 0),
         )
 
 

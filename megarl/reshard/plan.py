@@ -4,6 +4,9 @@ A model-parallel block of the training layout (same dp and cp; every tp and pp) 
 all it needs from its own block: the load spreads over the replicas by construction, one process group carries it, and
 planning costs the same at any data-parallel size.
 
+What several ranks of a node want from another node, because they have the same place in different replicas, each of
+them takes an even share of, and passes it on to the others: it travels between the nodes once.
+
 Every rank of a block walks the same pieces in the same order (tensor, source box, destination placement) and keeps
 those it takes part in. So sender and receiver agree on the order of their pieces without talking.
 
@@ -22,9 +25,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from megarl.models.placements import Placement
-from megarl.models.tensors import Box, intersect, relative, volume
+from megarl.models.tensors import Box, even_share, intersect, relative, volume
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
+
+Pieces = tuple["Piece", ...]
+"""In the order in which they travel."""
 
 Holders = dict[str, dict[Box, dict[int, Placement]]]
 """Logical tensor -> distinct source box -> rank that holds it -> where."""
@@ -71,11 +77,15 @@ class Plan:
         local: pieces the rank copies within itself.
         sends: pieces by destination rank, in the order in which that rank expects them.
         receives: pieces by source rank, in the order in which that rank sends them.
+        relay_sends, relay_receives: what is then passed on between ranks of a node, out of engine parameters into the
+            same ones; likewise.
     """
 
     local: tuple[Piece, ...]
     sends: dict[int, tuple[Piece, ...]]
     receives: dict[int, tuple[Piece, ...]]
+    relay_sends: dict[int, tuple[Piece, ...]]
+    relay_receives: dict[int, tuple[Piece, ...]]
 
     def without(self, aliased: Container[str]) -> Plan:
         """What is left to do when these engine parameters are training parameters of the rank itself."""
@@ -88,23 +98,29 @@ def plan_reshard(layouts: Layouts, rank: int) -> Plan:
     Args:
         rank: global rank; its peers are among `layouts.train.model_ranks(rank)`.
     """
+    times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
+    steps = plan_once(layouts, rank)
+    with _garbage_collection_paused():
+        local, sends, receives = _by_peer(_repeat(steps, times), rank)
+        relayed = [replace(step, pieces=step.relayed) for step in steps if step.relayed]
+        _, relay_sends, relay_receives = _by_peer(_repeat(relayed, times), rank)
+    return Plan(local=local, sends=sends, receives=receives, relay_sends=relay_sends, relay_receives=relay_receives)
+
+
+def _by_peer(pieces: Iterable[Piece], rank: int) -> tuple[Pieces, dict[int, Pieces], dict[int, Pieces]]:
+    """Those within the rank, those that it sends, by destination, and those that it receives, by source."""
     local: list[Piece] = []
     sends: defaultdict[int, list[Piece]] = defaultdict(list)
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
-    times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
-    with _garbage_collection_paused():
-        for piece in _repeat(plan_once(layouts, rank), times):
-            if piece.source_rank == piece.destination_rank:
-                local.append(piece)
-            elif piece.destination_rank == rank:
-                receives[piece.source_rank].append(piece)
-            else:
-                sends[piece.destination_rank].append(piece)
-    return Plan(
-        local=tuple(local),
-        sends={peer: tuple(sends[peer]) for peer in sorted(sends)},
-        receives={peer: tuple(receives[peer]) for peer in sorted(receives)},
-    )
+    for piece in pieces:
+        if piece.source_rank == piece.destination_rank:
+            local.append(piece)
+        elif piece.destination_rank == rank:
+            receives[piece.source_rank].append(piece)
+        else:
+            sends[piece.destination_rank].append(piece)
+    sent, received = ({peer: tuple(side[peer]) for peer in sorted(side)} for side in (sends, receives))
+    return tuple(local), sent, received
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +130,13 @@ class Step:
     Attributes:
         tensor: name of the logical tensor.
         first_holder: lowest rank of the block that holds some of it.
+        relayed: those that it passes on, or that are passed on to it.
     """
 
     tensor: str
     first_holder: int
     pieces: list[Piece]
+    relayed: list[Piece]
 
 
 def plan_once(layouts: Layouts, rank: int) -> list[Step]:
@@ -135,25 +153,42 @@ def plan_once(layouts: Layouts, rank: int) -> list[Step]:
         g: _by_tensor(layouts.wanted(g, layers=first_layers, experts=FIRST_EXPERT)) for g in set(engine_rank.values())
     }
     held_by_block = {r: layouts.held(r, layers=first_layers, experts=FIRST_EXPERT) for r in block}
+    node = {r: r // layouts.ranks_per_node for r in block}
+    mates = {r: tuple(m for m in block if (node[m], engine_rank[m]) == (node[r], engine_rank[r])) for r in block}
     steps: list[Step] = []
     for tensor, boxes in _holders(held_by_block).items():
         pieces: list[Piece] = []
+        relayed: list[Piece] = []
         for turn, (box, held) in enumerate(boxes.items()):
-            # whom another rank alone serves is not this rank's business
-            asking = block if rank in held or len(held) > 1 else (rank,)
+            # whom another rank alone serves is not this rank's business, unless they share what they get
+            alone = (rank,) if any(node[holder] == node[rank] for holder in held) else mates[rank]
+            asking = block if rank in held or len(held) > 1 else alone
             common = {g: _overlaps(box, wanted[g].get(tensor, ())) for g in {engine_rank[r] for r in asking}}
             takers = [r for r in asking if common[engine_rank[r]]]
             for taker, source in choose_sources(takers, held, turn, layouts.ranks_per_node).items():
-                if rank in (taker, source):
-                    pieces += [
-                        Piece(source_rank=source, destination_rank=taker, source=held[source], destination=to, box=part)
-                        for to, part in common[engine_rank[taker]]
-                    ]
-        if pieces:
+                sharing = (taker,) if node[taker] == node[source] else mates[taker]
+                if rank != source and rank not in sharing:
+                    continue
+                for to, whole in common[engine_rank[taker]]:
+                    part = even_share(whole, sharing.index(taker), len(sharing))
+                    if part is None:
+                        continue
+                    if rank in (taker, source):
+                        pieces.append(_piece(source, taker, held[source], to, part))
+                    others = (mate for mate in sharing if mate != taker and rank in (taker, mate))
+                    relayed += [_piece(taker, mate, to, to, part) for mate in others]
+        if pieces or relayed:
             first_holder = min(r for held in boxes.values() for r in held)
-            steps.append(Step(tensor=tensor, first_holder=first_holder, pieces=pieces))
-    _check_coverage(wanted[engine_rank[rank]], (p for s in steps for p in s.pieces if p.destination_rank == rank))
+            steps.append(Step(tensor=tensor, first_holder=first_holder, pieces=pieces, relayed=relayed))
+    arriving = (p for s in steps for p in (*s.pieces, *s.relayed) if p.destination_rank == rank)
+    _check_coverage(wanted[engine_rank[rank]], arriving)
     return steps
+
+
+def _piece(source_rank: int, destination_rank: int, source: Placement, destination: Placement, box: Box) -> Piece:
+    return Piece(
+        source_rank=source_rank, destination_rank=destination_rank, source=source, destination=destination, box=box
+    )
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def reshard_traffic(layouts: Layouts, rank: int, *, aliases: Container[str] = ()
     times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
     local, aliased, sent, received = 0, 0, Counter[int](), Counter[int]()
     for step in plan_once(layouts, rank):
-        for piece in step.pieces:
+        for piece in (*step.pieces, *step.relayed):
             elements = times.of(step.tensor) * volume(piece.box)
             if piece.destination_rank == rank and piece.destination.param in aliases:
                 aliased += elements

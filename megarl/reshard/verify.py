@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
+import torch.distributed as dist
 
 from megarl.reshard.execute import Resharder
-from megarl.reshard.plan import Piece
+from megarl.reshard.plan import Piece, Pieces
 from megarl.reshard.transport.collective import post_exchange
 from megarl.reshard.views import StridedView
 
@@ -23,19 +26,13 @@ def verify(resharder: Resharder) -> None:
     Raises:
         RuntimeError: on the rank whose engine parameters differ; names the tensors and the ranks they came from.
     """
-    plan = resharder.plan
-    there = {peer: _checksums(views) for peer, views in resharder.sends.items()}
-    arrived = {peer: _checksums(views) for peer, views in resharder.receives.items()}
-    here = {peer: torch.empty_like(sums) for peer, sums in arrived.items()}
-    for work in post_exchange(there, here, resharder.group):
-        work.wait()
-
+    plan, group = resharder.plan, resharder.group
     wrong: list[Piece] = []
     if resharder.local:
         sources, destinations = zip(*resharder.local, strict=True)
         wrong += _differing(plan.local, _checksums(sources), _checksums(destinations))
-    for peer, sums in here.items():
-        wrong += _differing(plan.receives[peer], sums, arrived[peer])
+    wrong += _differing_from_peers(plan.receives, resharder.sends, resharder.receives, group)
+    wrong += _differing_from_peers(plan.relay_receives, resharder.relay_sends, resharder.relay_receives, group)
     if wrong:
         named = ", ".join(f"{p.tensor} (rank {p.source_rank} to rank {p.destination_rank})" for p in wrong[:5])
         raise RuntimeError(f"{len(wrong)} pieces differ from their source after the reshard, first: {named}")
@@ -62,9 +59,24 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()]).reshape(-1).to(torch.int64)
 
 
-def _checksums(views: tuple[StridedView, ...] | list[StridedView]) -> torch.Tensor:
+def _differing_from_peers(
+    pieces: Mapping[int, Pieces],
+    sends: Mapping[int, Sequence[StridedView]],
+    receives: Mapping[int, Sequence[StridedView]],
+    group: dist.ProcessGroup,
+) -> list[Piece]:
+    """Of the received pieces those that are not what their source has."""
+    there = {peer: _checksums(views) for peer, views in sends.items()}
+    arrived = {peer: _checksums(views) for peer, views in receives.items()}
+    here = {peer: torch.empty_like(sums) for peer, sums in arrived.items()}
+    for work in post_exchange(there, here, group):
+        work.wait()
+    return [wrong for peer, sums in here.items() for wrong in _differing(pieces[peer], sums, arrived[peer])]
+
+
+def _checksums(views: Sequence[StridedView]) -> torch.Tensor:
     return torch.stack([checksum(view) for view in views])
 
 
-def _differing(pieces: tuple[Piece, ...], sent: torch.Tensor, arrived: torch.Tensor) -> list[Piece]:
+def _differing(pieces: Pieces, sent: torch.Tensor, arrived: torch.Tensor) -> list[Piece]:
     return [pieces[i] for i in (sent != arrived).nonzero().flatten().tolist()]
