@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_a_model_without_weights(llama: str, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "llama, 8.03 billion parameters, on 16 GPUs: training TP2 x PP1 x DP8" in out
     assert "100 GB/s from other nodes" in out
+    assert re.search("from other nodes +│ +0[^│]+│ +0[^│]+│", out)  # the ranks of a model are of one node
+
+
+def test_replicas_of_a_node_share_what_comes_from_the_other(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage on each node, four replicas: a rank lacks the other stage's half of its half, and takes a quarter."""
+    layout = ["tensor_model_parallel_size=8", "pipeline_model_parallel_size=2"]
+    assert main(["plan", llama, "--gpus", "16", *(f"actor_rollout_ref.actor.megatron.{x}" for x in layout)]) == 0
+    out = capsys.readouterr().out
+    stages = [float(x) for x in re.findall(r"from other nodes +│ +([0-9.]+) MiB │ +([0-9.]+) MiB", out)[0]]
+    assert stages == pytest.approx([8.03e9 / 2 * 2 / 4 / 2 / 2**20] * 2, rel=0.02)
 
 
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

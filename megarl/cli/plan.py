@@ -21,7 +21,7 @@ from megarl.hybrid.budget import KVCache, budget, kv_cache
 from megarl.hybrid.budget_table import predicted_table, size
 from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
 from megarl.hybrid.job import Job, parameter_count
-from megarl.hybrid.prediction import Lengths, layout_warnings, reshard_of_some_ranks, step_seconds
+from megarl.hybrid.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.progress import print_table
 
@@ -149,6 +149,7 @@ def _traffic_table(job: Job, traffic: dict[int, Traffic]) -> Table:
         "shared with training": [moved.aliased for moved in traffic.values()],
         "copied within the rank": [moved.local for moved in traffic.values()],
         "received": [moved.received.total() for moved in traffic.values()],
+        "… from other nodes": [between_nodes(job, rank, moved.received) for rank, moved in traffic.items()],
         "sent": [moved.sent.total() for moved in traffic.values()],
     }
     for name, elements in rows.items():

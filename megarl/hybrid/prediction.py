@@ -7,6 +7,7 @@ or of ranks that wait for the longest response.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from megarl.hybrid.accelerator import Accelerator
@@ -52,13 +53,17 @@ def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
 
 def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:
     """Lower bound for a rank: local copies and both directions of both links all work at once."""
-    node = rank // job.gpus_per_node
     seconds = [2 * traffic.local / accelerator.memory_rate]
     for elements in (traffic.sent, traffic.received):
-        near = sum(n for peer, n in elements.items() if peer // job.gpus_per_node == node)
-        far = elements.total() - near
-        seconds += [near / accelerator.peer_rate, far / accelerator.network_rate]
+        far = between_nodes(job, rank, elements)
+        seconds += [(elements.total() - far) / accelerator.peer_rate, far / accelerator.network_rate]
     return job.itemsize * max(seconds)
+
+
+def between_nodes(job: Job, rank: int, elements: Counter[int]) -> int:
+    """Those of a rank's traffic, counted by peer, whose peers are on other nodes."""
+    node = rank // job.gpus_per_node
+    return sum(n for peer, n in elements.items() if peer // job.gpus_per_node != node)
 
 
 def forward_flops(job: Job, tokens: float) -> float:
