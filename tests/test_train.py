@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +67,36 @@ def test_a_run_on_four_ranks_leaves_its_records(tmp_path: Path) -> None:
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert "ppo_mini_batch_size: 8" in (run / "config.yaml").read_text()
     assert (run / "metrics.csv").exists() and list((run / "tensorboard").iterdir())
+
+
+def test_a_job_of_two_nodes_trains_as_one_node_does(tmp_path: Path) -> None:
+    """A stage on each, and on each two replicas, which share what they take from the other node."""
+    rows = {}
+    for nodes in (1, 2):
+        folder = tmp_path / str(nodes)
+        folder.mkdir()
+        sections = FOUR_RANKS | {"actor_rollout_ref__rollout__tensor_model_parallel_size": 1}
+        config = write_run(folder, **sections)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        of_job = {"NNODES": str(nodes), "NPROC_PER_NODE": str(4 // nodes), "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        launchers = [
+            subprocess.Popen(
+                ["bash", "launch/train.sh", str(config)],
+                cwd=ROOT,
+                env={**os.environ, "MEGARL_PYTHON": sys.executable, **of_job, "NODE_RANK": str(node)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for node in range(nodes)
+        ]
+        for launcher in launchers:
+            out, _ = launcher.communicate(timeout=120)
+            assert launcher.returncode == 0, out
+        rows[nodes] = [_numbers(row) for row in metrics_of(folder)]
+    assert rows[1] == rows[2]
 
 
 def test_resume_gives_the_same_next_step(tmp_path: Path) -> None:
