@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -161,14 +162,14 @@ def test_no_memory_is_taken_on_peers_and_all_is_given_back(ranks: Ranks) -> None
 # -------------------------------------------------------------------------------------- where it cannot be done
 
 
-def reshard_beside_rank_1(generation_tp: int) -> Moved:
+def reshard_beside_rank_1(generation_tp: int, ranks_per_node: int = sys.maxsize) -> Moved:
     """TP2 x PP2 on four GPUs, PP2 on two; in buckets of which it takes many."""
     world_size = dist.get_world_size()
     train = TrainLayout(world_size=world_size, tp=world_size // 2, pp=2)
     arch = architecture(num_layers=4, hidden_size=512, ffn_hidden_size=1024)  # large enough for segments of its own
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        world = build(arch, train, generation_tp, bucket_bytes=MIB, device="cuda")
+        world = build(arch, train, generation_tp, bucket_bytes=MIB, device="cuda", ranks_per_node=ranks_per_node)
         moved = reshard_twice(world, torch.float32)
     world.resharder.release()
     said = tuple(str(w.message) for w in caught if "cannot read the GPU memory" in str(w.message))
@@ -201,7 +202,7 @@ def on_two_hosts(generation_tp: int) -> Moved:
     usual = peer.host_identity
     peer.host_identity = lambda: f"{usual()} {2 * dist.get_rank() // dist.get_world_size()}"
     try:
-        return reshard_beside_rank_1(generation_tp)
+        return reshard_beside_rank_1(generation_tp, ranks_per_node=dist.get_world_size() // 2)
     finally:
         peer.host_identity = usual
 
@@ -236,3 +237,12 @@ def test_hosts_exchange_buckets_and_pull_within(ranks: Ranks, gpus: int) -> None
         assert m.pulled < m.received  # the other stage is on the other host
         # a quarter may lie in the half that the other rank of the host trains
         assert (m.pulled > 0) == (gpus == 4 and rank in (1, 2))
+
+
+def test_replicas_of_a_host_exchange_what_they_take_from_the_other(ranks: Ranks) -> None:
+    needs(4)
+    moved = ranks.run(4, on_two_hosts, 1)
+    assert not any(rank.said for rank in moved)
+    for m in moved:
+        # of four parts a rank has one, pulls the one that the other rank of its host trains, and lacks two
+        assert m.pulled == pytest.approx(m.received / 3, rel=0.1)
