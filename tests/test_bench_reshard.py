@@ -47,8 +47,7 @@ def test_two_pairs_of_layouts(ranks: Ranks) -> None:
 
 
 def test_picture(tmp_path: Path, ranks: Ranks) -> None:
-    from tools.bench_reshard import Figures, Reshard, Way
-    from tools.plot_reshard import draw
+    from tools.reshard_figures import Figures, Reshard, Way, draw
     from tools.reshard_links import Links
 
     way = Way(

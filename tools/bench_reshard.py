@@ -28,7 +28,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -37,8 +36,8 @@ import torch
 import torch.distributed as dist
 from benchmark import finish, milliseconds, random_weights
 from extra_memory import ExtraMemory
-from plot_reshard import draw
 from reshard_alternatives import CopyEngines, Refit, TensorGather
+from reshard_figures import Figures, Reshard, Way, draw, print_table
 from reshard_links import Links, measure_links
 
 from megarl.config import Config, ConfigError
@@ -62,62 +61,6 @@ WARM_UP = 3
 LONGEST = 32
 """Tokens of a sequence, of which there is none."""
 MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """How one way to reshard did.
-
-    Attributes:
-        milliseconds: median.
-        of_bound: the bound, as a part of that.
-        first_milliseconds: of the first time, everything that is built for it included.
-        extra_allocated_mib, extra_device_mib: extra memory by the allocator's and by the device's account; 0 on CPUs.
-        exact: whether the engine's parameters have the training parameters' bits; None: it has parameters of its own.
-    """
-
-    milliseconds: float
-    of_bound: float | None
-    first_milliseconds: float
-    extra_allocated_mib: float
-    extra_device_mib: float
-    exact: bool | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reshard:
-    """A pair of layouts. Bytes are those of the rank with most.
-
-    Attributes:
-        shared_bytes: of the engine's parameters that are the actor's own, which no way moves.
-        pulled_bytes: the part of `received_bytes` that the peer transport pulls.
-        notes: of ways that could not be taken, why.
-        sweep: milliseconds of the peer transport by "words of a tile x warps".
-    """
-
-    train: str
-    generation: str
-    shared_bytes: int
-    local_bytes: int
-    sent_bytes: int
-    received_bytes: int
-    pulled_bytes: int
-    bound_milliseconds: float | None
-    ways: dict[str, Way]
-    notes: dict[str, str]
-    sweep: dict[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What the run showed."""
-
-    model: str
-    engine: str
-    ranks: int
-    device: str
-    links: Links
-    reshards: list[Reshard] = field(default_factory=list)
 
 
 def main(argv: list[str]) -> int:
@@ -354,30 +297,6 @@ class Bench:
         if self.groups.device.type == "cuda":
             self.reshard_of("auto").release()
         self.hybrid.close()
-
-
-def print_table(figures: Figures) -> None:
-    rates = [f"{name} {rate / 1e9:.1f} GB/s" for name, rate in asdict(figures.links).items() if rate]
-    print(f"{figures.model}, {figures.engine} engine, {figures.ranks} x {figures.device}; {', '.join(rates)}")
-    for reshard in figures.reshards:
-        bound = reshard.bound_milliseconds
-        print(
-            f"\n{reshard.train} -> {reshard.generation}: {reshard.received_bytes / 1e9:.3f} GB arrive "
-            f"({reshard.pulled_bytes / 1e9:.3f} pulled), {reshard.sent_bytes / 1e9:.3f} leave, "
-            f"{reshard.local_bytes / 1e9:.3f} copied in place, {reshard.shared_bytes / 1e9:.3f} shared"
-            + (f"; bound {bound:.3f} ms" if bound else "")
-        )
-        print(f"{'':14}{'ms':>10}{'of bound':>10}{'first ms':>10}{'MiB torch':>11}{'MiB device':>11}  exact")
-        for name, w in reshard.ways.items():
-            share = f"{w.of_bound:.1%}" if w.of_bound else ""
-            print(
-                f"{name:14}{w.milliseconds:>10.3f}{share:>10}{w.first_milliseconds:>10.0f}"
-                f"{w.extra_allocated_mib:>11.1f}{w.extra_device_mib:>11.1f}  {'' if w.exact is None else w.exact}"
-            )
-        for name, note in reshard.notes.items():
-            print(f"{name:14}{note}")
-        for size, ms in sorted(reshard.sweep.items(), key=lambda item: item[1]):
-            print(f"tiles of {size:>10} warps{ms:>10.3f} ms")
 
 
 if __name__ == "__main__":
