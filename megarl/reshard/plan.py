@@ -144,32 +144,25 @@ def plan_once(layouts: Layouts, rank: int) -> list[Step]:
 
     All other layers and experts are planned alike, so the time does not depend on their number.
     """
-    train = layouts.train
-    block = train.model_ranks(rank)
-    engine_rank = {r: layouts.generation.coords(r).tp for r in block}
+    train, block = layouts.train, _Block(layouts, rank)
+    engine_rank = block.engine_rank
     chunks = product(range(train.pp), range(train.chunks))
     first_layers = {train.layers(layouts.arch.num_layers, pp, chunk)[0] for pp, chunk in chunks}
     wanted = {
         g: _by_tensor(layouts.wanted(g, layers=first_layers, experts=FIRST_EXPERT)) for g in set(engine_rank.values())
     }
-    held_by_block = {r: layouts.held(r, layers=first_layers, experts=FIRST_EXPERT) for r in block}
-    node = {r: r // layouts.ranks_per_node for r in block}
-    mates = {r: tuple(m for m in block if (node[m], engine_rank[m]) == (node[r], engine_rank[r])) for r in block}
+    held_by_block = {r: layouts.held(r, layers=first_layers, experts=FIRST_EXPERT) for r in block.ranks}
     steps: list[Step] = []
     for tensor, boxes in _holders(held_by_block).items():
         pieces: list[Piece] = []
         relayed: list[Piece] = []
         for turn, (box, held) in enumerate(boxes.items()):
-            # whom another rank alone serves is not this rank's business, unless they share what they get
-            alone = (rank,) if any(node[holder] == node[rank] for holder in held) else mates[rank]
-            asking = block if rank in held or len(held) > 1 else alone
+            asking = block.asking(rank, held)
             common = {g: _overlaps(box, wanted[g].get(tensor, ())) for g in {engine_rank[r] for r in asking}}
             takers = [r for r in asking if common[engine_rank[r]]]
             for taker, source in choose_sources(takers, held, turn, layouts.ranks_per_node).items():
-                sharing = (taker,) if node[taker] == node[source] else mates[taker]
-                if rank != source and rank not in sharing:
-                    continue
-                for to, whole in common[engine_rank[taker]]:
+                sharing = block.sharing(taker, source)
+                for to, whole in common[engine_rank[taker]] if rank in (source, *sharing) else ():
                     part = even_share(whole, sharing.index(taker), len(sharing))
                     if part is None:
                         continue
@@ -183,6 +176,33 @@ def plan_once(layouts: Layouts, rank: int) -> list[Step]:
     arriving = (p for s in steps for p in (*s.pieces, *s.relayed) if p.destination_rank == rank)
     _check_coverage(wanted[engine_rank[rank]], arriving)
     return steps
+
+
+class _Block:
+    """The ranks that hold one whole model for training.
+
+    Attributes:
+        ranks: ascending.
+        engine_rank: of each, its place in its generation replica.
+    """
+
+    def __init__(self, layouts: Layouts, rank: int) -> None:
+        self.ranks = layouts.train.model_ranks(rank)
+        self.engine_rank = {r: layouts.generation.coords(r).tp for r in self.ranks}
+        self._node = {r: r // layouts.ranks_per_node for r in self.ranks}
+        place = {r: (self._node[r], self.engine_rank[r]) for r in self.ranks}
+        self._mates = {r: tuple(m for m in self.ranks if place[m] == place[r]) for r in self.ranks}
+
+    def sharing(self, taker: int, source: int) -> tuple[int, ...]:
+        """The ranks, `taker` among them, that each take a share of what a source has for all of them."""
+        return (taker,) if self._node[taker] == self._node[source] else self._mates[taker]
+
+    def asking(self, rank: int, held: Collection[int]) -> Sequence[int]:
+        """The ranks whose part of a box matters to `rank`: whom another alone serves does not, unless they share."""
+        if rank in held or len(held) > 1:
+            return self.ranks
+        (holder,) = held
+        return self.sharing(rank, holder)
 
 
 def _piece(source_rank: int, destination_rank: int, source: Placement, destination: Placement, box: Box) -> Piece:
