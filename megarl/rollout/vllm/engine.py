@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
+from megarl.models.placements import heads_on_rank
 from megarl.parallel.groups import Groups
 from megarl.rollout.engine import Adopt
 from megarl.rollout.requests import check_requests
@@ -178,5 +179,5 @@ def _completion(output: Any, as_the_model: bool) -> Completion:
 def _kv_cache_bytes(arch: Architecture, tp: int, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> int:
     """What `max_num_seqs` sequences of full length take on one rank, and a block that vLLM keeps for itself."""
     blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1
-    heads = max(arch.num_key_value_heads // tp, 1)
-    return blocks * BLOCK * 2 * arch.num_layers * heads * arch.head_dim * dtype.itemsize
+    (first, last), _ = heads_on_rank(arch, tp, 0)
+    return blocks * BLOCK * 2 * arch.num_layers * (last - first) * arch.head_dim * dtype.itemsize
