@@ -9,7 +9,7 @@ import torch
 from benchmark import milliseconds
 
 from megarl.models.kernels import TRITON
-from megarl.parallel.groups import Groups
+from megarl.parallel.groups import Groups, join
 from megarl.reshard.transport import cuda_ipc
 from megarl.reshard.transport.agreement import Offer, agree, host_identity
 from megarl.reshard.transport.collective import post_exchange
@@ -55,8 +55,7 @@ def measure_links(groups: Groups, nbytes: int) -> Links:
             for work in post_exchange({partner: source}, {partner: destination}, torch.distributed.group.WORLD):
                 work.wait()
 
-    # NCCL joins the whole group; a batch of sends and receives must not be the first to need it
-    torch.distributed.all_reduce(torch.zeros((), device=groups.device))
+    join(torch.distributed.group.WORLD, groups.device)
     exchange()
     return Links(pull=pull, pull_by_kernel=by_kernel, exchange=nbytes / milliseconds(groups, exchange, ROUNDS) * 1e3)
 

@@ -21,6 +21,7 @@ from megarl.checkpoint.safetensors_file import SafetensorsWriter
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, LogicalTensor, volume
 from megarl.models.weights import local_view
+from megarl.parallel.groups import join
 
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -94,8 +95,7 @@ def export_weights(
     first = next(iter(parameters.values()))
     files = plan_files(tensors.values(), first.element_size(), max_shard_bytes)
     holders = _holders(placements)
-    # NCCL joins the whole group; a batch of sends and receives must not be the first to need it
-    dist.all_reduce(torch.zeros((), device=first.device), group=group)
+    join(group, first.device)
     writer: SafetensorsWriter | None = None
     for jobs in _rounds(files, ranks):
         pieces = {owner: _pieces(holders[tensor.name], owner) for owner, (_, tensor) in jobs.items()}

@@ -140,6 +140,14 @@ def _megatron_groups(train: TrainLayout, seed: int) -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def join(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give the group its communicator; every rank of it calls this.
+
+    A batch of sends and receives, from which ranks may stay away, must not be the first to need it.
+    """
+    dist.all_reduce(torch.zeros((), device=device), group=group)
+
+
 def destroy_groups() -> None:
     """Leave the groups of both layouts; the world stays."""
     parallel_state.destroy_model_parallel()
