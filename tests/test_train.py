@@ -92,9 +92,13 @@ def test_a_job_of_two_nodes_trains_as_one_node_does(tmp_path: Path) -> None:
             )
             for node in range(nodes)
         ]
-        for launcher in launchers:
-            out, _ = launcher.communicate(timeout=120)
-            assert launcher.returncode == 0, out
+        try:
+            for launcher in launchers:
+                out, _ = launcher.communicate(timeout=120)
+                assert launcher.returncode == 0, out
+        finally:
+            for launcher in launchers:
+                launcher.terminate()  # takes its ranks with it
         rows[nodes] = [_numbers(row) for row in metrics_of(folder)]
     assert rows[1] == rows[2]
 

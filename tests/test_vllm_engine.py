@@ -143,7 +143,7 @@ def _generate(
 
 # -------------------------------------------------------------------------------------------------------- tests
 
-LAYOUTS = [Case(pp=2, gen_tp=1), Case(pp=2, gen_tp=2), Case(tp=2, gen_tp=1), Case(gen_tp=1)]
+LAYOUTS = [Case(pp=2, gen_tp=1), Case(pp=2, gen_tp=2), Case(tp=2, gen_tp=1), Case(tp=2, gen_tp=2), Case(gen_tp=1)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, stop_token_ids=(STOP,))
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=10, stop_token_ids=(STOP, 20, 30, 40, 50, 60, 70, 80))
 

@@ -95,7 +95,13 @@ def _skip_without(gpus: int) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(pp=2, gen_tp=2), Case(tp=2, sequence_parallel=True, gen_tp=1), Case(pp=2, gen_tp=1), Case(gen_tp=1)],
+    [
+        Case(pp=2, gen_tp=2),
+        Case(pp=2, gen_tp=1),
+        Case(tp=2, sequence_parallel=True, gen_tp=2),
+        Case(tp=2, sequence_parallel=True, gen_tp=1),
+        Case(gen_tp=1),
+    ],
     ids=lambda case: f"{case.name}-to-tp{case.gen_tp}",
 )
 def test_parameters_of_every_family_are_bit_equal_after_a_reshard(
