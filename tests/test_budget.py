@@ -92,7 +92,6 @@ def test_the_table_of_an_8b_model() -> None:
     vocabulary = 128_256 // 2
     assert last.phases["update"]["activations"] == 2 * 8192 * 16 * per_token
     assert last.phases["update"]["logits of a chunk"] == min(2**29, 2 * 8192 * vocabulary)
-    assert last.phases["update"]["output weight's gradient"] == 10 * vocabulary * 4096
     assert last.phases["update"]["training weights"] == 2 * (FIRST_STAGE + 4096)
     assert last.phases["generate"]["engine weights"] == weights["engine weights"] - 2 * 4096  # the final norm
     (apart, _) = budget(job(actor__megatron__param_offload=True), H200, moved=4 * 10**9)
@@ -107,8 +106,6 @@ def test_switches() -> None:
     per_token = 2 * 4096 + 5120 + 21_504
     recomputed = update(model__enable_gradient_checkpointing=True)
     assert recomputed["activations"] == 2 * 8192 * (2 * 16 * 2048 + per_token)
-    unfused = update(actor__megatron__transformer_engine="none")["activations"]
-    assert unfused == pytest.approx(2.1 * update()["activations"])
     assert update(model__dtype="float32")["optimizer state"] == 8 * FIRST_STAGE // 2
     assert update(actor__megatron__use_distributed_optimizer=False)["optimizer state"] == 12 * FIRST_STAGE
     assert update(actor__use_kl_loss=True)["reference weights"] == 2 * FIRST_STAGE

@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that warms up")
     parser.add_argument("--peer", choices=["vllm"], help="engine to compare the native one with, on one GPU")
     parser.add_argument("--json", help="file for the figures")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     try:
         inputs = check_run(load_run_config(args.config, args.overrides))
         if args.peer:

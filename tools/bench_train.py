@@ -2,7 +2,7 @@
 """Training speed and memory in the trainer's actor, with random weights and tokens.
 
     torchrun --nproc_per_node N tools/bench_train.py CONFIG [key=value ...] [--json FILE]
-        [--lengths 8x1024] [--rounds 10] [--profile FILE]   forward + backward, against plain Megatron-Core
+        [--lengths 64x1024] [--rounds 10] [--profile FILE]  forward + backward, against plain Megatron-Core
         --packing [--sequences 256] [--longest 4096]        packed and balanced micro-batches against padded ones
         --log-probs 32768                                   memory of that many log-probabilities, and their gradients
 
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--lengths", default="8x1024", help="sequences x tokens of each data-parallel rank's step")
+    parser.add_argument("--lengths", default="64x1024", help="sequences x tokens of a rank's mini-batch")
     parser.add_argument("--rounds", type=int, default=10, help=f"measured rounds, after {WARM_UP} that warm up")
     parser.add_argument("--profile", help="file for a table of one step's kernels")
     parser.add_argument("--packing", action="store_true")

@@ -13,7 +13,7 @@ matrix, SwiGLU, grouped queries). A layer keeps for the backward pass, in elemen
     experts   k (2 h + 3 ffn / t)   of k experts per token, in place of the MLP, with their inputs and outputs
 
 The 34 h bytes of the paper are this with q = kv = h, 2-byte elements and, for a GeLU MLP of width 4 h, 2 x 4 h in place
-of 3 ffn, plus 2 h of dropout masks. They are an estimate for Transformer Engine's fused kernels.
+of 3 ffn, plus 2 h of dropout masks. Transformer Engine's layers keep as much as torch's with a GPU's fused kernels.
 
 What the memory modes move away (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) is
 absent from the phases that do without it. The phases are those that a run times.
@@ -29,8 +29,6 @@ from megarl.models.architecture import Architecture
 from megarl.models.placements import heads_on_rank
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 
-UNFUSED = 2.1
-"""Times as much that torch's layers keep: 1.9 in fp32, 2.1 in bf16, counted over autograd's saved tensors."""
 LOGITS_BYTES = 2**29
 """Logits alive at once, `megarl.models.logprobs.CHUNK_BYTES`; on a GPU their gradient takes their place."""
 SAMPLER_COPIES = 3
@@ -211,34 +209,28 @@ def layers_in_flight(job: Job, stage: int) -> int:
 def _forward_and_backward(job: Job, stage: int) -> Items:
     config, alive = job.config.actor_rollout_ref, layers_in_flight(job, stage)
     layer = layer_activations(job.arch, tp=job.train.tp, sequence_parallel=job.sequence_parallel)
-    if config.actor.megatron.transformer_engine == "none":
-        layer *= UNFUSED
     if config.model.enable_gradient_checkpointing:
         # every layer's input, and all of the layer that is being recomputed
         kept = alive * job.arch.hidden_size / (job.train.tp if job.sequence_parallel else 1) + layer
     else:
         kept = alive * layer
     items = {"activations": int(job.itemsize * job.micro_batch_tokens * kept)}
-    if stage < job.train.pp - 1:
-        return items
-    # the output weight's gradient: its fp32 sum, and a chunk's product in both precisions
-    gradient = (4 + 4 + job.itemsize) * _vocabulary_rows(job) * job.arch.hidden_size
-    return items | {"logits of a chunk": _logits(job), "output weight's gradient": gradient}
+    return items | _logits_of_a_chunk(job, stage)
 
 
 def _forward(job: Job, stage: int) -> Items:
     """Without gradients a layer's activations are gone when the next one has run."""
     layer = layer_activations(job.arch, tp=job.train.tp, sequence_parallel=job.sequence_parallel)
     items = {"activations": int(job.itemsize * job.micro_batch_tokens * layer)}
-    return items | ({"logits of a chunk": _logits(job)} if stage == job.train.pp - 1 else {})
+    return items | _logits_of_a_chunk(job, stage)
 
 
-def _logits(job: Job) -> int:
-    return min(LOGITS_BYTES, job.itemsize * job.micro_batch_tokens * _vocabulary_rows(job))
-
-
-def _vocabulary_rows(job: Job) -> int:
-    return job.arch.padded_vocab_size(job.train.tp) // job.train.tp
+def _logits_of_a_chunk(job: Job, stage: int) -> Items:
+    """On the last stage; the output weight's gradient goes straight into the buffer of all gradients."""
+    if stage < job.train.pp - 1:
+        return {}
+    columns = job.arch.padded_vocab_size(job.train.tp) // job.train.tp
+    return {"logits of a chunk": min(LOGITS_BYTES, job.itemsize * job.micro_batch_tokens * columns)}
 
 
 def engine_activations(job: Job) -> int:

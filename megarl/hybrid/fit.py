@@ -14,7 +14,6 @@ ESTIMATES = {
     "engine activations",
     "activations",
     "logits of a chunk",
-    "output weight's gradient",
 }
 """Items that follow from assumptions, or of which there may be less. All others are there for certain."""
 
