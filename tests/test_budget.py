@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
+from rich.console import Console
 
 from megarl.hybrid.accelerator import H200
 from megarl.hybrid.budget import (
@@ -21,6 +22,7 @@ from megarl.hybrid.budget import (
     layers_in_flight,
     reshard_buffers,
 )
+from megarl.hybrid.budget_table import measured_table, size
 from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
 from megarl.hybrid.job import (
     Job,
@@ -97,6 +99,21 @@ def test_the_table_of_an_8b_model() -> None:
     (apart, _) = budget(job(actor__megatron__param_offload=True), H200, moved=4 * 10**9)
     assert apart.phases["generate"]["engine weights"] == weights["engine weights"] + 2 * SHARED
     assert first.peak == first.total("generate") > last.total("update")
+
+
+def test_measured_beside_predicted() -> None:
+    """The prediction is that of the fullest stage; a phase without one is shown all the same."""
+    stages = budget(job(), H200, moved=1)
+    most = {phase: max(stage.total(phase) for stage in stages) for phase in ("update", "log_probs")}
+    console = Console(width=100)
+    with console.capture() as shown:
+        measured = {"offload": 3 * GIB, "update": most["update"] + 2**20, "log_probs": most["log_probs"] - GIB}
+        console.print(measured_table(stages, measured, H200))
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.get().splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row}
+    assert rows["offload"] == ["", "3.00 GiB", ""]
+    assert rows["update"] == [size(most["update"]), size(most["update"] + 2**20), "1 MiB"]
+    assert rows["log_probs"] == [size(most["log_probs"]), size(most["log_probs"] - GIB), "-1.00 GiB"]
 
 
 def test_switches() -> None:
