@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -130,7 +131,8 @@ class VLLMEngine:
         check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
         if not prompts:
             return []
-        with internals.undisturbed(), internals.stopping_at(StopStrings(params.stop, self._decode).found):
+        stop = StopStrings(params.stop, self._decode)
+        with internals.undisturbed(), internals.stopping_at(stop.found) if params.stop else nullcontext():
             outputs = self.llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 [_sampling(params, seed) for seed in seeds],
