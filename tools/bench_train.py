@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--lengths", default="64x1024", help="sequences x tokens of a rank's mini-batch")
+    parser.add_argument("--lengths", default="64x1024", help="sequences x tokens for each data-parallel rank")
     parser.add_argument("--rounds", type=int, default=10, help=f"measured rounds, after {WARM_UP} that warm up")
     parser.add_argument("--profile", help="file for a table of one step's kernels")
     parser.add_argument("--packing", action="store_true")

@@ -131,8 +131,8 @@ class VLLMEngine:
         check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
         if not prompts:
             return []
-        stop = StopStrings(params.stop, self._decode)
-        with internals.undisturbed(), internals.stopping_at(stop.found) if params.stop else nullcontext():
+        stops = internals.stopping_at(StopStrings(params.stop, self._decode).found) if params.stop else nullcontext()
+        with internals.undisturbed(), stops:
             outputs = self.llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 [_sampling(params, seed) for seed in seeds],
