@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -131,8 +130,9 @@ class VLLMEngine:
         check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
         if not prompts:
             return []
-        stops = internals.stopping_at(StopStrings(params.stop, self._decode).found) if params.stop else nullcontext()
-        with internals.undisturbed(), stops:
+        stop_strings = StopStrings(params.stop, self._decode) if params.stop else None
+        following = internals.stopping_at(stop_strings.found) if stop_strings else internals.collecting()
+        with internals.undisturbed(), following:
             outputs = self.llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 [_sampling(params, seed) for seed in seeds],

@@ -45,6 +45,8 @@ def prepare(groups: Groups) -> None:
     _spare_the_world()
     if on_cpu:
         _keep_cpu_weights()
+    else:
+        _leave_out_ranks()
 
 
 def _place_ranks(groups: Groups) -> None:
@@ -64,13 +66,16 @@ def _place_ranks(groups: Groups) -> None:
 def _keep_log_probs_plain() -> None:
     """A request's `logprobs` becomes a list of the sampled tokens' log-probabilities.
 
-    vLLM would cut lists of tokens, log-probabilities and ranks out of three arrays for every token and put them
-    together again with texts: a millisecond per step at 256 sequences, more than a third of a small model's step. Here
-    a step's log-probabilities become Python's numbers at once, and a token's is one of them.
+    vLLM would fetch tokens, log-probabilities and ranks as three arrays, cut lists out of them for every token and put
+    them together again with texts: a millisecond per step at 256 sequences, more than a third of a small model's step.
+    Here only log-probabilities leave the GPU, a step's become Python's numbers at once, and a token's is one of them.
     """
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+
+    def fetch(self: LogprobsTensors) -> LogprobsTensors:
+        return self._replace(logprobs=self.logprobs.to("cpu", non_blocking=True))
 
     def sampled_only(self: LogprobsTensors) -> LogprobsLists:
         assert self.cu_num_generated_tokens is None, "nothing is decoded speculatively"
@@ -80,9 +85,27 @@ def _keep_log_probs_plain() -> None:
         if output.new_logprobs is not None:
             self.logprobs.append(output.new_logprobs)
 
+    LogprobsTensors.to_cpu_nonblocking = fetch
     LogprobsTensors.tolists = sampled_only
     LogprobsLists.slice_request = lambda self, request, tokens: self.logprobs[request] if tokens else None
     LogprobsProcessor.update_from_output = append
+
+
+def _leave_out_ranks() -> None:
+    """vLLM's newer runner would also find the sampled token's rank among all: a kernel over all logits in each step."""
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    own = sampler.compute_topk_logprobs
+
+    def sampled_only(logits: torch.Tensor, num_logprobs: int, sampled: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if num_logprobs > 0:  # as vLLM's warming up asks for
+            return own(logits, num_logprobs, sampled, *args, **kwargs)
+        token_ids = sampled.unsqueeze(-1)
+        return LogprobsTensors(token_ids, compute_token_logprobs(logits, token_ids), selected_token_ranks=None)
+
+    sampler.compute_topk_logprobs = sampled_only
 
 
 def _spare_the_world() -> None:
@@ -211,6 +234,34 @@ def stopping_at(found: Callable[[Sequence[int]], str | None]) -> Iterator[None]:
         yield
     finally:
         IncrementalDetokenizer.from_new_request = own
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Tokens and log-probabilities are only collected until a request ends; for requests without stop strings.
+
+    What vLLM looks at for every token besides (statistics, texts, outputs that go on) takes time and is not used here.
+    """
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    own = OutputProcessor.process_outputs
+
+    def process_outputs(self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        last = []
+        for output in outputs:
+            if output.finish_reason is None:
+                request = self.request_states[output.request_id]
+                request.detokenizer.token_ids += output.new_token_ids
+                request.logprobs_processor.logprobs.append(output.new_logprobs)
+            else:
+                last.append(output)
+        return own(self, last, *args, **kwargs)
+
+    OutputProcessor.process_outputs = process_outputs
+    try:
+        yield
+    finally:
+        OutputProcessor.process_outputs = own
 
 
 def shut_down(llm: Any) -> None:
