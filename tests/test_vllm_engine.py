@@ -47,8 +47,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "num_attention_heads": 2},
 }
-PROMPTS = [[3 + i, 5, 7, *range(20, 20 + 3 * i)] for i in range(4)] + [[4, *range(1, VOCAB), 5]]
-"""The last is longer than a block of vLLM's KV cache on CPU (128 tokens), so it meets the prefix cache."""
+PROMPTS = [
+    *([3 + i, 5, 7, *range(20, 20 + 3 * i)] for i in range(2)),
+    *([6 + i, *range(1 + i, 122 + i)] for i in range(2)),
+    [4, *range(1, VOCAB), 5],
+]
+"""A block of vLLM's KV cache on CPU has 128 tokens: two prompts' responses begin one, the last prompt is longer."""
 STOP = 11
 
 

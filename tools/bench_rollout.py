@@ -54,6 +54,7 @@ class Figures:
     """What the run showed; seconds are medians over the rounds.
 
     Attributes:
+        rounds, raw_rounds: seconds of each measured round.
         raw_tokens_per_second, ratio: None where there is no raw vLLM to compare with.
         peer: whether the raw vLLM is an engine of its own.
     """
@@ -64,6 +65,8 @@ class Figures:
     requests: int
     response_tokens: int
     seconds: float
+    rounds: list[float]
+    raw_rounds: list[float]
     tokens_per_second: float
     raw_tokens_per_second: float | None
     ratio: float | None
@@ -139,6 +142,8 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figur
         requests=len(prompts) * n,
         response_tokens=tokens,
         seconds=taken,
+        rounds=through_trainer[1:],
+        raw_rounds=alone[1:],
         tokens_per_second=tokens / taken,
         raw_tokens_per_second=tokens / raw if raw else None,
         ratio=raw / taken if raw else None,

@@ -130,9 +130,8 @@ class VLLMEngine:
         check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
         if not prompts:
             return []
-        stop_strings = StopStrings(params.stop, self._decode) if params.stop else None
-        following = internals.stopping_at(stop_strings.found) if stop_strings else internals.collecting()
-        with internals.undisturbed(), following:
+        stop_at = StopStrings(params.stop, self._decode).found if params.stop else None
+        with internals.undisturbed(), internals.decoding(self.llm, stop_at):
             outputs = self.llm.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts],
                 [_sampling(params, seed) for seed in seeds],

@@ -212,11 +212,64 @@ def _matrices_begin_on_the_host() -> Iterator[None]:
 
 
 @contextmanager
-def stopping_at(found: Callable[[Sequence[int]], str | None]) -> Iterator[None]:
-    """Requests that begin meanwhile end after a token with which `found(token ids of the response)` gives a string.
+def decoding(llm: Any, stop_at: Callable[[Sequence[int]], str | None] | None) -> Iterator[None]:
+    """Generation without what vLLM does for every token and is of no use here: the CPU it takes paces small models.
 
-    vLLM's own stop strings need a Hugging Face tokenizer, which it would have to load.
+    Args:
+        stop_at: given the token ids of a response so far, a string that ends it, or None.
     """
+    with _blocks_as_they_fill(llm), _stopping_at(stop_at) if stop_at else _collecting(llm):
+        yield
+
+
+@contextmanager
+def _blocks_as_they_fill(llm: Any) -> Iterator[None]:
+    """A token that neither begins nor fills a block of the KV cache changes nothing there, so nobody needs to look."""
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    own = manager.allocate_slots
+    (layers,) = manager.coordinator.single_type_managers  # one kind of attention: no family has windows
+    block = layers.block_size
+
+    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        computed = request.num_computed_tokens
+        if num_new_tokens == 1 and computed >= request.num_prompt_tokens and 0 < computed % block < block - 1:
+            return manager.empty_kv_cache_blocks
+        return own(request, num_new_tokens, *args, **kwargs)
+
+    manager.allocate_slots = allocate_slots
+    try:
+        yield
+    finally:
+        del manager.allocate_slots
+
+
+@contextmanager
+def _collecting(llm: Any) -> Iterator[None]:
+    """Tokens and log-probabilities are only collected until a request ends, without statistics, texts and outputs."""
+    processor = llm.llm_engine.output_processor
+    own = processor.process_outputs
+
+    def process_outputs(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        last = []
+        for output in outputs:
+            if output.finish_reason is None:
+                request = processor.request_states[output.request_id]
+                request.detokenizer.token_ids += output.new_token_ids
+                request.logprobs_processor.logprobs.append(output.new_logprobs)
+            else:
+                last.append(output)
+        return own(last, *args, **kwargs)
+
+    processor.process_outputs = process_outputs
+    try:
+        yield
+    finally:
+        del processor.process_outputs
+
+
+@contextmanager
+def _stopping_at(found: Callable[[Sequence[int]], str | None]) -> Iterator[None]:
+    """vLLM's own stop strings need a Hugging Face tokenizer, which it would have to load."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     class StopCheck(IncrementalDetokenizer):
@@ -234,34 +287,6 @@ def stopping_at(found: Callable[[Sequence[int]], str | None]) -> Iterator[None]:
         yield
     finally:
         IncrementalDetokenizer.from_new_request = own
-
-
-@contextmanager
-def collecting() -> Iterator[None]:
-    """Tokens and log-probabilities are only collected until a request ends; for requests without stop strings.
-
-    What vLLM looks at for every token besides (statistics, texts, outputs that go on) takes time and is not used here.
-    """
-    from vllm.v1.engine.output_processor import OutputProcessor
-
-    own = OutputProcessor.process_outputs
-
-    def process_outputs(self: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        last = []
-        for output in outputs:
-            if output.finish_reason is None:
-                request = self.request_states[output.request_id]
-                request.detokenizer.token_ids += output.new_token_ids
-                request.logprobs_processor.logprobs.append(output.new_logprobs)
-            else:
-                last.append(output)
-        return own(self, last, *args, **kwargs)
-
-    OutputProcessor.process_outputs = process_outputs
-    try:
-        yield
-    finally:
-        OutputProcessor.process_outputs = own
 
 
 def shut_down(llm: Any) -> None:
