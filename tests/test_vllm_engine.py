@@ -145,6 +145,28 @@ def _generate(
     return out
 
 
+def _generate_in_few_blocks(case: Case, folder: str, params: SamplingParams) -> Any:
+    """With a KV cache for four blocks, where there are fifteen sequences: how many were preempted, and the result."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from megarl.rollout.vllm import engine
+
+    enough, own, preempted = engine._kv_cache_bytes, Scheduler._preempt_request, 0
+
+    def preempt(*args: Any, **kwargs: Any) -> Any:
+        nonlocal preempted
+        preempted += 1
+        return own(*args, **kwargs)
+
+    engine._kv_cache_bytes = lambda arch, tp, _sequences, _length, dtype: enough(arch, tp, 4, 1, dtype)
+    Scheduler._preempt_request = preempt
+    try:
+        made = _generate(case, folder, "vllm", params)
+    finally:
+        engine._kv_cache_bytes, Scheduler._preempt_request = enough, own
+    return preempted, made
+
+
 # -------------------------------------------------------------------------------------------------------- tests
 
 LAYOUTS = [Case(pp=2, gen_tp=1), Case(pp=2, gen_tp=2), Case(tp=2, gen_tp=1), Case(tp=2, gen_tp=2), Case(gen_tp=1)]
@@ -185,6 +207,16 @@ def test_greedy_equals_transformers_and_the_native_engine(
             for tokens, reasons, gap in rank:
                 assert reasons == ["stop" if t[-1] == STOP else "length" for t in tokens]
                 assert gap < 1e-4
+
+
+@needs_vllm
+def test_sequences_that_do_not_fit_together_start_again(vllm_ranks: Ranks, folders: dict[str, str]) -> None:
+    """vLLM takes the KV cache of one for another and computes it again later; the tokens are the same."""
+    wanted = [_hugging_face(folders["llama"], seed) for seed in (1, 2)]
+    ((preempted, made),) = vllm_ranks.run(1, _generate_in_few_blocks, Case(gen_tp=1), folders["llama"], GREEDY)
+    assert preempted > 0
+    assert [tokens for tokens, _, _ in made] == wanted
+    assert all(gap < 1e-4 for _, _, gap in made)
 
 
 @needs_vllm
