@@ -13,7 +13,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -95,13 +95,11 @@ def _leave_out_ranks() -> None:
     """vLLM's newer runner would also find the sampled token's rank among all: a kernel over all logits in each step."""
     from vllm.v1.outputs import LogprobsTensors
     from vllm.v1.worker.gpu.sample import sampler
-    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
-
-    own = sampler.compute_topk_logprobs
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs, compute_topk_logprobs
 
     def sampled_only(logits: torch.Tensor, num_logprobs: int, sampled: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if num_logprobs > 0:  # as vLLM's warming up asks for
-            return own(logits, num_logprobs, sampled, *args, **kwargs)
+            return compute_topk_logprobs(logits, num_logprobs, sampled, *args, **kwargs)
         token_ids = sampled.unsqueeze(-1)
         return LogprobsTensors(token_ids, compute_token_logprobs(logits, token_ids), selected_token_ranks=None)
 
@@ -167,8 +165,7 @@ def adopting(adopt: Adopt, device: torch.device) -> Iterator[None]:
         loaders["dummy"] = own
 
 
-@contextmanager
-def kv_cache_at_most(nbytes: int) -> Iterator[None]:
+def kv_cache_at_most(nbytes: int) -> AbstractContextManager[None]:
     """An `LLM` that is built meanwhile on a GPU takes no more than this of what it finds that it could.
 
     vLLM would take all, to keep what it has computed for requests to come. Here no request outlives the weights, and to
@@ -177,11 +174,7 @@ def kv_cache_at_most(nbytes: int) -> Iterator[None]:
     from vllm.v1.worker.gpu_worker import Worker
 
     own = Worker.determine_available_memory
-    Worker.determine_available_memory = lambda self: min(own(self), nbytes)
-    try:
-        yield
-    finally:
-        Worker.determine_available_memory = own
+    return _replaced(Worker, "determine_available_memory", lambda self: min(own(self), nbytes))
 
 
 @contextmanager
@@ -201,14 +194,10 @@ def _matrices_begin_on_the_host() -> Iterator[None]:
         return create
 
     kinds: tuple[Any, ...] = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    own = [kind.create_weights for kind in kinds]
-    for kind in kinds:
-        kind.create_weights = on_the_host(kind.create_weights)
-    try:
+    with ExitStack() as replaced:
+        for kind in kinds:
+            replaced.enter_context(_replaced(kind, "create_weights", on_the_host(kind.create_weights)))
         yield
-    finally:
-        for kind, create_weights in zip(kinds, own, strict=True):
-            kind.create_weights = create_weights
 
 
 @contextmanager
@@ -222,8 +211,7 @@ def decoding(llm: Any, stop_at: Callable[[Sequence[int]], str | None] | None) ->
         yield
 
 
-@contextmanager
-def _blocks_as_they_fill(llm: Any) -> Iterator[None]:
+def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
     """A token that neither begins nor fills a block of the KV cache changes nothing there, so nobody needs to look."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     own = manager.allocate_slots
@@ -236,15 +224,10 @@ def _blocks_as_they_fill(llm: Any) -> Iterator[None]:
             return manager.empty_kv_cache_blocks
         return own(request, num_new_tokens, *args, **kwargs)
 
-    manager.allocate_slots = allocate_slots
-    try:
-        yield
-    finally:
-        del manager.allocate_slots
+    return _replaced(manager, "allocate_slots", allocate_slots)
 
 
-@contextmanager
-def _collecting(llm: Any) -> Iterator[None]:
+def _collecting(llm: Any) -> AbstractContextManager[None]:
     """Tokens and log-probabilities are only collected until a request ends, without statistics, texts and outputs."""
     processor = llm.llm_engine.output_processor
     own = processor.process_outputs
@@ -260,15 +243,10 @@ def _collecting(llm: Any) -> Iterator[None]:
                 last.append(output)
         return own(last, *args, **kwargs)
 
-    processor.process_outputs = process_outputs
-    try:
-        yield
-    finally:
-        del processor.process_outputs
+    return _replaced(processor, "process_outputs", process_outputs)
 
 
-@contextmanager
-def _stopping_at(found: Callable[[Sequence[int]], str | None]) -> Iterator[None]:
+def _stopping_at(found: Callable[[Sequence[int]], str | None]) -> AbstractContextManager[None]:
     """vLLM's own stop strings need a Hugging Face tokenizer, which it would have to load."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -281,12 +259,21 @@ def _stopping_at(found: Callable[[Sequence[int]], str | None]) -> Iterator[None]
                     return stop
             return None
 
-    own = IncrementalDetokenizer.__dict__["from_new_request"]
-    IncrementalDetokenizer.from_new_request = lambda tokenizer, request: StopCheck()
+    return _replaced(IncrementalDetokenizer, "from_new_request", lambda tokenizer, request: StopCheck())
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """The attribute has another value meanwhile; what `owner` inherits, or has from its class, it has so again."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        IncrementalDetokenizer.from_new_request = own
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
 
 
 def shut_down(llm: Any) -> None:
