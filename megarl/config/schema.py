@@ -13,12 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Logger = Literal["console", "jsonl", "csv", "tensorboard"]
+Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "algorithm", "reward", "roles"]
+"""Parts of a run that a checkpoint records: one that goes on from it must have the same."""
 
 
 class Section(BaseModel):
-    """A frozen group of keys; a key that is not declared here is an error."""
+    """A frozen group of keys; a key that is not declared here is an error, and so are infinity and NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 # --------------------------------------------------------------------------------------------------------- data
@@ -217,6 +219,12 @@ class Rollout(Section):
         description="part of a GPU's memory for the engine's own weights, activations and KV cache, "
         "which takes no more of it than max_num_seqs sequences can fill",
     )
+    max_logp_gap: float | None = Field(
+        None,
+        gt=0,
+        description="nats: the run stops when the engine's log-probabilities are further than this from the training "
+        "layout's on average; default 0.01 in float32, 0.2 in bfloat16; not checked with top_p or top_k",
+    )
     enforce_eager: bool = Field(
         False, description="no CUDA graphs (vllm: nor compilation, so it starts a minute sooner): generates more slowly"
     )
@@ -270,6 +278,12 @@ class Reward(Section):
     """How a response is scored."""
 
     name: str = Field("exact_match", description="a registered verifier, or path/to/file.py:function")
+    on_error: Literal["fail", "drop"] = Field(
+        "fail",
+        description="when scoring a response fails, takes too long or gives no finite number: fail ends the run, drop "
+        "leaves the response out of its group and of the loss and counts it in reward/failed",
+    )
+    timeout: float = Field(300.0, gt=0, le=86_400, description="seconds that scoring one response may take")
 
 
 class Warmup(Section):
@@ -298,6 +312,26 @@ class Trainer(Section):
         "auto", description="auto goes on from the run folder's latest checkpoint, if any"
     )
     resume_from_path: str = Field("", description="a global_step_N folder, for resume_mode=resume_path")
+    resume_allow: list[Identity] = Field(
+        default_factory=list, description="parts of a run that may differ from the checkpoint that it goes on from"
+    )
+    on_nonfinite: Literal["skip", "stop", "rollback"] = Field(
+        "skip",
+        description="a loss or gradient norm that is not finite: skip leaves the optimizer step out, and stops after 3 "
+        "in a row; stop ends the run; rollback goes on from the last checkpoint, with the batches after the bad one",
+    )
+    timeout_minutes: float = Field(
+        30.0, gt=0, le=100_000, description="a rank that waits longer for the others ends the run, and names them"
+    )
+    stop_timeout: float = Field(
+        300.0, gt=0, le=86_400, description="seconds after SIGTERM, SIGINT or SIGUSR1 to end the step, save and leave"
+    )
+    agreement_freq: int = Field(
+        10,
+        ge=0,
+        description="steps between two checks that all ranks computed the same advantages and that the engine holds "
+        "the actor's weights, the first step included; 0 never",
+    )
     logger: list[Logger] = Field(default=["console", "jsonl", "tensorboard"], description="where metrics go")
     project_name: str = "megarl"
     experiment_name: str = "run"
@@ -318,6 +352,7 @@ class Checkpoint(Section):
     """What a checkpoint holds beside what resuming needs."""
 
     save_hf: bool = Field(False, description="the actor as a Hugging Face folder, global_step_N/huggingface")
+    verify: bool = Field(True, description="compare every file with the checkpoint's manifest before it is loaded")
 
 
 class Config(Section):
