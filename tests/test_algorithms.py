@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms.advantages import compute_advantages
@@ -36,6 +39,23 @@ def test_group_advantages() -> None:
     assert group_advantages(scores, groups, by_std=True).tolist() == pytest.approx(wanted, abs=1e-5)
     plain = [2 / 3, -1 / 3, -1 / 3, 0, 0, 0]
     assert group_advantages(scores, groups, by_std=False).tolist() == pytest.approx(plain, abs=1e-6)
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+@given(score=st.floats(-(2.0**99), 2.0**99, width=32), n=st.integers(1, 300), others=st.integers(0, 3))
+def test_equal_scores_have_advantage_exactly_0(by_std: bool, score: float, n: int, others: int) -> None:
+    """Whatever the score and the size of the group, and whatever other groups there are."""
+    scores = torch.tensor([score] * n + [float(i) for i in range(others)])
+    groups = torch.tensor([0] * n + [1] * others)
+    assert not group_advantages(scores, groups, by_std=by_std)[:n].any()
+
+
+def test_a_sequence_without_trained_tokens_takes_no_part_in_its_group() -> None:
+    batch = _batch()
+    mask = batch.response_mask & (batch.sequence_of_token != 1)
+    batch = batch.with_(response_mask=mask, rewards=torch.tensor([0.25, 77.0, 1.0, 0.0]))
+    out = compute_advantages(batch, Algorithm(norm_adv_by_std_in_grpo=False), 0.0).advantages
+    assert out is not None and out.tolist() == [0] * 9 + [0.5, 0.5, 0] + [-0.5] * 4
 
 
 def test_kl_in_reward_lowers_the_score_of_its_sequence() -> None:
@@ -111,6 +131,36 @@ def _tokens(old: list[float], new: list[float], adv: list[float]) -> tuple[Token
         ),
         logp,
     )
+
+
+@pytest.mark.parametrize("clip_c", [None, 3.0])
+@pytest.mark.parametrize("log_ratio", [25.0, 89.0, 1e4, -89.0, -1e4])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_extreme_ratios_stay_finite(log_ratio: float, advantage: float, clip_c: float | None) -> None:
+    tokens, logp = _tokens([-log_ratio, 0.0], [0.0, 0.0], [advantage, 1.0])
+    tokens = replace(tokens, ref_logp=torch.tensor([-log_ratio, 0.0]))
+    out = PolicyLoss(clip_low=0.2, clip_high=0.2, clip_c=clip_c, kl_coef=0.1)(tokens)
+    (gradient,) = torch.autograd.grad(out.loss, logp)
+    assert out.loss.isfinite() and gradient.isfinite().all()
+    assert gradient[1] == -0.5  # the other token's is what it is alone: -advantage x weight at ratio 1
+    assert all(value.isfinite() for value in (*out.sums.values(), *out.maxima.values()))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+def test_a_token_of_weight_0_does_not_count_whatever_it_holds(value: float) -> None:
+    tokens, logp = _tokens([value, -1.0], [-2.0, -1.0], [value, 0.7])
+    tokens = replace(
+        tokens,
+        weights=torch.tensor([0.0, 1.0]),
+        ref_logp=torch.tensor([value, -1.2]),
+        entropy=torch.tensor([value, 0.5], requires_grad=True),
+    )
+    out = PolicyLoss(clip_low=0.2, clip_high=0.2, entropy_coeff=0.1, kl_coef=0.1)(tokens)
+    gradient, of_entropy = torch.autograd.grad(out.loss, (logp, tokens.entropy))
+    alone = replace(tokens, **{f: getattr(tokens, f)[1:] for f in tokens.__dataclass_fields__})
+    assert float(out.loss) == float(PolicyLoss(clip_low=0.2, clip_high=0.2, entropy_coeff=0.1, kl_coef=0.1)(alone).loss)
+    assert gradient[0] == 0 and of_entropy[0] == 0 and gradient.isfinite().all()
+    assert all(x.isfinite() for x in (*out.sums.values(), *out.maxima.values()))
 
 
 def test_policy_loss_clips_each_side() -> None:

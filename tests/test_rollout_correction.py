@@ -74,6 +74,7 @@ def test_overflow_stays_finite() -> None:
     batch = batch.with_(old_logp=torch.where(batch.response_mask, 500.0, 0.0))
     out = correct_rollouts(batch, RolloutCorrection(rollout_is="sequence", rollout_rs="token")).rollout_weights
     assert out is not None and torch.isfinite(out).all()
+    assert all(math.isfinite(value) for value in gap_metrics(batch).values())
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""nats. The exponential of more overflows for a long sequence, and in a gradient 0 x infinity is NaN."""
+
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
 
 
@@ -22,9 +25,13 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: KlPenalty) -> Tensor:
         return log_ratio.abs()
     if kind == "k2":
         return 0.5 * log_ratio.square()
-    # exp overflows where the policy has given up a token of the reference; 20 nats are already astronomical
-    inverse = (-log_ratio).clamp(-20.0, 20.0)
+    inverse = bounded(-log_ratio)
     return inverse.exp() - 1.0 - inverse
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """Log-ratios within +-MAX_LOG_RATIO; beyond, the gradient is 0."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 class AdaptiveKlController:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import KlPenalty, kl_estimate
+from megarl.algorithms.kl import KlPenalty, bounded, kl_estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,15 @@ class TokenBatch:
     old_logp: Tensor | None = None
     advantages: Tensor | None = None
     ref_logp: Tensor | None = None
+
+    def weighted(self) -> TokenBatch:
+        """The same with 0 in place of every value of a token of weight 0.
+
+        A token is rejected because its values are extreme, and 0 x infinity is NaN, in the loss as in its gradient.
+        """
+        kept = self.weights != 0
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "weights"}
+        return replace(self, **{name: torch.where(kept, x, 0.0) for name, x in values.items() if x is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +71,10 @@ class PolicyLoss:
     kl_type: KlPenalty = "k3"
 
     def __call__(self, tokens: TokenBatch) -> LossOutput:
+        tokens = tokens.weighted()
         assert tokens.old_logp is not None and tokens.advantages is not None
         w, cost = tokens.weights, -tokens.advantages
-        log_ratio = tokens.logp - tokens.old_logp
+        log_ratio = bounded(tokens.logp - tokens.old_logp)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         surrogate = (cost * ratio).maximum(cost * clipped)
@@ -89,5 +100,6 @@ class PolicyLoss:
 
 def supervised_loss(tokens: TokenBatch) -> LossOutput:
     """Cross-entropy of the tokens."""
+    tokens = tokens.weighted()
     loss = -tokens.weights.dot(tokens.logp)
     return LossOutput(loss=loss, sums={"actor/loss": loss.detach()}, maxima={})

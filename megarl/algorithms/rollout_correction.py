@@ -11,11 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.algorithms.kl import bounded
 from megarl.config.schema import RolloutCorrection
 from megarl.types import Batch
-
-MAX_LOG_RATIO = 20.0
-"""exp of more is an overflow for a long sequence and means nothing."""
 
 
 def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
@@ -35,7 +33,7 @@ def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
         ratio = _ratio(batch, log_ratio, config.rollout_rs)
         weights = weights * ((ratio >= config.rs_lower) & (ratio <= config.rollout_rs_threshold))
     if config.rollout_token_veto_threshold is not None:
-        vetoed = (log_ratio.exp() < config.rollout_token_veto_threshold) & batch.response_mask
+        vetoed = (bounded(log_ratio).exp() < config.rollout_token_veto_threshold) & batch.response_mask
         sequences = batch.sum_per_sequence(vetoed.float()) > 0
         weights = weights * ~sequences[batch.sequence_of_token]
     return batch.with_(rollout_weights=weights)
@@ -54,14 +52,15 @@ def gap_metrics(batch: Batch) -> dict[str, float]:
     of KL(rollout || train) per token (http://joschu.net/blog/kl-approx.html); nats.
     """
     log_ratio = log_ratios(batch)[batch.response_mask]
-    ratio = log_ratio.exp()
+    finite = bounded(log_ratio)
+    ratio = finite.exp()
     # torch.quantile refuses more than 16 million values
     in_order = ratio.sort().values
     metrics = {
         "rollout/logp_gap_mean": float(log_ratio.abs().mean()),
         "rollout/logp_gap_max": float(log_ratio.abs().max()),
         "rollout/kl_k1": float(-log_ratio.mean()),
-        "rollout/kl_k3": float((torch.expm1(log_ratio) - log_ratio).mean()),
+        "rollout/kl_k3": float((torch.expm1(finite) - finite).mean()),
     }
     for percent in (1, 50, 99):
         metrics[f"rollout/ratio_p{percent:02d}"] = float(in_order[round((len(in_order) - 1) * percent / 100)])
@@ -79,4 +78,4 @@ def _ratio(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:
         if level == "geometric":
             of_sequence = of_sequence / batch.response_lengths.clamp_min(1)
         log_ratio = of_sequence[batch.sequence_of_token]
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return bounded(log_ratio).exp()
