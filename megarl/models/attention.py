@@ -103,18 +103,18 @@ class TorchAttention(torch.nn.Module):
         return out.flatten(1)
 
     def _rope(self, length: int, device: torch.device) -> Tensor:
-        return _cached_rope(self.architecture, -(-length // 1024) * 1024, device)[:length]
+        return _cached_rope(self.architecture, length, device)
 
 
-_ROPE: dict[tuple[Architecture, int, torch.device], Tensor] = {}
+_ROPE: dict[tuple[Architecture, torch.device], Tensor] = {}
 
 
 def _cached_rope(arch: Architecture, length: int, device: torch.device) -> Tensor:
-    """One table for all layers."""
-    key = (arch, length, device)
-    if key not in _ROPE:
-        _ROPE[key] = rope_table(arch, length, device)
-    return _ROPE[key]
+    """The first `length` rows of one table for all layers, which grows: a table per length would fill the GPU."""
+    key = (arch, device)
+    if key not in _ROPE or len(_ROPE[key]) < length:
+        _ROPE[key] = rope_table(arch, -(-length // 1024) * 1024, device)
+    return _ROPE[key][:length]
 
 
 def core_attention_for(arch: Architecture) -> type[TorchAttention]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,9 @@ from megarl.models.architecture import Architecture
 from megarl.models.kernels import adam_kernels, layer_kernels
 from megarl.parallel.groups import Groups
 from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Stays, storages
-from megarl.parallel.upload import upload
+from megarl.roles.microbatch import MicroBatch
 from megarl.roles.optimizer_state import (
+    clip,
     copy_masters_to_weights,
     load_optimizer_state,
     master_weights,
@@ -86,7 +88,8 @@ class Actor(Policy):
             self.transformer_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
 
     def start_optimizer(self, optim: Optim, total_steps: int) -> None:
-        """A fresh AdamW and schedule over the current weights."""
+        """A fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
+        self.optimizer = self.scheduler = None
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -118,6 +121,9 @@ class Actor(Policy):
             end_wd=optim.weight_decay,
             wd_incr_steps=0,
             wd_incr_style="constant",
+            # of a checkpoint only the position counts: a decay stretched over more steps would else end where it was
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
 
     @property
@@ -143,13 +149,15 @@ class Actor(Policy):
             temperature: of the log-probabilities.
 
         Returns:
-            the metrics of the whole mini-batch, on every rank.
+            the metrics of the whole mini-batch, on every rank; `actor/skipped` is 1 if its loss or its gradient was not
+            finite, and nothing changed.
         """
         outputs = self.accumulate_gradients(batch, micro_batches, weights, loss, temperature=temperature)
-        grad_norm = self.step_optimizer()
-        metrics = self._reduce(outputs if self._reports else [])
+        metrics = {"actor/loss": 0.0, **self._reduce(outputs if self._reports else [])}
+        grad_norm, stepped = self.step_optimizer(loss=metrics["actor/loss"])
         metrics["actor/grad_norm"] = grad_norm
         metrics["actor/lr"] = self.optimizer.param_groups[0]["lr"]
+        metrics["actor/skipped"] = float(not stepped)
         return metrics
 
     def accumulate_gradients(
@@ -166,35 +174,46 @@ class Actor(Policy):
         for model in self._ddp:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        old_logp, advantages, ref_logp = (
-            None if x is None else upload(x, self.groups.device)
-            for x in (batch.old_logp, batch.advantages, batch.ref_logp)
-        )
-        weights = upload(weights, self.groups.device)
+        columns = {
+            "weights": weights,
+            "old_logp": batch.old_logp,
+            "advantages": batch.advantages,
+            "ref_logp": batch.ref_logp,
+        }
 
-        def last_stage(logp: Tensor, entropy: Tensor, index: Tensor) -> tuple[Tensor, LossOutput]:
-            out = loss(
-                TokenBatch(
-                    logp=logp,
-                    entropy=entropy,
-                    weights=weights[index],
-                    old_logp=None if old_logp is None else old_logp[index],
-                    advantages=None if advantages is None else advantages[index],
-                    ref_logp=None if ref_logp is None else ref_logp[index],
-                )
-            )
+        def last_stage(logp: Tensor, entropy: Tensor, micro: MicroBatch, part: slice) -> tuple[Tensor, LossOutput]:
+            values = {name: column[part] for name, column in micro.columns.items()}
+            out = loss(TokenBatch(logp=logp, entropy=entropy, **values))
             return out.loss, out
 
-        return self.run(batch, micro_batches, last_stage, temperature=temperature, train=True)
+        return self.run(
+            batch,
+            micro_batches,
+            last_stage,
+            temperature=temperature,
+            train=True,
+            columns={name: column for name, column in columns.items() if column is not None},
+        )
 
-    def step_optimizer(self) -> float:
-        """One step along the accumulated gradient; returns its norm before clipping."""
+    def step_optimizer(self, *, loss: float) -> tuple[float, bool]:
+        """One step along the accumulated gradient, unless the gradient or the loss is not finite.
+
+        Args:
+            loss: of the mini-batch, the same on every rank.
+
+        Returns:
+            the gradient's norm before clipping, and whether there was a step; the same on every rank.
+        """
         self.masters.restore()
         self.moments.restore()
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
+            return grad_norm, False
+        clip(self.optimizer, grad_norm)
         self.scheduler.step(1)
-        ok, grad_norm, _ = self.optimizer.step()
-        assert ok, "the optimizer skips a step only when it scales the loss, which is off"
-        return float(grad_norm)
+        self.optimizer.step_with_ready_grads()
+        return grad_norm, True
 
     def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]], temperature: float) -> Tensor:
         """See `Policy.log_probs`. What the update needs comes back meanwhile."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -103,6 +104,13 @@ def moments(optimizer: Any) -> Iterator[Tensor]:
     for adam in _inner(optimizer):
         for state in adam.state.values():
             yield from (state[name] for name in MOMENTS if name in state)
+
+
+def clip(optimizer: Any, grad_norm: float) -> None:
+    """Scale the gradients down to the norm of the optimizer's `clip_grad`, as Megatron-Core's own step does."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
 
 
 def copy_masters_to_weights(optimizer: Any) -> None:

