@@ -153,7 +153,10 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
         return actor.accumulate_gradients(batch, micro_batches, weights, loss, temperature=1.0)
 
     deviation = max((float(out.maxima["actor/ratio_max_deviation"]) for out in step()), default=0.0)
-    jobs: dict[str, Callable[[], object]] = {"forward + backward": step, "optimizer": lambda: actor.step_optimizer(loss=0.0)}
+    jobs: dict[str, Callable[[], object]] = {
+        "forward + backward": step,
+        "optimizer": lambda: actor.step_optimizer(loss=0.0),
+    }
     if groups.train.pp == 1:
         plain = PlainMegatron(actor, batch, micro_batches)
         jobs |= {f"plain Megatron-Core, {name}": partial(plain.step, name) for name in plain.cross_entropies}

@@ -23,7 +23,7 @@ from megarl.reshard.execute import Resharder
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.shared import check_shared, shared_tensors
-from megarl.reshard.verify import verify
+from megarl.reshard.verify import verify as compare_ends
 from megarl.roles.actor import Actor
 from megarl.roles.policy import DTYPES
 from megarl.rollout.build import build_engine
@@ -58,6 +58,7 @@ class HybridEngine:
         groups = actor.groups
         self.config, self.actor, self.groups, self.timers = config, actor, groups, timers
         self._offload = config.actor.megatron.param_offload
+        self._verified = False
         self.aliases: dict[str, Alias] = {}
         self._source = actor.parameters()
         self.leaving = [actor.gradients, actor.masters, actor.moments]
@@ -99,8 +100,12 @@ class HybridEngine:
         self._sleep()
 
     @contextmanager
-    def generation(self) -> Iterator[HybridEngine]:
-        """The generation phase: on entry the engine has the actor's weights, on exit its memory is given back."""
+    def generation(self, *, verify: bool = False) -> Iterator[HybridEngine]:
+        """The generation phase: on entry the engine has the actor's weights, on exit its memory is given back.
+
+        Args:
+            verify: check every tensor after the reshard, as is always done after the first one.
+        """
         with self.timers("offload"):
             self.actor.gather_parameters()
             for memory in self.leaving:
@@ -109,8 +114,9 @@ class HybridEngine:
             self.engine.wake(weights_only=True)
             check_shared(self.aliases, self._source, self.engine.parameters())
             self.resharder.run()
-            if self.config.reshard.verify:
-                verify(self.resharder)
+            if verify or self.config.reshard.verify or not self._verified:
+                compare_ends(self.resharder)
+                self._verified = True
         with self.timers("generate"):
             if self._offload:
                 self.resharder.release()

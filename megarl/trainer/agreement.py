@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.groups import Groups
-from megarl.trainer.identity import configuration_digest, digest, examples_digest, identity_of, prompts_digest
+from megarl.trainer.identity import configuration_digest, digest, examples_digest, prompts_digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.stopped import RunStopped
 from megarl.types import Batch
@@ -75,7 +75,7 @@ def tensor_digest(x: Tensor) -> str:
 
 
 def _inputs(inputs: Inputs) -> Mapping[str, str]:
-    identity = identity_of(inputs)
+    identity = inputs.identity
     return {
         "packages": f"{platform.python_version()} {[_version(name) for name in _PACKAGES]}",
         "configuration": configuration_digest(inputs.config),

@@ -7,15 +7,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.data.examples import Example
-from megarl.trainer.inputs import Inputs
 from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from megarl.trainer.inputs import Inputs
 
 Identity = dict[str, dict[str, Any]]
 """Part of a run -> what it consists of, by name; JSON values."""
+
 
 def identity_of(inputs: Inputs) -> Identity:
     """The parts that `trainer.resume_allow` names. Where files lie is no part of it, what they hold is."""
@@ -86,7 +89,9 @@ def tokenizer_digest(path: str) -> str:
     if os.path.isfile(path):
         return _file_digest(path) or ""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-    own = [n for n in names if n.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_"))]
+    own = [
+        n for n in names if n.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_"))
+    ]
     return digest(f"{name} {_file_digest(os.path.join(path, name))}".encode() for name in own)
 
 

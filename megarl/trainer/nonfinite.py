@@ -18,7 +18,8 @@ class NonFiniteUpdates:
     """
 
     def __init__(self, mode: Literal["skip", "stop", "rollback"], step: int) -> None:
-        self._mode, self._last_good, self._in_a_row, self._rollbacks = mode, step, 0, 0
+        self._mode, self._last_good, self._in_a_row = mode, step, 0
+        self._rolled_back_to: list[int] = []
 
     def after_step(self, step: int, skipped: Sequence[bool]) -> str | None:
         """The same on every rank.
@@ -44,12 +45,8 @@ class NonFiniteUpdates:
             f"step without is {self._last_good}"
         )
 
-    def rolled_back(self, step: int, *, again: bool) -> bool:
-        """Note that the run is back at a step; False if it was there too often.
-
-        Args:
-            again: it was at this checkpoint before.
-        """
-        self._rollbacks = self._rollbacks + 1 if again else 1
+    def may_roll_back(self, step: int) -> bool:
+        """Note that the run goes back to a step; False if it did so too often without a later checkpoint."""
+        self._rolled_back_to.append(step)
         self._last_good, self._in_a_row = step, 0
-        return self._rollbacks <= LIMIT
+        return self._rolled_back_to.count(step) <= LIMIT

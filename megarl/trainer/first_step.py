@@ -1,0 +1,28 @@
+"""What the first step of a run tells about its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.trainer.inputs import Inputs
+from megarl.types import Rollouts
+
+
+def remarks_on(rollouts: Rollouts, inputs: Inputs) -> Iterator[str]:
+    """Lines on rollouts from which nothing can be learnt, with what to look at."""
+    if all(c.finish_reason == "length" for c in rollouts.completions):
+        limit = inputs.config.data.max_response_length
+        yield (
+            f"no response ended before data.max_response_length = {limit} tokens; look at the stop tokens "
+            f"({inputs.describe_stop_tokens()}), at the chat template, or raise the limit"
+        )
+    n, rewards = rollouts.n, rollouts.rewards
+    groups = [{r for r in rewards[i : i + n] if r is not None} for i in range(0, len(rewards), n)]
+    if all(len(scores) < 2 for scores in groups):
+        seen = sorted(set().union(*groups))
+        scores = f"{seen[0]:g}" if len(seen) == 1 else f"{seen[0]:g} to {seen[-1]:g}"
+        yield (
+            f"in every group all responses scored the same ({scores}), so there is nothing to learn from; look at "
+            f"rollouts/ in the run's folder, at reward.name = {inputs.config.reward.name}, and at how hard the prompts "
+            f"are"
+        )

@@ -1,0 +1,173 @@
+"""Where a run begins: afresh, or at a checkpoint. Rank 0 chooses, and every rank goes by its choice."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megarl.checkpoint.folder import (
+    Found,
+    Phase,
+    Position,
+    check_resumable,
+    checkpoints,
+    position_of,
+    read_state,
+    remark_on,
+    remove_partials,
+    set_aside,
+)
+from megarl.config.schema import Trainer
+from megarl.telemetry.earlier_run import set_aside_earlier_run
+from megarl.trainer.identity import Identity, differences
+from megarl.trainer.inputs import Inputs
+
+if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
+    from megarl.parallel.groups import Groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        folder: the checkpoint that it goes on from; None for a fresh run.
+        state: the checkpoint's small state.
+        differs: parts of the run, of those in `trainer.resume_allow`, that are other than the checkpoint's.
+    """
+
+    folder: str | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    differs: frozenset[str] = frozenset()
+
+    @property
+    def position(self) -> Position:
+        """Of the last step that is done."""
+        return position_of(dict(self.state)) if self.folder else Position(Phase.WARMUP, 0)
+
+
+def expected_start(inputs: Inputs) -> Start:
+    """Where the run will begin if its checkpoints are as whole as they look; needs no other rank.
+
+    Raises:
+        ValueError: there is nothing to go on from although the run should, or it is another run's.
+    """
+    trainer = inputs.config.trainer
+    candidates = _candidates(trainer)
+    for found in candidates:
+        if found.problem is None:
+            return _start_at(found.folder, read_state(found.folder), trainer, inputs.identity)
+    if candidates:
+        raise _none_is_whole(trainer, [(found.folder, str(found.problem)) for found in candidates])
+    return Start()
+
+
+def finished(inputs: Inputs, start: Start) -> str | None:
+    """What to say of a run that has nothing left to do; None if it has."""
+    if start.position < Position(Phase.RL, inputs.total_steps):
+        return None
+    return (
+        f"nothing to do: {start.folder} has step {start.position.step}, and the run ends with step "
+        f"{inputs.total_steps}; raise trainer.total_training_steps or trainer.total_epochs to train on"
+    )
+
+
+def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> Start:
+    """The newest checkpoint that is whole; every rank calls it. What is damaged and newer is set aside.
+
+    Args:
+        say: shows a line; what was passed over, and why.
+
+    Raises:
+        ValueError: on every rank; see `expected_start`, and for a rank that does not see the run's folder.
+    """
+    trainer = inputs.config.trainer
+    first = groups.rank == 0
+    candidates = groups.all_gather(_candidates(trainer) if first else None, "the choice of a checkpoint")[0]
+    passed_over: list[tuple[str, str]] = []
+    for found in candidates:
+        check_seen(found.folder, groups)
+        problem = found.problem or _damage(inputs, found.folder, groups)
+        if problem is None:
+            state = groups.all_gather(read_state(found.folder) if first else None, "the checkpoint's state")[0]
+            start = _start_at(found.folder, state, trainer, inputs.identity)
+            if first:
+                _tidy(trainer, passed_over, say)
+            if remark := remark_on(found.folder):
+                say(f"remark: {remark}")
+            return start
+        if trainer.resume_mode == "resume_path":
+            raise ValueError(
+                f"trainer.resume_from_path = '{found.folder}' is damaged: {problem}; give another checkpoint"
+            )
+        passed_over.append((found.folder, problem))
+    if passed_over:
+        raise _none_is_whole(trainer, passed_over)
+    if first:
+        _tidy(trainer, [], say)
+        if earlier := set_aside_earlier_run(trainer.run_dir):
+            say(f"an earlier run in {trainer.run_dir} left no checkpoint; its files are now in {earlier}")
+    return Start()
+
+
+def _candidates(trainer: Trainer) -> list[Found]:
+    """Newest first."""
+    if trainer.resume_mode == "disable":
+        return []
+    if trainer.resume_mode == "resume_path":
+        folder = trainer.resume_from_path
+        check_resumable(folder)
+        return [Found(folder=folder, position=position_of(read_state(folder)), problem=None)]
+    return checkpoints(trainer.run_dir)
+
+
+def _start_at(folder: str, state: dict[str, Any], trainer: Trainer, identity: Identity) -> Start:
+    """Raises ValueError if the checkpoint is of another run than `trainer.resume_allow` lets pass."""
+    # after the warm-up its settings have had their effect
+    ignored = {"warmup"} if position_of(state).phase is Phase.RL else set()
+    found = differences(state.get("identity", {}), identity, ignore=ignored)
+    refused = {part: how for part, how in found.items() if part not in trainer.resume_allow}
+    if refused:
+        others = "; another ".join(f"{part} ({how})" for part, how in refused.items())
+        raise ValueError(
+            f"{folder} is of a run with another {others}: go on with what it began with, or set "
+            f"trainer.resume_allow=[{','.join([*trainer.resume_allow, *refused])}]"
+        )
+    return Start(folder=folder, state=state, differs=frozenset(found))
+
+
+def _damage(inputs: Inputs, folder: str, groups: Groups) -> str | None:
+    if not inputs.config.checkpoint.verify:
+        return None
+    from megarl.checkpoint.store import verify_checkpoint
+
+    return verify_checkpoint(folder, groups.control)
+
+
+def check_seen(path: str, groups: Groups) -> None:
+    """Raises ValueError, on every rank, if a rank does not see a file or folder that rank 0 sees."""
+    everyone = groups.all_gather((os.path.lexists(path), socket.gethostname()), "all ranks' view of the disk")
+    for rank, (seen, host) in enumerate(everyone):
+        if not seen:
+            raise ValueError(
+                f"rank {rank} on {host} does not see {path}: the run's folder must be on a filesystem that all nodes "
+                f"share"
+            )
+
+
+def _tidy(trainer: Trainer, passed_over: list[tuple[str, str]], say: Callable[[str], None]) -> None:
+    for folder, problem in passed_over:
+        say(f"skipped {folder}: {problem}; it is now {set_aside(folder)}")
+    for name in remove_partials(trainer.run_dir):
+        say(f"removed {name}, which a job left that died while it saved")
+
+
+def _none_is_whole(trainer: Trainer, passed_over: list[tuple[str, str]]) -> ValueError:
+    reasons = "; ".join(f"{os.path.basename(folder)}: {problem}" for folder, problem in passed_over)
+    return ValueError(
+        f"{trainer.run_dir} has checkpoints, but none is whole ({reasons}): bring one back, or start anew with another "
+        f"trainer.default_local_dir"
+    )
