@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 
 from megarl.algorithms.advantages import compute_advantages
@@ -24,6 +25,7 @@ from megarl.trainer.model_files import write_model_files
 from megarl.trainer.report import Report
 from megarl.trainer.scoring import score
 from megarl.trainer.step_metrics import step_metrics
+from megarl.trainer.stop import StopRequest
 from megarl.trainer.warmup import warm_up
 from megarl.types import Batch, Prompt
 
@@ -31,8 +33,8 @@ from megarl.types import Batch, Prompt
 class PPOTrainer:
     """Owns the roles of a run and its position in it."""
 
-    def __init__(self, inputs: Inputs, groups: Groups, report: Report) -> None:
-        self.inputs, self.groups, self.report = inputs, groups, report
+    def __init__(self, inputs: Inputs, groups: Groups, report: Report, stop: StopRequest) -> None:
+        self.inputs, self.groups, self.report, self.stop = inputs, groups, report, stop
         self.config = inputs.config
         self.rollout = self.config.actor_rollout_ref.rollout
         self.timers = PhaseTimers(groups.device)
@@ -52,12 +54,19 @@ class PPOTrainer:
         data = self.config.data
         self.sampler = PromptSampler(len(inputs.train_prompts), data.train_batch_size, data.shuffle, data.seed)
         self.step = 0
+        self.saved_step: int | None = None  # of the latest checkpoint
 
-    def fit(self) -> None:
-        """The whole run, from where it stands."""
+    def fit(self) -> signal.Signals | None:
+        """The whole run, from where it stands; returns the signal that stopped it, if one did."""
         self._begin()
+        trainer = self.config.trainer
+        self.stop.defer(trainer.stop_timeout, saves=trainer.save_freq != 0)
         with self.report.phase("RL", self.inputs.total_steps, done=self.step):
             for step in range(self.step + 1, self.inputs.total_steps + 1):
+                if asked := self.stop.agreed(self.groups):
+                    if trainer.save_freq and self.saved_step != self.step:
+                        self.save()
+                    return asked
                 self.step = step
                 metrics = self.train_step()
                 if self._due(self.config.trainer.test_freq):
@@ -66,6 +75,7 @@ class PPOTrainer:
                     self.save()
                 metrics |= self.memory.measured(self.timers.collect_peaks())
                 self.report.rl_step(self.step, metrics, self.timers.collect())
+        return None
 
     def train_step(self) -> dict[str, float]:
         """One RL step; returns its metrics."""
@@ -130,6 +140,7 @@ class PPOTrainer:
             )
             if self.groups.rank == 0:
                 prune_checkpoints(self.config.trainer.run_dir, self.config.trainer.max_ckpt_to_keep)
+        self.saved_step = self.step
 
     def _begin(self) -> None:
         """Everything before the first RL step: the warm-up and the first validation, or the checkpoint."""
@@ -154,6 +165,7 @@ class PPOTrainer:
             self.reference.load_sharded(loaded["reference"], "reference.")
         state = read_state(folder)
         self.step, self.kl_control.coefficient = state["step"], state["kl_coef"]
+        self.saved_step = self.step
         self.sampler.load_state(state["sampler"])
 
     def _sharded_state(self, *, loading: bool) -> dict[str, object]:
