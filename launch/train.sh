@@ -10,10 +10,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 GPUS=$(gpu_count)
 COMMAND=(
-    "$PYTHON" -m torch.distributed.run
-    --nnodes="${NNODES:-1}" --node_rank="${NODE_RANK:-0}" --nproc_per_node="${NPROC_PER_NODE:-$((GPUS > 0 ? GPUS : 4))}"
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" --master_port="${MASTER_PORT:-29500}"
-    -m megarl.train "$CONFIG" "${@:2}"
+    "$PYTHON" -m megarl.cli.main train
+    --nnodes="${NNODES:-1}" --node-rank="${NODE_RANK:-0}" --nproc="${NPROC_PER_NODE:-$((GPUS > 0 ? GPUS : 4))}"
+    --master-addr="${MASTER_ADDR:-127.0.0.1}" --master-port="${MASTER_PORT:-29500}"
+    "$CONFIG" "${@:2}"
 )
 if [[ -n ${DRY_RUN:-} ]]; then
     printf '%q ' "${COMMAND[@]}"

@@ -1,14 +1,22 @@
-"""One rank of a training run: `torchrun --nproc_per_node N -m megarl.train CONFIG key=value...`."""
+"""One rank of a training run: `megarl train` starts it, or `torchrun --nproc_per_node N -m megarl.train CONFIG ...`."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import socket
 import sys
+import time
 import traceback
 import warnings
 
 from megarl.config import Config, ConfigError, load_config
+from megarl.processes import die_with_parent, end_now, kill_descendants
+from megarl.trainer.stop import StopRequest
+
+# What a rank waits before it repeats what another one may be saying: the launcher ends it meanwhile.
+SECOND_VOICE_SECONDS = 2.5
 
 
 def load_run_config(path: str, overrides: list[str]) -> Config:
@@ -21,29 +29,46 @@ def load_run_config(path: str, overrides: list[str]) -> Config:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0 after the last step, 2 for a run that is refused, 1 for one that failed."""
+    """Exit code 0 after the last step, 2 for a run that is refused, 1 for one that failed, 128 + s for signal s."""
     rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:  # else nobody launched it, and it may outlive the shell
+        launcher = os.environ.get("MEGARL_LAUNCHER")
+        die_with_parent(int(launcher) if launcher else None)
+    stop = StopRequest(rank)
+    stop.install()
     if not argv or argv[0].startswith("-"):
         return _refuse("usage: torchrun --nproc_per_node N -m megarl.train CONFIG [key=value ...]", rank)
     try:
         config = load_run_config(argv[0], argv[1:])
         from megarl.trainer.checks import check_run
+        from megarl.trainer.run_lock import RunLock
 
         inputs = check_run(config)
+        lock = RunLock(config.trainer.run_dir) if rank == 0 else None
     except (ConfigError, ValueError) as e:
-        return _refuse(f"megarl: error: {e}", rank)
+        return _refuse(f"error: {e}", rank)
 
     _hush_dependencies()
     from megarl.trainer.run import run
 
     try:
-        run(inputs)
-    except BaseException:
+        stopped_by = run(inputs, stop)
+    except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
-        print(f"megarl: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)
-    return 0
+        _fail(e, rank)
+    if lock is not None:
+        lock.release()
+    return 0 if stopped_by is None else 128 + stopped_by
+
+
+def _fail(error: BaseException, rank: int) -> None:
+    from megarl.parallel.watch import Stalled, is_peer_loss
+
+    if is_peer_loss(error):
+        time.sleep(SECOND_VOICE_SECONDS)
+    text = str(error) if isinstance(error, Stalled) else f"rank {rank} failed:\n{traceback.format_exc()}"
+    print(f"megarl: {text}", file=sys.stderr, flush=True)
+    end_now(1)
 
 
 def _hush_dependencies() -> None:
@@ -54,10 +79,14 @@ def _hush_dependencies() -> None:
 
 
 def _refuse(message: str, rank: int) -> int:
-    if rank == 0:
-        print(message, file=sys.stderr, flush=True)
+    """Say why on every rank: the reason may be this host's alone. Most are every rank's, and rank 0 says them first."""
+    if rank:
+        time.sleep(SECOND_VOICE_SECONDS)
+    who = f"rank {rank} on {socket.gethostname()}: " if rank else ""
+    print(f"megarl: {who}{message}", file=sys.stderr, flush=True)
     return 2
 
 
 if __name__ == "__main__":
+    atexit.register(kill_descendants)  # first registered, so it runs last: what is left of helpers then
     sys.exit(main(sys.argv[1:]))

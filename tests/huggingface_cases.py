@@ -73,7 +73,7 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     try:
         yield Policy(config, read_architecture(folder), groups)
     finally:
-        destroy_groups()
+        destroy_groups(groups)
 
 
 def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, max_shard_bytes: int) -> None:

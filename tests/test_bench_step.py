@@ -38,7 +38,7 @@ def _measure(world: int, tp: int) -> dict[str, Any]:
     try:
         return asdict(bench_step.measure(bench_step.synthetic_inputs(config, ARCH), groups, 2, alone=True, peer=False))
     finally:
-        destroy_groups()
+        destroy_groups(groups)
 
 
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 2)])

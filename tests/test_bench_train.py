@@ -33,7 +33,7 @@ def _measure(what: str, world: int) -> dict[str, Any]:
         lengths = bench.long_tailed(24, 48)
         return asdict(bench.measure_packing(actor, config, lengths, 1)) | {"lengths": lengths}
     finally:
-        destroy_groups()
+        destroy_groups(groups)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 ORDER = [
+    "processes",
     "config",
     "types",
     "telemetry",
@@ -20,11 +21,13 @@ ORDER = [
     "roles",
     "hybrid",
     "trainer",
+    "launcher",
     "cli",
     "train",
 ]
 ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
+    "processes.py",
     "config",
     "parallel/layout.py",
     "models/architecture.py",
@@ -47,6 +50,9 @@ TORCH_FREE = [
     "hybrid/budget_table.py",
     "hybrid/fit.py",
     "hybrid/prediction.py",
+    "trainer/stop.py",
+    "trainer/run_lock.py",
+    "trainer/run_folder.py",
 ]
 
 

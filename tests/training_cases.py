@@ -96,7 +96,7 @@ def actor_in(case: Case, arch: Architecture = ARCH, dtype: str = "float32") -> I
     try:
         yield Actor(config, arch, groups, initial=lambda policy: policy.load(random_source(arch, 1)))
     finally:
-        destroy_groups()
+        destroy_groups(groups)
 
 
 def hybrid_of(actor: Any, max_model_len: int) -> Any:

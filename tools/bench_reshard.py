@@ -153,7 +153,7 @@ def measure(configs: Sequence[Config], arch: Architecture, *, rounds: int, ways:
         bench = Bench(config, arch, groups, figures.links)
         figures.reshards.append(bench.measure(rounds, ways, sweep))
         bench.close()
-        destroy_groups()
+        destroy_groups(groups)
         del bench
         gc.collect()  # models are full of cycles, and the next pair of layouts needs the room
     assert figures is not None

@@ -17,7 +17,7 @@ from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import Box, LogicalTensor
 from megarl.models.weights import Source
-from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.parallel.groups import Groups, build_groups, init_distributed
 from megarl.trainer.inputs import generation_layout, train_layout
 
 Figures = TypeVar("Figures", bound=Any)
@@ -38,7 +38,6 @@ def finish(figures: Figures, print_table: Callable[[Figures], None], json_file: 
         if json_file:
             with open(json_file, "w", encoding="utf-8") as f:
                 json.dump(asdict(figures), f, indent=2)
-    destroy_groups()
     dist.destroy_process_group()
 
 

@@ -6,15 +6,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.parallel.watch import Watch
 
 enable_cpu_ranks()
 
@@ -34,6 +36,7 @@ class Groups:
         ranks_per_node: consecutive ranks that share a machine.
         generation_tp: the ranks of this rank's generation replica.
         control: all ranks, over gloo: small Python objects (token ids, scores), never weights.
+        watch: notes what this rank waits for in `control`.
     """
 
     rank: int
@@ -44,27 +47,50 @@ class Groups:
     pgs: ProcessGroupCollection
     generation_tp: dist.ProcessGroup
     control: dist.ProcessGroup
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def model(self) -> dist.ProcessGroup:
         """The ranks that hold one whole model: same data-parallel index, every tensor and pipeline index."""
         return self.pgs.mp
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """One Python object of every rank, in rank order."""
+    def all_gather(self, value: Any, what: str = "an exchange") -> list[Any]:
+        """One Python object of every rank, in rank order.
+
+        Args:
+            what: what a rank waits for here, as it is told if others do not come: "all scores".
+        """
         out: list[Any] = [None] * self.train.world_size
-        dist.all_gather_object(out, value, group=self.control)
+        with self.watch.waiting(what):
+            dist.all_gather_object(out, value, group=self.control)
         return out
+
+    def maximum(self, value: int, what: str = "an exchange") -> int:
+        """The largest value of any rank."""
+        most = torch.tensor(value, dtype=torch.int64)
+        with self.watch.waiting(what):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
+        return int(most)
+
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks."""
+        with self.watch.waiting(what):
+            dist.barrier(self.control)
 
 
 def init_distributed(timeout_minutes: float = 30) -> None:
-    """Join the job's ranks (environment set by torchrun or srun): NCCL where there is a GPU, else gloo.
+    """Join the job's ranks (environment set by the launcher, torchrun or srun): NCCL where there is a GPU, else gloo.
 
     A communicator of NCCL's takes half a GiB even if it has one rank. Megatron-Core makes more than a dozen groups, and
     a run uses some of them, so every group gets its own at its first collective: `init_process_group` is not told the
     device, which would give one to each at once.
+
+    Args:
+        timeout_minutes: how long a rank waits for others in any group, also in those that are made later.
     """
     timeout = timedelta(minutes=timeout_minutes)
+    # what groups get whose maker, vLLM for one, names no limit
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group("nccl", timeout=timeout)
@@ -74,6 +100,8 @@ def init_distributed(timeout_minutes: float = 30) -> None:
 
 def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1) -> Groups:
     """Create the groups of both layouts in the already initialised world. Every rank must call it.
+
+    The groups wait as long as `init_distributed` was told.
 
     Args:
         seed: of Megatron-Core's tensor-parallel random number tracker (dropout).
@@ -135,6 +163,7 @@ def _megatron_groups(train: TrainLayout, seed: int) -> ProcessGroupCollection:
         virtual_pipeline_model_parallel_size=train.chunks if train.chunks > 1 else None,
         context_parallel_size=train.cp,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=distributed_c10d.default_pg_timeout / timedelta(minutes=1),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
@@ -148,6 +177,10 @@ def join(group: dist.ProcessGroup, device: torch.device) -> None:
     dist.all_reduce(torch.zeros((), device=device), group=group)
 
 
-def destroy_groups() -> None:
+def destroy_groups(groups: Groups) -> None:
     """Leave the groups of both layouts; the world stays."""
-    parallel_state.destroy_model_parallel()
+    made = {group for group in parallel_state._global_process_group_list or () if group is not None}
+    parallel_state.destroy_model_parallel()  # forgets them: their communicators would stay
+    for group in made | {groups.generation_tp, groups.control}:
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)

@@ -29,7 +29,7 @@ def generate_rollouts(
         params,
         [sample_seed(seed, round_, p.index, j) for p in mine for j in range(n)],
     )
-    gathered = groups.all_gather(completions if at.tp == 0 else None)
+    gathered = groups.all_gather(completions if at.tp == 0 else None, "all completions")
     by_replica: list[list[Completion]] = [part for part in gathered if part is not None]
     in_order = (by_replica[i % replicas][i // replicas * n :][:n] for i in range(len(prompts)))
     return Rollouts(prompts=tuple(prompts), n=n, completions=tuple(chain.from_iterable(in_order)))

@@ -36,6 +36,11 @@ class PhaseTimers:
             self._charge()
             self._open.pop()
 
+    @property
+    def phase(self) -> str:
+        """The innermost open phase; empty between phases."""
+        return self._open[-1] if self._open else ""
+
     def collect(self) -> dict[str, float]:
         """Seconds by phase since the last call, in order of first use; starts again from zero."""
         self._charge()

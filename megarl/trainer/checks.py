@@ -12,6 +12,7 @@ from megarl.models.families import read_architecture
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
 from megarl.trainer.memory import check_memory
+from megarl.trainer.run_folder import check_run_folder
 
 
 def check_run(config: Config) -> Inputs:
@@ -22,6 +23,7 @@ def check_run(config: Config) -> Inputs:
     """
     _check_configuration(config)
     inputs = read_inputs(config)
+    check_run_folder(config.trainer, inputs.resume_from)
     _check_shapes(config, inputs.arch)
     check_memory(config, inputs.arch)
     _check_model_files(inputs)

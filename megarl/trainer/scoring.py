@@ -17,6 +17,6 @@ def score(rollouts: Rollouts, reward: RewardFunction, tokenizer: Tokenizer, grou
         float(reward(tokenizer.decode(rollouts.completions[i].token_ids), rollouts.prompt_of(i).row))
         for i in range(groups.rank, len(rollouts.completions), world)
     ]
-    gathered = groups.all_gather(mine)
+    gathered = groups.all_gather(mine, "all scores")
     rewards = tuple(gathered[i % world][i // world] for i in range(len(rollouts.completions)))
     return replace(rollouts, rewards=rewards)

@@ -1,0 +1,63 @@
+"""Processes that end together: a rank with its launcher, and what a rank started with the rank."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+
+import psutil
+
+# What asks a run to stop. SIGUSR1 is what Slurm sends some minutes before a job's time is over.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """The kernel kills this process when its parent ends, however that ends; forked children must ask for themselves.
+
+    Without it, ranks whose launcher was killed would go on training, and a second start would train beside them.
+
+    Args:
+        parent: who should be there still; default whoever is the parent now.
+    """
+    parent = os.getppid() if parent is None else parent
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become this process's children, so that `kill_descendants` still finds them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants() -> list[psutil.Process]:
+    """Children of this process, their children and so on."""
+    return psutil.Process().children(recursive=True)
+
+
+def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
+    """End every process that this one started, and those that they started."""
+    killed = [process for process in descendants() if process not in spared]
+    for process in killed:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(killed, timeout=10)
+
+
+def end_now(code: int) -> None:
+    """Leave this process without waiting for anybody, from any thread: its descendants first, then itself."""
+    kill_descendants()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

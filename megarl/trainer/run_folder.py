@@ -1,0 +1,60 @@
+"""Whether a run can use its folder: a place to write to, with room, and with no other run's results in it."""
+
+from __future__ import annotations
+
+import os
+
+from megarl.checkpoint.folder import complete_checkpoints, read_state
+from megarl.config.schema import Trainer
+
+ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints need is far more
+_RESULTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
+
+
+def check_run_folder(trainer: Trainer, resume_from: str | None, *, room: int = ROOM) -> None:
+    """Raises ValueError, in one line with what to change, if the run must not or cannot write into its folder.
+
+    Args:
+        resume_from: the checkpoint that the run goes on from.
+        room: bytes that must be free.
+    """
+    run_dir = trainer.run_dir
+    _check_place(run_dir, room)
+    if trainer.resume_mode == "disable":
+        found = [name for name in _RESULTS if _holds_something(os.path.join(run_dir, name))]
+        if found:
+            raise ValueError(
+                f"{run_dir} holds another run's {', '.join(found)}, and trainer.resume_mode=disable starts anew; set "
+                f"trainer.resume_mode=auto to go on with that run, or another trainer.default_local_dir or "
+                f"trainer.experiment_name"
+            )
+    if trainer.resume_mode == "resume_path" and resume_from is not None:
+        checkpoints = complete_checkpoints(run_dir)
+        latest = read_state(checkpoints[-1])["step"] if checkpoints else 0
+        if latest > (step := read_state(resume_from)["step"]):
+            raise ValueError(
+                f"{run_dir} holds a checkpoint of step {latest}, later than step {step} of trainer.resume_from_path; "
+                f"set another trainer.default_local_dir, or move the later checkpoints away"
+            )
+
+
+def _check_place(run_dir: str, room: int) -> None:
+    place = os.path.abspath(run_dir)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    where = run_dir if place == os.path.abspath(run_dir) else f"{run_dir}, in {place},"
+    if not os.path.isdir(place):
+        raise ValueError(f"the run folder {run_dir} cannot be made: {place} is a file; set trainer.default_local_dir")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"the run folder {where} cannot be written; set trainer.default_local_dir")
+    disk = os.statvfs(place)
+    free = disk.f_bavail * disk.f_frsize
+    if free < room or (disk.f_files and not disk.f_favail):
+        raise ValueError(
+            f"the disk of the run folder {run_dir} has {free / 2**20:.0f} MiB and {disk.f_favail} files left; make "
+            f"room, or set trainer.default_local_dir"
+        )
+
+
+def _holds_something(path: str) -> bool:
+    return bool(os.listdir(path)) if os.path.isdir(path) else os.path.exists(path)

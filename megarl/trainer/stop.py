@@ -1,0 +1,99 @@
+"""What a signal does to a run: before the loop it ends the process, in the loop it ends the run after a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megarl.processes import STOP_SIGNALS, end_now
+
+if TYPE_CHECKING:  # a rank takes signals before it has imported torch
+    from megarl.parallel.groups import Groups
+
+RELAYED_SECONDS = 2.0  # a launcher sends a signal on that its ranks have got from the terminal or from Slurm already
+
+
+class StopRequest:
+    """Whether this rank got SIGTERM, SIGINT or SIGUSR1, and whether all ranks therefore stop.
+
+    Signals are noticed by a thread of their own: Python runs a handler only between two bytecodes of the main thread,
+    which may wait inside a collective for minutes.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._asked: signal.Signals | None = None
+        self._timeout: float | None = None  # None: nothing to save yet
+        self._saves = False
+
+    def install(self) -> None:
+        """Take the signals from now on; called once, by the main thread."""
+        written, read = socket.socketpair()
+        written.setblocking(False)
+        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, _noticed_elsewhere)
+            signal.siginterrupt(number, False)  # a system call of a library must not fail with EINTR
+        # A forked helper that is ended by SIGTERM would otherwise write into this process's socket: a stop of the run.
+        os.register_at_fork(after_in_child=_forget_signals)
+        threading.Thread(target=self._listen, args=(read, written), daemon=True, name="megarl-signals").start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher blocked them
+
+    def defer(self, timeout: float, *, saves: bool) -> None:
+        """From now on the loop asks `agreed`, and a signal ends the process only if that takes too long.
+
+        Args:
+            timeout: seconds from the first signal to the process's end (`trainer.stop_timeout`).
+            saves: whether the loop saves a checkpoint before it leaves.
+        """
+        self._timeout, self._saves = timeout, saves
+
+    def agreed(self, groups: Groups) -> signal.Signals | None:
+        """The signal that any rank got, the same on every rank; every rank calls it."""
+        number = groups.maximum(self._asked or 0, "whether to stop")
+        return signal.Signals(number) if number else None
+
+    def _listen(self, read: socket.socket, written: socket.socket) -> None:
+        del written  # only kept open: a socket that nobody refers to is closed
+        first = 0.0
+        while True:
+            left = None if self._asked is None or self._timeout is None else first + self._timeout - time.monotonic()
+            if left is not None and (left <= 0 or not select.select([read], [], [], left)[0]):
+                assert self._asked is not None
+                self._end(self._asked, f"the step was not done within trainer.stop_timeout = {self._timeout:g} s")
+            for number in read.recv(64):
+                if number not in STOP_SIGNALS:
+                    continue
+                asked = signal.Signals(number)
+                if self._timeout is None:
+                    self._end(asked, "stopped before the first step")
+                if self._asked is None:
+                    self._asked, first = asked, time.monotonic()
+                    plan = "saving" if self._saves else "stopping"
+                    self._say(f"{asked.name}: {plan} after this step; a second signal ends the run at once")
+                elif time.monotonic() - first > RELAYED_SECONDS:
+                    self._end(asked, "ended at once by a second signal")
+
+    def _end(self, asked: signal.Signals, why: str) -> None:
+        self._say(f"{asked.name}: {why}")
+        end_now(128 + asked)
+
+    def _say(self, text: str) -> None:
+        if self._rank == 0:
+            os.write(2, f"megarl: {text}\n".encode())  # not through sys.stderr, whose lock the main thread may hold
+
+
+def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:
+    """The bytes in the wake-up socket tell the thread; without a handler Python would not write them."""
+
+
+def _forget_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
