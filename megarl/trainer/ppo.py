@@ -8,12 +8,13 @@ from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.kl import AdaptiveKlController
 from megarl.algorithms.rollout_correction import correct_rollouts
-from megarl.checkpoint.folder import read_state
-from megarl.checkpoint.store import load_checkpoint, prune_checkpoints, save_checkpoint
+from megarl.checkpoint.folder import Phase, Position, prune_checkpoints, read_state
+from megarl.checkpoint.store import load_checkpoint, save_checkpoint
 from megarl.data.sampler import PromptSampler
 from megarl.hybrid.engine import HybridEngine
 from megarl.parallel.groups import Groups
 from megarl.roles.reference import Reference
+from megarl.roles.writers import spread_over_replicas
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.build import build_actor, policy_loss
 from megarl.trainer.evaluate import evaluate
@@ -119,17 +120,17 @@ class PPOTrainer:
     def save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
         with self.timers("save"):
-            state = {"step": self.step, "sampler": self.sampler.state(), "kl_coef": self.kl_control.coefficient}
-            save_checkpoint(
+            state = {"sampler": self.sampler.state(), "kl_coef": self.kl_control.coefficient}
+            saved = save_checkpoint(
                 self.config.trainer.run_dir,
-                self.step,
+                Position(Phase.RL, self.step),
                 self._sharded_state(loading=False),
                 state,
                 write_model=partial(write_model_files, self.config, self.actor),
                 control=self.groups.control,
             )
             if self.groups.rank == 0:
-                prune_checkpoints(self.config.trainer.run_dir, self.config.trainer.max_ckpt_to_keep)
+                prune_checkpoints(self.config.trainer.run_dir, self.config.trainer.max_ckpt_to_keep, saved)
 
     def _begin(self) -> None:
         """Everything before the first RL step: the warm-up and the first validation, or the checkpoint."""
@@ -148,7 +149,7 @@ class PPOTrainer:
             self.report.say(f"held-out accuracy before the first RL step: {metrics['val/accuracy']:.1%}")
 
     def _resume(self, folder: str) -> None:
-        loaded = load_checkpoint(folder, self._sharded_state(loading=True), rng=True)
+        loaded = load_checkpoint(folder, self._sharded_state(loading=True), rng=True, control=self.groups.control)
         self.actor.load_training_state(loaded["actor"])
         if self.reference is not None:
             self.reference.load_sharded(loaded["reference"], "reference.")
@@ -159,7 +160,8 @@ class PPOTrainer:
     def _sharded_state(self, *, loading: bool) -> dict[str, object]:
         state: dict[str, object] = {"actor": self.actor.sharded_training_state(loading=loading)}
         if self.reference is not None:
-            state["reference"] = self.reference.sharded_state("reference.")
+            reference = self.reference.sharded_state("reference.")
+            state["reference"] = spread_over_replicas(reference, self.groups.pgs.dp_cp)
         return state
 
     def _steer_kl(self, batch: Batch) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megarl.checkpoint.folder import read_state
 from megarl.config import dump_config
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.trainer.inputs import Inputs, generation_layout, train_layout
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.report import Report
@@ -22,13 +23,15 @@ def run(inputs: Inputs) -> None:
     groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
     torch.manual_seed(config.data.seed)
     done = read_state(inputs.resume_from)["step"] if inputs.resume_from else None
+    earlier = None
     if groups.rank == 0:
+        earlier = set_aside_earlier_run(config.trainer.run_dir) if done is None else None
         os.makedirs(config.trainer.run_dir, exist_ok=True)
         with open(os.path.join(config.trainer.run_dir, "config.yaml"), "w", encoding="utf-8") as f:
             f.write(dump_config(config))
-    # a fresh run starts its metric files anew: the warm-up's steps count up to 0
-    first_step = done + 1 if done is not None else -config.warmup.total_training_steps
-    report = Report(inputs, rank=groups.rank, first_step=first_step)
+    report = Report(inputs, rank=groups.rank, first_step=done + 1 if done is not None else None)
+    if earlier is not None:
+        report.say(f"the records of an earlier run are in {earlier} now")
     trainer = PPOTrainer(inputs, groups, report)
     report.say(_start_line(inputs, groups, trainer))
     trainer.memory.predict()
