@@ -121,6 +121,8 @@ def log_probs(case: Case, folder: str, checkpoint: str | None = None) -> Tensor:
         if checkpoint is None:
             policy.load(HuggingFaceWeights(folder, policy.arch).box)
         else:
-            policy.load_sharded(load_checkpoint(checkpoint, policy.sharded_state(), rng=False))
+            policy.load_sharded(
+                load_checkpoint(checkpoint, policy.sharded_state(), rng=False, control=policy.groups.control)
+            )
         result: Tensor = policy.log_probs(text_batch(), [[0, 1, 2]], 1.0)
         return result

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
+from megarl.checkpoint.folder import STATE_FILE, check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
+from megarl.checkpoint.manifest import (
+    checksum_problem,
+    files_of,
+    one_line,
+    read_manifest,
+    record_files,
+    write_manifest,
+)
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
 from megarl.models.families import read_architecture
 from megarl.models.tensors import logical_tensors, volume
@@ -48,25 +57,30 @@ def huggingface_to_megatron(
     def write(parameter: StoredParameter, data: Tensor) -> None:
         nonlocal done
         fill({p.param: data for p in parameter.placements}, parameter.placements, weights.tensors, weights.box)
+        refuse_nonfinite(parameter.placements[0].tensor, data)
         done += data.numel()
         advance(done, total)
 
     with new_folder(target) as partial:
         write_megatron(partial, ranks, write, max_file_bytes=max_file_bytes)
         copy_model_files(source, source, partial, dtype=dtype_name(dtype))
+        write_manifest(partial, record_files(partial, files_of(partial), sync=True))
 
 
 def megatron_to_huggingface(
-    source: str, target: str, *, model_files: str, max_shard_bytes: int, advance: Advance
+    source: str, target: str, *, model_files: str, max_shard_bytes: int, check: bool, advance: Advance
 ) -> None:
     """Write a Hugging Face folder from the actor's weights in a checkpoint, in the type that they have there.
 
     Args:
         model_files: folder with the model's `config.json` and tokenizer; a checkpoint has its own.
+        check: compare every file of the checkpoint with its manifest first.
 
     Raises:
-        ValueError: the source is no checkpoint of that model, or the target is already there.
+        ValueError: the source is no checkpoint of that model, is damaged or not finite, or the target is already there.
     """
+    if check:
+        check_contents(source)
     arch = read_architecture(model_files)
     weights = MegatronWeights(source, arch)
     tensors = logical_tensors(arch)
@@ -76,11 +90,30 @@ def megatron_to_huggingface(
         for file in files:
             writer = open_file(partial, file, weights.dtype)
             for tensor in file.tensors:
-                append(writer, weights.tensor(tensor.name))
+                value = weights.tensor(tensor.name)
+                refuse_nonfinite(tensor.name, value)
+                append(writer, value)
                 done += volume(tensor.box)
                 advance(done, total)
         write_index(partial, files, weights.dtype.itemsize)
         copy_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
+
+
+def check_contents(folder: str) -> None:
+    """Raises ValueError if a checkpoint's files are not what its manifest says; one without a manifest passes."""
+    if not os.path.isfile(os.path.join(folder, STATE_FILE)):
+        return  # of Megatron-Core's own programs, or none: what reads it says so
+    check_whole(folder)
+    records = read_manifest(folder)
+    if records is not None and (problem := checksum_problem(folder, records, records)):
+        raise ValueError(f"'{folder}' is damaged: {problem} (--no-check converts it all the same)")
+
+
+def refuse_nonfinite(name: str, tensor: Tensor) -> None:
+    """Raises ValueError naming the tensor: a model with it computes nothing but NaN."""
+    low, high = tensor.aminmax()
+    if not (low.isfinite() and high.isfinite()):
+        raise ValueError(f"{name} is not finite everywhere: the weights are of no use, and nothing is written")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -96,9 +129,11 @@ def new_folder(target: str) -> Iterator[str]:
         raise ValueError(f"'{target}' is already there; delete it or give another name")
     partial = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    os.makedirs(partial)
     try:
+        os.makedirs(partial)
         yield partial
         os.rename(partial, target)
+    except OSError as e:
+        raise ValueError(f"'{target}' cannot be written: {one_line(e)}") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)

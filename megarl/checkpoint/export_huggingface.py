@@ -90,6 +90,9 @@ def export_weights(
         tensors: the whole model's, by name.
         parameters: this rank's, by placement name; all of one type, which is that of the files.
         placements: what each rank of the group (global ranks) holds; together they hold a whole model.
+
+    Raises:
+        OSError: this rank could not write, after it has sent the others what they need.
     """
     me, ranks = dist.get_rank(), sorted(placements)
     first = next(iter(parameters.values()))
@@ -97,15 +100,23 @@ def export_weights(
     holders = _holders(placements)
     join(group, first.device)
     writer: SafetensorsWriter | None = None
+    failure: OSError | None = None
     for jobs in _rounds(files, ranks):
         pieces = {owner: _pieces(holders[tensor.name], owner) for owner, (_, tensor) in jobs.items()}
         arrived = _exchange(pieces, parameters, first, group)
         if me in jobs:
             file, tensor = jobs[me]
-            if tensor is file.tensors[0]:
-                writer = open_file(folder, file, first.dtype)
-            assert writer is not None
-            append(writer, _assemble(tensor, pieces[me], arrived, parameters, first.dtype))
+            whole = _assemble(tensor, pieces[me], arrived, parameters, first.dtype)
+            if failure is None:
+                try:
+                    if tensor is file.tensors[0]:
+                        writer = open_file(folder, file, first.dtype)
+                    assert writer is not None
+                    append(writer, whole)
+                except OSError as e:
+                    failure = e  # the other ranks go on to wait for this one's pieces
+    if failure is not None:
+        raise failure
     if me == ranks[0]:
         write_index(folder, files, first.element_size())
 

@@ -1,62 +1,266 @@
 """Names and small state of checkpoint folders. Torch-free, so that a bad path is refused before anything starts.
 
+RUN/checkpoints/warmup_step_100/         in the supervised warm-up, which comes before every RL step
 RUN/checkpoints/global_step_20/          complete: a folder gets this name when everything in it is written
-    trainer.json                         step, sampler position, number of ranks
+    trainer.json                         step, phase, sampler position, number of ranks
     config.json, tokenizer.json, ...     the model's Hugging Face files without the weights
     huggingface/                         with checkpoint.save_hf: the actor as a Hugging Face folder
     ...                                  Megatron-Core's distributed checkpoint
+    manifest.json                        size and checksum of every other file
+RUN/checkpoints/global_step_10.damaged/  was found not to be whole
+RUN/checkpoints/.global_step_30.partial/ unfinished
+RUN/checkpoints/.global_step_20.replaced/ an earlier global_step_20 while a new one takes its name
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+import shutil
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
+from megarl.checkpoint.manifest import MANIFEST_FILE, one_line, read_manifest, size_problem, sync_folder
+
 STATE_FILE = "trainer.json"
-_NAME = re.compile(r"global_step_(\d+)")
+_WITHOUT_MANIFEST = ("metadata.json", "common.pt", ".metadata")
 
 
-def checkpoint_folder(run_dir: str, step: int) -> str:
-    return os.path.join(run_dir, "checkpoints", f"global_step_{step}")
+class Phase(IntEnum):
+    """Parts of a run, in their order."""
+
+    WARMUP = 0
+    RL = 1
 
 
-def complete_checkpoints(run_dir: str) -> list[str]:
-    """Complete checkpoints of a run, oldest first."""
+_PREFIX = {Phase.WARMUP: "warmup_step", Phase.RL: "global_step"}
+_NAME = re.compile(r"(warmup_step|global_step)_(0|[1-9]\d*)")
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where in a run a checkpoint was saved; ordered as the run goes.
+
+    Attributes:
+        step: of the phase, from 1.
+    """
+
+    phase: Phase
+    step: int
+
+    @property
+    def name(self) -> str:
+        """The folder's name: `global_step_20`."""
+        return f"{_PREFIX[self.phase]}_{self.step}"
+
+
+def position_named(name: str) -> Position | None:
+    """global_step_20 -> (RL, 20); None for any other name, such as global_step_20.damaged."""
+    found = _NAME.fullmatch(name)
+    return Position(next(p for p in Phase if _PREFIX[p] == found[1]), int(found[2])) if found else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint of a run, or what has the name of one.
+
+    Attributes:
+        problem: why it is not whole, naming the file; None if nothing is known against it.
+    """
+
+    folder: str
+    position: Position
+    problem: str | None
+
+
+def checkpoint_folder(run_dir: str, position: Position) -> str:
+    return os.path.join(run_dir, "checkpoints", position.name)
+
+
+def partial_folder(final: str) -> str:
+    """Where a checkpoint is written until it is whole."""
+    return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.partial")
+
+
+def checkpoints(run_dir: str) -> list[Found]:
+    """Everything that is named as a checkpoint of the run, newest first, after the cheap checks of `problem_with`."""
     parent = os.path.join(run_dir, "checkpoints")
     names = os.listdir(parent) if os.path.isdir(parent) else []
-    steps = sorted(int(m[1]) for name in names if (m := _NAME.fullmatch(name)))
-    return [checkpoint_folder(run_dir, step) for step in steps]
+    positions = sorted((p for name in names if (p := position_named(name)) is not None), reverse=True)
+    folders = [(checkpoint_folder(run_dir, position), position) for position in positions]
+    return [Found(folder=folder, position=at, problem=problem_with(folder)) for folder, at in folders]
 
 
-def write_state(folder: str, state: dict[str, Any]) -> None:
-    """Write the small state of a checkpoint, onto the disk."""
-    with open(os.path.join(folder, STATE_FILE), "w", encoding="utf-8") as f:
-        json.dump(state, f)
-        f.flush()
-        os.fsync(f.fileno())
+def whole_checkpoints(run_dir: str) -> list[str]:
+    """Folders of the run's whole checkpoints, newest first."""
+    return [found.folder for found in checkpoints(run_dir) if found.problem is None]
+
+
+def problem_with(folder: str) -> str | None:
+    """Why a folder cannot be a whole checkpoint, without reading its weights; None if nothing speaks against it."""
+    if not os.path.isdir(folder):
+        return "it is no folder"
+    try:
+        state = _read_state(folder)
+        records = read_manifest(folder)
+    except ValueError as e:
+        return str(e)
+    named = position_named(os.path.basename(os.path.abspath(folder)))
+    if named is not None and state["step"] != named.step and not state.get("weights_only"):
+        return f"its {STATE_FILE} says step {state['step']}, its name step {named.step}"
+    if records is not None:
+        return size_problem(folder, records)
+    if "format" in state:
+        return f"{MANIFEST_FILE} is missing"
+    return _problem_without_manifest(folder)
+
+
+def remark_on(folder: str) -> str | None:
+    """What a person should know of a checkpoint that `problem_with` passes."""
+    if os.path.exists(os.path.join(folder, MANIFEST_FILE)):
+        return None
+    return f"'{folder}' was written before checkpoints had a {MANIFEST_FILE}: its contents cannot be checked"
 
 
 def check_resumable(folder: str) -> None:
-    """Raises ValueError with what to change if the folder is not the checkpoint of a run."""
+    """Raises ValueError with what to change if the folder is not the whole checkpoint of a run."""
     if read_state(folder).get("weights_only"):
         raise ValueError(
             f"'{folder}' holds converted weights and no run to go on from; start one from it with "
             f"actor_rollout_ref.model.checkpoint"
         )
+    check_whole(folder)
+
+
+def check_whole(folder: str) -> None:
+    """Raises ValueError if the folder is not a whole checkpoint; reads no weights."""
+    read_state(folder)
+    if problem := problem_with(folder):
+        raise ValueError(f"'{folder}' is damaged: {problem}; give another checkpoint")
 
 
 def read_state(folder: str) -> dict[str, Any]:
     """The small state of a checkpoint; raises ValueError with what to change if the folder is not one."""
-    file = os.path.join(folder, STATE_FILE)
-    if not os.path.isfile(file):
+    if not os.path.isfile(os.path.join(folder, STATE_FILE)):
         raise ValueError(
             f"'{folder}' is not a checkpoint: it has no {STATE_FILE}; give a complete global_step_N folder"
         )
     try:
-        with open(file, encoding="utf-8") as f:
-            state: dict[str, Any] = json.load(f)
+        return _read_state(folder)
     except ValueError as e:
-        raise ValueError(f"'{folder}' is not a checkpoint: its {STATE_FILE} is not JSON ({e})") from e
-    return state
+        raise ValueError(f"'{folder}' is not a checkpoint: {e}") from e
+
+
+def position_of(state: dict[str, Any]) -> Position:
+    """Where a checkpoint was saved, from its small state."""
+    return Position(Phase[state.get("phase", Phase.RL.name)], state["step"])
+
+
+def write_state(folder: str, state: dict[str, Any]) -> None:
+    """Write the small state of a checkpoint."""
+    with open(os.path.join(folder, STATE_FILE), "w", encoding="utf-8") as f:
+        json.dump(state, f)
+
+
+def set_aside(folder: str) -> str:
+    """Rename a damaged checkpoint, so that saving its step again neither deletes it nor finds its name taken.
+
+    Returns:
+        its new place: global_step_20.damaged, or .damaged-2 if that is taken.
+    """
+    places = (f"{folder}.damaged{'' if i == 1 else f'-{i}'}" for i in itertools.count(1))
+    place = next(place for place in places if not os.path.lexists(place))
+    os.rename(folder, place)
+    return place
+
+
+def take_place(partial: str, final: str) -> None:
+    """Give a finished folder its name. A checkpoint that has the name already is deleted afterwards, not before."""
+    parent, name = os.path.split(final)
+    replaced = os.path.join(parent, f".{name}.replaced")
+    if os.path.lexists(final):
+        if problem_with(final) is not None:
+            set_aside(final)
+        else:
+            delete(replaced)
+            os.rename(final, replaced)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if os.path.lexists(replaced) and not os.path.lexists(final):
+            os.rename(replaced, final)
+        raise
+    sync_folder(parent)
+    delete(replaced)
+
+
+def remove_partials(run_dir: str) -> list[str]:
+    """Delete what jobs left that died while they saved: a full disk would stay full. Only one job may use the folder.
+
+    Returns:
+        the names of what was deleted.
+    """
+    parent = os.path.join(run_dir, "checkpoints")
+    removed = []
+    for name in sorted(os.listdir(parent)) if os.path.isdir(parent) else []:
+        stem, end = os.path.splitext(name)
+        if position_named(stem[1:]) is None or not name.startswith(".") or end not in (".partial", ".replaced"):
+            continue
+        if end == ".replaced" and not os.path.lexists(os.path.join(parent, stem[1:])):
+            os.rename(os.path.join(parent, name), os.path.join(parent, stem[1:]))  # died between the two renames
+            continue
+        delete(os.path.join(parent, name))
+        removed.append(name)
+    return removed
+
+
+def prune_checkpoints(run_dir: str, keep: int | None, just_written: str) -> None:
+    """Delete all but the newest `keep` whole checkpoints; what was just written stays, however old its step is."""
+    if keep is not None:
+        for folder in whole_checkpoints(run_dir)[keep:]:
+            if os.path.basename(folder) != os.path.basename(just_written):
+                delete(partial_folder(folder))
+                os.rename(folder, partial_folder(folder))  # half of it under its own name would look damaged
+                delete(partial_folder(folder))
+
+
+def delete(path: str) -> None:
+    """Delete a folder or a file; what cannot be deleted stays."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    elif os.path.lexists(path):
+        os.unlink(path)
+
+
+def _read_state(folder: str) -> dict[str, Any]:
+    """Raises ValueError naming the file."""
+    try:
+        with open(os.path.join(folder, STATE_FILE), encoding="utf-8") as f:
+            state = json.load(f)
+    except FileNotFoundError:
+        raise ValueError(f"{STATE_FILE} is missing") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f"its {STATE_FILE} is not JSON ({one_line(e)})") from e
+    step = state.get("step") if isinstance(state, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or state.get("phase", "RL") not in Phase.__members__:
+        raise ValueError(f"its {STATE_FILE} is not a JSON object with an integer step")
+    return dict(state)
+
+
+def _problem_without_manifest(folder: str) -> str | None:
+    """Of a checkpoint from before manifests."""
+    for name in _WITHOUT_MANIFEST:
+        file = os.path.join(folder, name)
+        if not os.path.isfile(file) or not os.path.getsize(file):
+            return f"{name} is missing or empty"
+    try:
+        with open(os.path.join(folder, "metadata.json"), encoding="utf-8") as f:
+            json.load(f)
+    except (OSError, ValueError) as e:
+        return f"metadata.json is not JSON ({one_line(e)})"
+    if not any(name.endswith(".distcp") for name in os.listdir(folder)):
+        return "it has no .distcp file"
+    return None

@@ -23,16 +23,20 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.checkpoint.folder import write_state
+from megarl.checkpoint.manifest import FORMAT
+from megarl.checkpoint.write_items import (
+    chunk_index,
+    chunk_metadata,
+    object_bytes,
+    object_item,
+    stored_shape,
+    tensor_item,
+)
 from megarl.models.architecture import Architecture
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
 from megarl.models.placements import Placement, training_placements
@@ -124,7 +128,7 @@ def write_megatron(folder: str, ranks: list[Stored], fill: Fill, *, max_file_byt
     torch.save({}, os.path.join(folder, "common.pt"))
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist"), folder)
-    write_state(folder, {"step": 0, "weights_only": True})
+    write_state(folder, {"step": 0, "weights_only": True, "format": FORMAT})
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -138,7 +142,7 @@ class _SavePlanner(DefaultSavePlanner):
 
     def plans(self, stored: Stored, max_file_bytes: int) -> Iterator[SavePlan]:
         """One plan per file."""
-        items = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in stored.empty_objects]
+        items = [object_item(key) for key in stored.empty_objects]
         size = 0
         for parameter in stored.parameters.values():
             chunks = parameter.chunks(parameter.meta)
@@ -147,16 +151,14 @@ class _SavePlanner(DefaultSavePlanner):
                 yield SavePlan(items)
                 items, size = [], 0
             for chunk in chunks:
-                items.append(_write_item(chunk))
+                items.append(tensor_item(chunk))
                 self._source[items[-1].index] = parameter
             size += nbytes
         yield SavePlan(items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
-            nothing = io.BytesIO()
-            torch.save([None], nothing)
-            return nothing
+            return object_bytes(None)
         parameter = self._source[write_item.index]
         if self._current is None or self._current[0] is not parameter:
             self._current = None  # gives the last one's memory back before the next one is made
@@ -164,32 +166,9 @@ class _SavePlanner(DefaultSavePlanner):
             self._fill(parameter, data)
             self._current = (
                 parameter,
-                {_index(chunk): chunk.data.view(_stored_shape(chunk)) for chunk in parameter.chunks(data)},
+                {chunk_index(chunk): chunk.data.view(stored_shape(chunk)) for chunk in parameter.chunks(data)},
             )
         return self._current[1][write_item.index]
-
-
-def _write_item(chunk: ShardedTensor) -> WriteItem:
-    assert chunk.data is not None
-    data = TensorWriteData(
-        chunk=_chunk_metadata(chunk),
-        properties=TensorProperties.create_from_tensor(chunk.data),
-        size=torch.Size(chunk.global_shape),
-    )
-    return WriteItem(index=_index(chunk), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def _index(chunk: ShardedTensor) -> MetadataIndex:
-    return MetadataIndex(chunk.key, torch.Size(chunk.global_offset))
-
-
-def _chunk_metadata(chunk: ShardedTensor) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(chunk.global_offset), sizes=torch.Size(_stored_shape(chunk)))
-
-
-def _stored_shape(chunk: ShardedTensor) -> tuple[int, ...]:
-    """With the layer's axis, which the parameter has not."""
-    return (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)
 
 
 # ------------------------------------------------------------------------------------------------------- reading
@@ -230,10 +209,10 @@ class MegatronWeights:
         stored = self.parameters[name]
         whole = torch.empty(stored.meta.shape, dtype=self.dtype)
         for chunk in stored.chunks(whole):
-            tensor, where = self._stored[chunk.key], _chunk_metadata(chunk)
+            tensor, where = self._stored[chunk.key], chunk_metadata(chunk)
             assert isinstance(tensor, TensorStorageMetadata) and chunk.data is not None
             items = create_read_items_for_chunk_list(chunk.key, tensor, [where])
-            self._reader.read_data(LoadPlan(items), _Into(chunk.data.view(_stored_shape(chunk)))).wait()
+            self._reader.read_data(LoadPlan(items), _Into(chunk.data.view(stored_shape(chunk)))).wait()
         return whole
 
     def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:

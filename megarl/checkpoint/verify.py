@@ -21,9 +21,14 @@ def compare_weights(huggingface: str, megatron: str, arch: Architecture) -> int:
     """
     here, there = HuggingFaceWeights(huggingface, arch), MegatronWeights(megatron, arch)
     for name, tensor in here.tensors.items():
-        if not torch.equal(here.box(tensor, tensor.box).to(there.dtype), there.tensor(name)):
+        if not torch.equal(_bits(here.box(tensor, tensor.box).to(there.dtype)), _bits(there.tensor(name))):
             raise ValueError(f"{name} in '{huggingface}' differs from that in '{megatron}'")
     return len(here.tensors)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers: NaN differs from itself as a number."""
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
 @torch.no_grad()

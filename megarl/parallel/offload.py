@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.parallel.megatron_internals import storage_identity
+
 Tensors = Callable[[], Iterable[Tensor]]
 """Asked anew at each release: an optimizer's tensors appear with its first step."""
 
@@ -137,7 +139,7 @@ class OnHost(Dropped):
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """The storages behind some tensors, each once."""
     found = [tensor.untyped_storage() for tensor in tensors]
-    return list({storage._cdata: storage for storage in found}.values())
+    return list({storage_identity(storage): storage for storage in found}.values())
 
 
 def _slabs(nbytes: int, device: torch.device) -> list[Tensor]:

@@ -22,6 +22,7 @@ from megarl.config.schema import ActorRolloutRef, Optim
 from megarl.models.architecture import Architecture
 from megarl.models.kernels import adam_kernels, layer_kernels
 from megarl.parallel.groups import Groups
+from megarl.parallel.megatron_internals import storage_identity
 from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Stays, storages
 from megarl.roles.microbatch import MicroBatch
 from megarl.roles.optimizer_state import (
@@ -30,9 +31,11 @@ from megarl.roles.optimizer_state import (
     load_optimizer_state,
     master_weights,
     moments,
+    refuse_nonfinite,
     sharded_optimizer_state,
 )
 from megarl.roles.policy import Policy
+from megarl.roles.writers import spread_over_replicas
 from megarl.types import Batch
 
 Loss = Callable[[TokenBatch], LossOutput]
@@ -246,8 +249,13 @@ class Actor(Policy):
         self.masters.restore()
         self.moments.restore()
         weights = self.sharded_state()
-        split = self.groups.pgs.dp_cp if self.config.actor.megatron.use_distributed_optimizer else None
-        optimizer = sharded_optimizer_state(self.optimizer, weights, split, loading=loading)
+        split = self.config.actor.megatron.use_distributed_optimizer
+        if not loading:
+            refuse_nonfinite(self.optimizer, weights, self.groups.control)
+            weights = spread_over_replicas(weights, self.groups.pgs.dp_cp)
+        optimizer = sharded_optimizer_state(
+            self.optimizer, weights, self.groups.pgs.dp_cp if split else None, loading=loading
+        )
         return {**weights, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_training_state(self, state: dict[str, Any]) -> None:
@@ -284,8 +292,10 @@ class Actor(Policy):
 
     def _own_masters(self) -> Iterator[Tensor]:
         """Those that are no views of the weights."""
-        theirs = {storage._cdata for storage in storages(self._weights())}
-        yield from (main for main in master_weights(self.optimizer) if main.untyped_storage()._cdata not in theirs)
+        theirs = {storage_identity(storage) for storage in storages(self._weights())}
+        for main in master_weights(self.optimizer):
+            if storage_identity(main.untyped_storage()) not in theirs:
+                yield main
 
     @torch.no_grad()
     def _rebuild_weights(self) -> None:

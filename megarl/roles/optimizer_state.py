@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+
+from megarl.checkpoint.agreement import first_of
+from megarl.parallel.megatron_internals import copy_main_params_to_model_params, model_param_range
+from megarl.roles.writers import parameters_in
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -49,7 +51,8 @@ def sharded_optimizer_state(
 ) -> dict[str, Any]:
     """The state as Megatron-Core's sharded state dict, shaped like the weights.
 
-    It lies on the host, and to save it only with the ranks that write it: a GPU has room for its own part of it.
+    To save it, each parameter's state lies on the host of the rank that writes it, and nowhere else; where one rank
+    has all of it, the optimizer's own tensors are given. To load, it is on the host: a GPU has room for its own part.
 
     Args:
         optimizer: Megatron-Core's optimizer, distributed or not.
@@ -61,7 +64,7 @@ def sharded_optimizer_state(
         {"step": ..., "state": {index of the weight: {name: sharded tensor of the weight's shape}}}
     """
     state: dict[int, dict[str, Any]] = {}
-    for index, weight in enumerate(_weights(weights)):
+    for index, weight in enumerate(parameters_in(weights)):
         slot = _slot(optimizer, weight.data)
         state[index] = {}
         for name in ("main", *MOMENTS):
@@ -74,10 +77,32 @@ def sharded_optimizer_state(
     return {"step": _step(optimizer), "state": state}
 
 
+def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], control: dist.ProcessGroup) -> None:
+    """Raises ValueError on every rank alike, naming the first parameter whose weight or state is not finite anywhere.
+
+    Each rank looks at what it steps: one reduction per tensor, and the device is waited for once.
+
+    Args:
+        weights: sharded state dict of the model.
+        control: all ranks, over gloo.
+    """
+    names, extremes = [], []
+    for weight in parameters_in(weights):
+        slot = _slot(optimizer, weight.data)
+        for name, tensor in {"weight": weight.data, **(slot.tensors() if slot is not None else {})}.items():
+            if tensor.numel():
+                names.append(f"{weight.key} ({name})")
+                extremes.append(torch.stack(tensor.detach().aminmax()).float())
+    finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
+    mine = next((name for name, fine in zip(names, finite, strict=True) if not fine), None)
+    if (found := first_of(control, mine)) is not None:
+        raise ValueError(f"{found} is not finite: nothing is saved, and earlier checkpoints stay as they are")
+
+
 def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[str, Any]) -> None:
     """Take over what was read through `sharded_optimizer_state`."""
     with torch.no_grad():
-        for index, weight in enumerate(_weights(weights)):
+        for index, weight in enumerate(parameters_in(weights)):
             slot = _slot(optimizer, weight.data)
             if slot is not None:
                 for name, tensor in slot.tensors().items():
@@ -116,7 +141,7 @@ def clip(optimizer: Any, grad_norm: float) -> None:
 def copy_masters_to_weights(optimizer: Any) -> None:
     """Round the fp32 weights into the model's, as a step does; with the distributed optimizer this rank's part only."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part._copy_main_params_to_model_params()
+        copy_main_params_to_model_params(part)
 
 
 def _gather(name: str, slot: Slot | None, weight: Any, data_parallel: dist.ProcessGroup | None) -> Tensor:
@@ -125,19 +150,19 @@ def _gather(name: str, slot: Slot | None, weight: Any, data_parallel: dist.Proce
     Returns:
         the whole on the rank that will write it; its shape alone on the others.
     """
+    nothing = torch.zeros(()).expand(weight.data.shape)
+    *model_parallel, replica = weight.replica_id
+    if any(model_parallel):  # ranks of another model-parallel index write it
+        return nothing
+    if data_parallel is None or data_parallel.size() == 1:
+        assert slot is not None
+        return slot.tensors()[name].detach().view(weight.data.shape) if replica == 0 else nothing
+    writer = (data_parallel.rank() - replica) % data_parallel.size()
     whole = torch.zeros_like(weight.data, dtype=torch.float32)
     if slot is not None:
         whole.view(-1)[slot.start : slot.stop] = slot.tensors()[name].detach().flatten()
-    if data_parallel is not None:
-        dist.all_reduce(whole, group=data_parallel)
-    return whole.cpu() if is_main_replica(weight.replica_id) else torch.zeros(()).expand(whole.shape)
-
-
-def _weights(weights: dict[str, Any]) -> Iterator[Any]:
-    """Sharded tensors (or their factories) of trained parameters, in the order of the state dict."""
-    for value in nested_values(weights):
-        if isinstance(value, ShardedBase) and isinstance(value.data, torch.nn.Parameter):
-            yield value
+    dist.reduce(whole, group=data_parallel, group_dst=writer)
+    return whole.cpu() if replica == 0 else nothing
 
 
 def _slot(optimizer: Any, parameter: Tensor) -> Slot | None:
@@ -146,9 +171,9 @@ def _slot(optimizer: Any, parameter: Tensor) -> Slot | None:
         if hasattr(part, "model_param_group_index_map"):  # the distributed optimizer
             if parameter in part.model_param_group_index_map:
                 group, order = part.model_param_group_index_map[parameter]
-                held = part._get_model_param_range_map(parameter)["param"]
+                start, stop = model_param_range(part, parameter)
                 main = part.optimizer.param_groups[group]["params"][order]
-                return Slot(main=main, adam=part.optimizer, start=held.start, stop=held.end)
+                return Slot(main=main, adam=part.optimizer, start=start, stop=stop)
         else:
             main = getattr(parameter, "main_param", parameter)
             return Slot(main=main, adam=part.optimizer, start=0, stop=parameter.numel())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from megarl.telemetry.sinks.jsonl import read_row
 
 Row = Mapping[str, Any]
 
@@ -43,7 +44,7 @@ def plot_learning_curve(metrics_file: str, out_png: str) -> None:
     Raises:
         ValueError: the file has no rows of RL steps.
     """
-    rows = [json.loads(line) for line in Path(metrics_file).read_text(encoding="utf-8").splitlines()]
+    rows = [row for line in Path(metrics_file).read_bytes().splitlines() if (row := read_row(line)) is not None]
     warmup = [row for row in rows if "warmup/step" in row]
     steps = [row for row in rows if "warmup/step" not in row]
     if not steps:

@@ -13,27 +13,29 @@ from megarl.telemetry.memory import peak_memory
 
 
 class PhaseTimers:
-    """`with timers("generate"): ...` adds the block's wall-clock time to a phase.
+    """`with timers("generate"): ...` adds the block's time to a phase.
 
     Time inside a nested block counts for the inner phase only, so phases never overlap and their sum is the time
     spent in all blocks. So it is with the memory.
+
+    On a GPU the edges of the phases are events in the current stream, and nothing waits for them before `collect`: a
+    kernel counts for the phase that launched it, and the host may run ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._edges: list[tuple[float | torch.cuda.Event, str | None]] = []  # when, and the phase that ends there
         self._peaks: defaultdict[str, int] = defaultdict(int)
         self._open: list[str] = []
-        self._since = 0.0
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._charge()
+        self._edge()
         self._open.append(phase)
         try:
             yield
         finally:
-            self._charge()
+            self._edge()
             self._open.pop()
 
     @property
@@ -42,10 +44,15 @@ class PhaseTimers:
         return self._open[-1] if self._open else ""
 
     def collect(self) -> dict[str, float]:
-        """Seconds by phase since the last call, in order of first use; starts again from zero."""
-        self._charge()
-        seconds = dict(self._seconds)
-        self._seconds.clear()
+        """Seconds by phase since the last call, in order of first use; starts again from zero. Waits for the GPU."""
+        self._edge()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        seconds: dict[str, float] = {}
+        for (start, _), (stop, phase) in zip(self._edges, self._edges[1:], strict=False):
+            if phase is not None:
+                seconds[phase] = seconds.get(phase, 0.0) + _between(start, stop)
+        self._edges = self._edges[-1:]
         return seconds
 
     def collect_peaks(self) -> dict[str, int]:
@@ -54,14 +61,19 @@ class PhaseTimers:
         self._peaks.clear()
         return peaks
 
-    def _charge(self) -> None:
+    def _edge(self) -> None:
+        now: float | torch.cuda.Event = time.perf_counter()
+        phase = self._open[-1] if self._open else None
         if self._device.type == "cuda":
-            # kernels still running would be charged to the next phase; copies on a stream of their own may go on
-            torch.cuda.current_stream(self._device).synchronize()
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
             peak = peak_memory(self._device)
-            if self._open:
-                self._peaks[self._open[-1]] = max(self._peaks[self._open[-1]], peak)
-        now = time.perf_counter()
-        if self._open:
-            self._seconds[self._open[-1]] += now - self._since
-        self._since = now
+            if phase is not None:
+                self._peaks[phase] = max(self._peaks[phase], peak)
+        self._edges.append((now, phase))
+
+
+def _between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
+    if isinstance(start, torch.cuda.Event):
+        return float(start.elapsed_time(stop)) / 1000
+    return stop - start

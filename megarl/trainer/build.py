@@ -22,7 +22,8 @@ def build_actor(inputs: Inputs, groups: Groups) -> Actor:
         if inputs.resume_from:
             return
         if model.checkpoint:
-            policy.load_sharded(load_checkpoint(model.checkpoint, policy.sharded_state(), rng=False))
+            state = load_checkpoint(model.checkpoint, policy.sharded_state(), rng=False, control=groups.control)
+            policy.load_sharded(state)
         elif model.random_init:
             policy.load(random_source(inputs.arch, config.data.seed))
         else:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megarl.checkpoint.folder import read_state
+from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
 from megarl.trainer.memory import check_memory
@@ -22,6 +23,7 @@ def check_run(config: Config) -> Inputs:
         ValueError: the first thing that is wrong, in one line.
     """
     _check_configuration(config)
+    check_megatron_core()
     inputs = read_inputs(config)
     check_run_folder(config.trainer, inputs.resume_from)
     _check_shapes(config, inputs.arch)
@@ -115,7 +117,7 @@ def _check_model_files(inputs: Inputs) -> None:
         )
     if model.checkpoint:
         try:
-            read_state(model.checkpoint)
+            check_whole(model.checkpoint)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
     elif not model.random_init:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.checkpoint.folder import check_resumable, complete_checkpoints
+from megarl.checkpoint.folder import check_resumable, whole_checkpoints
 from megarl.config import Config
 from megarl.data.examples import Example, make_examples
 from megarl.data.prompts import load_prompts
@@ -119,5 +119,4 @@ def _resume_from(config: Config) -> str | None:
     if trainer.resume_mode == "resume_path":
         check_resumable(trainer.resume_from_path)
         return trainer.resume_from_path
-    found = complete_checkpoints(trainer.run_dir)
-    return found[-1] if found else None
+    return next(iter(whole_checkpoints(trainer.run_dir)), None)

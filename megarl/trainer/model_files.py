@@ -6,6 +6,7 @@ import os
 
 import torch.distributed as dist
 
+from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.export_huggingface import export_weights
 from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.config import Config
@@ -17,19 +18,23 @@ from megarl.roles.policy import Policy
 def write_model_files(config: Config, actor: Policy, folder: str) -> None:
     """Configuration and tokenizer into a checkpoint's folder; on request `huggingface/`, with the weights, too.
 
-    Every rank calls it.
+    Every rank calls it. Raises RankFailed, on all of them, if one cannot write.
     """
     model = config.actor_rollout_ref.model
     tokenizer = model.tokenizer_path or model.path
     huggingface = os.path.join(folder, "huggingface")
-    if dist.get_rank() == 0:
-        copy_model_files(model.path, tokenizer, folder)
-        if config.checkpoint.save_hf:
-            os.makedirs(huggingface)
-            copy_model_files(model.path, tokenizer, huggingface, dtype=model.dtype)
+    control = actor.groups.control
+
+    def copy() -> None:
+        if dist.get_rank() == 0:
+            copy_model_files(model.path, tokenizer, folder)
+            if config.checkpoint.save_hf:
+                os.makedirs(huggingface)
+                copy_model_files(model.path, tokenizer, huggingface, dtype=model.dtype)
+
+    on_every_rank(control, copy)
     if config.checkpoint.save_hf:
-        dist.barrier(actor.groups.control)
-        _export(actor, huggingface)
+        on_every_rank(control, lambda: _export(actor, huggingface))
 
 
 def _export(actor: Policy, folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,18 +21,23 @@ from megarl.types import Rollouts
 class Report:
     """Silent on every rank but the first."""
 
-    def __init__(self, inputs: Inputs, *, rank: int, first_step: int) -> None:
+    def __init__(self, inputs: Inputs, *, rank: int, first_step: int | None) -> None:
         """
         Args:
-            first_step: the first RL step that will be reported; the warm-up and the first validation come before 1.
+            first_step: the first step that a resumed run will report, at most 0 in a warm-up; None for a fresh run.
         """
         self._inputs, self._speaks = inputs, rank == 0
         self._trainer = inputs.config.trainer
         self._sinks: list[Sink] = []
-        if self._speaks:
-            self._sinks = open_sinks(self._trainer.logger, self._trainer.run_dir, first_step)
         self._progress: Progress | None = None
+        self._unwritten: set[int] = set()  # which sinks have rows that wait for room
+        self._open(first_step)
         self._since = time.perf_counter()
+
+    def rewind(self, first_step: int) -> None:
+        """The run goes back: `first_step` (at most 0 in a warm-up) comes next, and what is there of it is dropped."""
+        self._close_sinks()
+        self._open(first_step)
 
     @contextmanager
     def phase(self, name: str, total: int, done: int = 0) -> Iterator[None]:
@@ -40,14 +46,29 @@ class Report:
         if not self._speaks or "console" not in self._trainer.logger:
             yield
             return
-        with Progress(total, name, done) as self._progress:
-            yield
-        self._progress = None
+        try:
+            with Progress(total, name, done) as self._progress:
+                yield
+        finally:
+            self._progress = None
 
     def say(self, text: str) -> None:
-        """A line on the console."""
-        if self._speaks and "console" in self._trainer.logger:
+        """A line on the console, above the progress."""
+        if not self._speaks or "console" not in self._trainer.logger:
+            return
+        if self._progress is not None:
+            self._progress.note(text)
+        else:
             print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        """A line that is shown even where the console has no progress."""
+        if not self._speaks:
+            return
+        if self._progress is not None:
+            self._progress.note(f"megarl: warning: {text}")
+        else:
+            print(f"megarl: warning: {text}", file=sys.stderr, flush=True)
 
     def show(self, table: Table) -> None:
         """A table on the console, above the progress."""
@@ -76,33 +97,60 @@ class Report:
         if not self._speaks or not self._trainer.log_rollouts:
             return
         decode = self._inputs.tokenizer.decode
-        chosen = range(0, len(rollouts.completions), max(1, len(rollouts.completions) // self._trainer.log_rollouts))
-        write_samples(
-            self._trainer.run_dir,
-            step,
-            [
-                Sample(
-                    prompt=decode(rollouts.prompt_of(i).token_ids),
-                    response=decode(rollouts.completions[i].token_ids),
-                    answer=str(rollouts.prompt_of(i).row.get("answer", "")),
-                    reward=rollouts.rewards[i],
-                )
-                for i in list(chosen)[: self._trainer.log_rollouts]
-            ],
-        )
+        chosen = _evenly(len(rollouts.completions), self._trainer.log_rollouts)
+        samples = [
+            Sample(
+                prompt=decode(rollouts.prompt_of(i).token_ids),
+                response=decode(rollouts.completions[i].token_ids),
+                answer=str(rollouts.prompt_of(i).row.get("answer", "")),
+                reward=rollouts.rewards[i],
+            )
+            for i in chosen
+        ]
+        try:
+            write_samples(self._trainer.run_dir, step, samples)
+        except OSError as e:
+            self.warn(f"the sample rollouts of step {step} are not written: {e}")
 
     def close(self) -> None:
-        """Flush the metric files and draw the learning curve from them."""
-        for sink in self._sinks:
-            sink.close()
-        if self._speaks and "jsonl" in self._trainer.logger:
-            run_dir = self._trainer.run_dir
-            picture = os.path.join(run_dir, "learning_curve.png")
+        """Flush the metric files and draw the learning curve from them. A finished run fails at nothing here."""
+        self._close_sinks()
+        if not self._speaks or "jsonl" not in self._trainer.logger:
+            return
+        run_dir = self._trainer.run_dir
+        picture = os.path.join(run_dir, "learning_curve.png")
+        try:
             plot_learning_curve(os.path.join(run_dir, "metrics.jsonl"), picture)
+        except Exception as e:  # matplotlib's and the disk's
+            self.warn(f"no learning curve is drawn: {str(e) or type(e).__name__}".splitlines()[0])
+        else:
             self.say(f"learning curve, metrics and sample rollouts are in {run_dir}")
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _open(self, first_step: int | None) -> None:
+        if self._speaks:
+            self._sinks = open_sinks(self._trainer.logger, self._trainer.run_dir, first_step, self.warn)
+
+    def _close_sinks(self) -> None:
         for sink in self._sinks:
-            sink.log(step, metrics)
+            try:
+                sink.close()
+            except OSError as e:
+                self.warn(f"metrics are lost: {e}")
+        self._sinks, self._unwritten = [], set()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for i, sink in enumerate(self._sinks):
+            try:
+                sink.log(step, metrics)
+                self._unwritten.discard(i)
+            except OSError as e:
+                if i not in self._unwritten:
+                    self.warn(f"metrics of step {step} and later ones wait until they can be written: {e}")
+                self._unwritten.add(i)
         if self._progress is not None:
             self._progress.advance(metrics)
+
+
+def _evenly(there_are: int, wanted: int) -> range:
+    """At most `wanted` places of a list, evenly spread."""
+    return range(0, there_are, max(1, there_are // wanted))[:wanted]

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megarl.parallel.megatron_internals import default_store
+
 Pair = tuple[int, int]
 """Source rank and the rank that takes from it, global."""
 
@@ -91,7 +93,7 @@ def host_identity() -> str:
 
 def first_in_job(what: str) -> bool:
     """True once in a job for each `what`, on the rank that asks first."""
-    return dist.distributed_c10d._get_default_store().add(f"megarl/{what}", 1) == 1
+    return default_store().add(f"megarl/{what}", 1) == 1
 
 
 def _all_gather(value: Any, group: dist.ProcessGroup) -> list[Any]:

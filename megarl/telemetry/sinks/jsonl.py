@@ -6,25 +6,36 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
-from megarl.telemetry.sinks.resume import complete_lines, rewrite
+from megarl.telemetry.sinks.lines import LineFile, Say, complete_lines, keep
 
 
 class JsonlSink:
     """Appends `{"step": ..., metric: value, ...}`; a value that is not finite is written as null."""
 
-    def __init__(self, run_dir: str, first_step: int) -> None:
+    def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
         os.makedirs(run_dir, exist_ok=True)
         path = os.path.join(run_dir, "metrics.jsonl")
-        kept = [line for line in complete_lines(path) if json.loads(line)["step"] < first_step]
-        rewrite(path, "".join(kept))
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        lines = complete_lines(path)
+        rows = [(line, row) for line in lines if (row := read_row(line)) is not None]
+        kept = [line for line, row in rows if row["step"] < first_step]
+        keep(path, kept, damaged=len(lines) - len(rows), say=say)
+        self._file = LineFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # NaN and Infinity are not JSON: other readers refuse the whole file
         values = {key: float(value) if math.isfinite(value) else None for key, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps({"step": step, **values}) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def read_row(line: bytes) -> dict[str, Any] | None:
+    """A line of the file; None if it is no row."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None

@@ -14,6 +14,11 @@ class Sink(Protocol):
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row; it is in the file when the call returns."""
+        """Write one row; it is in the file when the call returns.
 
-    def close(self) -> None: ...
+        Raises:
+            OSError: it is not (the disk is full, say). The row is kept and written with the next one that can be.
+        """
+
+    def close(self) -> None:
+        """Raises OSError if rows are lost."""

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megarl.telemetry.sinks.lines import Say
+
 
 class TensorBoardSink:
-    """One scalar per metric. What an earlier run wrote from `first_step` on stays in its file, marked as void."""
+    """One scalar per metric. What an earlier run wrote from `first_step` on stays in its file, marked as void.
 
-    def __init__(self, run_dir: str, first_step: int) -> None:
-        self._writer = SummaryWriter(os.path.join(run_dir, "tensorboard"), purge_step=first_step)
+    A file that could not be written is left as it is: rows that wait go into a new one.
+    """
+
+    def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
+        del say
+        self._folder = os.path.join(run_dir, "tensorboard")
+        self._writer: SummaryWriter | None = SummaryWriter(self._folder, purge_step=first_step)
+        self._waiting: list[tuple[int, Mapping[str, float]]] = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
+        self._waiting.append((step, metrics))
+        self._write()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._waiting:
+            self._write()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self) -> None:
+        try:
+            if self._writer is None:
+                # void what a half-written file may have of these rows
+                self._writer = SummaryWriter(self._folder, purge_step=self._waiting[0][0])
+            for step, metrics in self._waiting:
+                for key, value in metrics.items():
+                    self._writer.add_scalar(key, value, step)
+            self._writer.flush()
+        except OSError:
+            broken, self._writer = self._writer, None  # its thread has ended
+            with suppress(OSError):
+                if broken is not None:
+                    broken.close()
+            raise
+        self._waiting = []

@@ -1,0 +1,45 @@
+"""Megatron-Core's sharded tensors and objects as items of a `torch.distributed.checkpoint` plan."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+def tensor_item(chunk: ShardedTensor) -> WriteItem:
+    assert chunk.data is not None
+    data = TensorWriteData(
+        chunk=chunk_metadata(chunk),
+        properties=TensorProperties.create_from_tensor(chunk.data.detach()),
+        size=torch.Size(chunk.global_shape),
+    )
+    return WriteItem(index=chunk_index(chunk), type=WriteItemType.SHARD, tensor_data=data)
+
+
+def object_item(key: str) -> WriteItem:
+    """Of a sharded object, by its unique key."""
+    return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
+
+
+def object_bytes(value: object) -> io.BytesIO:
+    """A sharded object as Megatron-Core stores it."""
+    stream = io.BytesIO()
+    torch.save([value.data if isinstance(value, ShardedObject) else value], stream)
+    return stream
+
+
+def chunk_index(chunk: ShardedTensor) -> MetadataIndex:
+    return MetadataIndex(chunk.key, torch.Size(chunk.global_offset))
+
+
+def chunk_metadata(chunk: ShardedTensor) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(chunk.global_offset), sizes=torch.Size(stored_shape(chunk)))
+
+
+def stored_shape(chunk: ShardedTensor) -> tuple[int, ...]:
+    """With the layer's axis, which the parameter has not."""
+    return (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)

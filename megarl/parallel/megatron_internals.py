@@ -1,0 +1,48 @@
+"""The private names of Megatron-Core and torch that are used, and the versions that they were seen in.
+
+No Megatron is imported here: the names belong to objects that callers hold.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import Tensor
+
+OLDEST, TOO_NEW = Version("0.16.1"), Version("0.20")
+
+
+def check_megatron_core() -> None:
+    """Raises ValueError, with what to install, if Megatron-Core is none that these names were seen in."""
+    wanted = f"megatron-core>={OLDEST},<{TOO_NEW}"
+    try:
+        found = Version(version("megatron-core"))
+    except PackageNotFoundError:
+        raise ValueError(f"Megatron-Core is not installed: pip install '{wanted}'") from None
+    if not OLDEST <= found < TOO_NEW:
+        raise ValueError(f"megatron-core {found} is not supported: pip install '{wanted}'")
+
+
+def copy_main_params_to_model_params(optimizer: Any) -> None:
+    """Round the fp32 weights of a Megatron-Core optimizer into the model's; the distributed one its own part only."""
+    optimizer._copy_main_params_to_model_params()
+
+
+def model_param_range(optimizer: Any, parameter: Tensor) -> tuple[int, int]:
+    """Which elements [start, stop) of a flattened parameter a rank of the distributed optimizer steps."""
+    held = optimizer._get_model_param_range_map(parameter)["param"]
+    return held.start, held.end
+
+
+def storage_identity(storage: torch.UntypedStorage) -> int:
+    """The same for all tensors that share a storage; a storage that was resized to nothing has no address."""
+    return storage._cdata
+
+
+def default_store() -> Any:
+    """The key-value store that the ranks of the world found each other through."""
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,28 @@
+"""Records of an earlier run in the same folder: a fresh run moves them away and deletes nothing. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+_RECORDS = ("tensorboard", "rollouts", "config.yaml", "learning_curve.png")
+
+
+def set_aside_earlier_run(run_dir: str) -> str | None:
+    """Move metric files, sample rollouts, configuration and picture into RUN/earlier/1 (2, 3 ... if that is there).
+
+    Checkpoints stay where they are. Call it on one rank, before anything of the new run is written.
+
+    Returns:
+        the folder they are in now; None if there was nothing.
+    """
+    names = sorted(os.listdir(run_dir)) if os.path.isdir(run_dir) else []
+    found = [name for name in names if name in _RECORDS or name.startswith("metrics.")]
+    if not found:
+        return None
+    places = (os.path.join(run_dir, "earlier", str(i)) for i in itertools.count(1))
+    place = next(place for place in places if not os.path.lexists(place))
+    os.makedirs(place)
+    for name in found:
+        os.rename(os.path.join(run_dir, name), os.path.join(place, name))
+    return place
