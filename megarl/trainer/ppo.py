@@ -79,7 +79,7 @@ class PPOTrainer:
                 round_=self.step,
             )
         with timers("reward"):
-            rollouts = score(rollouts, self.inputs.reward, self.inputs.tokenizer, self.groups)
+            rollouts = score(rollouts, self.inputs, self.groups, self.report.say)
         batch = rollouts.to_batch()
         plan = plan_micro_batches(batch, self.config, self.groups)
         with timers("log_probs"):
@@ -114,7 +114,7 @@ class PPOTrainer:
         if not self.inputs.val_prompts:
             return {}
         with self.timers("validate"):
-            return evaluate(self.inputs, self.hybrid)
+            return evaluate(self.inputs, self.hybrid, self.report.say)
 
     def save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
