@@ -50,9 +50,15 @@ def main(argv: list[str]) -> int:
 
     _hush_dependencies()
     from megarl.trainer.run import run
+    from megarl.trainer.stopped import RunRefused, RunStopped
 
     try:
         stopped_by = run(inputs, stop)
+    except RunRefused as e:
+        return _refuse(f"error: {e}", rank)
+    except RunStopped as e:
+        _say_second(f"stopped: {e}", rank)
+        end_now(1)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
         _fail(e, rank)
@@ -80,11 +86,15 @@ def _hush_dependencies() -> None:
 
 def _refuse(message: str, rank: int) -> int:
     """Say why on every rank: the reason may be this host's alone. Most are every rank's, and rank 0 says them first."""
+    _say_second(message, rank)
+    return 2
+
+
+def _say_second(message: str, rank: int) -> None:
     if rank:
         time.sleep(SECOND_VOICE_SECONDS)
     who = f"rank {rank} on {socket.gethostname()}: " if rank else ""
     print(f"megarl: {who}{message}", file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":

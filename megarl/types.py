@@ -20,11 +20,13 @@ class Prompt:
         index: position of the row in its file list; stable over epochs and restarts.
         token_ids: the tokenised prompt.
         row: every column of the row as read, for the reward function.
+        source: file and line of the row, "train.jsonl:17", for messages.
     """
 
     index: int
     token_ids: tuple[int, ...]
     row: Mapping[str, Any]
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,19 +149,22 @@ class Rollouts:
         prompts: one per prompt, not repeated.
         n: samples per prompt.
         completions: n per prompt: sample j of prompt i is completions[i * n + j].
-        rewards: one score per completion once scored.
+        rewards: one score per completion once scored; None where scoring failed.
     """
 
     prompts: Sequence[Prompt]
     n: int
     completions: Sequence[Completion]
-    rewards: Sequence[float] = field(default=())
+    rewards: Sequence[float | None] = field(default=())
 
     def prompt_of(self, sample: int) -> Prompt:
         return self.prompts[sample // self.n]
 
     def to_batch(self) -> Batch:
-        """Concatenate into a `Batch` with `rollout_logp` and, once scored, `rewards`."""
+        """Concatenate into a `Batch` with `rollout_logp` and, once scored, `rewards`.
+
+        A completion without a score takes no part: none of its tokens is trained on, and its reward reads 0.
+        """
         prompts = [self.prompt_of(i).token_ids for i in range(len(self.completions))]
         batch = batch_of(
             prompts, [c.token_ids for c in self.completions], [i // self.n for i in range(len(self.completions))]
@@ -167,4 +172,10 @@ class Rollouts:
         logp = torch.zeros(len(batch.tokens))
         logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(c.logp) for c in self.completions]))
         batch = batch.with_(rollout_logp=logp)
-        return batch.with_(rewards=torch.tensor(self.rewards, dtype=torch.float32)) if self.rewards else batch
+        if not self.rewards:
+            return batch
+        scored = torch.tensor([reward is not None for reward in self.rewards])
+        return batch.with_(
+            rewards=torch.tensor([reward or 0.0 for reward in self.rewards], dtype=torch.float32),
+            response_mask=batch.response_mask & scored[batch.sequence_of_token],
+        )

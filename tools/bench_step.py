@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -33,6 +33,7 @@ from benchmark import finish, start
 from megarl.config import Config, ConfigError
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
+from megarl.rewards import Reward
 from megarl.rollout.vllm.engine import VLLMEngine
 from megarl.train import load_run_config
 from megarl.trainer.checks import check_layouts
@@ -41,7 +42,7 @@ from megarl.trainer.memory import check_memory
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.report import Report
 from megarl.trainer.stop import StopRequest
-from megarl.types import Prompt, SamplingParams
+from megarl.types import Prompt
 
 WARM_UP = 2
 SETTINGS = [
@@ -76,13 +77,6 @@ class Figures:
     of_alone: dict[str, float]
 
 
-class SyntheticInputs(Inputs):
-    """Nothing ends a response before it is full."""
-
-    def sampling(self, *, validation: bool) -> SamplingParams:
-        return replace(super().sampling(validation=validation), stop_token_ids=())
-
-
 class NoText:
     """A tokenizer for tokens that mean nothing."""
 
@@ -98,6 +92,9 @@ class NoText:
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def token(self, id: int) -> str:
         return ""
 
 
@@ -152,21 +149,22 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def synthetic_inputs(config: Config, arch: Architecture) -> SyntheticInputs:
+def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
+    """Random prompts and scores; nothing ends a response before it is full."""
     rng, data = random.Random(0), config.data
     prompts = [
         Prompt(index=i, token_ids=tuple(rng.choices(range(arch.vocab_size), k=data.max_prompt_length)), row={})
         for i in range(data.train_batch_size)
     ]
-    return SyntheticInputs(
+    return Inputs(
         config=config,
         arch=arch,
         tokenizer=NoText(arch.vocab_size),
-        reward=lambda response, row: rng.random(),
+        stop_tokens=(),
+        reward=Reward(name="random", function=lambda response, row: rng.random()),
         train_prompts=prompts,
         val_prompts=[],
         demonstrations=[],
-        resume_from=None,
     )
 
 

@@ -23,8 +23,8 @@ def group_advantages(scores: Tensor, groups: Tensor, *, by_std: bool, eps: float
     n, exact = int(groups.max()) + 1 if len(groups) else 0, scores.double()
     counts = exact.new_zeros(n).index_add_(0, groups, torch.ones_like(exact))
     centred = exact - (exact.new_zeros(n).index_add_(0, groups, exact) / counts)[groups]
-    lowest = exact.new_zeros(n).index_reduce_(0, groups, exact, "amin", include_self=False)
-    highest = exact.new_zeros(n).index_reduce_(0, groups, exact, "amax", include_self=False)
+    lowest = exact.new_zeros(n).scatter_reduce_(0, groups, exact, "amin", include_self=False)
+    highest = exact.new_zeros(n).scatter_reduce_(0, groups, exact, "amax", include_self=False)
     centred = torch.where((lowest == highest)[groups], 0.0, centred)
     if by_std:
         variance = exact.new_zeros(n).index_add_(0, groups, centred.square()) / (counts - 1).clamp_min(1)

@@ -1,6 +1,7 @@
 """What a Hugging Face model folder holds, and whether it can be imported. Torch-free: a bad one is refused early.
 
 config.json                          the architecture
+generation_config.json               what ends a response
 model.safetensors                    the weights, or
 model.safetensors.index.json         which of model-0000N-of-0000M.safetensors each weight is in
 tokenizer.json, ...                  the tokenizer
@@ -21,6 +22,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.tensors import EMBEDDING, OUTPUT, logical_tensors
 
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -98,6 +100,32 @@ def read_config(folder: str) -> dict[str, Any]:
     with open(os.path.join(folder, CONFIG), encoding="utf-8") as f:
         config: dict[str, Any] = json.load(f)
     return config
+
+
+def end_tokens(folder: str, vocab_size: int) -> list[int]:
+    """The ids that end a response: `eos_token_id` of `generation_config.json` and `config.json`, without repeats.
+
+    Args:
+        vocab_size: ids from here on are no tokens of the model, and left out.
+
+    Raises:
+        ValueError: a file that is no JSON object, or an `eos_token_id` that is neither an id nor a list of them.
+    """
+    found: dict[int, None] = {}
+    for name in (GENERATION_CONFIG, CONFIG):
+        file = os.path.join(folder, name)
+        if not os.path.isfile(file):
+            continue
+        try:
+            with open(file, encoding="utf-8") as f:
+                ids = json.load(f).get("eos_token_id")
+        except (ValueError, AttributeError, RecursionError, OSError) as e:
+            raise ValueError(f"'{file}' is not a JSON object: {e}") from e
+        listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if not all(type(i) is int for i in listed):
+            raise ValueError(f"'{file}': eos_token_id must be a token id or a list of them, not {ids!r:.80}")
+        found.update(dict.fromkeys(i for i in listed if 0 <= i < vocab_size))
+    return list(found)
 
 
 def copy_model_files(source: str, tokenizer: str, target: str, *, dtype: str | None = None) -> None:

@@ -59,9 +59,13 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(args.config, [*overrides, *ranks])
     node_rank = _node_rank(args, config.trainer.nnodes)
     from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.resume import expected_start, finished
     from megarl.trainer.run_lock import check_free
 
-    check_run(config)
+    inputs = check_run(config)
+    if done := finished(inputs, expected_start(inputs)):
+        print(f"megarl: {done}", file=sys.stderr)
+        return 0
     if node_rank == 0:  # the ranks of node 0 may hold it when another node comes here
         check_free(config.trainer.run_dir)
     from megarl.launcher import Node, launch

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
-from yaml import YAMLError
 
 from megarl.config.schema import Config
 
@@ -29,32 +27,29 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"no config file at '{path}'")
     try:
         tree: Any = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException) as e:
+    except Exception as e:  # the parsers raise what they like: ValueError for a number of 5,000 digits, say
         raise ConfigError(f"'{path}' is not valid YAML: {_one_line(e)}") from e
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"'{path}' must hold sections such as 'data:' and 'trainer:'")
     for item in overrides:
-        key, sep, _ = item.partition("=")
-        if not sep or not key:
-            raise ConfigError(f"override '{item}' is not of the form key=value")
-        tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
+        tree = _override(tree, item)
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException as e:
-        raise ConfigError(f"'{path}': {_one_line(e)}") from e
+    except Exception as e:
+        raise ConfigError(f"'{path}' with its overrides: {_one_line(e)}") from e
     return build_config(values)
 
 
 def build_config(values: dict[str, Any]) -> Config:
     """A nested dict of values -> `Config`; raises ConfigError on the first unknown key or wrong value."""
     for key in _unknown_keys(values, Config):
-        raise ConfigError(f"unknown key '{key}'{_suggest(key)}")
+        raise ConfigError(f"unknown key '{_cut(key)}'{_suggest(key)}")
     try:
         return Config.model_validate(values)
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{where}: {first['msg'].lower()} (got {first['input']!r})") from e
+        raise ConfigError(f"{where}: {first['msg'].lower()} (got {_cut(repr(first['input']))})") from e
 
 
 def dump_config(config: Config) -> str:
@@ -70,6 +65,16 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
             yield from all_keys(sub, f"{prefix}{name}.")
         else:
             yield prefix + name
+
+
+def _override(tree: Any, item: str) -> Any:
+    key, sep, _ = item.partition("=")
+    if not sep or not key:
+        raise ConfigError(f"override '{_cut(item)}' is not of the form key=value")
+    try:
+        return OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
+    except Exception as e:
+        raise ConfigError(f"override '{_cut(item)}' does not work: {_one_line(e)}") from e
 
 
 def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -91,4 +96,9 @@ def _suggest(key: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return _cut(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _cut(text: str, length: int = 200) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else f"{text[:length]}..."

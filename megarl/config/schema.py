@@ -12,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
 NonEmpty = Annotated[str, Field(min_length=1)]
+Whole = Annotated[int, Field(le=2**31 - 1)]
+"""Steps, tokens, seeds: what is counted in int32 somewhere, or would not come to its end in a lifetime."""
+Size = Annotated[int, Field(le=2**20)]
+"""How many ranks, sequences or rows there are at once: each takes memory."""
 Logger = Literal["console", "jsonl", "csv", "tensorboard"]
 Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "algorithm", "reward", "roles"]
 """Parts of a run that a checkpoint records: one that goes on from it must have the same."""
@@ -33,15 +37,15 @@ class Data(Section):
     val_files: list[str] = Field(default_factory=list, description="held-out files for validation, globs allowed")
     prompt_key: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer")
-    train_batch_size: int = Field(64, ge=1, description="prompts per step, over all ranks")
-    max_prompt_length: int = Field(512, ge=1, description="tokens; longer prompts follow `truncation`")
-    max_response_length: int = Field(512, ge=1, description="tokens generated at most")
+    train_batch_size: Size = Field(64, ge=1, description="prompts per step, over all ranks")
+    max_prompt_length: Whole = Field(512, ge=1, description="tokens; longer prompts follow `truncation`")
+    max_response_length: Whole = Field(512, ge=1, description="tokens generated at most")
     filter_overlong_prompts: bool = Field(False, description="drop prompts over max_prompt_length instead")
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error", description="what happens to a prompt over max_prompt_length: which part is cut, or an error"
     )
     shuffle: bool = Field(True, description="a new order of the training prompts every epoch")
-    seed: int = Field(1, ge=0, description="seeds data order, weight initialisation and sampling")
+    seed: Whole = Field(1, ge=0, description="seeds data order, weight initialisation and sampling")
 
 
 # ---------------------------------------------------------------------------------------------------- algorithm
@@ -53,7 +57,7 @@ class KlCtrl(Section):
     type: Literal["fixed", "adaptive"] = Field("fixed", description="adaptive steers the KL towards target_kl")
     kl_coef: float = Field(0.001, ge=0, description="coefficient, or its first value when adaptive")
     target_kl: float = Field(0.1, gt=0, description="nats per sequence, adaptive only")
-    horizon: int = Field(10_000, ge=1, description="sequences over which the adaptive controller reacts")
+    horizon: Whole = Field(10_000, ge=1, description="sequences over which the adaptive controller reacts")
 
 
 class RolloutCorrection(Section):
@@ -111,8 +115,8 @@ class Model(Section):
 class Optim(Section):
     """AdamW, through Megatron-Core's optimizer, and its schedule."""
 
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    lr_warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    lr: float = Field(1e-6, gt=0, le=1, description="peak learning rate")
+    lr_warmup_steps: Whole = Field(0, ge=0, description="optimizer steps of linear warm-up")
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
     min_lr: float = Field(0.0, ge=0, description="learning rate that the decay ends at")
     weight_decay: float = Field(0.01, ge=0)
@@ -125,9 +129,9 @@ class Optim(Section):
 class Megatron(Section):
     """The training layout, in Megatron-Core's names."""
 
-    tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share one layer")
-    pipeline_model_parallel_size: int = Field(1, ge=1, description="pipeline stages")
-    virtual_pipeline_model_parallel_size: int | None = Field(
+    tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share one layer")
+    pipeline_model_parallel_size: Size = Field(1, ge=1, description="pipeline stages")
+    virtual_pipeline_model_parallel_size: Size | None = Field(
         None, ge=2, description="model chunks per stage; 2 or more uses the interleaved schedule"
     )
     sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
@@ -159,11 +163,13 @@ class Actor(Section):
     """The policy update."""
 
     optim: Optim = Optim()
-    ppo_mini_batch_size: int = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
-    ppo_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences per forward pass; not with dynamic sizes")
+    ppo_mini_batch_size: Size = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
+    ppo_micro_batch_size_per_gpu: Size = Field(
+        8, ge=1, description="sequences per forward pass; not with dynamic sizes"
+    )
     use_dynamic_bsz: bool = Field(True, description="fill each micro-batch up to a number of tokens instead")
-    ppo_max_token_len_per_gpu: int = Field(16_384, ge=1, description="tokens per micro-batch with use_dynamic_bsz")
-    ppo_epochs: int = Field(1, ge=1, description="passes over each batch of rollouts")
+    ppo_max_token_len_per_gpu: Whole = Field(16_384, ge=1, description="tokens per micro-batch with use_dynamic_bsz")
+    ppo_epochs: Size = Field(1, ge=1, description="passes over each batch of rollouts")
     clip_ratio: float = Field(0.2, gt=0, description="PPO clip range, both sides unless set apart below")
     clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="lower side; default clip_ratio")
     clip_ratio_high: float | None = Field(None, gt=0, description="upper side; default clip_ratio (DAPO: clip-higher)")
@@ -189,27 +195,27 @@ class Actor(Section):
 class ValKwargs(Section):
     """Sampling for validation."""
 
-    n: int = Field(1, ge=1, description="samples per prompt; accuracy is their mean")
+    n: Size = Field(1, ge=1, description="samples per prompt; accuracy is their mean")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
+    top_k: Whole = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
 
 
 class Rollout(Section):
     """Generation: engine, layout and sampling."""
 
     name: Literal["native", "vllm"] = Field("native", description="generation engine")
-    n: int = Field(8, ge=1, description="samples per prompt")
+    n: Size = Field(8, ge=1, description="samples per prompt")
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
-    top_k: int = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
-    stop_token_ids: list[int] = Field(default_factory=list, description="stop tokens beside the tokenizer's own end")
+    top_k: Whole = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
+    stop_token_ids: list[Whole] = Field(default_factory=list, description="stop tokens beside the tokenizer's own end")
     stop: list[NonEmpty] = Field(
         default_factory=list, description="strings that end a response; it keeps the token that completes one"
     )
-    tensor_model_parallel_size: int = Field(1, ge=1, description="ranks that share one generation replica")
-    max_num_seqs: int = Field(256, ge=1, description="sequences decoded together in one replica")
-    max_num_batched_tokens: int = Field(
+    tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share one generation replica")
+    max_num_seqs: Size = Field(256, ge=1, description="sequences decoded together in one replica")
+    max_num_batched_tokens: Whole = Field(
         8192, ge=1, description="tokens computed together in one replica (native: prompt tokens only)"
     )
     gpu_memory_utilization: float = Field(
@@ -256,7 +262,7 @@ class Reshard(Section):
         description="auto: GPUs of one host read each other's memory, other ranks exchange buckets; collective: all do",
     )
     bucket_bytes: int = Field(
-        256 * 2**20, ge=1024, description="bytes in flight per rank in one round of bucket exchange"
+        256 * 2**20, ge=1024, le=2**40, description="bytes in flight per rank in one round of bucket exchange"
     )
     verify: bool = Field(False, description="check every tensor's checksum after each reshard")
 
@@ -290,23 +296,23 @@ class Warmup(Section):
     """A supervised phase before the RL steps: cross-entropy on `data.answer_key`, then a fresh optimizer."""
 
     train_files: list[str] = Field(default_factory=list, description="demonstrations; default data.train_files")
-    total_training_steps: int = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
-    train_batch_size: int = Field(256, ge=1, description="examples per step, over all ranks")
+    total_training_steps: Whole = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
+    train_batch_size: Size = Field(256, ge=1, description="examples per step, over all ranks")
     optim: Optim = Optim(lr=1e-5)
 
 
 class Trainer(Section):
     """The run itself."""
 
-    nnodes: int = Field(1, ge=1)
-    n_gpus_per_node: int = Field(1, ge=1, description="ranks per node (CPU ranks where there is no GPU)")
-    total_epochs: int = Field(
+    nnodes: Size = Field(1, ge=1)
+    n_gpus_per_node: Size = Field(1, ge=1, description="ranks per node (CPU ranks where there is no GPU)")
+    total_epochs: Whole = Field(
         1, ge=1, description="passes over the training prompts, unless total_training_steps is set"
     )
-    total_training_steps: int | None = Field(None, ge=1, description="RL steps; overrides total_epochs")
-    save_freq: int = Field(-1, ge=-1, description="steps between checkpoints; -1 saves only at the end, 0 never")
-    max_ckpt_to_keep: int | None = Field(None, ge=1, description="older checkpoints are deleted; default keeps all")
-    test_freq: int = Field(-1, ge=-1, description="steps between validations; -1 validates only at the end, 0 never")
+    total_training_steps: Whole | None = Field(None, ge=1, description="RL steps; overrides total_epochs")
+    save_freq: Whole = Field(-1, ge=-1, description="steps between checkpoints; -1 saves only at the end, 0 never")
+    max_ckpt_to_keep: Whole | None = Field(None, ge=1, description="older checkpoints are deleted; default keeps all")
+    test_freq: Whole = Field(-1, ge=-1, description="steps between validations; -1 validates only at the end, 0 never")
     val_before_train: bool = Field(True, description="validate before the first step")
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
         "auto", description="auto goes on from the run folder's latest checkpoint, if any"
@@ -326,7 +332,7 @@ class Trainer(Section):
     stop_timeout: float = Field(
         300.0, gt=0, le=86_400, description="seconds after SIGTERM, SIGINT or SIGUSR1 to end the step, save and leave"
     )
-    agreement_freq: int = Field(
+    agreement_freq: Whole = Field(
         10,
         ge=0,
         description="steps between two checks that all ranks computed the same advantages and that the engine holds "
@@ -337,7 +343,7 @@ class Trainer(Section):
     experiment_name: str = "run"
     default_local_dir: str = Field("", description="run folder; default runs/{project_name}/{experiment_name}")
     balance_batch: bool = Field(True, description="even out tokens over data-parallel ranks")
-    log_rollouts: int = Field(8, ge=0, description="sample rollouts written to the run folder at each step")
+    log_rollouts: Size = Field(8, ge=0, description="sample rollouts written to the run folder at each step")
 
     @property
     def run_dir(self) -> str:

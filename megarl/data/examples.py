@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megarl.config.schema import Data
-from megarl.data.readers import require_column
+from megarl.data.prompts import encode_text
+from megarl.data.readers import Row, require_column
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
@@ -22,15 +23,22 @@ def make_examples(data: Data, prompts: Sequence[Prompt], tokenizer: Tokenizer) -
     """One example per prompt: its row's `data.answer_key`, tokenised on its own, and the end-of-sequence token.
 
     Raises:
-        ValueError: a row without an answer, or an answer over `data.max_response_length` tokens.
+        ValueError: a row without an answer, an answer that is neither text nor a number, or one over
+            `data.max_response_length` tokens.
     """
-    require_column([prompt.row for prompt in prompts], data.answer_key, "data.answer_key")
+    require_column([Row(prompt.source, prompt.row) for prompt in prompts], data.answer_key, "data.answer_key")
     examples = []
     for prompt in prompts:
-        response = (*tokenizer.encode(str(prompt.row[data.answer_key])), tokenizer.eos_id)
+        answer = prompt.row[data.answer_key]
+        if not isinstance(answer, str | int | float):  # str(None) would teach the model to say "None"
+            raise ValueError(
+                f"{prompt.source}: the answer in column '{data.answer_key}' must be text or a number, "
+                f"not {'null' if answer is None else type(answer).__name__}"
+            )
+        response = (*encode_text(str(answer), prompt.source, tokenizer), tokenizer.eos_id)
         if len(response) > data.max_response_length:
             raise ValueError(
-                f"row {prompt.index}: the answer in column '{data.answer_key}' has {len(response)} tokens with its "
+                f"{prompt.source}: the answer in column '{data.answer_key}' has {len(response)} tokens with its "
                 f"end token, more than data.max_response_length = {data.max_response_length}"
             )
         examples.append(Example(prompt.token_ids, response))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megarl.config.schema import Data
-from megarl.data.readers import Row, read_rows, require_column
+from megarl.data.readers import read_rows, require_column
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
@@ -29,15 +30,18 @@ def load_prompts(
     """
     rows = read_rows(files, what)
     require_column(rows, data.prompt_key, "data.prompt_key")
+    if data.answer_key != Data().answer_key:  # misspelt, another column called "answer" would be taken for it
+        require_column(rows, data.answer_key, "data.answer_key")
     limit = data.max_prompt_length
     prompts = []
     for index, row in enumerate(rows):
-        ids = _encode(row[data.prompt_key], index, data.prompt_key, tokenizer)
+        ids = _encode(row.columns[data.prompt_key], row.source, data.prompt_key, tokenizer)
         if len(ids) > limit:
             if data.filter_overlong_prompts:
                 continue
-            ids = _truncate(ids, index, data)
-        prompts.append(Prompt(index=index, token_ids=tuple(ids), row=_with_answer(row, data.answer_key)))
+            ids = _truncate(ids, row.source, data)
+        columns = _with_answer(row.columns, data.answer_key)
+        prompts.append(Prompt(index=index, token_ids=tuple(ids), row=columns, source=row.source))
     if not prompts:
         raise ValueError(f"{what}: none of the {len(rows)} prompts has at most data.max_prompt_length = {limit} tokens")
     if len(prompts) < len(rows):
@@ -45,25 +49,39 @@ def load_prompts(
     return prompts
 
 
-def _encode(text: object, index: int, key: str, tokenizer: Tokenizer) -> list[int]:
+def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids; raises ValueError, naming the row, for text that cannot be tokenised."""
+    try:
+        text.encode()  # tokenizers do not say that half of a surrogate pair is what they cannot read
+        return tokenizer.encode(text)
+    except Exception as e:  # libraries raise what they like
+        raise _refused(source, e) from e
+
+
+def _encode(text: object, source: str, key: str, tokenizer: Tokenizer) -> list[int]:
     if isinstance(text, list) and text and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in text):
         try:
             ids = tokenizer.encode_chat(text)
-        except ValueError as e:
-            raise ValueError(f"row {index}: {e}") from e
+        except Exception as e:  # libraries raise what they like
+            raise _refused(source, e) from e
     elif isinstance(text, str):
-        ids = tokenizer.encode(text)
+        ids = encode_text(text, source, tokenizer)
     else:
         raise ValueError(
-            f"row {index}: column '{key}' must hold text or a list of messages with role and content, "
+            f"{source}: column '{key}' must hold text or a list of messages with role and content, "
             f"not {type(text).__name__}"
         )
     if not ids:
-        raise ValueError(f"row {index}: the prompt in column '{key}' is empty")
+        raise ValueError(f"{source}: the prompt in column '{key}' is empty")
     return ids
 
 
-def _truncate(ids: list[int], index: int, data: Data) -> list[int]:
+def _refused(source: str, error: Exception) -> ValueError:
+    kind = "" if isinstance(error, ValueError) else f"the tokenizer fails with {type(error).__name__}: "
+    return ValueError(f"{source}: {kind}{' '.join(str(error).split())[:200]}")
+
+
+def _truncate(ids: list[int], source: str, data: Data) -> list[int]:
     limit = data.max_prompt_length
     if data.truncation == "left":
         return ids[-limit:]
@@ -73,11 +91,11 @@ def _truncate(ids: list[int], index: int, data: Data) -> list[int]:
         head = limit // 2
         return ids[:head] + ids[len(ids) - (limit - head) :]
     raise ValueError(
-        f"row {index}: the prompt has {len(ids)} tokens, more than data.max_prompt_length = {limit}; raise it, set "
+        f"{source}: the prompt has {len(ids)} tokens, more than data.max_prompt_length = {limit}; raise it, set "
         "data.truncation to left, right or middle, or set data.filter_overlong_prompts=true"
     )
 
 
-def _with_answer(row: Row, answer_key: str) -> Row:
+def _with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:
     """Verifiers read the reference answer under 'answer', whatever its column is called."""
-    return {**row, "answer": row[answer_key]} if answer_key in row else row
+    return {**columns, "answer": columns[answer_key]} if answer_key in columns else columns

@@ -6,9 +6,19 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-Row = dict[str, Any]
+
+class Row(NamedTuple):
+    """One row of a file.
+
+    Attributes:
+        source: where it is, counted from 1: "train.jsonl:17", "train.parquet row 17".
+        columns: values by the columns' names.
+    """
+
+    source: str
+    columns: Mapping[str, Any]
 
 
 def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
@@ -25,7 +35,7 @@ def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
         raise ValueError(f"{what} is empty: name at least one .jsonl or .parquet file")
     paths: dict[str, None] = {}
     for pattern in patterns:
-        matches = sorted(glob.glob(pattern, recursive=True))
+        matches = _matches(pattern)
         if not matches:
             raise ValueError(f"{what}: no file matches '{pattern}'")
         paths.update(dict.fromkeys(matches))
@@ -38,17 +48,24 @@ def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
     return rows
 
 
-def require_column(rows: Sequence[Mapping[str, Any]], key: str, section_key: str) -> None:
+def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
     """Raise ValueError, naming the columns there are, unless every row has the column.
 
     Args:
         key: name of the column.
         section_key: the configuration key that names it, such as "data.prompt_key".
     """
-    for index, row in enumerate(rows):
-        if key not in row:
-            columns = ", ".join(str(name) for name in row)
-            raise ValueError(f"{section_key} = '{key}': no such column in row {index}; columns: {columns}")
+    for row in rows:
+        if key not in row.columns:
+            columns = ", ".join(str(name) for name in row.columns)
+            raise ValueError(f"{section_key} = '{key}': no such column in {row.source}; columns: {columns}")
+
+
+def _matches(pattern: str) -> list[str]:
+    try:
+        return sorted(glob.glob(pattern, recursive=True))
+    except (OSError, ValueError):  # a NUL byte, a name that the file system cannot hold
+        return []
 
 
 def _read_file(path: str, what: str) -> Iterator[Row]:
@@ -61,17 +78,25 @@ def _read_file(path: str, what: str) -> Iterator[Row]:
 
 
 def _read_jsonl(path: str, what: str) -> Iterator[Row]:
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as e:  # malformed JSON or bytes that are not UTF-8
-                raise ValueError(f"{what}: {path}:{number} is not JSON: {e}") from e
-            if not isinstance(row, dict):
-                raise ValueError(f"{what}: {path}:{number} must be an object of columns, not {type(row).__name__}")
-            yield row
+    try:
+        with open(path, "rb") as f:
+            for number, line in enumerate(f, start=1):
+                if line.strip():
+                    yield Row(f"{path}:{number}", _parse(line, f"{path}:{number}", what))
+    except OSError as e:  # a directory, a link to nothing, no permission
+        raise ValueError(f"{what}: '{path}' cannot be read: {e.strerror}") from e
+
+
+def _parse(line: bytes, source: str, what: str) -> dict[str, Any]:
+    try:
+        columns = json.loads(line)
+    except ValueError as e:  # malformed JSON or bytes that are not UTF-8
+        raise ValueError(f"{what}: {source} is not JSON: {e}") from e
+    except RecursionError as e:
+        raise ValueError(f"{what}: {source} is nested too deeply") from e
+    if not isinstance(columns, dict):
+        raise ValueError(f"{what}: {source} must be an object of columns, not {type(columns).__name__}")
+    return columns
 
 
 def _read_parquet(path: str, what: str) -> Iterator[Row]:
@@ -79,6 +104,7 @@ def _read_parquet(path: str, what: str) -> Iterator[Row]:
     from pyarrow import parquet
 
     try:
-        yield from parquet.read_table(path).to_pylist()
+        for number, columns in enumerate(parquet.read_table(path).to_pylist(), start=1):
+            yield Row(f"{path} row {number}", columns)
     except (pyarrow.ArrowException, OSError) as e:
         raise ValueError(f"{what}: '{path}' is not a readable parquet file: {' '.join(str(e).split())}") from e

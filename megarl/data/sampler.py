@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
+
+_ORDER = {  # what the order of the prompts depends on: how it is called, and its part of a run in trainer.resume_allow
+    "n_rows": ("rows of data.train_files", "data"),
+    "shuffle": ("data.shuffle", "data"),
+    "batch_size": ("data.train_batch_size", "batch"),
+    "seed": ("data.seed", "seed"),
+}
 
 
 class PromptSampler:
     """Batches of row positions, epoch after epoch; the rows left over at the end of an epoch are not used.
 
-    The order is a function of (seed, epoch) alone, so epoch and position are the whole state.
+    The order is a function of (seed, epoch) alone, so epoch and position are the whole state of the same rows.
 
     Args:
         n_rows: rows to draw from.
@@ -38,21 +47,39 @@ class PromptSampler:
         return [int(i) for i in self._order[start : self._position]]
 
     def state(self) -> dict[str, int]:
-        """`epoch`, counted from 0, and `position`, rows of it already drawn."""
-        return {"epoch": self._epoch, "position": self._position}
+        """`epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
+        return {"epoch": self._epoch, "position": self._position, **self._depends_on()}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken.
+    def load_state(self, state: dict[str, int], *, allow: Collection[str] = ()) -> None:
+        """Go on where `state` was taken; in another order, where that is allowed, with the next epoch.
+
+        Args:
+            allow: parts of a run that may differ, as in `trainer.resume_allow`.
 
         Raises:
-            ValueError: more rows were drawn than there are now: the data changed.
+            ValueError: what the order depends on differs from then: the position would be one in another order.
         """
+        changed = [key for key, now in self._depends_on().items() if state.get(key, now) != now]
+        for key in changed:  # older states have epoch and position alone, and nothing to compare
+            name, part = _ORDER[key]
+            if part not in allow:
+                raise ValueError(
+                    f"the checkpoint was made with {name} = {state[key]}, now it is {self._depends_on()[key]}: resume "
+                    f"with what the run began with, or set trainer.resume_allow=[{part}]"
+                )
+        if changed:
+            self._start(epoch=state["epoch"] + 1, position=0)
+            return
         if state["position"] > self._n_rows:
             raise ValueError(
                 f"the checkpoint had drawn {state['position']} rows of an epoch, but data.train_files now holds only "
                 f"{self._n_rows}: resume with the data that the run began with"
             )
         self._start(epoch=state["epoch"], position=state["position"])
+
+    def _depends_on(self) -> dict[str, int]:
+        values = (self._n_rows, int(self._shuffle), self._batch_size, self._seed)
+        return dict(zip(_ORDER, values, strict=True))
 
     def _start(self, *, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position

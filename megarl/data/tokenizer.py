@@ -39,6 +39,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text; special tokens and ids from vocab_size on leave nothing behind."""
 
+    def token(self, id: int) -> str:
+        """One token as the vocabulary spells it, special ones too; empty for ids from vocab_size on."""
+
 
 def load_tokenizer(path: str) -> Tokenizer:
     """Open a SentencePiece `.model` file, or a directory with a Hugging Face tokenizer or a `tokenizer.model`.

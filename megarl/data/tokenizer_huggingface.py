@@ -48,3 +48,6 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]
         return str(self._tokenizer.decode(known, skip_special_tokens=True))
+
+    def token(self, id: int) -> str:
+        return str(self._tokenizer.convert_ids_to_tokens(id) or "") if id < self.vocab_size else ""

@@ -35,3 +35,6 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         # the library raises on ids of a padded vocabulary, which an untrained model does sample
         return str(self._processor.decode([i for i in ids if i < self.vocab_size]))
+
+    def token(self, id: int) -> str:
+        return str(self._processor.id_to_piece(id)) if id < self.vocab_size else ""

@@ -16,6 +16,7 @@ from megarl.models.layer_spec import block_spec
 from megarl.models.rope import rope_frequencies
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.groups import Groups
+from megarl.parallel.layout import TrainLayout
 
 
 class PolicyModel(GPTModel):
@@ -53,7 +54,29 @@ def transformer_config(
         overrides: TransformerConfig fields set as they are, last.
     """
     enable_gradient_accumulation_fusion()
-    layout = groups.train
+    fields = transformer_fields(
+        arch,
+        groups.train,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        transformer_engine=transformer_engine,
+        on_gpu=groups.device.type == "cuda",
+    )
+    return TransformerConfig(**fields | dict(overrides or {}))
+
+
+def transformer_fields(
+    arch: Architecture,
+    layout: TrainLayout,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    recompute: bool,
+    transformer_engine: bool,
+    on_gpu: bool,
+) -> dict[str, Any]:
+    """What the architecture, the layout and this program decide of a TransformerConfig, by field."""
     fields: dict[str, Any] = dict(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -86,11 +109,11 @@ def transformer_config(
         calculate_per_token_loss=True,  # gradients are summed: the loss carries its global denominator
         gradient_accumulation_fusion=True,
         masked_softmax_fusion=False,
-        bias_activation_fusion=groups.device.type == "cuda",  # compiled: on CPUs that takes longer than it saves
+        bias_activation_fusion=on_gpu,  # compiled: on CPUs that takes longer than it saves
         bias_dropout_fusion=False,
         apply_rope_fusion=transformer_engine,
         # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
-        deallocate_pipeline_outputs=groups.device.type == "cuda",
+        deallocate_pipeline_outputs=on_gpu,
         # interleaved stages talk in both directions at once: a batch of sends and receives between the same two
         # ranks would be matched in the wrong order
         overlap_p2p_comm=layout.chunks > 1,
@@ -100,7 +123,7 @@ def transformer_config(
         fields |= _expert_fields(arch, arch.moe)
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return TransformerConfig(**fields | dict(overrides or {}))
+    return fields
 
 
 def _expert_fields(arch: Architecture, moe: MixtureOfExperts) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How responses are scored: one verifier per file. Importing the package registers them."""
 
 from megarl.rewards import exact_match, reasoning_gym  # noqa: F401
-from megarl.rewards.registry import RewardFunction, load_reward, register
+from megarl.rewards.registry import Reward, RewardFunction, load_reward, register
 
-__all__ = ["RewardFunction", "load_reward", "register"]
+__all__ = ["Reward", "RewardFunction", "load_reward", "register"]

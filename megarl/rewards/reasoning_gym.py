@@ -4,34 +4,75 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
+from megarl.rewards.reasoning_gym_json import decode
 from megarl.rewards.registry import register
 
+Verifier = Callable[[str, dict[str, Any]], float]
+"""(response, entry) -> score."""
 
-@register("reasoning_gym")
+COLUMNS = ("data_source", "question", "answer", "metadata")
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    missing = [key for key in COLUMNS if key not in row]
+    if missing:
+        raise ValueError(f"needs the columns {', '.join(missing)}; the row has {', '.join(row)}")
+    if not isinstance(row["data_source"], str):
+        raise ValueError(f"needs a task's name in column 'data_source', not {type(row['data_source']).__name__}")
+    _verifier(row["data_source"])
+    if not isinstance(decode(row["metadata"]), dict):
+        raise ValueError(f"needs an object in column 'metadata', not {type(row['metadata']).__name__}")
+    if not isinstance(row["question"], str):
+        raise ValueError(f"needs text in column 'question', not {type(row['question']).__name__}")
+
+
+@register("reasoning_gym", check_row=_check_row)
 def reasoning_gym_score(response: str, row: Mapping[str, Any]) -> float:
     """The task's own score of the response, 0 to 1.
+
+    Some verifiers raise on a response of another form than an answer's ("abc" where a number belongs). Such a response
+    scores 0 if the verifier accepts the row's own answer; if not, it is the row that is wrong.
 
     Args:
         row: `data_source` (the task's name), `question`, `answer` and `metadata`, as
             `tools/prepare_reasoning_gym.py` writes them.
 
     Raises:
-        ValueError: a column is missing, or reasoning-gym has no task of that name.
+        ValueError: the verifier raises on the response, and on the row's own answer or gives it no score.
     """
-    missing = [key for key in ("data_source", "question", "answer", "metadata") if key not in row]
-    if missing:
-        raise ValueError(f"reward reasoning_gym needs the columns {', '.join(missing)}; the row has {', '.join(row)}")
-    entry = {key: row[key] for key in ("question", "answer", "metadata")}
-    return float(_verifier(row["data_source"])(response.strip(), entry))
+    verifier = _verifier(row["data_source"])
+
+    def entry() -> dict[str, Any]:  # anew for every call: verifiers change what they are given
+        return {"question": row["question"], "answer": decode(row["answer"]), "metadata": decode(row["metadata"])}
+
+    try:
+        return float(verifier(response.strip(), entry()))
+    except Exception as e:
+        if not _accepts(verifier, entry):
+            raise ValueError(
+                f"the verifier of {row['data_source']} does not accept the row's own answer: the row is not what "
+                "tools/prepare_reasoning_gym.py wrote"
+            ) from e
+        return 0.0
+
+
+def _accepts(verifier: Verifier, entry: Callable[[], dict[str, Any]]) -> bool:
+    answer = entry()["answer"]
+    if answer is None:  # a task with many right answers names none
+        return True
+    try:
+        return verifier(answer, entry()) > 0
+    except Exception:
+        return False
 
 
 @cache
-def _verifier(task: str) -> Callable[[str, dict[str, Any]], float]:
+def _verifier(task: str) -> Verifier:
     import reasoning_gym  # imports a hundred task generators
 
     try:
-        return reasoning_gym.get_score_answer_fn(task)
+        return cast(Verifier, reasoning_gym.get_score_answer_fn(task))
     except ValueError as e:
-        raise ValueError(f"data_source = '{task}' is no reasoning-gym task") from e
+        raise ValueError(f"finds no task of reasoning-gym called {task!r} (data_source)") from e

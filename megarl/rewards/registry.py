@@ -5,28 +5,63 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from megarl.types import Prompt
 
 RewardFunction = Callable[[str, Mapping[str, Any]], float]
 """(decoded response, the prompt's row) -> score. The row holds the reference answer under "answer"."""
 
-_REGISTERED: dict[str, RewardFunction] = {}
+RowCheck = Callable[[Mapping[str, Any]], None]
+"""Raises ValueError for a row that the reward could not score a response to."""
 
 
-def register(name: str) -> Callable[[RewardFunction], RewardFunction]:
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A reward function under the name that the configuration gives it.
+
+    Attributes:
+        name: the value of `reward.name`.
+        function: scores one response.
+        check_row: what the function needs of a row; None: nothing that is known before it is called.
+    """
+
+    name: str
+    function: RewardFunction
+    check_row: RowCheck | None = None
+
+    def __call__(self, response: str, row: Mapping[str, Any]) -> float:
+        return self.function(response, row)
+
+    def check_rows(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError, naming the file and line, for the first row that responses cannot be scored against."""
+        if self.check_row is None:
+            return
+        for prompt in prompts:
+            try:
+                self.check_row(prompt.row)
+            except ValueError as e:
+                raise ValueError(f"{prompt.source}: reward {self.name} {e}") from e
+
+
+_REGISTERED: dict[str, Reward] = {}
+
+
+def register(name: str, *, check_row: RowCheck | None = None) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: make a reward function known as `reward.name = name`."""
 
     def add(function: RewardFunction) -> RewardFunction:
         assert name not in _REGISTERED, f"two reward functions are called '{name}'"
-        _REGISTERED[name] = function
+        _REGISTERED[name] = Reward(name=name, function=function, check_row=check_row)
         return function
 
     return add
 
 
-def load_reward(name: str) -> RewardFunction:
-    """The reward function called `name`, or the one at `path/to/file.py:function`.
+def load_reward(name: str) -> Reward:
+    """The reward called `name`, or the function at `path/to/file.py:function`.
 
     Raises:
         ValueError: unknown name (the known ones are listed, nearest first), no such file or function, or a file that
@@ -34,7 +69,7 @@ def load_reward(name: str) -> RewardFunction:
     """
     path, sep, function_name = name.rpartition(":")
     if sep and path.endswith(".py"):
-        return _load_from_file(path, function_name)
+        return Reward(name=name, function=_load_from_file(path, function_name))
     if name not in _REGISTERED:
         near = difflib.get_close_matches(name, _REGISTERED, n=len(_REGISTERED), cutoff=0.4)
         known = near + sorted(_REGISTERED.keys() - set(near))
@@ -50,8 +85,9 @@ def _load_from_file(path: str, function_name: str) -> RewardFunction:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as e:  # a user's file can fail in any way
-        raise ValueError(f"reward.name: importing '{path}' failed: {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as e:  # a user's file can fail in any way
+        reason = " ".join(f"{type(e).__name__}: {e}".split())
+        raise ValueError(f"reward.name: importing '{path}' failed: {reason}") from e
     function = getattr(module, function_name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -92,7 +92,8 @@ class Actor(Policy):
 
     def start_optimizer(self, optim: Optim, total_steps: int) -> None:
         """A fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
-        self.optimizer = self.scheduler = None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One scored response, decoded."""
+    """One response, decoded, and its score; None where scoring failed."""
 
     prompt: str
     response: str
     answer: str
-    reward: float
+    reward: float | None
 
 
 def write_samples(run_dir: str, step: int, samples: Iterable[Sample]) -> str:

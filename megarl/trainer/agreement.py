@@ -71,7 +71,7 @@ def check_same_values(batch: Batch, groups: Groups, step: int) -> None:
 
 def tensor_digest(x: Tensor) -> str:
     """Of the bits."""
-    return digest([memoryview(np.ascontiguousarray(x.numpy())).cast("B")])
+    return digest([np.ascontiguousarray(x.numpy()).view(np.uint8).data])
 
 
 def _inputs(inputs: Inputs) -> Mapping[str, str]:

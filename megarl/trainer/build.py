@@ -13,13 +13,17 @@ from megarl.roles.policy import Policy
 from megarl.trainer.inputs import Inputs
 
 
-def build_actor(inputs: Inputs, groups: Groups) -> Actor:
-    """The actor with its first weights, or all zero if the run goes on from a checkpoint, which has them all."""
+def build_actor(inputs: Inputs, groups: Groups, *, empty: bool) -> Actor:
+    """The actor with its first weights.
+
+    Args:
+        empty: all zero instead, since the run goes on from a checkpoint, which has them all.
+    """
     config = inputs.config
     model = config.actor_rollout_ref.model
 
     def initial(policy: Policy) -> None:
-        if inputs.resume_from:
+        if empty:
             return
         if model.checkpoint:
             state = load_checkpoint(model.checkpoint, policy.sharded_state(), rng=False, control=groups.control)

@@ -13,6 +13,7 @@ from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
 from megarl.trainer.memory import check_memory
+from megarl.trainer.resume import expected_start
 from megarl.trainer.run_folder import check_run_folder
 
 
@@ -22,17 +23,17 @@ def check_run(config: Config) -> Inputs:
     Raises:
         ValueError: the first thing that is wrong, in one line.
     """
-    _check_configuration(config)
-    check_megatron_core()
-    inputs = read_inputs(config)
-    check_run_folder(config.trainer, inputs.resume_from)
-    _check_shapes(config, inputs.arch)
-    check_memory(config, inputs.arch)
-    _check_model_files(inputs)
-    _at_most("data.train_batch_size", config.data.train_batch_size, len(inputs.train_prompts), "data.train_files")
-    if config.warmup.total_training_steps:
-        demonstrations = len(inputs.demonstrations)
-        _at_most("warmup.train_batch_size", config.warmup.train_batch_size, demonstrations, "warmup.train_files")
+    try:
+        _check_configuration(config)
+        check_megatron_core()
+        inputs = read_inputs(config)
+        _check_shapes(config, inputs.arch)
+        check_memory(config, inputs.arch)
+        _check_model_files(inputs)
+        _check_rows(inputs)
+        check_run_folder(config.trainer, expected_start(inputs).folder)
+    except ValueError as e:  # names of files and columns, and what libraries say, can have line breaks
+        raise ValueError(" ".join(str(e).split())) from e
     return inputs
 
 
@@ -60,6 +61,30 @@ def _check_configuration(config: Config) -> None:
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
     _check_batches(config)
+    _check_optimization(config)
+    if config.trainer.test_freq > 0 and not config.data.val_files:
+        raise ValueError(
+            f"trainer.test_freq = {config.trainer.test_freq} validates on nothing: name held-out files in "
+            "data.val_files, or set trainer.test_freq=-1"
+        )
+
+
+def _check_optimization(config: Config) -> None:
+    actor = config.actor_rollout_ref.actor
+    for section, optim in (("actor.optim", actor.optim), ("warmup.optim", config.warmup.optim)):
+        if optim.min_lr > optim.lr:
+            raise ValueError(f"{section}.min_lr = {optim.min_lr:g} is more than {section}.lr = {optim.lr:g}")
+    low, high = actor.clip_low, actor.clip_high
+    if max(low, high) > 100 * min(low, high):
+        raise ValueError(
+            f"actor.clip_ratio_low = {low:g} and actor.clip_ratio_high = {high:g} are more than a factor of 100 apart; "
+            "they are distances from a ratio of 1, such as 0.2 and 0.28"
+        )
+    if actor.use_kl_loss and actor.kl_loss_type == "k1":
+        raise ValueError(
+            "actor.kl_loss_type=k1 regularises nothing: the expected gradient of a loss with k1 is zero on-policy; "
+            "use k2 or k3"
+        )
 
 
 def _check_batches(config: Config) -> None:
@@ -97,8 +122,25 @@ def _check_shapes(config: Config, arch: Architecture) -> None:
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
         raise ValueError(f"{what} is more than the model's {arch.max_position_embeddings} positions")
+    _check_overrides(config, arch)
     if actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
         raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
+
+
+def _check_overrides(config: Config, arch: Architecture) -> None:
+    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
+    if not megatron.override_transformer_config:
+        return
+    from megarl.models.overrides import check_overrides  # imports Megatron-Core, which takes seconds
+
+    check_overrides(
+        megatron.override_transformer_config,
+        arch,
+        train_layout(config),
+        dtype=getattr(torch, model.dtype),
+        sequence_parallel=megatron.sequence_parallel,
+        recompute=model.enable_gradient_checkpointing,
+    )
 
 
 def _check_model_files(inputs: Inputs) -> None:
@@ -125,6 +167,16 @@ def _check_model_files(inputs: Inputs) -> None:
             check_weights(model.path, arch)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
+
+
+def _check_rows(inputs: Inputs) -> None:
+    """Enough rows, and responses to every one of them can be scored: not found out when it is drawn, hours later."""
+    data, warmup = inputs.config.data, inputs.config.warmup
+    _at_most("data.train_batch_size", data.train_batch_size, len(inputs.train_prompts), "data.train_files")
+    if warmup.total_training_steps:
+        _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
+    inputs.reward.check_rows(inputs.train_prompts)
+    inputs.reward.check_rows(inputs.val_prompts)
 
 
 def _at_most(key: str, size: int, there_are: int, files: str) -> None:

@@ -95,7 +95,7 @@ def tokenizer_digest(path: str) -> str:
     return digest(f"{name} {_file_digest(os.path.join(path, name))}".encode() for name in own)
 
 
-def digest(parts: Iterable[bytes]) -> str:
+def digest(parts: Iterable[bytes | memoryview]) -> str:
     """16 hexadecimal digits."""
     total = hashlib.blake2b(digest_size=8)
     for part in parts:

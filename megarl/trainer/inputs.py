@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from megarl.checkpoint.folder import check_resumable, whole_checkpoints
+from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
 from megarl.data.examples import Example, make_examples
 from megarl.data.prompts import load_prompts
@@ -12,7 +13,8 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
-from megarl.rewards.registry import RewardFunction, load_reward
+from megarl.rewards import Reward, load_reward
+from megarl.trainer.identity import Identity, identity_of
 from megarl.types import Prompt, SamplingParams
 
 
@@ -21,18 +23,26 @@ class Inputs:
     """What a run reads, before any rank talks to another.
 
     Attributes:
+        stop_tokens: ids that end a response: the tokenizer's end token, those of the model's folder and those of
+            `rollout.stop_token_ids`, without repeats.
         demonstrations: what the warm-up learns from; empty without a warm-up.
-        resume_from: the checkpoint that the run goes on from, or None.
+        remarks: what is allowed, but may not be meant; for the start of the run.
     """
 
     config: Config
     arch: Architecture
     tokenizer: Tokenizer
-    reward: RewardFunction
+    stop_tokens: tuple[int, ...]
+    reward: Reward
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     demonstrations: list[Example]
-    resume_from: str | None
+    remarks: tuple[str, ...] = ()
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What a checkpoint of the run records of it."""
+        return identity_of(self)
 
     @property
     def total_steps(self) -> int:
@@ -51,6 +61,10 @@ class Inputs:
         """Tokens of the longest prompt and response together."""
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
+    def describe_stop_tokens(self) -> str:
+        """For people: "<|im_end|> (151645), <|endoftext|> (151643)"."""
+        return ", ".join(f"{self.tokenizer.token(i)} ({i})".lstrip() for i in self.stop_tokens)
+
     def sampling(self, *, validation: bool) -> SamplingParams:
         rollout = self.config.actor_rollout_ref.rollout
         source = rollout.val_kwargs if validation else rollout
@@ -59,7 +73,7 @@ class Inputs:
             top_p=source.top_p,
             top_k=source.top_k,
             max_tokens=self.config.data.max_response_length,
-            stop_token_ids=(self.tokenizer.eos_id, *rollout.stop_token_ids),
+            stop_token_ids=self.stop_tokens,
             stop=tuple(rollout.stop),
         )
 
@@ -73,15 +87,18 @@ def read_inputs(config: Config) -> Inputs:
     model, data = config.actor_rollout_ref.model, config.data
     arch = read_architecture(model.path)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
+    train = load_prompts(data, data.train_files, tokenizer)
+    held_out = load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else []
     return Inputs(
         config=config,
         arch=arch,
         tokenizer=tokenizer,
+        stop_tokens=_stop_tokens(config, arch, tokenizer),
         reward=load_reward(config.reward.name),
-        train_prompts=load_prompts(data, data.train_files, tokenizer),
-        val_prompts=load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else [],
+        train_prompts=train,
+        val_prompts=held_out,
         demonstrations=_demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
-        resume_from=_resume_from(config),
+        remarks=_remarks(train, held_out),
     )
 
 
@@ -105,18 +122,27 @@ def generation_layout(config: Config) -> GenerationLayout:
     return GenerationLayout(world_size=config.trainer.world_size, tp=tp, stride=stride)
 
 
+def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """A chat model may end its turn with another token than the tokenizer's, which its generation_config.json names."""
+    model, own = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.stop_token_ids
+    for i in own:
+        if not 0 <= i < arch.vocab_size:
+            raise ValueError(f"rollout.stop_token_ids: {i} is no token: the model's vocab_size is {arch.vocab_size}")
+    folders = dict.fromkeys((model.path, model.tokenizer_path or model.path))
+    theirs = [i for folder in folders for i in end_tokens(folder, arch.vocab_size)]
+    return tuple(dict.fromkeys((tokenizer.eos_id, *theirs, *own)))
+
+
+def _remarks(train: list[Prompt], held_out: list[Prompt]) -> tuple[str, ...]:
+    trained_on = {prompt.token_ids for prompt in train}
+    both = sum(prompt.token_ids in trained_on for prompt in held_out)
+    if not both:
+        return ()
+    return (f"remark: {both} of the {len(held_out)} prompts of data.val_files are training prompts",)
+
+
 def _demonstrations(config: Config, tokenizer: Tokenizer) -> list[Example]:
     files, what = config.warmup.train_files, "warmup.train_files"
     if not files:
         files, what = config.data.train_files, "data.train_files"
     return make_examples(config.data, load_prompts(config.data, files, tokenizer, what), tokenizer)
-
-
-def _resume_from(config: Config) -> str | None:
-    trainer = config.trainer
-    if trainer.resume_mode == "disable":
-        return None
-    if trainer.resume_mode == "resume_path":
-        check_resumable(trainer.resume_from_path)
-        return trainer.resume_from_path
-    return next(iter(whole_checkpoints(trainer.run_dir)), None)

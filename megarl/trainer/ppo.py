@@ -230,7 +230,7 @@ class PPOTrainer:
             if nonfinite.may_roll_back(before.step):
                 self.checkpoints.load(folder)
                 self.position = before
-                self.report.rewind(before.step)
+                self.report.rewind(self._row(before.step) + 1)
                 self.report.warn(f"{what}; rolled back to {folder}, to go on with the next batches")
                 return
             what += f"; rolled back to {folder} too often"
@@ -243,17 +243,19 @@ class PPOTrainer:
         self.checkpoints.load(folder, reference=self.reference is not None)
         state = self.start.state
         self.kl_control.coefficient = state["kl_coef"]
-        if self.start.differs & {"data", "seed", "batch"}:
-            self.report.say("the data, seed or batch size changed: the training prompts begin a new epoch")
-        else:
-            self.sampler.load_state(state["sampler"])
+        allow = self.config.trainer.resume_allow
+        self.sampler.load_state(state["sampler"], allow=allow)
         if self.position.phase is Phase.WARMUP and self.warmup_sampler is not None:
-            self.warmup_sampler.load_state(state["warmup_sampler"])
+            self.warmup_sampler.load_state(state["warmup_sampler"], allow=allow)
 
     def _lacks_reference(self) -> bool:
         """Whether the checkpoint is of a run that had no reference, and this one has."""
         recorded = self.start.state.get("identity", {}).get("roles", {"reference": True})
         return self.config.needs_reference and not recorded["reference"]
+
+    def _row(self, step: int) -> int:
+        """The number of a step in the metric files, where the warm-up's count up to 0."""
+        return step - self.config.warmup.total_training_steps if self.position.phase is Phase.WARMUP else step
 
     def _steer_kl(self, batch: Batch) -> None:
         if self.config.algorithm.kl_ctrl.type == "adaptive" and batch.kl_in_reward is not None:

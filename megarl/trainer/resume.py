@@ -21,7 +21,7 @@ from megarl.checkpoint.folder import (
     set_aside,
 )
 from megarl.config.schema import Trainer
-from megarl.telemetry.earlier_run import set_aside_earlier_run
+from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.trainer.identity import Identity, differences
 from megarl.trainer.inputs import Inputs
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -36,15 +37,15 @@ def run(inputs: Inputs, stop: StopRequest) -> signal.Signals | None:
     groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
     torch.manual_seed(config.data.seed)
     hosts = groups.all_gather(socket.gethostname(), "all ranks")
-    watched = {"rank": groups.rank, "hosts": hosts, "minutes": config.trainer.timeout_minutes}
-    with groups.watch.active(**watched, phase=lambda: "the start"):
+    watch = partial(groups.watch.active, rank=groups.rank, hosts=hosts, minutes=config.trainer.timeout_minutes)
+    with watch(phase=lambda: "the start"):
         start = _agree(inputs, groups)
     done, stopped_by = finished(inputs, start), None
     if done is not None:
         _say(groups, done)
     else:
         trainer = _build(inputs, groups, stop, start)
-        with groups.watch.active(**watched, phase=lambda: trainer.timers.phase):
+        with watch(phase=lambda: trainer.timers.phase):
             stopped_by = trainer.fit()
         trainer.report.close()
         trainer.hybrid.close()
@@ -82,8 +83,7 @@ def _build(inputs: Inputs, groups: Groups, stop: StopRequest, start: Start) -> P
     config, step = inputs.config, start.position.step
     if start.position.phase is Phase.WARMUP:
         step -= config.warmup.total_training_steps  # the warm-up's steps count up to 0
-    # a fresh run has no rows of its own yet
-    report = Report(inputs, rank=groups.rank, first_step=step + 1 if start.folder else step)
+    report = Report(inputs, rank=groups.rank, first_step=step + 1 if start.folder else None)
     trainer = PPOTrainer(inputs, groups, report, stop, start)
     report.say(_start_line(inputs, groups, trainer))
     for remark in inputs.remarks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megarl.checkpoint.folder import complete_checkpoints, read_state
+from megarl.checkpoint.folder import checkpoints, position_of, read_state
 from megarl.config.schema import Trainer
 
 ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints need is far more
@@ -29,13 +29,13 @@ def check_run_folder(trainer: Trainer, resume_from: str | None, *, room: int = R
                 f"trainer.experiment_name"
             )
     if trainer.resume_mode == "resume_path" and resume_from is not None:
-        checkpoints = complete_checkpoints(run_dir)
-        latest = read_state(checkpoints[-1])["step"] if checkpoints else 0
-        if latest > (step := read_state(resume_from)["step"]):
-            raise ValueError(
-                f"{run_dir} holds a checkpoint of step {latest}, later than step {step} of trainer.resume_from_path; "
-                f"set another trainer.default_local_dir, or move the later checkpoints away"
-            )
+        start = position_of(read_state(resume_from))
+        for later in checkpoints(run_dir):
+            if later.position > start:
+                raise ValueError(
+                    f"{run_dir} holds {later.position.name}, which is later than {start.name} of "
+                    f"trainer.resume_from_path; set another trainer.default_local_dir, or move the later ones away"
+                )
 
 
 def _check_place(run_dir: str, room: int) -> None:

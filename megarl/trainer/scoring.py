@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.data.tokenizer import Tokenizer
 from megarl.parallel.groups import Groups
-from megarl.rewards.registry import RewardFunction
+from megarl.rewards.judge import Failure, RewardError, judge
+from megarl.trainer.inputs import Inputs
 from megarl.types import Rollouts
 
 
-def score(rollouts: Rollouts, reward: RewardFunction, tokenizer: Tokenizer, groups: Groups) -> Rollouts:
-    """The same rollouts with `rewards`; rank r scores every world-size-th completion, everybody gets all scores."""
-    world = groups.train.world_size
-    mine = [
-        float(reward(tokenizer.decode(rollouts.completions[i].token_ids), rollouts.prompt_of(i).row))
-        for i in range(groups.rank, len(rollouts.completions), world)
-    ]
+def score(rollouts: Rollouts, inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> Rollouts:
+    """The same rollouts with `rewards`; rank r scores every world-size-th completion, everybody gets all scores.
+
+    With `reward.on_error=drop` a response that could not be scored has the reward None, and one line says how many of
+    them there are.
+
+    Args:
+        say: shows that line.
+
+    Raises:
+        RewardError: a response could not be scored, with `reward.on_error=fail`, or none at all could.
+    """
+    world, rules = groups.train.world_size, inputs.config.reward
+    mine: list[float | Failure] = []
+    for i in range(groups.rank, len(rollouts.completions), world):
+        response = inputs.tokenizer.decode(rollouts.completions[i].token_ids)
+        judged = judge(inputs.reward, response, rollouts.prompt_of(i), timeout=rules.timeout)
+        if isinstance(judged, Failure) and rules.on_error == "fail":
+            raise RewardError(f"{judged}\n(reward.on_error=drop leaves out the responses that cannot be scored)")
+        mine.append(judged)
     gathered = groups.all_gather(mine, "all scores")
-    rewards = tuple(gathered[i % world][i // world] for i in range(len(rollouts.completions)))
-    return replace(rollouts, rewards=rewards)
+    results = [gathered[i % world][i // world] for i in range(len(rollouts.completions))]
+    failures = [result for result in results if isinstance(result, Failure)]
+    if len(failures) == len(results):
+        raise RewardError(f"none of {len(results)} responses could be scored; the first: {failures[0]}")
+    if failures:
+        say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {failures[0].reason}")
+    return replace(rollouts, rewards=tuple(None if isinstance(result, Failure) else result for result in results))
