@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 _SHOWN_RANKS, _SHOWN_FRAMES = 4, 6
+_SECOND_VOICE_SECONDS = 2.5  # the launcher ends a rank before it says with less what another one says
 _TIMED_OUT = ("timed out waiting", "timed out after", "timeout")
 _PEER_LOST = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket closed",
               "remote process exited", "application timeout caused pair closure")  # fmt: skip
@@ -120,6 +121,7 @@ class Watch:
         store = self._join()
         waited = f"rank {self._rank} (host {self._hosts[self._rank]}) waited {seconds:.0f} s for {what}"
         if store.add(f"megarl/stalled/{self._passed}/explained", 1) > 1:
+            time.sleep(_SECOND_VOICE_SECONDS)
             return waited
         late, stacks = [], []
         for rank, host in enumerate(self._hosts):
