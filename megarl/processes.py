@@ -56,10 +56,7 @@ def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
 def end_now(code: int) -> None:
     """Leave this process without waiting for anybody, from any thread: its descendants first, then itself."""
     kill_descendants()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    os._exit(code)  # flushes nothing: another thread may hold a stream's lock, blocked on a pipe that nobody reads
 
 
 def _prctl(option: int, value: int) -> None:

@@ -56,7 +56,9 @@ def main(argv: list[str]) -> int:
         stopped_by = run(inputs, stop)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
-        end_now(_failed(e, rank))
+        code = _failed(e, rank)
+        sys.stdout.flush()
+        end_now(code)
     if lock is not None:
         lock.release()
     return 0 if stopped_by is None else 128 + stopped_by
