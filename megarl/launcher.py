@@ -20,7 +20,7 @@ from types import FrameType
 
 from torch.distributed import DistError, TCPStore
 
-from megarl.processes import STOP_SIGNALS, adopt_orphans, descendants, kill_descendants
+from megarl.processes import STOP_SIGNALS, adopt_orphans, children, kill_descendants
 
 POLL_SECONDS = 0.1
 NODE_POLL_SECONDS = 1.0  # how often a node asks whether another one has failed
@@ -58,7 +58,7 @@ def launch(command: Sequence[str], node: Node, *, timeout_minutes: float) -> int
     Raises:
         ValueError: the store cannot be reached or its port is taken.
     """
-    spared = descendants()  # of a program that calls this as a function
+    spared = children()  # of a program that calls this as a function
     adopt_orphans()
     store = _meet(node, timeout_minutes)
     with _noted_signals() as noted:

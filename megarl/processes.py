@@ -35,14 +35,18 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants() -> list[psutil.Process]:
-    """Children of this process, their children and so on."""
-    return psutil.Process().children(recursive=True)
+def children() -> list[psutil.Process]:
+    """The processes that this one started, or adopted, and that have not been waited for."""
+    return psutil.Process().children()
 
 
 def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
-    """End every process that this one started, and those that they started."""
-    killed = [process for process in descendants() if process not in spared]
+    """End the processes that this one started, but for some children, and those that they started in turn."""
+    killed = []
+    for child in children():
+        if child not in spared:
+            with suppress(psutil.NoSuchProcess):
+                killed += [child, *child.children(recursive=True)]
     for process in killed:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -52,10 +56,7 @@ def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
 def end_now(code: int) -> None:
     """Leave this process without waiting for anybody, from any thread: its descendants first, then itself."""
     kill_descendants()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    os._exit(code)  # flushes nothing: another thread may hold a stream's lock, blocked on a pipe that nobody reads
 
 
 def _prctl(option: int, value: int) -> None:

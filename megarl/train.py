@@ -14,6 +14,7 @@ import warnings
 from megarl.config import Config, ConfigError, load_config
 from megarl.processes import die_with_parent, end_now, kill_descendants
 from megarl.trainer.stop import StopRequest
+from megarl.trainer.stopped import RunRefused, RunStopped
 
 # What a rank waits before it repeats what another one may be saying: the launcher ends it meanwhile.
 SECOND_VOICE_SECONDS = 2.5
@@ -61,20 +62,26 @@ def main(argv: list[str]) -> int:
         end_now(1)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
-        _fail(e, rank)
+        code = _failed(e, rank)
+        sys.stdout.flush()
+        end_now(code)
     if lock is not None:
         lock.release()
     return 0 if stopped_by is None else 128 + stopped_by
 
 
-def _fail(error: BaseException, rank: int) -> None:
+def _failed(error: BaseException, rank: int) -> int:
+    """Say what ended the run, the rank that knows most first; returns the exit code."""
     from megarl.parallel.watch import Stalled, is_peer_loss
 
-    if is_peer_loss(error):
+    if isinstance(error, RunRefused):
+        return _refuse(f"error: {error}", rank)
+    said = isinstance(error, Stalled | RunStopped)
+    text = str(error) if said else f"rank {rank} failed:\n{traceback.format_exc()}"
+    if is_peer_loss(error) or (isinstance(error, RunStopped) and rank):
         time.sleep(SECOND_VOICE_SECONDS)
-    text = str(error) if isinstance(error, Stalled) else f"rank {rank} failed:\n{traceback.format_exc()}"
     print(f"megarl: {text}", file=sys.stderr, flush=True)
-    end_now(1)
+    return 1
 
 
 def _hush_dependencies() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import Ranks
+from torch.distributed import distributed_c10d
 
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
@@ -14,11 +17,14 @@ from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 def _groups_of(train: TrainLayout, generation: GenerationLayout) -> dict[str, Any]:
     from megarl.parallel.groups import build_groups, destroy_groups
 
+    before = len(dist.distributed_c10d._world.pg_map)
     groups = build_groups(train, generation)
     found = {name: dist.get_process_group_ranks(getattr(groups.pgs, name)) for name in ("tp", "pp", "dp", "mp")}
     found["generation"] = dist.get_process_group_ranks(groups.generation_tp)
     found["everybody"] = groups.all_gather(groups.rank)
-    destroy_groups()
+    found["most"] = groups.maximum(groups.rank)
+    destroy_groups(groups)
+    found["left"] = len(dist.distributed_c10d._world.pg_map) - before
     return found
 
 
@@ -36,6 +42,38 @@ def test_ranks_are_where_megatron_puts_them(ranks: Ranks, tp: int, pp: int, dp: 
         assert tuple(found["mp"]) == train.model_ranks(rank)
         assert tuple(found["generation"]) == generation.ranks(generation.coords(rank).replica)
         assert found["everybody"] == list(range(world))
+        assert found["most"] == world - 1
+        assert found["left"] == 0
+
+
+def _time_limits(store: str) -> set[float]:
+    """Seconds that each group of a run waits, also one whose maker names no limit."""
+    from megarl.parallel.groups import build_groups, destroy_groups, init_distributed
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    host, port = store.split(":")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR=host, MASTER_PORT=port)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    defaults = distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout
+    try:
+        init_distributed(timeout_minutes=1.5)
+        groups = build_groups(TrainLayout(world_size=world, tp=2), GenerationLayout(world_size=world))
+        dist.new_group(backend="gloo")
+        made = [group for group in distributed_c10d._world.pg_map if group.name() != "undefined"]
+        limits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made}
+        assert len(made) > 5
+        destroy_groups(groups)
+    finally:
+        distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout = defaults
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+            del os.environ[name]
+    return limits
+
+
+def test_every_group_has_the_run_s_time_limit(ranks: Ranks) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ranks.run(2, _time_limits, f"127.0.0.1:{store.port}") == [{90.0}, {90.0}]
 
 
 def test_strided_replicas() -> None:

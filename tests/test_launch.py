@@ -48,36 +48,32 @@ def test_scripts_parse(script: Path) -> None:
 
 def test_train_on_one_node() -> None:
     command = dry_run("launch/train.sh", "pyproject.toml", "data.prompt_key=a b", NPROC_PER_NODE="2")
-    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    options, arguments = command[3 : command.index("megarl.train")], command[command.index("megarl.train") + 1 :]
-    assert options == [
-        "--nnodes=1", "--node_rank=0", "--nproc_per_node=2", "--master_addr=127.0.0.1", "--master_port=29500", "-m"
+    assert command[:4] == [sys.executable, "-m", "megarl.cli.main", "train"]
+    assert command[4:9] == [
+        "--nnodes=1", "--node-rank=0", "--nproc=2", "--master-addr=127.0.0.1", "--master-port=29500"
     ]  # fmt: skip
-    assert arguments == [str(ROOT / "pyproject.toml"), "data.prompt_key=a b"]
+    assert command[9:] == [str(ROOT / "pyproject.toml"), "data.prompt_key=a b"]
 
 
 def test_train_on_several_nodes() -> None:
     node = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "head", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"}
     command = dry_run("launch/train.sh", "a.yaml", **node)
-    for option in ("--nnodes=4", "--node_rank=3", "--nproc_per_node=8", "--master_addr=head", "--master_port=1234"):
+    for option in ("--nnodes=4", "--node-rank=3", "--nproc=8", "--master-addr=head", "--master-port=1234"):
         assert option in command
 
 
 def test_slurm_without_slurm() -> None:
     command = dry_run("slurm/train.sbatch", "configs/a.yaml", "data.seed=3")
     assert command[:5] == ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    assert command[6:9] == [sys.executable, "-m", "torch.distributed.run"]
-    assert command[9:14] == [
-        "--nnodes=1", "--nproc_per_node=8", "--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:20000", "--rdzv_id=0"
-    ]  # fmt: skip
-    assert command[14:] == ["-m", "megarl.train", str(ROOT / "configs" / "a.yaml"), "data.seed=3"]
+    assert command[6:10] == [sys.executable, "-m", "megarl.cli.main", "train"]
+    assert command[10:14] == ["--nnodes=1", "--nproc=8", "--master-addr=127.0.0.1", "--master-port=20000"]
+    assert command[14:] == [str(ROOT / "configs" / "a.yaml"), "data.seed=3"]
 
 
 def test_slurm_takes_the_job_s_numbers() -> None:
     command = dry_run("slurm/train.sbatch", "a.yaml", SLURM_NNODES="16", SLURM_GPUS_ON_NODE="4", SLURM_JOB_ID="123456")
-    for option in ("--ntasks=16", "--nnodes=16", "--nproc_per_node=4", "--rdzv_id=123456"):
+    for option in ("--ntasks=16", "--nnodes=16", "--nproc=4", "--master-port=23456"):
         assert option in command
-    assert "--rdzv_endpoint=127.0.0.1:23456" in command
 
 
 @pytest.mark.parametrize("script", ["launch/train.sh", "slurm/train.sbatch"])

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 _SHOWN_RANKS, _SHOWN_FRAMES = 4, 6
+_SECOND_VOICE_SECONDS = 2.5  # the launcher ends a rank before it says with less what another one says
 _TIMED_OUT = ("timed out waiting", "timed out after", "timeout")
 _PEER_LOST = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket closed",
               "remote process exited", "application timeout caused pair closure")  # fmt: skip
@@ -96,7 +97,6 @@ class Watch:
             raise
         finally:
             ended.set()
-            thread.join()
             self._hosts = []
 
     def _look(self, main_thread: int, ended: threading.Event) -> None:
@@ -117,9 +117,16 @@ class Watch:
 
     def _explain(self, what: str, seconds: float) -> str:
         """Who waited, and for the first rank that asks also who is late and where: the others need not repeat it."""
-        store = self._join()
         waited = f"rank {self._rank} (host {self._hosts[self._rank]}) waited {seconds:.0f} s for {what}"
+        try:
+            return self._name_the_late(waited)
+        except RuntimeError as e:
+            return f"{waited}; the job's store does not say who is late ({e})"
+
+    def _name_the_late(self, waited: str) -> str:
+        store = self._join()
         if store.add(f"megarl/stalled/{self._passed}/explained", 1) > 1:
+            time.sleep(_SECOND_VOICE_SECONDS)
             return waited
         late, stacks = [], []
         for rank, host in enumerate(self._hosts):
@@ -141,12 +148,19 @@ class Watch:
 
 def is_timeout(error: BaseException) -> bool:
     """Whether a collective gave up waiting."""
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _TIMED_OUT)
+    return _of_collective(error, _TIMED_OUT)
 
 
 def is_peer_loss(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone, which has, or will have, said more."""
-    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _PEER_LOST)
+    return _of_collective(error, _PEER_LOST)
+
+
+def _of_collective(error: BaseException, texts: tuple[str, ...]) -> bool:
+    """A verifier's own time-out, say, is nothing that other ranks caused; gloo's errors have no class of their own."""
+    said = str(error).lower()
+    raised_there = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in said)
+    return raised_there and any(text in said for text in texts)
 
 
 def _job_store() -> dist.Store:

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,8 @@ class StopRequest:
 
     def _say(self, text: str) -> None:
         if self._rank == 0:
-            os.write(2, f"megarl: {text}\n".encode())  # not through sys.stderr, whose lock the main thread may hold
+            with suppress(OSError):  # nobody listens any more
+                os.write(2, f"megarl: {text}\n".encode())  # the main thread may hold the lock of sys.stderr
 
 
 def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:
