@@ -119,6 +119,51 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert message in printed.splitlines()[-1] and not (tmp_path / "x").exists(), printed
 
 
+def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, megatron = write_folder(tmp_path / "source", "qwen2"), tmp_path / "megatron"
+    assert main(["hf-to-megatron", str(source), str(megatron)]) == 0
+    back = ["megatron-to-hf", str(megatron), str(tmp_path / "x")]
+    file = next(megatron.glob("*.distcp"))
+    data = file.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+
+    def refused(arguments: list[str], message: str) -> None:
+        capsys.readouterr()
+        assert main(arguments) == 2
+        printed = capsys.readouterr().err.splitlines()[-1]
+        assert printed.startswith("convert: error: ") and message in printed, printed
+        assert not (tmp_path / "x").exists() and not (tmp_path / ".x.partial").exists()
+
+    file.write_bytes(flipped)
+    refused(back, f"'{megatron}' is damaged: {file.name} is not what was written: its checksum differs (--no-check")
+    file.write_bytes(data[: len(data) // 2])
+    refused(back, f"is damaged: {file.name} has {len(data) // 2} bytes instead of {len(data)}")
+    refused([*back, "--no-check"], f"'{megatron}': ")
+    file.write_bytes(data)
+    (megatron / ".metadata").write_bytes(b"")
+    refused([*back, "--no-check"], f"'{megatron}': .metadata cannot be read: ")
+    refused(["hf-to-megatron", str(source), "/proc/nowhere/x"], "'/proc/nowhere/x' cannot be written: ")
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_folder(tmp_path / "source", "qwen2")
+    weights = read_weights(source)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    weights[name][0, 0] = float("-inf")
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    assert main(["hf-to-megatron", str(source), str(tmp_path / "x")]) == 2
+    assert f"{name} is not finite everywhere" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_nan_is_the_same_bits(tmp_path: Path) -> None:
+    from megarl.checkpoint.verify import _bits
+
+    one, other = torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0])
+    assert torch.equal(_bits(one), _bits(other)) and not torch.equal(_bits(one), _bits(-other))
+
+
 def test_a_converted_checkpoint_is_no_run_to_resume(tmp_path: Path) -> None:
     from megarl.checkpoint.folder import check_resumable
 

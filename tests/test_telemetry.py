@@ -11,16 +11,23 @@ import threading
 import time
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from small_disk import fill, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megarl.config import Config
+from megarl.config.schema import Trainer
+from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.plot import _phase_seconds, plot_learning_curve
 from megarl.telemetry.progress import Progress, duration
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import open_sinks
 from megarl.telemetry.timers import PhaseTimers
+from megarl.trainer.report import Report
 
 
 def test_phases_do_not_overlap() -> None:
@@ -49,7 +56,7 @@ def test_timer_survives_an_error_inside() -> None:
     assert sum(timers.collect().values()) < 0.2
 
 
-def log_run(run_dir: Path, first_step: int, steps: range, names: tuple[str, ...]) -> None:
+def log_run(run_dir: Path, first_step: int | None, steps: range, names: tuple[str, ...]) -> None:
     sinks = open_sinks(["console", *names], str(run_dir), first_step)
     for step in steps:
         row = {"warmup/step": step + 3.0} if step <= 0 else {"reward/mean": step / 8}
@@ -73,8 +80,8 @@ def test_jsonl_resume_drops_what_will_be_logged_again(tmp_path: Path) -> None:
     rows = jsonl(tmp_path)
     assert [row["step"] for row in rows] == [-2, -1, 0, 1, 2, 3, 4]
     assert rows[0] == {"step": -2, "warmup/step": 1.0} and rows[-1]["val/accuracy"] == 0.5
-    log_run(tmp_path, 0, range(1, 2), ("jsonl",))
-    assert [row["step"] for row in jsonl(tmp_path)] == [1]  # a fresh run keeps nothing, not even a longer warm-up
+    log_run(tmp_path, 0, range(0, 2), ("jsonl",))  # within the warm-up
+    assert [row["step"] for row in jsonl(tmp_path)] == [-2, -1, 0, 1]
 
 
 def test_jsonl_row_is_written_at_once_and_stays_json(tmp_path: Path) -> None:
@@ -109,6 +116,101 @@ def test_tensorboard_resume_purges(tmp_path: Path) -> None:
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.125), (2, 0.25), (3, 0.375)]
     assert [e.step for e in events.Scalars("warmup/step")] == [-2, -1, 0]
+
+
+def test_damaged_lines_are_left_out_and_kept_beside(tmp_path: Path) -> None:
+    log_run(tmp_path, None, range(1, 4), ("jsonl", "csv"))
+    for name in ("metrics.jsonl", "metrics.csv"):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        bad = [b"\0\0\0\n", b"garbage\n", b'{"step": 2, "rew\n', b"\xff\xfe,1\n", b"[1]\n"]
+        (tmp_path / name).write_bytes(b"".join([*lines[:-1], *bad, *lines[-1:]]) + b"half a l")
+    said: list[str] = []
+    damaged = (tmp_path / "metrics.jsonl").read_bytes()
+    for sink in open_sinks(["jsonl", "csv"], str(tmp_path), 4, said.append):
+        sink.log(4, {"reward/mean": 0.5})
+        sink.close()
+    assert [row["step"] for row in jsonl(tmp_path)] == [1, 2, 3, 4]
+    assert (tmp_path / "metrics.csv").read_text() == "step,reward/mean\n1,0.125\n2,0.25\n3,0.375\n4,0.5\n"
+    path = tmp_path / "metrics.jsonl"
+    assert said[0] == f"{path}: 5 lines of it cannot be read and is left out; the file as it was is {path}.damaged"
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged and len(said) == 2
+    (tmp_path / "metrics.csv").write_text("no,header\n1,2\n")
+    open_sinks(["csv"], str(tmp_path), 4, said.append)[0].close()
+    assert (tmp_path / "metrics.csv.damaged-2").read_text() == "no,header\n1,2\n"
+
+
+def test_rows_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 256) as disk:
+        sinks = open_sinks(["jsonl", "csv", "tensorboard"], str(disk), None)
+        for sink in sinks:
+            sink.log(1, {"loss": 1.0})
+        ballast = fill(disk)
+        failed = [0, 0, 0]
+        for step in range(2, 400):
+            for i, sink in enumerate(sinks):
+                try:
+                    sink.log(step, {"loss": float(step), **({"late": 1.0} if step == 300 else {})})
+                except OSError:
+                    failed[i] += 1
+        assert all(failed), failed
+        for line in (disk / "metrics.jsonl").read_text().splitlines():
+            json.loads(line)  # whole lines only, meanwhile
+        ballast.unlink()
+        for sink in sinks:
+            sink.log(400, {"loss": 400.0})
+            sink.close()
+        assert [row["step"] for row in jsonl(disk)] == list(range(1, 401))
+        with open(disk / "metrics.csv") as f:
+            rows = list(csv.DictReader(f))
+        assert [int(row["step"]) for row in rows] == list(range(1, 401)) and rows[299]["late"] == "1.0"
+        events = EventAccumulator(str(disk / "tensorboard"), size_guidance={"scalars": 0})
+        events.Reload()
+        assert {e.step for e in events.Scalars("loss")} >= {1, 399, 400}
+
+
+def test_an_earlier_run_is_moved_and_not_deleted(tmp_path: Path) -> None:
+    assert set_aside_earlier_run(str(tmp_path / "nowhere")) is None
+    for i in ("1", "2"):
+        log_run(tmp_path, None, range(1, 3), ("jsonl", "csv", "tensorboard"))
+        write_samples(str(tmp_path), 1, [])
+        (tmp_path / "config.yaml").write_text(i)
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        assert set_aside_earlier_run(str(tmp_path)) == str(tmp_path / "earlier" / i)
+        assert sorted(os.listdir(tmp_path)) == ["checkpoints", "earlier"]
+    names = ["config.yaml", "metrics.csv", "metrics.jsonl", "rollouts", "tensorboard"]
+    assert sorted(os.listdir(tmp_path / "earlier" / "1")) == names
+    assert (tmp_path / "earlier" / "2" / "config.yaml").read_text() == "2"
+
+
+def report_of(run_dir: Path, first_step: int | None = None) -> Report:
+    trainer = Trainer(default_local_dir=str(run_dir), logger=["console", "jsonl"])
+    inputs: Any = SimpleNamespace(config=Config(trainer=trainer))
+    return Report(inputs, rank=0, first_step=first_step)
+
+
+def test_a_report_goes_back_without_doubles(tmp_path: Path) -> None:
+    report = report_of(tmp_path)
+    for step in (1, 2, 3):
+        report.rl_step(step, {"reward/mean": step / 8}, {})
+    report.rewind(2)
+    report.rl_step(2, {"reward/mean": 1.0}, {})
+    report.close()
+    assert [(row["step"], row["reward/mean"]) for row in jsonl(tmp_path)] == [(1, 0.125), (2, 1.0)]
+
+
+def test_a_finished_run_fails_at_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(tmp_path)
+    report.rl_step(1, {"reward/mean": 0.5}, {})
+    (tmp_path / "metrics.jsonl").unlink()
+    report.close()
+    said = capsys.readouterr().err
+    assert said.startswith("megarl: warning: no learning curve is drawn: ") and said.count("\n") == 1
+    report = report_of(tmp_path / "again")
+    report.close()
+    path = tmp_path / "again" / "metrics.jsonl"
+    assert capsys.readouterr().err == (
+        f"megarl: warning: no learning curve is drawn: '{path}' has no rows of RL steps to draw\n"
+    )
 
 
 def test_samples_are_readable(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ global_step_N. A job reads it in any layout; --tp and --pp say how it is cut up,
 read only their own part. One process, no GPU; beside the program itself it needs two to three times the memory of the
 largest parameter, however large the model is.
 
+A checkpoint's files are compared with its manifest first, and weights that are not finite are refused.
+
 --verify reads the result back and compares every weight with the source's, bit for bit; --verify=logits also runs both
 models, ours and that of `transformers`, in float32 on a few sequences, for which both must fit into memory in turn.
 """
@@ -44,6 +46,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16"], help="of the weights; default one that changes no weight"
     )
     out = commands.add_parser("megatron-to-hf", parents=[common], help="export")
+    out.add_argument("--no-check", action="store_true", help="do not compare SRC's files with its manifest first")
     out.add_argument("--model", help="folder with config.json and tokenizer; default SRC, which has them")
     return parser.parse_args(argv)
 
@@ -58,8 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         convert(args)
         if args.verify:
             verify(args)
-    except ValueError as e:
-        print(f"convert: error: {e}", file=sys.stderr)
+    except (ValueError, OSError) as e:
+        print(f"convert: error: {str(e).splitlines()[0] if str(e) else type(e).__name__}", file=sys.stderr)
         return 2
     return 0
 
@@ -93,6 +96,7 @@ def convert(args: argparse.Namespace) -> None:
                 args.target,
                 model_files=args.model or args.source,
                 max_shard_bytes=args.max_shard_bytes,
+                check=not args.no_check,
                 advance=advance,
             )
     print(f"wrote {args.target}")

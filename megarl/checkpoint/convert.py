@@ -24,7 +24,7 @@ from megarl.checkpoint.manifest import (
 )
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
 from megarl.models.families import read_architecture
-from megarl.models.tensors import logical_tensors, volume
+from megarl.models.tensors import Box, LogicalTensor, logical_tensors, volume
 from megarl.models.weights import fill
 from megarl.parallel.layout import TrainLayout
 
@@ -54,10 +54,14 @@ def huggingface_to_megatron(
     written = [p for rank in ranks for p in rank.parameters.values() if p.chunks(p.meta)]
     total, done = sum(p.meta.numel() for p in written), 0
 
+    def finite(tensor: LogicalTensor, box: Box) -> Tensor:
+        value = weights.box(tensor, box)
+        refuse_nonfinite(tensor.name, value)
+        return value
+
     def write(parameter: StoredParameter, data: Tensor) -> None:
         nonlocal done
-        fill({p.param: data for p in parameter.placements}, parameter.placements, weights.tensors, weights.box)
-        refuse_nonfinite(parameter.placements[0].tensor, data)
+        fill({p.param: data for p in parameter.placements}, parameter.placements, weights.tensors, finite)
         done += data.numel()
         advance(done, total)
 

@@ -11,6 +11,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pickle import UnpicklingError
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.checkpoint.folder import write_state
-from megarl.checkpoint.manifest import FORMAT
+from megarl.checkpoint.manifest import FORMAT, one_line
 from megarl.checkpoint.write_items import (
     chunk_index,
     chunk_metadata,
@@ -112,7 +113,7 @@ Fill = Callable[[StoredParameter, Tensor], None]
 
 
 def write_megatron(folder: str, ranks: list[Stored], fill: Fill, *, max_file_bytes: int) -> None:
-    """Write the checkpoint that these ranks would write together; one parameter in memory at a time.
+    """Write what these ranks would write together, but for the manifest; one parameter in memory at a time.
 
     Args:
         folder: an existing, empty folder.
@@ -183,7 +184,10 @@ class MegatronWeights:
             raise ValueError(f"'{folder}' is not a Megatron-Core distributed checkpoint: it has no metadata.json")
         self._folder = folder
         self._reader = FileSystemReader(folder)
-        metadata = self._reader.read_metadata()
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as e:  # whatever unpickling a damaged file raises
+            raise ValueError(f"'{folder}': .metadata cannot be read: {one_line(e)}") from e
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._stored = metadata.state_dict_metadata
         self.parameters = describe(arch, TrainLayout(world_size=1), 0, torch.float32).parameters
@@ -212,7 +216,10 @@ class MegatronWeights:
             tensor, where = self._stored[chunk.key], chunk_metadata(chunk)
             assert isinstance(tensor, TensorStorageMetadata) and chunk.data is not None
             items = create_read_items_for_chunk_list(chunk.key, tensor, [where])
-            self._reader.read_data(LoadPlan(items), _Into(chunk.data.view(stored_shape(chunk)))).wait()
+            try:
+                self._reader.read_data(LoadPlan(items), _Into(chunk.data.view(stored_shape(chunk)))).wait()
+            except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as e:
+                raise ValueError(f"'{self._folder}': {chunk.key} cannot be read: {one_line(e)}") from e
         return whole
 
     def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:

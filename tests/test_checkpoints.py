@@ -1,0 +1,369 @@
+"""Checkpoints under bad luck: damaged files, full disks, foreign shapes, non-finite state; and who writes what."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from small_disk import fill, small_disk
+from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+
+from megarl.checkpoint.folder import (
+    Phase,
+    Position,
+    check_resumable,
+    checkpoint_folder,
+    checkpoints,
+    problem_with,
+    prune_checkpoints,
+    remark_on,
+    remove_partials,
+    set_aside,
+    take_place,
+    whole_checkpoints,
+    write_state,
+)
+from megarl.checkpoint.manifest import FORMAT, files_of, record_files, write_manifest
+
+
+def fake(run_dir: Path, step: int, phase: Phase = Phase.RL) -> Path:
+    """A checkpoint as far as its small files tell."""
+    folder = Path(checkpoint_folder(str(run_dir), Position(phase, step)))
+    folder.mkdir(parents=True)
+    write_state(str(folder), {"step": step, "phase": phase.name, "format": FORMAT, "world_size": 1})
+    for name in ("common.pt", "metadata.json", ".metadata", "__0_0.distcp"):
+        (folder / name).write_text('{"sharded_backend": "torch_dist"}')
+    write_manifest(str(folder), record_files(str(folder), files_of(str(folder)), sync=True))
+    return folder
+
+
+def damage_state(text: str) -> Any:
+    return lambda folder: (folder / "trainer.json").write_text(text)
+
+
+DAMAGES: list[tuple[Any, str]] = [
+    (damage_state(""), "its trainer.json is not JSON (Expecting value: line 1 column 1 (char 0))"),
+    (damage_state("[]"), "its trainer.json is not a JSON object with an integer step"),
+    (damage_state('{"step": true}'), "its trainer.json is not a JSON object with an integer step"),
+    (damage_state('{"step": 3, "format": 1}'), "its trainer.json says step 3, its name step 9"),
+    (lambda folder: (folder / "trainer.json").unlink(), "trainer.json is missing"),
+    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda folder: (folder / "common.pt").unlink(), "common.pt is missing"),
+    (lambda folder: (folder / "metadata.json").write_text(""), "metadata.json has 0 bytes instead of 33"),
+    (lambda folder: os.truncate(folder / "__0_0.distcp", 5), "__0_0.distcp has 5 bytes instead of 33"),
+    (
+        lambda folder: (folder / "manifest.json").write_text('{"format": 7, "files": {}}'),
+        "manifest.json cannot be read: its format is 7, and this MegaRL reads up to 1: use a newer one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES, ids=[problem[:40] for _, problem in DAMAGES])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: Any, problem: str) -> None:
+    whole, damaged = fake(tmp_path, 3), fake(tmp_path, 9)
+    damage(damaged)
+    assert [(found.position.step, found.problem) for found in checkpoints(str(tmp_path))] == [(9, problem), (3, None)]
+    assert whole_checkpoints(str(tmp_path)) == [str(whole)]
+    with pytest.raises(ValueError, match=r"^'.*global_step_9' is (damaged|not a checkpoint): [^\n]+$"):
+        check_resumable(str(damaged))
+
+
+def test_names_and_their_order(tmp_path: Path) -> None:
+    for step, phase in ((2, Phase.RL), (300, Phase.WARMUP), (10, Phase.RL), (40, Phase.WARMUP)):
+        fake(tmp_path, step, phase)
+    (tmp_path / "checkpoints" / "global_step_11").write_text("a file")
+    (tmp_path / "checkpoints" / "global_step_012").mkdir()
+    names = [(os.path.basename(found.folder), found.problem) for found in checkpoints(str(tmp_path))]
+    assert names == [
+        ("global_step_11", "it is no folder"),
+        ("global_step_10", None),
+        ("global_step_2", None),
+        ("warmup_step_300", None),
+        ("warmup_step_40", None),
+    ]
+    assert checkpoints(str(tmp_path / "nowhere")) == []
+
+
+def test_a_checkpoint_from_before_manifests_is_taken_with_a_remark(tmp_path: Path) -> None:
+    folder = fake(tmp_path, 4)
+    (folder / "manifest.json").unlink()
+    write_state(str(folder), {"step": 4, "world_size": 1})
+    assert problem_with(str(folder)) is None
+    assert remark_on(str(folder)) == (
+        f"'{folder}' was written before checkpoints had a manifest.json: its contents cannot be checked"
+    )
+    (folder / ".metadata").write_bytes(b"")
+    assert problem_with(str(folder)) == ".metadata is missing or empty"
+
+
+def test_a_damaged_checkpoint_steps_aside(tmp_path: Path) -> None:
+    for end in (".damaged", ".damaged-2"):
+        folder = fake(tmp_path, 4)
+        assert set_aside(str(folder)) == f"{folder}{end}"
+    assert checkpoints(str(tmp_path)) == []
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["global_step_4.damaged", "global_step_4.damaged-2"]
+
+
+def test_a_new_checkpoint_takes_the_place_of_an_old_one(tmp_path: Path) -> None:
+    old, parent = fake(tmp_path, 4), tmp_path / "checkpoints"
+    (old / "old").write_text("")
+    partial = parent / ".global_step_4.partial"
+    fake(tmp_path / "other", 4).rename(partial)
+    take_place(str(partial), str(old))
+    assert os.listdir(parent) == ["global_step_4"] and not (old / "old").exists()
+    # one that was damaged is kept
+    (old / "common.pt").unlink()
+    fake(tmp_path / "another", 4).rename(partial)
+    take_place(str(partial), str(old))
+    assert sorted(os.listdir(parent)) == ["global_step_4", "global_step_4.damaged"]
+    # one whose rename fails is whole again
+    with pytest.raises(FileNotFoundError):
+        take_place(str(partial), str(old))
+    assert problem_with(str(old)) is None
+
+
+def test_what_dead_jobs_left_is_removed(tmp_path: Path) -> None:
+    fake(tmp_path, 2)
+    parent = tmp_path / "checkpoints"
+    fake(tmp_path, 3).rename(parent / ".global_step_3.replaced")  # the job died between two renames
+    fake(tmp_path, 4).rename(parent / ".global_step_2.replaced")
+    for name in (".global_step_8.partial", ".warmup_step_8.partial", ".mine.partial"):
+        (parent / name / "huggingface").mkdir(parents=True)
+    removed = remove_partials(str(tmp_path))
+    assert removed == [".global_step_2.replaced", ".global_step_8.partial", ".warmup_step_8.partial"]
+    assert sorted(os.listdir(parent)) == [".mine.partial", "global_step_2", "global_step_3"]
+
+
+def test_pruning_counts_whole_checkpoints_only(tmp_path: Path) -> None:
+    folders = {step: fake(tmp_path, step) for step in (1, 2, 3, 60, 61)}
+    (folders[61] / "common.pt").unlink()
+    prune_checkpoints(str(tmp_path), 1, str(folders[2]))  # the run writes step 2 into a folder with an older 60
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["global_step_2", "global_step_60", "global_step_61"]
+    prune_checkpoints(str(tmp_path), None, str(folders[2]))
+    assert len(checkpoints(str(tmp_path))) == 3
+
+
+# ---------------------------------------------------------------------------------------------------- on real ranks
+
+
+def _save(actor: Any, run_dir: str, step: int, write_model: Any = lambda folder: None) -> str:
+    from megarl.checkpoint.store import save_checkpoint
+
+    state = {"actor": actor.sharded_training_state(loading=False)}
+    position = Position(Phase.RL, step)
+    return save_checkpoint(run_dir, position, state, {"mark": 7}, write_model=write_model, control=actor.groups.control)
+
+
+def _load(actor: Any, folder: str) -> None:
+    from megarl.checkpoint.store import load_checkpoint
+
+    wanted = {"actor": actor.sharded_training_state(loading=True)}
+    loaded = load_checkpoint(folder, wanted, rng=True, control=actor.groups.control)
+    actor.load_training_state(loaded["actor"])
+
+
+def _step(actor: Any) -> None:
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.policy_loss import supervised_loss
+
+    batch = fixed_batch()
+    weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
+    actor.update(batch, micro_batches_of(actor), weights, supervised_loss, temperature=1.0)
+
+
+def _start(actor: Any) -> Any:
+    from megarl.config.schema import Optim
+
+    actor.start_optimizer(Optim(lr=1e-2), 4)
+    return actor
+
+
+def _tensors(folder: str) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, as Megatron-Core reads it."""
+    from megatron.core import dist_checkpointing
+
+    loaded: dict[str, torch.Tensor] = dist_checkpointing.load_plain_tensors(folder)
+    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def _layouts(run_dir: str, cases: list[Case]) -> list[Any]:
+    """Trained and saved in the first layout, then read and saved again in each; the last word of each on this rank."""
+    written, before = [], ""
+    for step, case in enumerate(cases, 1):
+        with actor_in(case) as actor:
+            _start(actor)
+            if before:
+                _load(actor, before)
+            else:
+                _step(actor)
+            before = _save(actor, run_dir, step)
+    first, *others = [_tensors(checkpoint_folder(run_dir, Position(Phase.RL, i + 1))) for i in range(len(cases))]
+    for other in others:
+        assert first.keys() == other.keys()
+        # the vocabulary is padded to a multiple of the tensor-parallel size
+        rows = {key: min(len(first[key]), len(other[key])) for key in first}
+        written.append(all(torch.equal(first[key][:n], other[key][:n]) for key, n in rows.items()))
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [written, children]
+
+
+def _bytes_per_rank(folder: str, world: int) -> list[int]:
+    """Of tensors, without their files' headers."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from megarl.checkpoint.sharded_files import FILES_PER_RANK
+
+    metadata = FileSystemReader(folder).read_metadata()
+    shares = [0] * world
+    for index, stored in metadata.storage_data.items():
+        tensor = metadata.state_dict_metadata[index.fqn]
+        for chunk in getattr(tensor, "chunks", []):
+            if chunk.offsets == index.offset:
+                file = int(stored.relative_path.split("_")[2])
+                shares[file // FILES_PER_RANK] += chunk.sizes.numel() * tensor.properties.dtype.itemsize
+    return shares
+
+
+def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
+    """The same bits from every layout; bytes per rank differ by less than one parameter with its state."""
+    plain = {"actor": {"megatron": {"use_distributed_optimizer": False}}}
+    cases = [Case(dp=4), Case(tp=2, dp=2, sequence_parallel=True), Case(dp=4, config=plain), Case(pp=2, tp=2)]
+    results = ranks.run(4, _layouts, str(tmp_path), cases)
+    assert results[0][0] == [True, True, True]
+    assert all(children == [] for _, children in results)  # saving starts no process, which would outlive a failed rank
+    largest = 16 * ARCH.hidden_size * (ARCH.vocab_size + 3)  # weight, fp32 weight and two moments of the embedding
+    for step in (1, 2, 3):
+        folder = tmp_path / "checkpoints" / f"global_step_{step}"
+        shares = _bytes_per_rank(str(folder), 4)
+        assert min(shares) > 0 and max(shares) - min(shares) <= largest, shares
+        manifest = json.loads((folder / "manifest.json").read_text())["files"]
+        assert set(manifest) == set(files_of(str(folder))) and "trainer.json" in manifest
+        state = json.loads((folder / "trainer.json").read_text())
+        assert state == {"mark": 7, "format": 1, "phase": "RL", "step": step, "world_size": 4}
+
+
+def _bad_luck(run_dir: str) -> dict[str, Any]:
+    """What each rank says of damage, foreign shapes and NaN."""
+    from dataclasses import replace
+
+    from megarl.checkpoint.store import verify_checkpoint
+
+    said: dict[str, Any] = {}
+
+    def message(what: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            what()
+        return str(caught.value)
+
+    wider = replace(ARCH, ffn_hidden_size=64)
+    with actor_in(Case(dp=2)) as actor:
+        control, rank = actor.groups.control, dist.get_rank()
+        _start(actor)
+        folder = _save(actor, run_dir, 1)
+        said["whole"] = verify_checkpoint(folder, control)
+        file = Path(folder, "__4_0.distcp")
+        if rank == 0:
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        dist.barrier(control)
+        said["flipped"] = verify_checkpoint(folder, control)
+        dist.barrier(control)
+        if rank == 0:
+            os.truncate(file, 100)
+        dist.barrier(control)
+        said["cut"] = verify_checkpoint(folder, control)
+        said["cut, read"] = message(lambda: _load(actor, folder))
+        second = _save(actor, run_dir, 2)
+        if rank == 1:  # only this rank sees it
+            next(iter(actor.parameters().values())).data.view(-1)[0] = float("nan")
+        said["nan"] = message(lambda: _save(actor, run_dir, 3))
+    with actor_in(Case(dp=2), wider) as actor:
+        _start(actor)
+        said["shape"] = message(lambda: _load(actor, second))
+    with actor_in(Case(dp=2)) as actor:
+        from megarl.checkpoint.store import load_checkpoint
+
+        wanted = {"reference": actor.sharded_state("reference.")}
+        control = actor.groups.control
+        said["key"] = message(lambda: load_checkpoint(second, wanted, rng=False, control=control))
+    said["left"] = sorted(os.listdir(Path(run_dir, "checkpoints")))
+    return said
+
+
+def test_all_ranks_say_the_same_of_what_cannot_be_read(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks.run(2, _bad_luck, str(tmp_path))
+    assert results[0] == results[1]
+    said, parent = results[0], tmp_path / "checkpoints"
+    assert said["whole"] is None
+    assert said["flipped"] == "__4_0.distcp is not what was written: its checksum differs"
+    assert re.fullmatch(r"__4_0\.distcp has 100 bytes instead of \d+", said["cut"])
+    assert said["cut, read"].startswith(f"checkpoint '{parent}/global_step_1': it cannot be read: ")
+    assert "\n" not in said["cut, read"]
+    assert re.fullmatch(
+        r"\S+ \(weight\) is not finite: nothing is saved, and earlier checkpoints stay as they are", said["nan"]
+    )
+    assert re.fullmatch(
+        rf"checkpoint '{parent}/global_step_2': its \S+ has shape \[[\d, ]+\], this run's has \[[\d, ]+\]",
+        said["shape"],
+    )
+    assert re.fullmatch(
+        rf"checkpoint '{parent}/global_step_2': it has no reference\.\S+, which this run needs with shape \[[\d, ]+\]",
+        said["key"],
+    )
+    assert said["left"] == ["global_step_1", "global_step_2"]
+
+
+def _full_disk(run_dir: str) -> list[str]:
+    from megarl.checkpoint.agreement import on_every_rank
+    from megarl.checkpoint.store import SaveFailed
+
+    said = []
+
+    def no_room_on_the_second_rank(folder: str) -> None:
+        def write() -> None:
+            if dist.get_rank() == 1:
+                fill(Path(folder))
+                Path(folder, "config.json").write_text("{}" * 4096)
+
+        on_every_rank(actor.groups.control, write)
+
+    with actor_in(Case(dp=2)) as actor:
+        _start(actor)
+        _save(actor, run_dir, 1)
+        with pytest.raises(SaveFailed) as caught:
+            _save(actor, run_dir, 2, no_room_on_the_second_rank)
+        said.append(str(caught.value))
+        if dist.get_rank() == 0:
+            fill(Path(run_dir))
+        dist.barrier(actor.groups.control)
+        with pytest.raises(SaveFailed) as caught:
+            _save(actor, run_dir, 3)
+        said.append(str(caught.value))
+        dist.barrier(actor.groups.control)
+        if dist.get_rank() == 0:
+            os.unlink(Path(run_dir, "ballast"))
+        dist.barrier(actor.groups.control)
+        _save(actor, run_dir, 4)
+    return said
+
+
+def test_a_full_disk_fails_the_save_and_not_the_run(ranks: Ranks, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4096) as disk:
+        first, second = ranks.run(2, _full_disk, str(disk), timeout=120)
+        assert first == second
+        assert re.fullmatch(
+            rf"global_step_2 could not be saved in '{disk}/checkpoints': \[Errno 28\] No space left on device"
+            r"(: \S+)? \(rank 1, \S+\); whole checkpoints there: global_step_1",
+            first[0],
+        )
+        assert first[1].startswith(f"global_step_3 could not be saved in '{disk}/checkpoints': [Errno 28] No space")
+        assert sorted(os.listdir(disk / "checkpoints")) == ["global_step_1", "global_step_4"]
+        assert [found.problem for found in checkpoints(str(disk))] == [None, None]
