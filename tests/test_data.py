@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.config.schema import Data
 from megarl.data.examples import make_examples
 from megarl.data.prompts import load_prompts
-from megarl.data.readers import read_rows, require_column
+from megarl.data.readers import Row, read_rows, require_column
 from megarl.data.sampler import PromptSampler
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from tools.prepare_reasoning_gym import main, train_tokenizer
@@ -60,7 +60,12 @@ def test_files_are_read_in_order_and_once(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"x": 1}])
     parquet.write_table(pa.table({"x": [4], "meta": [{"k": [1, 2]}]}), tmp_path / "c.parquet")
     rows = read_rows([f"{tmp_path}/c.parquet", f"{tmp_path}/*.jsonl", f"{tmp_path}/a.jsonl"], "data.train_files")
-    assert rows == [{"x": 4, "meta": {"k": [1, 2]}}, {"x": 1}, {"x": 2}, {"x": 3}]
+    assert rows == [
+        (f"{tmp_path}/c.parquet row 1", {"x": 4, "meta": {"k": [1, 2]}}),
+        (f"{tmp_path}/a.jsonl:1", {"x": 1}),
+        (f"{tmp_path}/b.jsonl:1", {"x": 2}),
+        (f"{tmp_path}/b.jsonl:2", {"x": 3}),
+    ]
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
@@ -73,6 +78,9 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "bad.parquet").write_text("x")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nothing")
+    (tmp_path / "deep.jsonl").write_text('{"x": 1}\n\n' + '{"x": ' + "[" * 100_000 + "\n")
     assert message(lambda: read_rows([], "data.val_files")).startswith("data.val_files is empty")
     assert read("no*.jsonl") == f"data.val_files: no file matches '{tmp_path}/no*.jsonl'"
     assert read("empty.jsonl") == f"data.val_files: '{tmp_path}/empty.jsonl' holds no rows"
@@ -81,13 +89,17 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     assert "list.jsonl:1 must be an object of columns, not list" in read("list.jsonl")
     assert "is neither .jsonl nor .parquet" in read("rows.txt")
     assert "is not a readable parquet file" in read("bad.parquet")
+    assert read("folder.jsonl") == f"data.val_files: '{tmp_path}/folder.jsonl' cannot be read: Is a directory"
+    assert read("dangling.jsonl").endswith("dangling.jsonl' cannot be read: No such file or directory")
+    assert read("deep.jsonl") == f"data.val_files: {tmp_path}/deep.jsonl:3 is nested too deeply"
 
 
 def test_a_missing_column_is_named_beside_those_there_are() -> None:
-    assert message(lambda: require_column([{"prompt": 1, "answer": 2}], "promt", "data.prompt_key")) == (
-        "data.prompt_key = 'promt': no such column in row 0; columns: prompt, answer"
+    rows = [Row("a.jsonl:1", {"prompt": 1, "answer": 2}), Row("a.jsonl:7", {"b": 1})]
+    assert message(lambda: require_column(rows, "promt", "data.prompt_key")) == (
+        "data.prompt_key = 'promt': no such column in a.jsonl:1; columns: prompt, answer"
     )
-    assert "in row 1;" in message(lambda: require_column([{"a": 1}, {"b": 1}], "a", "data.prompt_key"))
+    assert "in a.jsonl:7; columns: b" in message(lambda: require_column(rows, "answer", "data.answer_key"))
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers
@@ -143,7 +155,7 @@ def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
     whole = fast.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert list(prompt.token_ids) == list(whole)
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": chat * 3}])
-    assert "row 0: the chat template refuses the messages: too long" in message(
+    assert "p.jsonl:1: the chat template refuses the messages: too long" in message(
         lambda: load_prompts(Data(), [file], tokenizer)
     )
 
@@ -174,15 +186,29 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> No
         data = Data(max_prompt_length=4, filter_overlong_prompts=drop)
         return message(lambda: load_prompts(data, [file], tokenizer, "data.val_files"))
 
-    assert load("1", "12345").startswith("row 1: the prompt has 5 tokens, more than data.max_prompt_length = 4; raise")
-    assert load("1", "") == "row 1: the prompt in column 'prompt' is empty"
+    first, second = f"{tmp_path}/p.jsonl:1", f"{tmp_path}/p.jsonl:2"
+    assert load("1", "12345").startswith(
+        f"{second}: the prompt has 5 tokens, more than data.max_prompt_length = 4; raise"
+    )
+    assert load("1", "") == f"{second}: the prompt in column 'prompt' is empty"
     assert load(["chat"]) == (
-        "row 0: column 'prompt' must hold text or a list of messages with role and content, not list"
+        f"{first}: column 'prompt' must hold text or a list of messages with role and content, not list"
     )
     chat = [{"role": "user", "content": "1"}]
-    assert load(chat) == "row 0: a SentencePiece model has no chat template: give prompts as plain text"
+    assert load(chat) == f"{first}: a SentencePiece model has no chat template: give prompts as plain text"
+    assert load("1", "2\ud800") == (
+        f"{second}: 'utf-8' codec can't encode character '\\ud800' in position 1: surrogates not allowed"
+    )
     assert load("12345", "123456", drop=True) == (
         "data.val_files: none of the 2 prompts has at most data.max_prompt_length = 4 tokens"
+    )
+
+
+def test_a_misspelt_answer_key_does_not_mean_another_column(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1", "answer": "wrong", "solution": "2"}])
+    assert load_prompts(Data(answer_key="solution"), [file], tokenizer)[0].row["answer"] == "2"
+    assert "data.answer_key = 'solutoin': no such column in" in message(
+        lambda: load_prompts(Data(answer_key="solutoin"), [file], tokenizer)
     )
 
 
@@ -194,11 +220,28 @@ def test_examples_end_with_the_end_token(tmp_path: Path, tokenizer: Tokenizer) -
     assert prompt_ids == prompts[0].token_ids
     assert response_ids == (*tokenizer.encode("3"), tokenizer.eos_id)
     assert message(lambda: make_examples(Data(max_response_length=2), prompts, tokenizer)) == (
-        "row 1: the answer in column 'answer' has 3 tokens with its end token, more than data.max_response_length = 2"
+        f"{file}:2: the answer in column 'answer' has 3 tokens with its end token, "
+        "more than data.max_response_length = 2"
     )
-    assert "data.answer_key = 'solution': no such column in row 0; columns: prompt, answer" in message(
+    assert f"data.answer_key = 'solution': no such column in {file}:1; columns: prompt, answer" in message(
         lambda: make_examples(Data(answer_key="solution"), prompts, tokenizer)
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "the answer in column 'answer' must be text or a number, not null"),
+        (["3"], "the answer in column 'answer' must be text or a number, not list"),
+        ("3\udfff", "'utf-8' codec can't encode character '\\udfff' in position 1: surrogates not allowed"),
+    ],
+)
+def test_answers_that_nothing_can_be_learnt_from(
+    tmp_path: Path, tokenizer: Tokenizer, answer: object, said: str
+) -> None:
+    file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1", "answer": 0.5}, {"prompt": "2", "answer": answer}])
+    prompts = load_prompts(Data(), [file], tokenizer)
+    assert message(lambda: make_examples(Data(), prompts, tokenizer)) == f"{file}:2: {said}"
 
 
 # ---------------------------------------------------------------------------------------------------- sampler
@@ -232,6 +275,35 @@ def test_sampler_refusals() -> None:
     assert "had drawn 8 rows" in message(lambda: shrunk.load_state({"epoch": 0, "position": 8}))
 
 
+@pytest.mark.parametrize(
+    ("now", "said", "part"),
+    [
+        ((13, 4, True, 7), "rows of data.train_files = 12, now it is 13", "data"),
+        ((12, 4, False, 7), "data.shuffle = 1, now it is 0", "data"),
+        ((12, 3, True, 7), "data.train_batch_size = 4, now it is 3", "batch"),
+        ((12, 4, True, 8), "data.seed = 7, now it is 8", "seed"),
+    ],
+)
+def test_a_position_in_another_order_is_refused(now: tuple[int, int, bool, int], said: str, part: str) -> None:
+    state = PromptSampler(12, 4, True, 7).state()
+    assert message(lambda: PromptSampler(*now).load_state(state)) == (
+        f"the checkpoint was made with {said}: resume with what the run began with, or set "
+        f"trainer.resume_allow=[{part}]"
+    )
+    changed, expected = PromptSampler(*now), PromptSampler(*now)
+    changed.load_state(state, allow=[part])
+    for _ in range(expected.batches_per_epoch):
+        expected.next()
+    assert changed.next() == expected.next()  # the next epoch, from its beginning
+
+
+def test_a_state_of_the_position_alone_still_loads() -> None:
+    drawn, old = PromptSampler(12, 4, True, 7), PromptSampler(12, 4, True, 7)
+    drawn.next()
+    old.load_state({"epoch": 0, "position": 4})
+    assert old.next() == drawn.next()
+
+
 # --------------------------------------------------------------------------------------------- reasoning-gym data
 
 
@@ -245,12 +317,13 @@ def test_prepared_data_is_disjoint_and_reproducible(tmp_path: Path, capsys: pyte
     train = read_rows([str(tmp_path / "a" / "train.jsonl")], "data.train_files")
     val = read_rows([str(tmp_path / "a" / "val.jsonl")], "data.val_files")
     assert (len(train), len(val)) == (60, 20)
-    assert len({row["question"] for row in train + val}) == 80
-    assert train[0]["prompt"] == f"{train[0]['metadata']['expression']} ="
+    assert len({row.columns["question"] for row in train + val}) == 80
+    first = train[0].columns
+    assert first["prompt"] == f"{first['metadata']['expression']} ="
     tokenizer = load_tokenizer(str(tmp_path / "a" / "tokenizer.model"))
     assert (tokenizer.pad_id, tokenizer.eos_id) == (0, 1)
     for row in train:
-        assert tokenizer.decode(tokenizer.encode(row["prompt"])) == row["prompt"]
+        assert tokenizer.decode(tokenizer.encode(row.columns["prompt"])) == row.columns["prompt"]
     assert "80 different questions" in capsys.readouterr().out
 
     prepare(tmp_path / "b", "--template", "{expression} =")
@@ -260,7 +333,7 @@ def test_prepared_data_is_disjoint_and_reproducible(tmp_path: Path, capsys: pyte
     prepare(tmp_path / "a", "--template", "{expression} =")
     assert capsys.readouterr().out == f"{tmp_path / 'a'} is up to date\n"
     prepare(tmp_path / "a")
-    assert read_rows([str(tmp_path / "a" / "train.jsonl")], "")[0]["prompt"] == train[0]["question"]
+    assert read_rows([str(tmp_path / "a" / "train.jsonl")], "")[0].columns["prompt"] == first["question"]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +345,7 @@ def test_prepared_data_is_disjoint_and_reproducible(tmp_path: Path, capsys: pyte
         (["--template", "{expresion}"], "--template '{expresion}' does not fit; its fields can be"),
         (["--train", "200000"], "different questions in"),
         (["--vocab-size", "5"], "--vocab-size 5 does not work for this text"),
+        (["--task", "composite"], "--task composite mixes other tasks: prepare each of them apart, and name all"),
         (["--val", "0"], "--train and --val must be 1 or more"),
     ],
 )

@@ -4,7 +4,9 @@
 
 writes to --out:
 
-    train.jsonl, val.jsonl   columns prompt, answer, data_source, question, metadata; for `reward.name: reasoning_gym`
+    train.jsonl, val.jsonl   columns prompt, answer, data_source, question, metadata; for `reward.name: reasoning_gym`.
+                             Answers and metadata as megarl/rewards/reasoning_gym_json.py writes them: every row's own
+                             answer scores what it scored before it was written
     demonstrations.jsonl     with --demonstrations N: every training prompt N times, with its answer; in --slip of them,
                              drawn at random, the answer is one too high, as by a careless teacher
     tokenizer.model          without --chat: SentencePiece, trained on the training text alone; pad 0, eos 1, unk 2
@@ -16,18 +18,28 @@ No question appears twice, neither within a file nor across the two. The same ar
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import io
 import json
 import random
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megarl.rewards.reasoning_gym_json import decode, encode
+
 Row = dict[str, Any]
+REPORT_EVERY = 10.0  # seconds between two lines of progress where there is no terminal
+FORMAT = 2  # of the rows: files of another one are made again
 DRAWS_PER_ROW = 50  # how often a small task may repeat itself before it is said to have too few questions
 
 
@@ -67,6 +79,8 @@ def questions(task: str, config: dict[str, Any], seed: int, draws: int) -> Itera
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.0)
         raise ValueError(f"--task: reasoning-gym has no '{task}'; nearest of its {len(DATASETS)}: {', '.join(near)}")
+    if task == "composite":
+        raise ValueError("--task composite mixes other tasks: prepare each of them apart, and name all their files")
     known = {field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}
     for key in config:
         if key not in known:
@@ -84,15 +98,19 @@ def distinct_rows(args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     seen: set[str] = set()
     repeated = 0
-    for entry in questions(args.task, args.config, args.seed, DRAWS_PER_ROW * wanted):
-        if entry["question"] in seen:
-            repeated += 1
-            continue
-        seen.add(entry["question"])
-        rows.append(to_row(entry, args.task, args.template, chat=args.chat))
-        if len(rows) == wanted:
-            print(f"{wanted} different questions of {args.task}; {repeated} repeated ones left out")
-            return rows
+    with progress(args.task, wanted) as done:
+        for entry in questions(args.task, args.config, args.seed, DRAWS_PER_ROW * wanted):
+            if entry["question"] in seen:
+                repeated += 1
+                continue
+            seen.add(entry["question"])
+            rows.append(to_row(entry, args.task, args.template, chat=args.chat))
+            done(len(rows))
+            if len(rows) == wanted:
+                break
+    if len(rows) == wanted:
+        print(f"{wanted} different questions of {args.task}; {repeated} repeated ones left out")
+        return rows
     raise ValueError(
         f"{args.task} made only {len(rows)} different questions in {DRAWS_PER_ROW * wanted} draws, but --train and "
         f"--val want {wanted}: lower them, or widen --config"
@@ -100,19 +118,70 @@ def distinct_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def to_row(entry: Row, task: str, template: str, *, chat: bool) -> Row:
-    """One line of the files; raises ValueError for a template that names an unknown field."""
+    """One line of the files.
+
+    Raises:
+        ValueError: a template that names an unknown field, or an entry whose answer scores another way once it has been
+            in a file.
+    """
     values = {**entry["metadata"], "question": entry["question"]}
     try:
         prompt = template.format(**values)
     except (KeyError, IndexError, ValueError) as e:
         raise ValueError(f"--template '{template}' does not fit; its fields can be {', '.join(values)}") from e
-    return {
+    row = {
         "prompt": [{"role": "user", "content": prompt}] if chat else prompt,
-        "answer": entry["answer"],
+        "answer": encoded(task, entry["answer"]),
         "data_source": task,
         "question": entry["question"],
-        "metadata": entry["metadata"],
+        "metadata": encoded(task, entry["metadata"]),
     }
+    read = json.loads(json.dumps(row))
+    before = own_score(task, entry)
+    after = own_score(task, {**read, "answer": decode(read["answer"]), "metadata": decode(read["metadata"])})
+    if before != after:
+        raise ValueError(f"--task {task}: its own answer scores {before}, but {after} after reading it from a file")
+    return row
+
+
+def encoded(task: str, value: Any) -> Any:
+    try:
+        return encode(value)
+    except ValueError as e:
+        raise ValueError(f"--task {task}: its rows cannot be written to a file: {e}") from e
+
+
+def own_score(task: str, entry: Mapping[str, Any]) -> float | str:
+    """What the task's verifier says of the entry's own answer: a score, or the exception's name."""
+    import reasoning_gym
+
+    question, answer, metadata = (copy.deepcopy(entry[key]) for key in ("question", "answer", "metadata"))
+    verifier = reasoning_gym.get_score_answer_fn(task)
+    try:
+        return float(verifier(answer, {"question": question, "answer": answer, "metadata": metadata}))
+    except Exception as e:  # without an answer of their own, some verifiers raise
+        return type(e).__name__
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; elsewhere a line now and then. Some tasks take seconds per row."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    said = time.monotonic()
+
+    def line(done: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > REPORT_EVERY:
+            said = time.monotonic()
+            print(f"{what}: {done} of {total} questions", file=sys.stderr, flush=True)
+
+    yield line
 
 
 def demonstrations(rows: list[Row], copies: int, slip: float, seed: int) -> list[Row]:
@@ -124,15 +193,12 @@ def demonstrations(rows: list[Row], copies: int, slip: float, seed: int) -> list
             for _ in range(copies)
             for row in rows
         ]
-    except ValueError as e:
+    except (TypeError, ValueError) as e:
         raise ValueError(f"--demonstrations needs whole numbers as answers: {e}") from e
 
 
 def write_jsonl(path: Path, rows: list[Row]) -> None:
-    try:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    except TypeError as e:
-        raise ValueError(f"this task's metadata cannot be written as JSON: {e}") from e
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def train_tokenizer(path: Path, texts: list[str], vocab_size: int) -> int:
@@ -179,6 +245,7 @@ def prepare(args: argparse.Namespace) -> None:
         raise ValueError("--slip must be between 0 and 1, and --demonstrations 0 or more")
     arguments = {key: value for key, value in vars(args).items() if key != "out"}
     arguments["reasoning_gym"] = version("reasoning-gym")  # another release may ask other questions
+    arguments["format"] = FORMAT
     manifest = args.out / "manifest.json"
     if manifest.is_file() and json.loads(manifest.read_text()) == arguments:
         print(f"{args.out} is up to date")
@@ -195,7 +262,7 @@ def prepare(args: argparse.Namespace) -> None:
         write_jsonl(args.out / "demonstrations.jsonl", made)
     made_tokenizer = ""
     if not args.chat:
-        texts = [text for row in train for text in (row["prompt"], row["answer"])]
+        texts = [text for row in train for text in (row["prompt"], row["answer"]) if isinstance(text, str)]
         made_tokenizer = f", {train_tokenizer(args.out / 'tokenizer.model', texts, args.vocab_size)} tokens"
     manifest.write_text(json.dumps(arguments, indent=2) + "\n")
     print(f"{args.out}: {len(train)} training rows, {len(val)} validation rows{made_tokenizer}")
@@ -204,7 +271,7 @@ def prepare(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     try:
         prepare(parse(argv))
-    except ValueError as e:
+    except (OSError, ValueError) as e:
         print(f"prepare_reasoning_gym: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     return 0

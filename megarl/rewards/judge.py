@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any

@@ -1,7 +1,8 @@
 """Values of reasoning-gym's rows as JSON, and back, exactly.
 
 Verifiers compare with what their task generated: arc_agi's tuples are never equal to the lists that JSON makes of them.
-What JSON carries stays as it is; anything else becomes an object with a tag: (1, 2) is {"python": "tuple", "is": [1, 2]}.
+What JSON carries stays as it is; anything else becomes an object with a tag: (1, 2) is
+{"python": "tuple", "is": [1, 2]}.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 _TAG, _VALUE = "python", "is"
 
 _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
 
 
 def encode(value: Any) -> Any:
-    """`value` as what `json.dumps` writes and `decode` reads back equal, type for type.
+    """`value` as what `json.dumps` writes and `decode` reads back equal, type for type; numpy's scalars as Python's.
 
     Raises:
         ValueError: a type that neither JSON nor this module knows.
     """
+    if isinstance(value, np.generic):  # np.str_("Amelia") compares as "Amelia" does
+        value = value.item()
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value

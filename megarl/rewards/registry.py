@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from megarl.types import Prompt
 
 RewardFunction = Callable[[str, Mapping[str, Any]], float]
 """(decoded response, the prompt's row) -> score. The row holds the reference answer under "answer"."""
@@ -34,16 +32,6 @@ class Reward:
 
     def __call__(self, response: str, row: Mapping[str, Any]) -> float:
         return self.function(response, row)
-
-    def check_rows(self, prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError, naming the file and line, for the first row that responses cannot be scored against."""
-        if self.check_row is None:
-            return
-        for prompt in prompts:
-            try:
-                self.check_row(prompt.row)
-            except ValueError as e:
-                raise ValueError(f"{prompt.source}: reward {self.name} {e}") from e
 
 
 _REGISTERED: dict[str, Reward] = {}

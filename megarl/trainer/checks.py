@@ -175,8 +175,13 @@ def _check_rows(inputs: Inputs) -> None:
     _at_most("data.train_batch_size", data.train_batch_size, len(inputs.train_prompts), "data.train_files")
     if warmup.total_training_steps:
         _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
-    inputs.reward.check_rows(inputs.train_prompts)
-    inputs.reward.check_rows(inputs.val_prompts)
+    if (check_row := inputs.reward.check_row) is None:
+        return
+    for prompt in (*inputs.train_prompts, *inputs.val_prompts):
+        try:
+            check_row(prompt.row)
+        except ValueError as e:
+            raise ValueError(f"{prompt.source}: reward {inputs.reward.name} {e}") from e
 
 
 def _at_most(key: str, size: int, there_are: int, files: str) -> None:

@@ -36,7 +36,7 @@ def step_metrics(rollouts: Rollouts, batch: Batch, updates: Sequence[dict[str, f
 
 
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """mean: score; accuracy: share of scores of 1 or more; failed: responses without a score, which count in neither."""
+    """mean: score; accuracy: share of scores of 1 or more; failed: responses without a score, in neither of the two."""
     scores = [reward for reward in rollouts.rewards if reward is not None]
     return {
         "mean": _mean(scores),

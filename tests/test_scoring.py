@@ -1,0 +1,200 @@
+"""Scores that are none, rewards that fail or hang, and what the run does about them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Ranks
+
+from megarl.config import build_config
+from megarl.parallel.groups import build_groups, destroy_groups
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.rewards.deadline import DeadlinePassed, call_within
+from megarl.rewards.judge import Failure, RewardError, judge
+from megarl.rewards.registry import Reward, load_reward
+from megarl.trainer.scoring import score
+from megarl.trainer.step_metrics import reward_metrics
+from megarl.types import Completion, Prompt, Rollouts
+
+PROMPT = Prompt(index=3, token_ids=(1, 2), row={"answer": "4"}, source="train.jsonl:17")
+
+
+def returning(value: object) -> Reward:
+    return Reward(name="mine.py:f", function=lambda response, row: value)  # type: ignore[return-value, arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------- one score
+
+
+@pytest.mark.parametrize(
+    "value", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), torch.tensor(1.0), torch.tensor(True)]
+)
+def test_numbers_are_scores(value: object) -> None:
+    result = judge(returning(value), "4", PROMPT, timeout=10)
+    assert result == 1.0 and type(result) is float
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "returned nan, which is not finite"),
+        (float("-inf"), "returned -inf, which is not finite"),
+        (np.float32("inf"), "returned inf, which is not finite"),
+        (1e39, "returned 1e+39, which is too large for float32"),
+        (10**400, "returned a number that is too large for float32"),
+        (None, "returned None, a NoneType, and not one number"),
+        ("1.0", "returned '1.0', a str, and not one number"),
+        ((1.0, "good"), "returned (1.0, 'good'), a tuple, and not one number"),
+        (torch.ones(1), "returned tensor([1.]), a Tensor, and not one number"),
+        (1j, "returned 1j, a complex, and not one number"),
+    ],
+)
+def test_what_is_no_score_names_reward_row_and_response(value: object, said: str) -> None:
+    assert judge(returning(value), "4\n", PROMPT, timeout=10) == Failure(
+        reason=f"reward.name = mine.py:f {said}; row train.jsonl:17, response '4\\n'"
+    )
+
+
+def test_the_users_exception_comes_with_the_users_frames(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import sys\n\ndef inner(x):\n    raise KeyError(f'no\\n{x}')\n\n\ndef key(response, row):\n"
+        "    return inner(row['answer'])\n\n\ndef leave(response, row):\n    sys.exit(3)\n\n\n"
+        "def wrong(response):\n    return 1.0\n\n\ndef deep(response, row):\n    return deep(response, row)\n"
+    )
+    failure = judge(load_reward(f"{file}:key"), "x" * 1000, PROMPT, timeout=10)
+    assert str(failure) == (
+        f"reward.name = {file}:key raised KeyError: 'no\\n4'; row train.jsonl:17, response '{'x' * 199}...\n"
+        f"  File \"{file}\", line 8, in key\n    return inner(row['answer'])\n           ^^^^^^^^^^^^^^^^^^^^\n"
+        f"  File \"{file}\", line 4, in inner\n    raise KeyError(f'no\\n{{x}}')"
+    )
+    said = {
+        name: str(judge(load_reward(f"{file}:{name}"), "", PROMPT, timeout=10)) for name in ("leave", "wrong", "deep")
+    }
+    assert "raised SystemExit: 3; row train.jsonl:17, response ''\n" in said["leave"]
+    assert "raised TypeError: wrong() takes 1 positional argument but 2 were given; row" in said["wrong"]
+    assert "raised RecursionError" in said["deep"] and len(said["deep"]) < 4000
+
+
+# ---------------------------------------------------------------------------------------------------- the deadline
+
+HANGS = """
+import re, time
+
+def loops(response, row):
+    while True:
+        pass
+
+def sleeps(response, row):
+    time.sleep(60)
+
+def backtracks(response, row):
+    return float(re.fullmatch("(a|aa)+b", "a" * 60) is not None)
+
+def holds_on(response, row):
+    for _ in range(3):
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("name", ["loops", "sleeps", "backtracks", "holds_on"])
+def test_a_reward_that_hangs_is_stopped(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(HANGS)
+    handler, start = signal.getsignal(signal.SIGALRM), time.monotonic()
+    failure = judge(load_reward(f"{file}:{name}"), "4", PROMPT, timeout=0.1)
+    assert isinstance(failure, Failure) and time.monotonic() - start < 5
+    assert failure.reason == (
+        f"reward.name = {file}:{name} took longer than reward.timeout = 0.1 s; row train.jsonl:17, response '4'"
+    )
+    # code that caught the exception has come to its end: there are no frames of it
+    assert failure.frames == "" if name == "holds_on" else 'slow.py", line' in failure.frames
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_the_deadline_leaves_nothing_behind() -> None:
+    before = signal.setitimer(signal.ITIMER_REAL, 1000)
+    try:
+        assert call_within(0.05, lambda: 3) == 3
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        assert 990 < left <= 1000  # somebody else's alarm goes on
+        with pytest.raises(DeadlinePassed):
+            call_within(0.05, lambda: time.sleep(5))
+        with pytest.raises(ZeroDivisionError):
+            call_within(5, lambda: 1 / 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call_within(0.05, lambda: time.sleep(0.2) or 7)))
+    thread.start()
+    thread.join()
+    assert results == [7]  # no signal arrives in a thread
+
+
+# ------------------------------------------------------------------------------------------------------- all ranks
+
+
+def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] | str:
+    """Two prompts, three samples each, whose texts are "0" to "5"; every rank scores three."""
+    groups = build_groups(TrainLayout(world_size=2, tp=1, pp=1, chunks=1), GenerationLayout(world_size=2, tp=1), 1)
+    inputs: Any = SimpleNamespace(  # what scoring asks of a run's inputs
+        config=build_config({"reward": {"on_error": on_error, "timeout": 1}}),
+        reward=Reward(name="mine.py:f", function=eval(function)),
+        tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(str, ids))),
+    )
+    prompts = [Prompt(index=i, token_ids=(7, 8), row={}, source=f"train.jsonl:{i + 1}") for i in range(2)]
+    completions = [
+        Completion(token_ids=array("i", [i]), logp=array("f", [-1]), model_logp=array("f"), finish_reason="stop")
+        for i in range(6)
+    ]
+    lines: list[str] = []
+    try:
+        return score(Rollouts(prompts=prompts, n=3, completions=completions), inputs, groups, lines.append), lines
+    except RewardError as e:
+        return str(e)
+    finally:
+        destroy_groups()
+
+
+def test_responses_without_a_score_take_no_part(ranks: Ranks) -> None:
+    fails_at_2_and_4 = "lambda response, row: 1 / (int(response) - 4) if response != '2' else float('nan')"
+    results = ranks.run(2, score_on_a_rank, fails_at_2_and_4, "drop")
+    assert results[0] == results[1]
+    rollouts, lines = results[0]
+    assert rollouts.rewards == (-0.25, -1 / 3, None, -1.0, None, 1.0)
+    assert lines == [
+        "2 of 6 responses could not be scored; the first: reward.name = mine.py:f returned nan, which is not finite; "
+        "row train.jsonl:1, response '2'"
+    ]
+    assert reward_metrics(rollouts) == {"mean": pytest.approx(-7 / 48), "accuracy": 0.25, "failed": 2.0}
+    batch = rollouts.to_batch()
+    assert batch.response_lengths.tolist() == [1, 1, 0, 1, 0, 1]
+    assert batch.rewards is not None and batch.rewards.tolist() == pytest.approx([-0.25, -1 / 3, 0, -1, 0, 1])
+    assert batch.rollout_logp is not None and batch.rollout_logp.view(6, 3)[:, 2].tolist() == [-1] * 6
+
+    (first, second) = ranks.run(2, score_on_a_rank, "lambda response, row: None", "drop")
+    assert first == second and re.match("none of 6 responses could be scored; the first: .* response '0'", first)
+
+
+def test_a_failure_ends_the_run(ranks: Ranks) -> None:
+    said = ranks.run(2, score_on_a_rank, "lambda response, row: 1 / 0", "fail")
+    for rank, text in enumerate(said):
+        assert text.startswith(
+            "reward.name = mine.py:f raised ZeroDivisionError: division by zero; row train.jsonl:1, "
+            f"response '{rank}'\n"
+        )
+        assert text.endswith("\n(reward.on_error=drop leaves out the responses that cannot be scored)")
