@@ -41,6 +41,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.ppo import PPOTrainer
 from megarl.trainer.report import Report
+from megarl.trainer.resume import Start
 from megarl.trainer.stop import StopRequest
 from megarl.types import Prompt
 
@@ -181,7 +182,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
     """
     config, ours = inputs.config, inputs.config.actor_rollout_ref
     record = Record(inputs, groups.rank)
-    trainer = PPOTrainer(inputs, groups, record, StopRequest(groups.rank))
+    trainer = PPOTrainer(inputs, groups, record, StopRequest(groups.rank), Start())
     trainer.memory.predict()
     trainer.fit()
 

@@ -28,7 +28,7 @@ class Checkpointing:
     """
 
     def __init__(self, inputs: Inputs, actor: Actor, start: Start, report: Report) -> None:
-        self._config, self._identity, self._actor, self._report = inputs.config, inputs.identity, actor, report
+        self._inputs, self._config, self._actor, self._report = inputs, inputs.config, actor, report
         self.reference: Reference | None = None
         self.latest, self.position = start.folder, start.position if start.folder else None
 
@@ -48,7 +48,7 @@ class Checkpointing:
                 run_dir,
                 position,
                 sharded,
-                {**state, "identity": self._identity},
+                {**state, "identity": self._inputs.identity},
                 write_model=partial(write_model_files, self._config, self._actor),
                 control=control,
             )
