@@ -93,25 +93,26 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else_s_is_refused() -> None:
     folder = tempfile.mkdtemp()  # pytest's own folders are closed to other users
     os.chmod(folder, 0o555)
-    code = (
-        "import sys; from megarl.config.schema import Trainer; from megarl.trainer.run_folder import check_run_folder\n"
-        "try: check_run_folder(Trainer(default_local_dir=sys.argv[1]), None)\n"
-        "except ValueError as e: print(e)"
-    )
-    root = os.geteuid() == 0  # who may write everywhere
-    places = [folder, f"{folder}/run"]
+    code = """
+import os, sys
+from megarl.config.schema import Trainer
+from megarl.trainer.run_folder import check_run_folder
+if os.geteuid() == 0:  # who may write everywhere
+    os.setuid(65534)
+for place in sys.argv[1:]:
     try:
-        said = [
-            subprocess.check_output(
-                [sys.executable, "-c", code, place], cwd=ROOT, text=True, user=65534 if root else None
-            )
-            for place in places
-        ]
+        check_run_folder(Trainer(default_local_dir=place), None)
+    except ValueError as e:
+        print(e)
+"""
+    command = [sys.executable, "-c", code, folder, f"{folder}/run"]
+    try:
+        said = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     finally:
         os.rmdir(folder)
     assert said == [
-        f"the run folder {folder} cannot be written; set trainer.default_local_dir\n",
-        f"the run folder {folder}/run, in {folder}, cannot be written; set trainer.default_local_dir\n",
+        f"the run folder {folder} cannot be written; set trainer.default_local_dir",
+        f"the run folder {folder}/run, in {folder}, cannot be written; set trainer.default_local_dir",
     ]
 
 
