@@ -149,6 +149,7 @@ class _Job:
         self._end_by: float | None = None  # when what is left of the ranks is killed
         self._next_look = 0.0
         self._code = 0
+        self._unsaid: str | None = None  # of a rank that was stopped, which is news only if the others do not follow
 
     def wait(self) -> int:
         """Until the last rank has ended; returns the job's exit code."""
@@ -160,6 +161,8 @@ class _Job:
             if self._code == 0:
                 self._look_at_other_nodes()
             if self._end_by is not None and time.monotonic() >= self._end_by:
+                if alive and self._unsaid:
+                    _say(self._unsaid)
                 for process in alive.values():
                     process.kill()
                     process.wait()
@@ -188,11 +191,11 @@ class _Job:
         if self._node.nnodes > 1 and not stopped:
             with suppress(DistError):
                 self._store.set(_FAILED, str(self._code))
-        if stopped and self._forwarded:
-            return
         number = self._node.node_rank * self._node.nproc + rank
         who = f"rank {number} (pid {process.pid} on {socket.gethostname()})"
-        if code < 0:
+        if stopped:
+            self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(self._code - 128).name}"
+        elif code < 0:
             _say(f"{who} was killed by {signal.Signals(-code).name}")
         elif code > 2:  # of 1 and 2 the rank has said why
             _say(f"{who} ended with exit code {code}")

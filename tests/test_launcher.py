@@ -112,6 +112,15 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_rank_that_is_stopped_alone_is_named_when_the_others_stay(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.launcher.STOP_GRACE", 1.0)
+    assert job("time.sleep(100 * (rank == '0')); sys.exit(143)", tmp_path) == 143
+    err = capfd.readouterr().err
+    assert err.startswith("megarl: rank 1 (pid ") and err.endswith(f" on {HOST}) was ended by SIGTERM\n")
+
+
 def test_a_taken_port_is_refused_in_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))

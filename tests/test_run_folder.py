@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,14 +83,37 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         assert refusal(Trainer(default_local_dir=str(place))) == (
             f"the run folder {place} cannot be made: {file} is a file; set trainer.default_local_dir"
         )
-    assert refusal(Trainer(default_local_dir="/proc/run")) == (
-        "the run folder /proc/run, in /proc, cannot be written; set trainer.default_local_dir"
-    )
     assert f"the disk of the run folder {tmp_path / 'x'} has " in refusal(
         Trainer(default_local_dir=str(tmp_path / "x")), room=2**60
     )
     check_run_folder(Trainer(default_local_dir=str(tmp_path / "x" / "y")), None)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_of_somebody_else_s_is_refused() -> None:
+    folder = tempfile.mkdtemp()  # pytest's own folders are closed to other users
+    os.chmod(folder, 0o555)
+    code = """
+import os, sys
+from megarl.config.schema import Trainer
+from megarl.trainer.run_folder import check_run_folder
+if os.geteuid() == 0:  # who may write everywhere
+    os.setuid(65534)
+for place in sys.argv[1:]:
+    try:
+        check_run_folder(Trainer(default_local_dir=place), None)
+    except ValueError as e:
+        print(e)
+"""
+    command = [sys.executable, "-c", code, folder, f"{folder}/run"]
+    try:
+        said = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    finally:
+        os.rmdir(folder)
+    assert said == [
+        f"the run folder {folder} cannot be written; set trainer.default_local_dir",
+        f"the run folder {folder}/run, in {folder}, cannot be written; set trainer.default_local_dir",
+    ]
 
 
 def test_a_fresh_run_leaves_another_s_results_alone(tmp_path: Path) -> None:

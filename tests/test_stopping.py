@@ -1,4 +1,4 @@
-"""A whole run that is stopped by a signal, goes on, refuses company and loses its launcher; it leaves nothing behind."""
+"""A whole run that is stopped by a signal, goes on, refuses company, loses its launcher and leaves nothing behind."""
 
 from __future__ import annotations
 
