@@ -132,7 +132,7 @@ def test_damaged_lines_are_left_out_and_kept_beside(tmp_path: Path) -> None:
     assert [row["step"] for row in jsonl(tmp_path)] == [1, 2, 3, 4]
     assert (tmp_path / "metrics.csv").read_text() == "step,reward/mean\n1,0.125\n2,0.25\n3,0.375\n4,0.5\n"
     path = tmp_path / "metrics.jsonl"
-    assert said[0] == f"{path}: 5 lines of it cannot be read and is left out; the file as it was is {path}.damaged"
+    assert said[0] == f"{path}: left out 5 lines that cannot be read; the file as it was is {path}.damaged"
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged and len(said) == 2
     (tmp_path / "metrics.csv").write_text("no,header\n1,2\n")
     open_sinks(["csv"], str(tmp_path), 4, said.append)[0].close()

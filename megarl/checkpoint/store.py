@@ -146,7 +146,11 @@ def _make_empty(folder: str) -> None:
 
 def _on_first_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T | None:
     """What the work gives, on the first rank; it fails on all."""
-    return on_every_rank(control, work if dist.get_rank(control) == 0 else lambda: None)
+
+    def local() -> T | None:
+        return work() if dist.get_rank(control) == 0 else None
+
+    return on_every_rank(control, local)
 
 
 def _write_manifest(folder: str, control: dist.ProcessGroup) -> None:

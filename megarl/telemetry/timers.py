@@ -74,6 +74,7 @@ class PhaseTimers:
 
 
 def _between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event):
+    if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
         return float(start.elapsed_time(stop)) / 1000
+    assert isinstance(start, float) and isinstance(stop, float)
     return stop - start

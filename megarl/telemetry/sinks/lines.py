@@ -62,7 +62,7 @@ def keep(path: str, lines: list[bytes], *, damaged: int, say: Say) -> None:
     if damaged:
         aside = set_aside_damaged(path)
         what = "1 line" if damaged == 1 else f"{damaged} lines"
-        say(f"{path}: {what} of it cannot be read and is left out; the file as it was is {aside}")
+        say(f"{path}: left out {what} that cannot be read; the file as it was is {aside}")
     text = b"".join(lines)
     if os.path.exists(path):
         with open(path, "rb") as f:
