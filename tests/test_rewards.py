@@ -114,7 +114,9 @@ def test_ordinary_json_stays_as_it_is() -> None:
         decode({"python": "set", "is": [[1]]})
 
 
-@pytest.mark.parametrize("task", ["arc_agi", "rearc", "gsm_symbolic", "graph_color", "knights_knaves", "chain_sum", "boxnet"])
+@pytest.mark.parametrize(
+    "task", ["arc_agi", "rearc", "gsm_symbolic", "graph_color", "knights_knaves", "chain_sum", "boxnet"]
+)
 def test_prepared_rows_score_as_the_task_does(tmp_path: Path, task: str) -> None:
     """gsm_symbolic has fractions in one row of a few hundred, arc_agi and rearc compare tuples."""
     arguments = ["--out", str(tmp_path), "--task", task, "--train", "280" if task == "gsm_symbolic" else "3"]
