@@ -86,6 +86,8 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
     """
     trainer = inputs.config.trainer
     first = groups.rank == 0
+    for name in remove_partials(trainer.run_dir) if first else ():
+        say(f"removed {name}, which a job left that died while it saved")
     candidates = groups.all_gather(_candidates(trainer) if first else None, "the choice of a checkpoint")[0]
     passed_over: list[tuple[str, str]] = []
     for found in candidates:
@@ -94,8 +96,8 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
         if problem is None:
             state = groups.all_gather(read_state(found.folder) if first else None, "the checkpoint's state")[0]
             start = _start_at(found.folder, state, trainer, inputs.identity)
-            if first:
-                _tidy(trainer, passed_over, say)
+            for folder, why in passed_over if first else ():
+                say(f"skipped {folder}: {why}; it is now {set_aside(folder)}")
             if remark := remark_on(found.folder):
                 say(f"remark: {remark}")
             return start
@@ -106,10 +108,8 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
         passed_over.append((found.folder, problem))
     if passed_over:
         raise _none_is_whole(trainer, passed_over)
-    if first:
-        _tidy(trainer, [], say)
-        if earlier := set_aside_earlier_run(trainer.run_dir):
-            say(f"an earlier run in {trainer.run_dir} left no checkpoint; its files are now in {earlier}")
+    if first and (earlier := set_aside_earlier_run(trainer.run_dir)):
+        say(f"an earlier run in {trainer.run_dir} left no checkpoint; its records are now in {earlier}")
     return Start()
 
 
@@ -156,13 +156,6 @@ def check_seen(path: str, groups: Groups) -> None:
                 f"rank {rank} on {host} does not see {path}: the run's folder must be on a filesystem that all nodes "
                 f"share"
             )
-
-
-def _tidy(trainer: Trainer, passed_over: list[tuple[str, str]], say: Callable[[str], None]) -> None:
-    for folder, problem in passed_over:
-        say(f"skipped {folder}: {problem}; it is now {set_aside(folder)}")
-    for name in remove_partials(trainer.run_dir):
-        say(f"removed {name}, which a job left that died while it saved")
 
 
 def _none_is_whole(trainer: Trainer, passed_over: list[tuple[str, str]]) -> ValueError:
