@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer as RustTokenizer
@@ -256,6 +256,7 @@ def test_an_epoch_draws_every_row_once_in_a_new_order() -> None:
     assert [plain.next() for _ in range(3)] == [[0, 1], [2, 3], [0, 1]]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 20), st.booleans(), st.integers(0, 2**31), st.integers(0, 30))
 def test_resuming_continues_the_same_order(rows: int, size: int, shuffle: bool, seed: int, drawn: int) -> None:
     rows = max(rows, size)

@@ -35,6 +35,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megarl.rewards.reasoning_gym import verifier_of
 from megarl.rewards.reasoning_gym_json import decode, encode
 
 Row = dict[str, Any]
@@ -153,12 +154,9 @@ def encoded(task: str, value: Any) -> Any:
 
 def own_score(task: str, entry: Mapping[str, Any]) -> float | str:
     """What the task's verifier says of the entry's own answer: a score, or the exception's name."""
-    import reasoning_gym
-
     question, answer, metadata = (copy.deepcopy(entry[key]) for key in ("question", "answer", "metadata"))
-    verifier = reasoning_gym.get_score_answer_fn(task)
     try:
-        return float(verifier(answer, {"question": question, "answer": answer, "metadata": metadata}))
+        return float(verifier_of(task)(answer, {"question": question, "answer": answer, "metadata": metadata}))
     except Exception as e:  # without an answer of their own, some verifiers raise
         return type(e).__name__
 

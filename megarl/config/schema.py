@@ -292,13 +292,19 @@ class Reward(Section):
     timeout: float = Field(300.0, gt=0, le=86_400, description="seconds that scoring one response may take")
 
 
+class WarmupOptim(Optim):
+    """The same, with a default of its own."""
+
+    lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
+
+
 class Warmup(Section):
     """A supervised phase before the RL steps: cross-entropy on `data.answer_key`, then a fresh optimizer."""
 
     train_files: list[str] = Field(default_factory=list, description="demonstrations; default data.train_files")
     total_training_steps: Whole = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
     train_batch_size: Size = Field(256, ge=1, description="examples per step, over all ranks")
-    optim: Optim = Optim(lr=1e-5)
+    optim: WarmupOptim = WarmupOptim()
 
 
 class Trainer(Section):

@@ -21,7 +21,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
         raise ValueError(f"needs the columns {', '.join(missing)}; the row has {', '.join(row)}")
     if not isinstance(row["data_source"], str):
         raise ValueError(f"needs a task's name in column 'data_source', not {type(row['data_source']).__name__}")
-    _verifier(row["data_source"])
+    verifier_of(row["data_source"])
     if not isinstance(decode(row["metadata"]), dict):
         raise ValueError(f"needs an object in column 'metadata', not {type(row['metadata']).__name__}")
     if not isinstance(row["question"], str):
@@ -42,7 +42,7 @@ def reasoning_gym_score(response: str, row: Mapping[str, Any]) -> float:
     Raises:
         ValueError: the verifier raises on the response, and on the row's own answer or gives it no score.
     """
-    verifier = _verifier(row["data_source"])
+    verifier = verifier_of(row["data_source"])
 
     def entry() -> dict[str, Any]:  # anew for every call: verifiers change what they are given
         return {"question": row["question"], "answer": decode(row["answer"]), "metadata": decode(row["metadata"])}
@@ -69,7 +69,11 @@ def _accepts(verifier: Verifier, entry: Callable[[], dict[str, Any]]) -> bool:
 
 
 @cache
-def _verifier(task: str) -> Verifier:
+def verifier_of(task: str) -> Verifier:
+    """The score function of a task; raises ValueError if reasoning-gym has none of that name.
+
+    It is kept: to make one, arc_agi and others read all their data.
+    """
     import reasoning_gym  # imports a hundred task generators
 
     try:

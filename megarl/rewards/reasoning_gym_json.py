@@ -7,6 +7,7 @@ What JSON carries stays as it is; anything else becomes an object with a tag: (1
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -36,9 +37,10 @@ def encode(value: Any) -> Any:
             return {key: encode(item) for key, item in value.items()}
         return {_TAG: "dict", _VALUE: [[encode(key), encode(item)] for key, item in value.items()]}
     if kind in (tuple, set, frozenset):
-        # a set's order changes from process to process, and the same arguments must give the same file
-        items = value if kind is tuple else sorted(value, key=repr)
-        return {_TAG: kind.__name__, _VALUE: [encode(item) for item in items]}
+        items = [encode(item) for item in value]
+        if kind is not tuple:  # a set's order changes from process to process: the same rows must give the same file
+            items.sort(key=json.dumps)
+        return {_TAG: kind.__name__, _VALUE: items}
     if kind is Fraction:
         return {_TAG: "Fraction", _VALUE: str(value)}
     raise ValueError(f"no JSON for a value of type {kind.__module__}.{kind.__qualname__}: {value!r:.80}")
