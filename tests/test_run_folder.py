@@ -56,7 +56,7 @@ def test_a_second_run_is_refused_and_the_lock_ends_with_its_holder(tmp_path: Pat
         with pytest.raises(ValueError, match=said):
             check_free(str(tmp_path))
         with pytest.raises(ValueError, match=said):
-            RunLock(str(tmp_path), patience=0.1)
+            RunLock(str(tmp_path))
         assert (tmp_path / "lock").read_text() == of_holder
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()  # its helper is still there

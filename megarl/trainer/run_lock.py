@@ -13,17 +13,15 @@ from contextlib import suppress
 from datetime import datetime
 
 LOCK_FILE = "lock"
+PATIENCE = 1.0  # seconds: a process that was killed holds its lock for a moment more, and so does one that only looks
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 
 class RunLock:
     """Holds a run folder until this process ends; the kernel gives it back, however the process ends."""
 
-    def __init__(self, run_dir: str, *, patience: float = 1.0) -> None:
+    def __init__(self, run_dir: str) -> None:
         """
-        Args:
-            patience: seconds to try for: a launcher that looks whether the folder is free holds it for a moment.
-
         Raises:
             ValueError: another run is in the folder; names it and says what to change.
         """
@@ -31,12 +29,11 @@ class RunLock:
         file = os.path.join(run_dir, LOCK_FILE)
         # a descriptor that Python opens is closed in programs that this process starts; see below for forked helpers
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        end = time.monotonic() + patience
-        while not _locked(self._descriptor, fcntl.LOCK_EX, file):
-            if time.monotonic() > end:
-                os.close(self._descriptor)
-                raise _in_use(run_dir)
-            time.sleep(0.05)
+        try:
+            _take(self._descriptor, fcntl.LOCK_EX, run_dir, remark=True)
+        except ValueError:
+            os.close(self._descriptor)
+            raise
         # A helper that outlives this process would keep the folder locked.
         os.register_at_fork(after_in_child=self._close)
         since = datetime.now().strftime("%Y-%m-%d %H:%M")
@@ -62,26 +59,29 @@ def check_free(run_dir: str) -> None:
     except OSError:
         return
     try:
-        if not _locked(descriptor, fcntl.LOCK_SH, None):
-            raise _in_use(run_dir)
+        _take(descriptor, fcntl.LOCK_SH, run_dir, remark=False)
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int, kind: int, file: str | None) -> bool:
-    """Whether the lock was taken, or cannot be: a filesystem without locks gets a remark if `file` is given."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as e:
-        if e.errno in _WITHOUT_LOCKS:
-            if file is not None:
-                remark = f"megarl: '{file}' cannot be locked ({e.strerror}): nothing keeps a second run out"
-                print(remark, file=sys.stderr, flush=True)
-            return True
-        if e.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
+def _take(descriptor: int, kind: int, run_dir: str, *, remark: bool) -> None:
+    """Lock the file, or go without where the filesystem has no locks; raises ValueError if another run holds it."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return
+        except OSError as e:
+            if e.errno in _WITHOUT_LOCKS:
+                if remark:
+                    text = f"megarl: {run_dir} cannot be locked ({e.strerror}): nothing keeps a second run out"
+                    print(text, file=sys.stderr, flush=True)
+                return
+            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        if time.monotonic() > end:
+            raise _in_use(run_dir)
+        time.sleep(0.05)
 
 
 def _in_use(run_dir: str) -> ValueError:
