@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tiny_run import ROOT
 
-from megarl.checkpoint.folder import checkpoint_folder, write_state
+from megarl.checkpoint.folder import Phase, Position, checkpoint_folder, write_state
 from megarl.config.schema import Trainer
 from megarl.trainer.run_folder import check_run_folder
 from megarl.trainer.run_lock import RunLock, check_free
@@ -134,13 +134,13 @@ def test_a_fresh_run_leaves_another_s_results_alone(tmp_path: Path) -> None:
 def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> None:
     folders = {}
     for step in (20, 40):
-        folders[step] = checkpoint_folder(str(tmp_path), step)
+        folders[step] = checkpoint_folder(str(tmp_path), Position(Phase.RL, step))
         os.makedirs(folders[step])
         write_state(folders[step], {"step": step})
     earlier = Trainer(default_local_dir=str(tmp_path), resume_mode="resume_path", resume_from_path=folders[20])
     assert refusal(earlier, folders[20]) == (
-        f"{tmp_path} holds a checkpoint of step 40, later than step 20 of trainer.resume_from_path; set another "
-        "trainer.default_local_dir, or move the later checkpoints away"
+        f"{tmp_path} holds global_step_40, which is later than global_step_20 of trainer.resume_from_path; set another "
+        "trainer.default_local_dir, or move the later ones away"
     )
     check_run_folder(earlier, folders[40])
     check_run_folder(Trainer(default_local_dir=str(tmp_path / "new"), resume_mode="resume_path"), folders[20])

@@ -167,7 +167,7 @@ def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] 
     except RewardError as e:
         return str(e)
     finally:
-        destroy_groups()
+        destroy_groups(groups)
 
 
 def test_responses_without_a_score_take_no_part(ranks: Ranks) -> None:

@@ -78,6 +78,8 @@ def test_a_step_that_takes_too_long_is_not_waited_for() -> None:
 def test_a_forked_helper_s_signals_are_its_own() -> None:
     """A helper that is ended by SIGTERM has its parent's handlers and wake-up socket, unless it forgets them."""
     code = """
+import warnings
+warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
 request.defer(100, saves=True)
 print("ready", flush=True)
 helper = os.fork()

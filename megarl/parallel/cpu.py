@@ -62,6 +62,7 @@ def enable_cpu_ranks() -> None:
     modules: dict[str, Any] = sys.modules
     for package in ("transformer_engine", "apex"):
         modules.setdefault(package, None)  # Megatron-Core would take its Adam, which has no CPU kernel
+    loose: Any = torch
     _device_constructors()  # cached: `with torch.device(...)` must know the factories that the redirected ones call
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -79,10 +80,21 @@ def enable_cpu_ranks() -> None:
     tensor.pin_memory = lambda self, *_: self
     tensor.type = _type_as_cuda(torch.Tensor.type)
 
-    import megatron.core.tensor_parallel.random as megatron_random
+    # Megatron-Core decorates a few functions with it as it is imported, which loads the compiler: a third of the time
+    # that a rank takes to start. On a CPU they run as they are.
+    compile_, loose.compile = loose.compile, _as_it_is
+    try:
+        import megatron.core.tensor_parallel.random as megatron_random
+    finally:
+        loose.compile = compile_
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
+    """`torch.compile`, with and without arguments, that compiles nothing."""
+    return function if function is not None else _as_it_is
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -158,9 +158,10 @@ class PPOTrainer:
 
     def save(self) -> bool:
         """A checkpoint of everything that the next step depends on; returns whether it could be written."""
+        warming = self.warmup_sampler if self.position.phase is Phase.WARMUP else None
         state = {
             "sampler": self.sampler.state(),
-            "warmup_sampler": self.warmup_sampler.state() if self.warmup_sampler is not None else None,
+            "warmup_sampler": warming.state() if warming is not None else None,
             "kl_coef": self.kl_control.coefficient,
         }
         with self.timers("save"):

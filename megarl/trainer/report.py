@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from rich.table import Table
 
-from megarl.telemetry.plot import plot_learning_curve
 from megarl.telemetry.progress import Progress, print_table
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import Sink, open_sinks
@@ -117,6 +116,8 @@ class Report:
         self._close_sinks()
         if not self._speaks or "jsonl" not in self._trainer.logger:
             return
+        from megarl.telemetry.plot import plot_learning_curve  # matplotlib, which no other rank needs
+
         run_dir = self._trainer.run_dir
         picture = os.path.join(run_dir, "learning_curve.png")
         try:
