@@ -51,15 +51,9 @@ def main(argv: list[str]) -> int:
 
     _hush_dependencies()
     from megarl.trainer.run import run
-    from megarl.trainer.stopped import RunRefused, RunStopped
 
     try:
         stopped_by = run(inputs, stop)
-    except RunRefused as e:
-        return _refuse(f"error: {e}", rank)
-    except RunStopped as e:
-        _say_second(f"stopped: {e}", rank)
-        end_now(1)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
         code = _failed(e, rank)
@@ -73,13 +67,20 @@ def main(argv: list[str]) -> int:
 def _failed(error: BaseException, rank: int) -> int:
     """Say what ended the run, the rank that knows most first; returns the exit code."""
     from megarl.parallel.watch import Stalled, is_peer_loss
+    from megarl.rewards.judge import RewardError
 
     if isinstance(error, RunRefused):
         return _refuse(f"error: {error}", rank)
-    said = isinstance(error, Stalled | RunStopped)
-    text = str(error) if said else f"rank {rank} failed:\n{traceback.format_exc()}"
-    if is_peer_loss(error) or (isinstance(error, RunStopped) and rank):
+    if isinstance(error, RunStopped):
+        _say_in_turn(f"stopped: {error}", rank)
+        return 1
+    if is_peer_loss(error):
         time.sleep(SECOND_VOICE_SECONDS)
+    text = f"rank {rank} failed:\n{traceback.format_exc()}"
+    if isinstance(error, Stalled):
+        text = str(error)
+    elif isinstance(error, RewardError):  # its text has the user's frames, and ours say nothing
+        text = f"rank {rank} failed: {error}"
     print(f"megarl: {text}", file=sys.stderr, flush=True)
     return 1
 
@@ -93,11 +94,11 @@ def _hush_dependencies() -> None:
 
 def _refuse(message: str, rank: int) -> int:
     """Say why on every rank: the reason may be this host's alone. Most are every rank's, and rank 0 says them first."""
-    _say_second(message, rank)
+    _say_in_turn(message, rank)
     return 2
 
 
-def _say_second(message: str, rank: int) -> None:
+def _say_in_turn(message: str, rank: int) -> None:
     if rank:
         time.sleep(SECOND_VOICE_SECONDS)
     who = f"rank {rank} on {socket.gethostname()}: " if rank else ""
