@@ -26,6 +26,17 @@ CONFIG_FILE = "config.yaml"
 
 
 def run(inputs: Inputs, stop: StopRequest) -> signal.Signals | None:
+    """Join the job's ranks and `take_part`."""
+    config = inputs.config
+    init_distributed(config.trainer.timeout_minutes)
+    groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
+    stopped_by = take_part(inputs, groups, stop)
+    destroy_groups(groups)
+    dist.destroy_process_group()
+    return stopped_by
+
+
+def take_part(inputs: Inputs, groups: Groups, stop: StopRequest) -> signal.Signals | None:
     """Train with inputs that `checks.check_run` has passed; returns the signal that stopped the run, if one did.
 
     Raises:
@@ -33,24 +44,19 @@ def run(inputs: Inputs, stop: StopRequest) -> signal.Signals | None:
         RunStopped: on every rank, if something went wrong that more steps would not mend.
     """
     config = inputs.config
-    init_distributed(config.trainer.timeout_minutes)
-    groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
     torch.manual_seed(config.data.seed)
     hosts = groups.all_gather(socket.gethostname(), "all ranks")
     watch = partial(groups.watch.active, rank=groups.rank, hosts=hosts, minutes=config.trainer.timeout_minutes)
     with watch(phase=lambda: "the start"):
         start = _agree(inputs, groups)
-    done, stopped_by = finished(inputs, start), None
-    if done is not None:
+    if done := finished(inputs, start):
         _say(groups, done)
-    else:
-        trainer = _build(inputs, groups, stop, start)
-        with watch(phase=lambda: trainer.timers.phase):
-            stopped_by = trainer.fit()
-        trainer.report.close()
-        trainer.hybrid.close()
-    destroy_groups(groups)
-    dist.destroy_process_group()
+        return None
+    trainer = _build(inputs, groups, stop, start)
+    with watch(phase=lambda: trainer.timers.phase):
+        stopped_by = trainer.fit()
+    trainer.report.close()
+    trainer.hybrid.close()
     if stopped_by is not None and groups.rank == 0:
         print(_stop_line(trainer, stopped_by), file=sys.stderr, flush=True)
     return stopped_by
