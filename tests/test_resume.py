@@ -1,0 +1,219 @@
+"""Where a run goes on: from the newest whole checkpoint of the same run, and what it says of all others."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from run_cases import run_here, weights_of
+from tiny_run import metrics_of, write_run
+
+from megarl.config import load_config
+from megarl.trainer.checks import check_run
+from megarl.trainer.resume import expected_start, finished
+
+RUN: dict[str, Any] = {
+    "trainer__val_before_train": False,
+    "trainer__test_freq": 0,
+    "trainer__logger": ["console", "jsonl"],
+    "trainer__save_freq": 1,
+    "trainer__total_training_steps": 3,
+    "warmup": {"total_training_steps": 2, "train_batch_size": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def first_run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two warm-up steps and three RL steps, each of them saved."""
+    folder = tmp_path_factory.mktemp("first")
+    assert ranks.run(1, run_here, str(write_run(folder, **RUN)))[0][0] == ""
+    return folder
+
+
+@pytest.fixture
+def folder(first_run: Path, tmp_path: Path) -> Path:
+    """A copy of it that may be changed, and its configuration."""
+    shutil.copytree(first_run, tmp_path, dirs_exist_ok=True)
+    write_run(tmp_path, **RUN)
+    return tmp_path
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    return folder / "run" / "checkpoints" / name
+
+
+def refusal(folder: Path, *overrides: str) -> str:
+    """What the check before any group says."""
+    with pytest.raises(ValueError) as refused:
+        check_run(load_config(str(folder / "run.yaml"), overrides))
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def same(one: Path, other: Path) -> bool:
+    a, b = weights_of(str(one)), weights_of(str(other))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def numbers(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if "timing" not in k and k != "tokens_per_s"} for row in metrics_of(folder)]
+
+
+@pytest.mark.parametrize("name", ["warmup_step_1", "warmup_step_2", "global_step_1"])
+def test_a_run_that_ended_anywhere_ends_with_the_same_bits(
+    ranks: Ranks, first_run: Path, folder: Path, name: str
+) -> None:
+    kept = [checkpoint(folder, name)]
+    for other in checkpoint(folder, "").iterdir():
+        if other not in kept:
+            shutil.rmtree(other)
+    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
+    assert ended == "" and f"resuming from {kept[0]}" in said
+    assert same(checkpoint(folder, "global_step_3"), checkpoint(first_run, "global_step_3"))
+    assert numbers(folder) == numbers(first_run)
+
+
+CHANGES = [
+    (["data.seed=2"], "seed", "data.seed 1 -> 2"),
+    (["actor_rollout_ref.rollout.n=8"], "batch", "rollout.n 4 -> 8"),
+    (["data.train_batch_size=8"], "batch", "data.train_batch_size 16 -> 8"),
+    (["actor_rollout_ref.actor.clip_ratio=0.3"], "algorithm", "actor.clip_low 0.2 -> 0.3, actor.clip_high 0.2 -> 0.3"),
+    (["algorithm.norm_adv_by_std_in_grpo=false"], "algorithm", "algorithm.norm_adv_by_std_in_grpo true -> false"),
+    (["actor_rollout_ref.model.dtype=bfloat16"], "model", 'dtype "float32" -> "bfloat16"'),
+    (["algorithm.use_kl_in_reward=true"], "roles", "reference false -> true"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "part", "how"), CHANGES, ids=[part for _, part, _ in CHANGES])
+def test_another_run_is_refused_by_name(first_run: Path, overrides: list[str], part: str, how: str) -> None:
+    more = ["trainer.total_training_steps=5", *overrides]
+    said = refusal(first_run, *more)
+    assert f"global_step_3 is of a run with another {part} ({how})" in said or f"another {part} ({how})" in said
+    allow = re.search(r"set trainer\.resume_allow=\[(.*)\]$", said)
+    assert allow is not None and part in allow[1].split(",")
+    inputs = check_run(load_config(str(first_run / "run.yaml"), [*more, f"trainer.resume_allow=[{allow[1]}]"]))
+    start = expected_start(inputs)
+    assert start.folder is not None and start.differs == set(allow[1].split(","))
+
+
+def test_other_files_are_refused_by_name(folder: Path) -> None:
+    """Equal shapes all the same: heads cut otherwise, another base of the rotary embedding, other rows, other pieces."""
+    steps = "trainer.total_training_steps=5"
+    config = json.loads((folder / "config.json").read_text())
+    for key, value, said in (
+        ("num_attention_heads", 8, "num_attention_heads 4 -> 8, num_key_value_heads 2 -> 4, head_dim 8 -> 4"),
+        ("rope_theta", 5e5, "rope_theta 10000.0 -> 500000.0"),
+        ("rms_norm_eps", 1e-5, "norm_eps 1e-06 -> 1e-05"),
+    ):
+        changed = config | {key: value} | ({"num_key_value_heads": 4} if key == "num_attention_heads" else {})
+        (folder / "config.json").write_text(json.dumps(changed))
+        assert f"another model ({said})" in refusal(folder, steps)
+    (folder / "config.json").write_text(json.dumps(config))
+    rows = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "train.jsonl").write_text("\n".join([*rows[1:], rows[0]]) + "\n")
+    assert "another data (other contents)" in refusal(folder, steps)
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "reward.py").write_text("def f(response, row):\n    return 0.5\n")
+    name = f"reward.name={folder}/reward.py:f"
+    assert f'another reward (reward.name "exact_match" -> "{folder}/reward.py:f", other file)' in refusal(
+        folder, steps, name
+    )
+    with open(folder / "tokenizer.model", "ab") as f:
+        f.write(b"\x00")
+    assert "another tokenizer (other files)" in refusal(folder, steps) or "not a readable" in refusal(folder, steps)
+
+
+def test_after_the_warm_up_its_settings_are_free(first_run: Path, folder: Path) -> None:
+    check_run(load_config(str(first_run / "run.yaml"), ["warmup.optim.lr=1e-4", "trainer.total_training_steps=5"]))
+    for name in ("global_step_1", "global_step_2", "global_step_3"):
+        shutil.rmtree(checkpoint(folder, name))
+    assert "another warmup (warmup.optim.lr 1e-05 -> 0.0001)" in refusal(folder, "warmup.optim.lr=1e-4")
+
+
+def test_a_finished_run_says_so(ranks: Ranks, first_run: Path) -> None:
+    config = str(first_run / "run.yaml")
+    line = (
+        f"nothing to do: {checkpoint(first_run, 'global_step_3')} has step 3, and the run ends with step 3; raise "
+        "trainer.total_training_steps or trainer.total_epochs to train on"
+    )
+    inputs = check_run(load_config(config))
+    assert finished(inputs, expected_start(inputs)) == line
+    before = (first_run / "run" / "metrics.jsonl").read_bytes()
+    assert ranks.run(1, run_here, config)[0] == ("", f"megarl: {line}\n")
+    assert (first_run / "run" / "metrics.jsonl").read_bytes() == before
+    fewer = check_run(load_config(config, ["trainer.total_training_steps=1"]))
+    assert "and the run ends with step 1" in str(finished(fewer, expected_start(fewer)))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def test_auto_goes_back_to_the_newest_whole_checkpoint(ranks: Ranks, first_run: Path, folder: Path) -> None:
+    """One bit of the newest is another, and the second newest lacks a file. Both are set aside, and made anew."""
+    flip(next(checkpoint(folder, "global_step_3").glob("*.distcp")))
+    os.unlink(checkpoint(folder, "global_step_2") / "common.pt")
+    os.mkdir(checkpoint(folder, ".global_step_4.partial"))
+    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"), ["trainer.total_training_steps=3"])
+    assert ended == ""
+    for number, problem in ((3, r"\S+\.distcp .*"), (2, "common.pt is missing")):
+        name = re.escape(str(checkpoint(folder, f"global_step_{number}")))
+        assert re.search(rf"skipped {name}: {problem}; it is now {name}\.damaged\n", said), said
+    assert f"resuming from {checkpoint(folder, 'global_step_1')}" in said
+    assert "removed .global_step_4.partial" in said and not checkpoint(folder, ".global_step_4.partial").exists()
+    assert same(checkpoint(folder, "global_step_3"), checkpoint(first_run, "global_step_3"))
+    assert checkpoint(folder, "global_step_3.damaged").is_dir()
+
+
+def test_no_whole_checkpoint_is_refused(folder: Path) -> None:
+    for found in checkpoint(folder, "").iterdir():
+        (found / "trainer.json").write_text("[]")
+    said = refusal(folder, "trainer.total_training_steps=5")
+    assert f"{folder}/run has checkpoints, but none is whole (global_step_3: " in said
+
+
+def test_a_named_checkpoint_is_never_replaced_by_another(ranks: Ranks, folder: Path) -> None:
+    newest = checkpoint(folder, "global_step_3")
+    flip(next(newest.glob("*.distcp")))
+    named = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={newest}", "trainer.total_training_steps=5"]
+    ((ended, _),) = ranks.run(1, run_here, str(folder / "run.yaml"), named)
+    assert ended.startswith(f"RunRefused: trainer.resume_from_path = '{newest}' is damaged: ")
+    assert newest.is_dir()
+
+
+def test_a_schedule_is_the_configuration_s(ranks: Ranks, tmp_path: Path) -> None:
+    """Three steps of a linear decay, made five: the rate goes on from where it is in the longer one."""
+    decay = {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_steps": 0}
+    config = write_run(tmp_path, **RUN | {"warmup": {}}, actor_rollout_ref__actor__optim=decay)
+    assert ranks.run(1, run_here, str(config))[0][0] == ""
+    assert ranks.run(1, run_here, str(config), ["trainer.total_training_steps=5"])[0][0] == ""
+    last_of_step = [1e-3 * (1 - (2 * step - 0.5) / 10) for step in (4, 5)]  # two updates a step, ten in all
+    assert [row["actor/lr"] for row in metrics_of(tmp_path)[3:]] == pytest.approx(last_of_step, rel=1e-6)
+
+
+def test_a_reference_can_join_at_a_checkpoint(ranks: Ranks, folder: Path) -> None:
+    """It is then the actor as it is there, so the first update finds no distance."""
+    joins = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.resume_allow=[algorithm,roles]"]
+    ((ended, _),) = ranks.run(1, run_here, str(folder / "run.yaml"), [*joins, "trainer.total_training_steps=4"])
+    assert ended == ""
+    assert metrics_of(folder)[-1]["step"] == 4 and metrics_of(folder)[-1]["actor/ref_kl"] < 1e-3
+
+
+def test_records_of_a_run_without_a_checkpoint_are_kept(ranks: Ranks, folder: Path) -> None:
+    """As after a death before the first save: the run begins again, and nothing of the first is lost."""
+    shutil.rmtree(checkpoint(folder, ""))
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
+    earlier = folder / "run" / "earlier" / "1"
+    assert ended == "" and f"its records are now in {earlier}" in said
+    assert (earlier / "metrics.jsonl").read_bytes() == before and (earlier / "rollouts").is_dir()
+    assert len(metrics_of(folder)) == 5
