@@ -104,7 +104,7 @@ def test_another_run_is_refused_by_name(first_run: Path, overrides: list[str], p
 
 
 def test_other_files_are_refused_by_name(folder: Path) -> None:
-    """Equal shapes all the same: heads cut otherwise, another base of the rotary embedding, other rows, other pieces."""
+    """Equal shapes all the same: heads cut otherwise, another rotary base, rows in another order, another tokenizer."""
     steps = "trainer.total_training_steps=5"
     config = json.loads((folder / "config.json").read_text())
     for key, value, said in (
@@ -121,13 +121,12 @@ def test_other_files_are_refused_by_name(folder: Path) -> None:
     assert "another data (other contents)" in refusal(folder, steps)
     (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "reward.py").write_text("def f(response, row):\n    return 0.5\n")
-    name = f"reward.name={folder}/reward.py:f"
-    assert f'another reward (reward.name "exact_match" -> "{folder}/reward.py:f", other file)' in refusal(
-        folder, steps, name
-    )
+    name = f"{folder}/reward.py:f"
+    said = refusal(folder, steps, f"reward.name={name}")
+    assert f'another reward (reward.name "exact_match" -> "{name}", other file)' in said
     with open(folder / "tokenizer.model", "ab") as f:
-        f.write(b"\x00")
-    assert "another tokenizer (other files)" in refusal(folder, steps) or "not a readable" in refusal(folder, steps)
+        f.write(b"\xc2\x3e\x01a")  # a field that SentencePiece passes over
+    assert "another tokenizer (other files)" in refusal(folder, steps)
 
 
 def test_after_the_warm_up_its_settings_are_free(first_run: Path, folder: Path) -> None:
