@@ -361,7 +361,7 @@ def test_a_full_disk_fails_the_save_and_not_the_run(ranks: Ranks, tmp_path: Path
         assert first == second
         assert re.fullmatch(
             rf"global_step_2 could not be saved in '{disk}/checkpoints': \[Errno 28\] No space left on device"
-            r"(: \S+)? \(rank 1, \S+\); whole checkpoints there: global_step_1",
+            r"(: \S+)? \(rank 1, \S+\); the newest whole checkpoint there is global_step_1",
             first[0],
         )
         assert first[1].startswith(f"global_step_3 could not be saved in '{disk}/checkpoints': [Errno 28] No space")

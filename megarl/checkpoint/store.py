@@ -171,10 +171,10 @@ def _give_up(run_dir: str, position: Position, partial: str, reason: str, contro
     if dist.get_rank(control) == 0:
         with suppress(OSError):
             delete(partial)
-        whole = [os.path.basename(folder) for folder in whole_checkpoints(run_dir)]
+        newest = next(iter(whole_checkpoints(run_dir)), None)
         said = (
-            f"{position.name} could not be saved in '{os.path.dirname(partial)}': {reason}; whole checkpoints there: "
-            f"{', '.join(whole) or 'none'}"
+            f"{position.name} could not be saved in '{os.path.dirname(partial)}': {reason}; the newest whole checkpoint "
+            f"there is {os.path.basename(newest) if newest else 'none'}"
         )
     said = first_of(control, said)
     assert said is not None

@@ -1,0 +1,75 @@
+"""What an actor holds and reports, beside the numbers that it trains with."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+
+
+def one_optimizer_at_a_time() -> list[bool]:
+    """Whether the first optimizer is gone while the second is built, and once it is."""
+    from megarl.config.schema import Optim
+    from megarl.roles import actor as module
+
+    alive = []
+    with actor_in(Case()) as actor:
+        actor.start_optimizer(Optim(), 10)
+        first = weakref.ref(actor.optimizer)
+        build = module.get_megatron_optimizer
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            gc.collect()
+            alive.append(first() is not None)
+            return build(*args, **kwargs)
+
+        module.get_megatron_optimizer = watched
+        try:
+            actor.start_optimizer(Optim(), 10)
+        finally:
+            module.get_megatron_optimizer = build
+        gc.collect()
+        alive.append(first() is not None)
+    return alive
+
+
+def test_a_new_optimizer_finds_the_old_one_gone(ranks: Ranks) -> None:
+    assert ranks.run(1, one_optimizer_at_a_time) == [[False, False]]
+
+
+def norms(clip_grad: float) -> list[float]:
+    """The gradient norm that an update reports, and that of the gradients before it."""
+    from megarl.algorithms.aggregation import token_weights
+    from megarl.algorithms.policy_loss import supervised_loss
+    from megarl.config.schema import Optim
+
+    with actor_in(Case()) as actor:
+        actor.start_optimizer(Optim(lr=1e-5, clip_grad=clip_grad), 10)
+        batch, micro_batches = fixed_batch(), micro_batches_of(actor)
+        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
+        actor.accumulate_gradients(batch, micro_batches, weights, supervised_loss, temperature=1.0)
+        own = torch.cat([p.main_grad.flatten() for p in actor.parameters().values()]).norm().item()
+        metrics = actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)
+        return [metrics["actor/grad_norm"], own]
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 1e-3, 1.0])
+def test_the_gradient_norm_is_the_one_before_clipping(ranks: Ranks, clip_grad: float) -> None:
+    ((reported, own),) = ranks.run(1, norms, clip_grad)
+    assert reported == pytest.approx(own, rel=1e-5) and own > 0
+
+
+def test_one_rotary_table_serves_all_lengths() -> None:
+    from megarl.models import attention
+    from megarl.models.rope import rope_table
+
+    device = torch.device("cpu")
+    attention._ROPE.clear()
+    for length in (3, 1000, 5000, 2000):
+        assert torch.equal(attention._cached_rope(ARCH, length, device), rope_table(ARCH, length, device))
+    assert [len(table) for table in attention._ROPE.values()] == [5120]
