@@ -43,8 +43,10 @@ def _serve(pipe: Connection) -> None:
                 dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
                 result = fn(*args)
                 dist.destroy_process_group()
-            # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second
-            gc.collect()
+            # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second;
+            # what a cycle held is often a cycle itself
+            while gc.collect():
+                pass
             if not gc.get_freeze_count():
                 gc.freeze()  # what is left are modules: the next collection need not look at them
         except BaseException:

@@ -231,6 +231,7 @@ def test_keys_that_mean_nothing_are_left_out(ranks: Ranks, tmp_path: Path) -> No
 # ---------------------------------------------------------------------------------------------------- during a run
 
 
+@pytest.mark.slow
 def test_a_run_exports_what_another_imports(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
     """Four ranks write huggingface/ with their checkpoint; the next run starts from it and answers the same."""
     checkpoint = trained.checkpoint(4)

@@ -27,6 +27,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
     return {k: v for k, v in row.items() if not k.startswith(TIMES)}
 
 
+@pytest.mark.slow
 def test_a_run_on_four_ranks_leaves_its_records(trained: TrainedRun) -> None:
     assert "training TP2 x PP2 x DP1, generation TP2 x 2 replicas on 4 cpu ranks" in trained.out
     assert "warm-up 3/3" in trained.out and "RL 4/4" in trained.out
@@ -48,6 +49,7 @@ def test_a_run_on_four_ranks_leaves_its_records(trained: TrainedRun) -> None:
     assert (run / "metrics.csv").exists() and list((run / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_a_job_of_two_nodes_trains_as_one_node_does(tmp_path: Path, ranks: Ranks) -> None:
     """A stage on each, and on each two replicas, which share what they take from the other node."""
     configs = {}
@@ -80,6 +82,7 @@ def test_a_job_of_two_nodes_trains_as_one_node_does(tmp_path: Path, ranks: Ranks
     assert one == two
 
 
+@pytest.mark.slow
 def test_resume_gives_the_same_next_step(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
     """Gone on with after step 2: steps 3 and 4 have the numbers of the run that went straight through."""
     stopped = tmp_path / "stopped" / "run"
@@ -95,6 +98,7 @@ def test_resume_gives_the_same_next_step(tmp_path: Path, ranks: Ranks, trained: 
     assert os.listdir(checkpoints) == ["global_step_4"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
     """The same log-probabilities of the same rollouts, to rounding."""
     megatron = "actor_rollout_ref.actor.megatron"
@@ -114,6 +118,7 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, ranks: Ranks, tr
         assert here[key] == pytest.approx(there[key], rel=1e-4, abs=1e-6), key
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_another_run_its_weights(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
     config = write_run(
         tmp_path,
@@ -221,6 +226,7 @@ def test_a_refusal_leaves_with_code_2(tmp_path: Path) -> None:
     assert second.stderr == said
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_takes_the_job_down(tmp_path: Path) -> None:
     """On one of two ranks only: the other waits for it, and must not do so for ever."""
     reward = tmp_path / "reward.py"
@@ -263,6 +269,7 @@ def _ranks_of(job: subprocess.Popen[str]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
     config = write_run(tmp_path, trainer__n_gpus_per_node=2, trainer__total_training_steps=10_000)
     job = _start(config)
@@ -309,6 +316,7 @@ def score(response, row):
 '''
 
 
+@pytest.mark.slow
 def test_a_rank_lost_during_a_reshard_takes_the_job_down(tmp_path: Path) -> None:
     """The others wait for its bytes at that moment, and must not do so for ever."""
     (tmp_path / "reward.py").write_text(DIES_IN_A_RESHARD)
