@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks
+from tiny_run import FOUR_RANKS, TrainedRun, megarl, write_run
 
 ROOT = Path(__file__).parents[1]
+
+FINGERPRINT = "import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n"
+"""A reward whose mean is the same for the same responses only."""
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,30 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """A run of four ranks with a warm-up, a reference, validation, checkpoints, exports and all records on disk."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "reward.py").write_text(FINGERPRINT)
+    config = write_run(
+        folder,
+        **FOUR_RANKS,
+        actor_rollout_ref__actor__use_kl_loss=True,
+        actor_rollout_ref__actor__kl_loss_coef=0.1,
+        algorithm={"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01}},
+        reward__name=f"{folder / 'reward.py'}:score",
+        warmup={"total_training_steps": 3, "train_batch_size": 20},
+        trainer__logger=["console", "jsonl", "csv", "tensorboard"],
+        trainer__total_training_steps=4,
+        trainer__save_freq=2,
+        trainer__test_freq=1,
+        checkpoint__save_hf=True,
+    )
+    done = megarl("train", str(config))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return TrainedRun(config=config, folder=folder, out=done.stdout)
 
 
 @pytest.fixture(scope="session")

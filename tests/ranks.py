@@ -2,6 +2,7 @@
 
 Starting a rank costs seconds of imports, so the pool is started once per test session and every job initialises and
 destroys its own world of 1 to 6 ranks: gloo on CPUs; where there are enough GPUs, NCCL for tensors on them as well.
+A job that joins the others by itself, as a whole run does, gets a launcher's variables instead.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import faulthandler
 import gc
 import os
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -29,23 +31,48 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while (job := pipe.recv()) is not None:
-        fn, rank, world, store, args = job
+        fn, rank, world, meeting, args = job
         try:
-            backend = "gloo"
-            if torch.cuda.device_count() >= world:
-                torch.cuda.set_device(rank)
-                backend = "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
-            result = fn(*args)
-            dist.destroy_process_group()
-            # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second
-            gc.collect()
+            if isinstance(meeting, int):
+                result = _launched(fn, rank, world, meeting, args)
+            else:
+                backend = "gloo"
+                if torch.cuda.device_count() >= world:
+                    torch.cuda.set_device(rank)
+                    backend = "cpu:gloo,cuda:nccl"
+                dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
+                result = fn(*args)
+                dist.destroy_process_group()
+            # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second;
+            # what a cycle held is often a cycle itself
+            while gc.collect():
+                pass
             if not gc.get_freeze_count():
                 gc.freeze()  # what is left are modules: the next collection need not look at them
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return  # the rank's state is unknown: the pool starts a fresh one
         pipe.send((True, result))  # not before the groups are gone: the pool then removes the store they look into
+
+
+def _launched(fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple[Any, ...]) -> Any:
+    """`fn(*args)` with the variables that a launcher on one node sets."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    variables = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
+    os.environ.update(variables)
+    try:
+        return fn(*args)
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 class Ranks:
@@ -68,11 +95,21 @@ class Ranks:
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
         """`fn(*args)` on every rank of a world; returns the results in rank order, raises if a rank did."""
-        self._start(world)
         with tempfile.TemporaryDirectory() as folder:
-            for rank in range(world):
-                self._pipes[rank].send((fn, rank, world, os.path.join(folder, "store"), args))
-            results, failure = self._collect(world, timeout)
+            return self._run(world, fn, args, os.path.join(folder, "store"), timeout)
+
+    def launch(self, world: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+        """As `run`, for a function that joins and leaves the other ranks itself."""
+        return self._run(world, fn, args, free_port(), timeout)
+
+    def _run(
+        self, world: int, fn: Callable[..., Any], args: tuple[Any, ...], meeting: str | int, timeout: float
+    ) -> list[Any]:
+        """`meeting`: the file in which the ranks of a world find each other, or their launcher's port."""
+        self._start(world)
+        for rank in range(world):
+            self._pipes[rank].send((fn, rank, world, meeting, args))
+        results, failure = self._collect(world, timeout)
         if failure is not None:
             self.close()
             raise AssertionError(failure)

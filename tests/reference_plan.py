@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.models.placements import Placement
@@ -18,8 +19,8 @@ class Exchange:
     receives: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
 
 
-def reference_plan(layouts: Layouts, rank: int) -> Plan:
-    block = layouts.train.model_ranks(rank)
+def reference_plans(layouts: Layouts, block: Sequence[int]) -> dict[int, Plan]:
+    """The plan of every rank of a model-parallel block."""
     holders: dict[str, dict[Box, dict[int, Placement]]] = {}
     for r in block:
         for held in layouts.held(r):
@@ -30,18 +31,18 @@ def reference_plan(layouts: Layouts, rank: int) -> Plan:
         for placement in layouts.wanted(layouts.generation.coords(r).tp):
             wanted[r][placement.tensor].append(placement)
 
-    exchanges = [Exchange(), Exchange()]
+    first: dict[int, Exchange] = defaultdict(Exchange)
+    second: dict[int, Exchange] = defaultdict(Exchange)
 
-    def add(exchange: Exchange, piece: Piece) -> None:
-        if piece.source_rank == piece.destination_rank == rank:
-            exchange.local.append(piece)
-        elif piece.destination_rank == rank:
-            exchange.receives[piece.source_rank].append(piece)
-        elif piece.source_rank == rank:
-            exchange.sends[piece.destination_rank].append(piece)
-
-    def piece(source: int, taker: int, read: Placement, write: Placement, box: Box) -> Piece:
-        return Piece(source_rank=source, destination_rank=taker, source=read, destination=write, box=box)
+    def add(
+        exchanges: dict[int, Exchange], source: int, taker: int, read: Placement, write: Placement, box: Box
+    ) -> None:
+        piece = Piece(source_rank=source, destination_rank=taker, source=read, destination=write, box=box)
+        if source == taker:
+            exchanges[taker].local.append(piece)
+        else:
+            exchanges[taker].receives[source].append(piece)
+            exchanges[source].sends[taker].append(piece)
 
     def replica_rank(r: int) -> tuple[int, int]:
         return r // layouts.ranks_per_node, layouts.generation.coords(r).tp
@@ -57,19 +58,21 @@ def reference_plan(layouts: Layouts, rank: int) -> Plan:
                     part = whole and even_share(whole, mates.index(taker), len(mates))
                     if part is None:
                         continue
-                    add(exchanges[0], piece(source, taker, sources[source], placement, part))
+                    add(first, source, taker, sources[source], placement, part)
                     for mate in mates:
                         if mate != taker:
-                            add(exchanges[1], piece(taker, mate, placement, placement, part))
-    first, second = exchanges
-    assert not second.local
-    return Plan(
-        local=tuple(first.local),
-        sends=_in_order(first.sends),
-        receives=_in_order(first.receives),
-        relay_sends=_in_order(second.sends),
-        relay_receives=_in_order(second.receives),
-    )
+                            add(second, taker, mate, placement, placement, part)
+    assert not any(exchange.local for exchange in second.values())
+    return {
+        r: Plan(
+            local=tuple(first[r].local),
+            sends=_in_order(first[r].sends),
+            receives=_in_order(first[r].receives),
+            relay_sends=_in_order(second[r].sends),
+            relay_receives=_in_order(second[r].receives),
+        )
+        for r in block
+    }
 
 
 def _in_order(side: dict[int, list[Piece]]) -> dict[int, tuple[Piece, ...]]:

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 from tiny_families import ARCHITECTURES, CONFIGS
-from tiny_run import megarl, metrics_of, write_run
+from tiny_run import TrainedRun, metrics_of, train_in, write_run
 from training_cases import Case
 
 from megarl.checkpoint.file_slice import file_slice
@@ -231,30 +231,23 @@ def test_keys_that_mean_nothing_are_left_out(ranks: Ranks, tmp_path: Path) -> No
 # ---------------------------------------------------------------------------------------------------- during a run
 
 
-def test_a_run_exports_what_another_imports(tmp_path: Path) -> None:
-    """Two ranks write huggingface/ with their checkpoint; the next run starts from it and answers the same."""
-    config = write_run(
-        tmp_path,
-        actor_rollout_ref__actor__megatron={"tensor_model_parallel_size": 2},
-        trainer__n_gpus_per_node=2,
-        trainer__save_freq=2,
-        trainer__test_freq=2,
-        checkpoint__save_hf=True,
-    )
-    done = megarl("train", str(config))
-    assert done.returncode == 0, done.stderr
-    checkpoint = tmp_path / "run" / "checkpoints" / "global_step_2"
+@pytest.mark.slow
+def test_a_run_exports_what_another_imports(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
+    """Four ranks write huggingface/ with their checkpoint; the next run starts from it and answers the same."""
+    checkpoint = trained.checkpoint(4)
     exported = checkpoint / "huggingface"
     assert {file.name for file in exported.iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
     assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
 
-    second = tmp_path / "second"
-    second.mkdir()
-    config = write_run(second, trainer__total_training_steps=1, trainer__save_freq=0)
-    options = [f"actor_rollout_ref.model.path={exported}", "actor_rollout_ref.model.random_init=false"]
-    done = megarl("train", str(config), *options)
-    assert done.returncode == 0, done.stderr
-    assert metrics_of(second)[0]["val/accuracy"] == metrics_of(tmp_path)[-1]["val/accuracy"]
+    config = write_run(
+        tmp_path,
+        actor_rollout_ref__model__path=str(exported),
+        actor_rollout_ref__model__random_init=False,
+        reward__name=trained.reward,
+        trainer__total_training_steps=1,
+    )
+    train_in(ranks, 1, config)
+    assert metrics_of(tmp_path)[0]["val/reward"] == trained.rows[-1]["val/reward"] != trained.rows[3]["val/reward"]
 
     from tools.convert import main as convert
 

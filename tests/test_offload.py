@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from tiny_run import megarl, metrics_of, write_run
+from tiny_run import metrics_of, train_in, write_run
 from torch import Tensor
 from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
 
@@ -186,19 +186,18 @@ RUN: dict[str, Any] = {
 }
 
 
-def test_a_run_its_checkpoints_and_a_resumed_run_are_the_same(tmp_path: Path) -> None:
+def test_a_run_its_checkpoints_and_a_resumed_run_are_the_same(tmp_path: Path, ranks: Ranks) -> None:
     """Warm-up, validation, KL to a reference, saving, stopping and resuming; with every mode and with none."""
     seen = {}
     for name in ("plain", "moving"):
         folder = tmp_path / name
         folder.mkdir()
-        config = str(write_run(folder, **RUN))
+        config = write_run(folder, **RUN)
         modes = [f"actor_rollout_ref.actor.megatron.{mode}=true" for mode in MODES if mode != "ref"]
         modes = [*modes, "actor_rollout_ref.ref.megatron.param_offload=true"] if name == "moving" else []
         if modes:
-            assert megarl("train", config, *modes, "trainer.total_training_steps=2").returncode == 0
-        done = megarl("train", config, *modes)
-        assert done.returncode == 0, done.stderr
+            train_in(ranks, 2, config, *modes, "trainer.total_training_steps=2")
+        train_in(ranks, 2, config, *modes)
         rows = [
             {k: v for k, v in row.items() if "timing" not in k and k != "tokens_per_s"} for row in metrics_of(folder)
         ]

@@ -66,6 +66,7 @@ def ranks_of(run: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_stops_goes_on_and_loses_its_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     config = write_run(

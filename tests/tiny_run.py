@@ -8,13 +8,54 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 import yaml
+from ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
+
+
+FOUR_RANKS: dict[str, Any] = {
+    "actor_rollout_ref__actor__megatron": {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
+    "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+    "trainer__n_gpus_per_node": 4,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    """A run that is over.
+
+    Attributes:
+        config: its YAML.
+        folder: holds the model, the data, and what the run left under run/.
+        out: what it printed.
+    """
+
+    config: Path
+    folder: Path
+    out: str
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return metrics_of(self.folder)
+
+    @property
+    def reward(self) -> str:
+        """Its `reward.name`."""
+        return f"{self.folder / 'reward.py'}:score"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "run" / "checkpoints" / f"global_step_{step}"
 
 
 def write_run(folder: Path, **sections: Any) -> Path:
@@ -97,6 +138,25 @@ def megarl(*args: str, timeout: float = 120, **environment: str) -> subprocess.C
         text=True,
         timeout=timeout,
     )
+
+
+def train_in(ranks: Ranks, world: int, config: Path, *overrides: str) -> str:
+    """A whole run in the pool's ranks, which have imported everything; returns what its first rank said."""
+    said: str = ranks.launch(world, _train, str(config), list(overrides))[0]
+    return said
+
+
+def _train(config: str, overrides: list[str]) -> str:
+    from megarl.train import load_run_config
+    from megarl.trainer.checks import check_run
+    from megarl.trainer.run import run
+    from megarl.trainer.stop import StopRequest
+
+    said = io.StringIO()
+    with redirect_stdout(said), redirect_stderr(said):
+        stopped_by = run(check_run(load_run_config(config, overrides)), StopRequest(int(os.environ["RANK"])))
+    assert stopped_by is None
+    return said.getvalue()
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

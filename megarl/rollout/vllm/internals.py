@@ -54,11 +54,11 @@ def _place_ranks(groups: Groups) -> None:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     job = groups.all_gather(os.getpid())[0]
-    local_rank = groups.device.index or 0
+    rank, local_rank = groups.rank, groups.device.index or 0  # not `groups`, which the class would keep alive
 
     def distributed_args(self: Any) -> tuple[str, int, int]:
         # The first is not connected to, the world being there already: its end names the CPU ranks' shared memory.
-        return f"tcp://megarl:{job}", groups.rank, local_rank
+        return f"tcp://megarl:{job}", rank, local_rank
 
     ExecutorWithExternalLauncher._distributed_args = distributed_args
 
