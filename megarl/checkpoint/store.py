@@ -173,8 +173,8 @@ def _give_up(run_dir: str, position: Position, partial: str, reason: str, contro
             delete(partial)
         newest = next(iter(whole_checkpoints(run_dir)), None)
         said = (
-            f"{position.name} could not be saved in '{os.path.dirname(partial)}': {reason}; the newest whole checkpoint "
-            f"there is {os.path.basename(newest) if newest else 'none'}"
+            f"{position.name} could not be saved in '{os.path.dirname(partial)}': {reason}; the newest whole "
+            f"checkpoint there is {os.path.basename(newest) if newest else 'none'}"
         )
     said = first_of(control, said)
     assert said is not None
