@@ -35,6 +35,7 @@ def test_a_run_on_four_ranks_leaves_its_records(trained: TrainedRun) -> None:
     rows = trained.rows
     assert [row["step"] for row in rows] == [-2, -1, 0, 0, 1, 2, 3, 4]
     assert rows[2]["warmup/loss"] < rows[0]["warmup/loss"]
+    assert [row.get("warmup/step") for row in rows[:4]] == [1, 2, 3, None]  # the picture tells the phases apart by it
     assert 0 <= rows[3]["val/accuracy"] <= 1
     for row in rows[4:]:
         assert row["actor/first_ratio_max_deviation"] == 0.0

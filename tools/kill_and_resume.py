@@ -98,6 +98,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--out", required=True, type=Path, help="folder to make")
     parser.add_argument("--kills", default=25, type=int)
     parser.add_argument("--seed", default=1, type=int, help="of the moments")
+    parser.add_argument("--moment", action="append", choices=list(MOMENTS), help="only this one; may be repeated")
     parser.add_argument("config", help="YAML file")
     return parser.parse_known_args(argv)
 
@@ -120,8 +121,9 @@ def train(config: str, overrides: list[str], folder: Path, **environment: str) -
 def kill_once(number: int, args: argparse.Namespace, overrides: list[str], ranks: int, decoy: Path) -> dict[str, Any]:
     """One process life of the killed run."""
     rng = random.Random(f"{args.seed}/{number}")
-    moment = list(MOMENTS)[number % len(MOMENTS)]
-    victim = VICTIMS[number // len(MOMENTS) % len(VICTIMS)]
+    moments = args.moment or list(MOMENTS)
+    moment = moments[number % len(moments)]
+    victim = VICTIMS[number // len(moments) % len(VICTIMS)]
     note = args.out / "note"
     note.unlink(missing_ok=True)
     plan = {

@@ -80,7 +80,7 @@ class Report:
 
     def warmup_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A warm-up step, from 1; logged at steps up to 0, so that RL steps keep their numbers."""
-        self._log(step - self._inputs.config.warmup.total_training_steps, metrics)
+        self._log(step - self._inputs.config.warmup.total_training_steps, {"warmup/step": step, **metrics})
 
     def rl_step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """An RL step, or step 0 for the validation before the first."""
