@@ -20,7 +20,7 @@ FORMAT = 1
 THREADS = 8
 """Files that one rank reads or writes at a time: hashing and disk calls do without Python's lock."""
 
-_BLOCK = 2**22
+_BLOCK = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)

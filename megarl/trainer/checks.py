@@ -16,6 +16,9 @@ from megarl.trainer.memory import check_memory
 from megarl.trainer.resume import expected_start
 from megarl.trainer.run_folder import check_run_folder
 
+LONGEST_LINE = 1000
+"""Characters of a refusal."""
+
 
 def check_run(config: Config) -> Inputs:
     """Everything that can be known without a process group; returns what was read on the way.
@@ -32,9 +35,15 @@ def check_run(config: Config) -> Inputs:
         _check_model_files(inputs)
         _check_rows(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
-    except ValueError as e:  # names of files and columns, and what libraries say, can have line breaks
-        raise ValueError(" ".join(str(e).split())) from e
+    except ValueError as e:
+        raise ValueError(_readable(str(e))) from e
     return inputs
+
+
+def _readable(message: str) -> str:
+    """One line of readable length: names of files and columns, and what libraries say, can have any."""
+    line = " ".join(message.split())
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
 def check_layouts(config: Config) -> Architecture:
