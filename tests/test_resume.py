@@ -216,3 +216,18 @@ def test_records_of_a_run_without_a_checkpoint_are_kept(ranks: Ranks, folder: Pa
     assert ended == "" and f"its records are now in {earlier}" in said
     assert (earlier / "metrics.jsonl").read_bytes() == before and (earlier / "rollouts").is_dir()
     assert len(metrics_of(folder)) == 5
+
+
+def test_an_older_checkpoint_is_taken_with_a_remark(ranks: Ranks, first_run: Path, folder: Path) -> None:
+    """Without manifest, format and record of its run: it loads, and what cannot be known of it is said."""
+    newest = checkpoint(folder, "global_step_2")
+    shutil.rmtree(checkpoint(folder, "global_step_3"))
+    os.unlink(newest / "manifest.json")
+    state = json.loads((newest / "trainer.json").read_text())
+    kept = {key: state[key] for key in ("step", "sampler", "kl_coef", "world_size")}
+    (newest / "trainer.json").write_text(json.dumps(kept | {"sampler": {"epoch": 0, "position": 32}}))
+    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
+    assert ended == ""
+    assert f"remark: '{newest}' was written before checkpoints had a manifest.json" in said
+    assert f"remark: {newest} does not record of which model, data and settings it is" in said
+    assert same(checkpoint(folder, "global_step_3"), checkpoint(first_run, "global_step_3"))

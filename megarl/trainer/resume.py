@@ -100,6 +100,8 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
                 say(f"skipped {folder}: {why}; it is now {set_aside(folder)}")
             if remark := remark_on(found.folder):
                 say(f"remark: {remark}")
+            if "identity" not in state:
+                say(f"remark: {found.folder} does not record of which model, data and settings it is")
             return start
         if trainer.resume_mode == "resume_path":
             raise ValueError(
