@@ -152,14 +152,3 @@ def a_reshard_that_loses_a_bit() -> Callable[[], None]:
         Resharder.run = original  # type: ignore[method-assign]
 
     return undo
-
-
-def weights_of(folder: str) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    state: dict[str, Any] = {}
-    _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) and "rng" not in name}

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from kill_and_resume import tensors_of
 from ranks import Ranks
-from run_cases import run_here, weights_of
+from run_cases import run_here
 from tiny_run import metrics_of, write_run
 
 from megarl.trainer.nonfinite import NonFiniteUpdates
@@ -39,7 +40,7 @@ def checkpoint(folder: Path, step: int) -> str:
 
 
 def same(one: str, other: str) -> bool:
-    a, b = weights_of(one), weights_of(other)
+    a, b = tensors_of(one), tensors_of(other)
     assert a.keys() == b.keys() and len(a) > 20
     return all(torch.equal(a[name], b[name]) for name in a)
 
@@ -54,7 +55,7 @@ def test_an_update_that_is_not_finite_is_left_out(ranks: Ranks, tmp_path: Path) 
     assert rows[1]["actor/grad_norm"] is None and rows[2]["actor/grad_norm"] > 0
     assert same(checkpoint(tmp_path, 1), checkpoint(tmp_path, 2))
     assert not same(checkpoint(tmp_path, 2), checkpoint(tmp_path, 3))
-    assert all(x.isfinite().all() for x in weights_of(checkpoint(tmp_path, 4)).values())
+    assert all(x.isfinite().all() for x in tensors_of(checkpoint(tmp_path, 4)).values())
 
 
 @pytest.mark.parametrize(("mode", "updates", "left_out"), [("skip", "4 updates in a row", 3), ("stop", "2 updates", 2)])

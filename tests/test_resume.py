@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from kill_and_resume import tensors_of
 from ranks import Ranks
-from run_cases import run_here, weights_of
+from run_cases import run_here
 from tiny_run import metrics_of, write_run
 
 from megarl.config import load_config
@@ -58,7 +59,7 @@ def refusal(folder: Path, *overrides: str) -> str:
 
 
 def same(one: Path, other: Path) -> bool:
-    a, b = weights_of(str(one)), weights_of(str(other))
+    a, b = tensors_of(str(one)), tensors_of(str(other))
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -170,16 +170,20 @@ def progress(args: argparse.Namespace) -> dict[str, Any]:
     return {"newest": max(steps, default=0), "partial": [name for name in names if name.startswith(".")]}
 
 
-def last_checkpoint(folder: Path) -> dict[str, Any]:
-    """Every tensor of the newest checkpoint, whole, by name."""
+def tensors_of(checkpoint: Path | str) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, by name."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    newest = max((folder / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     state: dict[str, Any] = {}
-    _load_state_dict(state, FileSystemReader(newest), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    _load_state_dict(state, FileSystemReader(checkpoint), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def last_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    newest = max((folder / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return tensors_of(newest)
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:

@@ -60,17 +60,15 @@ class Checkpointing:
             prune_checkpoints(run_dir, self._config.trainer.max_ckpt_to_keep, self.latest)
         return True
 
-    def load(self, folder: str, *, reference: bool = True) -> None:
-        """Weights, optimizer, schedule and random numbers of a checkpoint, and the reference's weights."""
+    def load(self, folder: str) -> None:
+        """Weights, optimizer, schedule and random numbers of a checkpoint; the reference's weights, if there is one."""
         wanted = self._sharded_state(loading=True)
-        if not reference:
-            wanted.pop("reference", None)
         try:
             loaded = load_checkpoint(folder, wanted, rng=True, control=self._actor.groups.control)
         except ValueError as e:
             raise RunRefused(str(e)) from e
         self._actor.load_training_state(loaded["actor"])
-        if "reference" in loaded and self.reference is not None:
+        if self.reference is not None:
             self.reference.load_sharded(loaded["reference"], "reference.")
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:

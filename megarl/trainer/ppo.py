@@ -241,7 +241,7 @@ class PPOTrainer:
         raise RunStopped(f"{what}; {saved}; look at this step's rollouts and rewards, and at the learning rate")
 
     def _resume(self, folder: str) -> None:
-        self.checkpoints.load(folder, reference=self.reference is not None)
+        self.checkpoints.load(folder)
         state = self.start.state
         self.kl_control.coefficient = state["kl_coef"]
         allow = self.config.trainer.resume_allow
