@@ -7,6 +7,7 @@ from pathlib import Path
 
 ORDER = [
     "processes",
+    "phases",
     "config",
     "types",
     "telemetry",
@@ -28,6 +29,7 @@ ORDER = [
 ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
     "processes.py",
+    "phases.py",
     "config",
     "parallel/layout.py",
     "telemetry/earlier.py",
