@@ -47,11 +47,11 @@ AWAY: Mapping[str, Mapping[Item, frozenset[Phase]]] = {
         Item.GRADIENTS: _GENERATION | _FORWARD | {Phase.SAVE},
         Item.OPTIMIZER: _GENERATION,
     },
-    "ref": {Item.WEIGHTS: _GENERATION | _BACKWARD},
+    "reference": {Item.WEIGHTS: _GENERATION | _BACKWARD},
 }
 """Role -> its memory -> the phases in which it is not on the GPU, if the configuration lets it leave at all."""
 
-_OF_OTHERS: Mapping[Item, frozenset[Phase]] = {item: _GENERATION for item in Item}
+_OF_OTHERS: Mapping[Item, frozenset[Phase]] = dict.fromkeys(Item, _GENERATION)
 
 
 def away(role: str, item: Item) -> frozenset[Phase]:

@@ -41,10 +41,11 @@ def main(argv: list[str]) -> int:
         return _refuse("usage: torchrun --nproc_per_node N -m megarl.train CONFIG [key=value ...]", rank)
     try:
         config = load_run_config(argv[0], argv[1:])
+        from megarl.flows.registry import FLOWS
         from megarl.trainer.checks import check_run
         from megarl.trainer.run_lock import RunLock
 
-        inputs = check_run(config)
+        inputs, flow = check_run(config), FLOWS.load(config.trainer.flow)
         lock = RunLock(config.trainer.run_dir) if rank == 0 else None
     except (ConfigError, ValueError) as e:
         return _refuse(f"error: {e}", rank)
@@ -53,7 +54,7 @@ def main(argv: list[str]) -> int:
     from megarl.trainer.run import run
 
     try:
-        stopped_by = run(inputs, stop)
+        stopped_by = run(inputs, flow, stop)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
         code = _failed(e, rank)

@@ -82,11 +82,12 @@ class Batch:
         groups: int64 [N], which prompt a sequence belongs to.
         rewards: float32 [N], one score per sequence.
         rollout_logp: float32 [T], as the generation engine recorded it.
-        rollout_weights: float32 [T], importance weights of the tokens, 0 for rejected ones; None: all 1.
+        importance: float32 [T], importance weights of the tokens, 0 for rejected ones; None: all 1.
         old_logp: float32 [T], by the training layout before the first update.
         ref_logp: float32 [T], by the reference model.
         kl_in_reward: float32 [N], KL to the reference per sequence, when the reward contains it; nats.
         advantages: float32 [T].
+        temperature: that the responses were sampled at; log-probabilities are those of the distribution at it.
     """
 
     tokens: Tensor
@@ -95,11 +96,12 @@ class Batch:
     groups: Tensor
     rewards: Tensor | None = None
     rollout_logp: Tensor | None = None
-    rollout_weights: Tensor | None = None
+    importance: Tensor | None = None
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
     kl_in_reward: Tensor | None = None
     advantages: Tensor | None = None
+    temperature: float = 1.0
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
@@ -124,7 +126,7 @@ class Batch:
         out = torch.zeros(len(self), dtype=per_token.dtype)
         return out.index_add_(0, self.sequence_of_token, per_token)
 
-    def with_(self, **fields: Tensor) -> Batch:
+    def with_(self, **fields: Any) -> Batch:
         """A copy with some fields set."""
         return replace(self, **fields)
 
@@ -149,12 +151,14 @@ class Rollouts:
         prompts: one per prompt, not repeated.
         n: samples per prompt.
         completions: n per prompt: sample j of prompt i is completions[i * n + j].
+        temperature: that they were sampled at; 1 for greedy ones, whose log-probabilities are those at 1.
         rewards: one score per completion once scored; None where scoring failed.
     """
 
     prompts: Sequence[Prompt]
     n: int
     completions: Sequence[Completion]
+    temperature: float = 1.0
     rewards: Sequence[float | None] = field(default=())
 
     def prompt_of(self, sample: int) -> Prompt:
@@ -171,7 +175,7 @@ class Rollouts:
         )
         logp = torch.zeros(len(batch.tokens))
         logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(c.logp) for c in self.completions]))
-        batch = batch.with_(rollout_logp=logp)
+        batch = batch.with_(rollout_logp=logp, temperature=self.temperature)
         if not self.rewards:
             return batch
         scored = torch.tensor([reward is not None for reward in self.rewards])

@@ -63,7 +63,7 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     from megarl.models.families import read_architecture
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, TrainLayout
-    from megarl.roles.policy import Policy
+    from megarl.roles.model import MegatronModel
 
     world = dist.get_world_size()
     layout = TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks)
@@ -71,7 +71,7 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     megatron = {"sequence_parallel": case.tp > 1}
     config = ActorRolloutRef.model_validate({"model": {"dtype": dtype}, "actor": {"megatron": megatron}})
     try:
-        yield Policy(config, read_architecture(folder), groups)
+        yield MegatronModel(read_architecture(folder), groups, model=config.model, megatron=config.actor.megatron)
     finally:
         destroy_groups(groups)
 
@@ -121,8 +121,8 @@ def log_probs(case: Case, folder: str, checkpoint: str | None = None) -> Tensor:
         if checkpoint is None:
             policy.load(HuggingFaceWeights(folder, policy.arch).box)
         else:
-            policy.load_sharded(
-                load_checkpoint(checkpoint, policy.sharded_state(), rng=False, control=policy.groups.control)
+            policy.load_weights(
+                load_checkpoint(checkpoint, policy.sharded_weights(), rng=False, control=policy.groups.control)
             )
-        result: Tensor = policy.log_probs(text_batch(), [[0, 1, 2]], 1.0)
+        result: Tensor = policy.forward(text_batch(), [[0, 1, 2]])
         return result

@@ -29,7 +29,7 @@ def architecture(*, num_layers: int, vocab_size: int = 13, tied: bool = False, *
         num_layers=num_layers,
         vocab_size=vocab_size,
         max_position_embeddings=64,
-        tie_word_embeddings=tied,
+        output="tied" if tied else "lm",
         **(sizes | heads | changes),
     )
 

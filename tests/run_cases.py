@@ -20,9 +20,10 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
         folder: working directory of rank 1, instead of rank 0's.
     """
     from megarl.config import load_config
+    from megarl.flows.registry import FLOWS
+    from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.trainer.checks import check_run
-    from megarl.trainer.inputs import generation_layout, train_layout
     from megarl.trainer.run import take_part
     from megarl.trainer.stop import StopRequest
     from megarl.trainer.stopped import RunRefused, RunStopped
@@ -37,7 +38,7 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
             inputs = check_run(load_config(config, [*overrides, f"trainer.n_gpus_per_node={world}"]))
             groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config), 1)
             try:
-                take_part(inputs, groups, StopRequest(rank))
+                take_part(inputs, FLOWS.load(inputs.config.trainer.flow), groups, StopRequest(rank))
             finally:
                 destroy_groups(groups)
         except (RunRefused, RunStopped) as e:
@@ -52,7 +53,7 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
 
 def _advantages(poison: Callable[[Any, int], Any]) -> Callable[[], None]:
     """Let `poison` see each step's batch with its advantages; steps are counted from 1 in this process."""
-    from megarl.trainer import ppo
+    from megarl.flows import ppo
 
     original, calls = ppo.compute_advantages, [0]
 
@@ -95,25 +96,21 @@ def another_advantage_on_rank_1() -> Callable[[], None]:
 
 def nan_in_the_weights() -> Callable[[], None]:
     """After the second step's updates: what is saved then would be lost."""
-    from megarl.trainer import ppo
+    from megarl.trainer.session import Run
 
-    original, calls = ppo.step_metrics, [0]
+    original, calls = Run._end_step, [0]
 
-    def poisoned(*args: Any) -> Any:
-        import gc
-
-        from megarl.roles.actor import Actor
-
+    def poisoned(self: Any, *args: Any) -> None:
         calls[0] += 1
         if calls[0] == 2:
-            for actor in (x for x in gc.get_objects() if isinstance(x, Actor)):
+            for actor in self._trained:
                 next(iter(actor.parameters().values())).data.view(-1)[0] = torch.nan
-        return original(*args)
+        original(self, *args)
 
-    ppo.step_metrics = poisoned
+    Run._end_step = poisoned  # type: ignore[method-assign]
 
     def undo() -> None:
-        ppo.step_metrics = original
+        Run._end_step = original  # type: ignore[method-assign]
 
     return undo
 

@@ -53,7 +53,7 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, ali
         _assert_same(held, before)
         engine = hybrid.engine.parameters()
         own = {name for name, p in engine.items() if p.untyped_storage().data_ptr() not in storages}
-        assert own == engine.keys() - hybrid.aliases.keys()
+        assert own == engine.keys() - hybrid.sync.shared.aliases.keys()
         assert not any(p.requires_grad for p in engine.values())
         r = actor.groups.generation.coords(actor.groups.rank).tp
         completions, gap = [], 0.0
@@ -61,18 +61,18 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, ali
             full = {name: 0.3 * weight for name, weight in random_weights(arch, seed).items()}
             actor.load(source_of(full))
             before = _copies(held)
-            with hybrid.generation() as generating:
+            with hybrid.phase():
                 engine = hybrid.engine.parameters()
                 wanted = {name: torch.empty_like(p) for name, p in engine.items()}
                 fill_engine(wanted, arch, full, case.gen_tp, r)
                 _assert_same(engine, wanted)
-                made = generating.generate(PROMPTS, 1, GREEDY, seed=1, round_=seed)
+                made = hybrid.rollouts(PROMPTS, 1, GREEDY, seed=1, round_=seed)
                 completions.append(list(made.completions))
                 _assert_same(engine, wanted)
             _assert_same(held, before)
             gap = max(gap, _gap(actor, made.to_batch()))
         assert not alias or {name: p.data_ptr() for name, p in held.items()} == addresses
-        moved = hybrid.resharder.statistics
+        moved = hybrid.sync.resharder.statistics
         hybrid.close()
         _assert_same(held, before)
         return Seen(
@@ -89,7 +89,7 @@ def _gap(actor: Any, made: Batch) -> float:
     layout = actor.groups.train
     mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
     assert made.rollout_logp is not None
-    return float((actor.log_probs(made, [mine], 1.0) - made.rollout_logp)[made.response_mask].abs().mean())
+    return float((actor.log_probs(made, [mine]) - made.rollout_logp)[made.response_mask].abs().mean())
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -107,12 +107,12 @@ def move_a_parameter(case: Case, arch: Architecture) -> str:
     """What the hybrid engine says when a training parameter has moved."""
     with actor_in(case, arch) as actor:
         hybrid = hybrid_of(actor, max_model_len=32)
-        with hybrid.generation():
+        with hybrid.phase():
             pass
-        parameter: Any = actor.parameters()[hybrid.aliases["model.norm.weight"].source]
+        parameter: Any = actor.parameters()[hybrid.sync.shared.aliases["model.norm.weight"].source]
         parameter.data = parameter.data.clone()
         try:
-            with hybrid.generation():
+            with hybrid.phase():
                 return ""
         except AssertionError as error:
             return str(error)

@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of, update
 
 
 def one_optimizer_at_a_time() -> list[bool]:
     """Whether the first optimizer is gone while the second is built, and once it is."""
     from megarl.config.schema import Optim
-    from megarl.roles import actor as module
+    from megarl.roles import optimizer as module
 
     alive = []
     with actor_in(Case()) as actor:
-        actor.start_optimizer(Optim(), 10)
-        first = weakref.ref(actor.optimizer)
+        first = weakref.ref(actor.optimizer._adam)
         build = module.get_megatron_optimizer
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +29,7 @@ def one_optimizer_at_a_time() -> list[bool]:
 
         module.get_megatron_optimizer = watched
         try:
-            actor.start_optimizer(Optim(), 10)
+            actor.restart_optimizer(Optim(), 10)
         finally:
             module.get_megatron_optimizer = build
         gc.collect()
@@ -45,17 +44,14 @@ def test_a_new_optimizer_finds_the_old_one_gone(ranks: Ranks) -> None:
 def norms(clip_grad: float) -> list[float]:
     """The gradient norm that an update reports, and that of the gradients before it."""
     from megarl.algorithms.aggregation import token_weights
-    from megarl.algorithms.policy_loss import supervised_loss
-    from megarl.config.schema import Optim
+    from megarl.algorithms.cross_entropy import cross_entropy
 
-    with actor_in(Case()) as actor:
-        actor.start_optimizer(Optim(lr=1e-5, clip_grad=clip_grad), 10)
+    with actor_in(Case(), lr=1e-5, clip_grad=clip_grad) as actor:
         batch, micro_batches = fixed_batch(), micro_batches_of(actor)
         weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-        actor.accumulate_gradients(batch, micro_batches, weights, supervised_loss, temperature=1.0)
+        actor.accumulate_gradients(batch, micro_batches, weights, cross_entropy)
         own = torch.cat([p.main_grad.flatten() for p in actor.parameters().values()]).norm().item()
-        metrics = actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)
-        return [metrics["actor/grad_norm"], own]
+        return [update(actor, batch)["grad_norm"], own]
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1e-3, 1.0])

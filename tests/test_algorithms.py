@@ -13,9 +13,11 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import LossAggMode, token_weights
+from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.grpo import group_advantages
 from megarl.algorithms.kl import AdaptiveKlController, KlPenalty, kl_estimate
-from megarl.algorithms.policy_loss import PolicyLoss, TokenBatch, supervised_loss
+from megarl.algorithms.loss import LossInput
+from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.config.schema import Algorithm
 from megarl.types import Batch, batch_of
 
@@ -119,16 +121,15 @@ def test_adaptive_kl_controller() -> None:
     assert control.coefficient == pytest.approx(0.101 * (1 + 0.2 * 10 / 100))
 
 
-def _tokens(old: list[float], new: list[float], adv: list[float]) -> tuple[TokenBatch, Tensor]:
+def _tokens(old: list[float], new: list[float], adv: list[float]) -> tuple[LossInput, Tensor]:
     logp = torch.tensor(new, requires_grad=True)
     weights = torch.full((len(new),), 1 / len(new))
     return (
-        TokenBatch(
-            logp=logp,
+        LossInput(
+            output=logp,
             entropy=torch.full_like(logp, 0.5),
             weights=weights,
-            old_logp=torch.tensor(old),
-            advantages=torch.tensor(adv),
+            columns={"old_logp": torch.tensor(old), "advantages": torch.tensor(adv)},
         ),
         logp,
     )
@@ -139,12 +140,12 @@ def _tokens(old: list[float], new: list[float], adv: list[float]) -> tuple[Token
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_extreme_ratios_stay_finite(log_ratio: float, advantage: float, clip_c: float | None) -> None:
     tokens, logp = _tokens([-log_ratio, 0.0], [0.0, 0.0], [advantage, 1.0])
-    tokens = replace(tokens, ref_logp=torch.tensor([-log_ratio, 0.0]))
+    tokens = replace(tokens, columns={**tokens.columns, "ref_logp": torch.tensor([-log_ratio, 0.0])})
     out = PolicyLoss(clip_low=0.2, clip_high=0.2, clip_c=clip_c, kl_coef=0.1)(tokens)
     (gradient,) = torch.autograd.grad(out.loss, logp)
     assert out.loss.isfinite() and gradient.isfinite().all()
     assert gradient[1] == -0.5  # the other token's is what it is alone: -advantage x weight at ratio 1
-    assert all(value.isfinite() for value in (*out.sums.values(), *out.maxima.values()))
+    assert all(torch.as_tensor(metric.value).isfinite() for metric in out.metrics.values())
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
@@ -153,15 +154,21 @@ def test_a_token_of_weight_0_does_not_count_whatever_it_holds(value: float) -> N
     tokens = replace(
         tokens,
         weights=torch.tensor([0.0, 1.0]),
-        ref_logp=torch.tensor([value, -1.2]),
+        columns={**tokens.columns, "ref_logp": torch.tensor([value, -1.2])},
         entropy=torch.tensor([value, 0.5], requires_grad=True),
     )
     out = PolicyLoss(clip_low=0.2, clip_high=0.2, entropy_coeff=0.1, kl_coef=0.1)(tokens)
     gradient, of_entropy = torch.autograd.grad(out.loss, (logp, tokens.entropy))
-    alone = replace(tokens, **{f: getattr(tokens, f)[1:] for f in tokens.__dataclass_fields__})
+    assert tokens.entropy is not None
+    alone = LossInput(
+        output=tokens.output[1:],
+        entropy=tokens.entropy[1:],
+        weights=tokens.weights[1:],
+        columns={name: column[1:] for name, column in tokens.columns.items()},
+    )
     assert float(out.loss) == float(PolicyLoss(clip_low=0.2, clip_high=0.2, entropy_coeff=0.1, kl_coef=0.1)(alone).loss)
     assert gradient[0] == 0 and of_entropy[0] == 0 and gradient.isfinite().all()
-    assert all(x.isfinite() for x in (*out.sums.values(), *out.maxima.values()))
+    assert all(torch.as_tensor(metric.value).isfinite() for metric in out.metrics.values())
 
 
 def test_policy_loss_clips_each_side() -> None:
@@ -174,14 +181,14 @@ def test_policy_loss_clips_each_side() -> None:
         loss = max(-a * ratio, -a * min(max(ratio, 0.8), 1.28))
         by_hand.append(min(loss, -a * 3.0) if a < 0 else loss)
     assert float(out.loss) == pytest.approx(sum(by_hand) / 6 - 0.1 * 0.5, rel=1e-6)
-    assert float(out.sums["actor/clipfrac"]) == pytest.approx(5 / 6)
-    assert float(out.maxima["actor/ratio_max_deviation"]) == pytest.approx(math.exp(2) - 1)
+    assert float(out.metrics["clipfrac"].value) == pytest.approx(5 / 6)
+    assert float(out.metrics["ratio_max_deviation"].value) == pytest.approx(math.exp(2) - 1)
     out.loss.backward()
     assert logp.grad is not None
     moving = [0, -math.exp(-0.5), -math.exp(0.1), math.exp(0.5), 0, 0]  # clipped tokens pull no more
     assert (logp.grad * 6).tolist() == pytest.approx(moving, rel=1e-5)
 
 
-def test_supervised_loss_is_cross_entropy() -> None:
+def test_cross_entropy() -> None:
     tokens, _ = _tokens([0.0] * 2, [-1.0, -3.0], [0.0] * 2)
-    assert float(supervised_loss(tokens).loss) == pytest.approx(2.0)
+    assert float(cross_entropy(tokens).loss) == pytest.approx(2.0)

@@ -26,8 +26,8 @@ def _measure(world: int, tp: int) -> dict[str, Any]:
     import bench_train
 
     from megarl.config.load import build_config
+    from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.trainer.inputs import generation_layout, train_layout
 
     bench_train.WARM_UP = bench_step.WARM_UP = 1
     trainer = {**SETTINGS["trainer"], "n_gpus_per_node": world, "total_training_steps": 3}

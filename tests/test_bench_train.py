@@ -17,8 +17,8 @@ def _measure(what: str, world: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     from megarl.config.load import build_config
+    from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.trainer.inputs import generation_layout, train_layout
     from tools import bench_train as bench
 
     bench.WARM_UP = 1

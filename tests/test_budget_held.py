@@ -16,11 +16,9 @@ WIDER = replace(ARCH, hidden_size=128, ffn_hidden_size=256)
 
 
 def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
-    from megarl.config.schema import Optim
     from megarl.roles.optimizer_state import MOMENTS, _slot
 
     with actor_in(case, WIDER, dtype) as actor:
-        actor.start_optimizer(Optim(), 4)
         parameters = list(actor.parameters().values())
         weights = {p.untyped_storage().data_ptr() for p in parameters}
         held = {
@@ -28,7 +26,7 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
             "gradients": sum(buffer.grad_data.nbytes for model in actor._ddp for buffer in model.buffers),
             "optimizer": 0,
         }
-        for slot in filter(None, (_slot(actor.optimizer, p) for p in parameters)):
+        for slot in filter(None, (_slot(actor.optimizer._adam, p) for p in parameters)):
             state = slot.tensors()
             held["optimizer"] += sum(state[name].nbytes for name in MOMENTS)
             if slot.main.untyped_storage().data_ptr() not in weights:

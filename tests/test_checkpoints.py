@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from small_disk import fill, small_disk
-from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+from training_cases import ARCH, Case, actor_in, fixed_batch, update
 
 from megarl.checkpoint.folder import (
-    Phase,
     Position,
     check_resumable,
     checkpoint_folder,
@@ -25,19 +25,21 @@ from megarl.checkpoint.folder import (
     prune_checkpoints,
     remark_on,
     remove_partials,
+    rl_step,
     set_aside,
     take_place,
+    warmup_step,
     whole_checkpoints,
     write_state,
 )
 from megarl.checkpoint.manifest import FORMAT, files_of, record_files, write_manifest
 
 
-def fake(run_dir: Path, step: int, phase: Phase = Phase.RL) -> Path:
+def fake(run_dir: Path, step: int, at: Callable[[int], Position] = rl_step) -> Path:
     """A checkpoint as far as its small files tell."""
-    folder = Path(checkpoint_folder(str(run_dir), Position(phase, step)))
+    folder = Path(checkpoint_folder(str(run_dir), at(step)))
     folder.mkdir(parents=True)
-    write_state(str(folder), {"step": step, "phase": phase.name, "format": FORMAT, "world_size": 1})
+    write_state(str(folder), {"step": step, "loop": at(step).loop, "order": at(step).order, "format": FORMAT})
     for name in ("common.pt", "metadata.json", ".metadata", "__0_0.distcp"):
         (folder / name).write_text('{"sharded_backend": "torch_dist"}')
     write_manifest(str(folder), record_files(str(folder), files_of(str(folder)), sync=True))
@@ -76,8 +78,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: Any, proble
 
 
 def test_names_and_their_order(tmp_path: Path) -> None:
-    for step, phase in ((2, Phase.RL), (300, Phase.WARMUP), (10, Phase.RL), (40, Phase.WARMUP)):
-        fake(tmp_path, step, phase)
+    for step, at in ((2, rl_step), (300, warmup_step), (10, rl_step), (40, warmup_step)):
+        fake(tmp_path, step, at)
     (tmp_path / "checkpoints" / "global_step_11").write_text("a file")
     (tmp_path / "checkpoints" / "global_step_012").mkdir()
     names = [(os.path.basename(found.folder), found.problem) for found in checkpoints(str(tmp_path))]
@@ -156,33 +158,21 @@ def test_pruning_counts_whole_checkpoints_only(tmp_path: Path) -> None:
 def _save(actor: Any, run_dir: str, step: int, write_model: Any = lambda folder: None) -> str:
     from megarl.checkpoint.store import save_checkpoint
 
-    state = {"actor": actor.sharded_training_state(loading=False)}
-    position = Position(Phase.RL, step)
-    return save_checkpoint(run_dir, position, state, {"mark": 7}, write_model=write_model, control=actor.groups.control)
+    state = {"actor": actor.sharded_state(loading=False)}
+    at, control = rl_step(step), actor.groups.control
+    return save_checkpoint(run_dir, at, state, {"mark": 7}, write_model=write_model, control=control)
 
 
 def _load(actor: Any, folder: str) -> None:
     from megarl.checkpoint.store import load_checkpoint
 
-    wanted = {"actor": actor.sharded_training_state(loading=True)}
+    wanted = {"actor": actor.sharded_state(loading=True)}
     loaded = load_checkpoint(folder, wanted, rng=True, control=actor.groups.control)
-    actor.load_training_state(loaded["actor"])
+    actor.load_sharded(loaded["actor"])
 
 
 def _step(actor: Any) -> None:
-    from megarl.algorithms.aggregation import token_weights
-    from megarl.algorithms.policy_loss import supervised_loss
-
-    batch = fixed_batch()
-    weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-    actor.update(batch, micro_batches_of(actor), weights, supervised_loss, temperature=1.0)
-
-
-def _start(actor: Any) -> Any:
-    from megarl.config.schema import Optim
-
-    actor.start_optimizer(Optim(lr=1e-2), 4)
-    return actor
+    update(actor, fixed_batch())
 
 
 def _tensors(folder: str) -> dict[str, torch.Tensor]:
@@ -197,14 +187,13 @@ def _layouts(run_dir: str, cases: list[Case]) -> list[Any]:
     """Trained and saved in the first layout, then read and saved again in each; the last word of each on this rank."""
     written, before = [], ""
     for step, case in enumerate(cases, 1):
-        with actor_in(case) as actor:
-            _start(actor)
+        with actor_in(case, lr=1e-2) as actor:
             if before:
                 _load(actor, before)
             else:
                 _step(actor)
             before = _save(actor, run_dir, step)
-    first, *others = [_tensors(checkpoint_folder(run_dir, Position(Phase.RL, i + 1))) for i in range(len(cases))]
+    first, *others = [_tensors(checkpoint_folder(run_dir, rl_step(i + 1))) for i in range(len(cases))]
     for other in others:
         assert first.keys() == other.keys()
         # the vocabulary is padded to a multiple of the tensor-parallel size
@@ -246,7 +235,7 @@ def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())["files"]
         assert set(manifest) == set(files_of(str(folder))) and "trainer.json" in manifest
         state = json.loads((folder / "trainer.json").read_text())
-        assert state == {"mark": 7, "format": 1, "phase": "RL", "step": step, "world_size": 4}
+        assert state == {"mark": 7, "format": 1, "loop": "rl", "order": 1, "step": step, "world_size": 4}
 
 
 def _bad_luck(run_dir: str) -> dict[str, Any]:
@@ -263,9 +252,8 @@ def _bad_luck(run_dir: str) -> dict[str, Any]:
         return str(caught.value)
 
     wider = replace(ARCH, ffn_hidden_size=64)
-    with actor_in(Case(dp=2)) as actor:
+    with actor_in(Case(dp=2), lr=1e-2) as actor:
         control, rank = actor.groups.control, dist.get_rank()
-        _start(actor)
         folder = _save(actor, run_dir, 1)
         said["whole"] = verify_checkpoint(folder, control)
         file = Path(folder, "__4_0.distcp")
@@ -285,13 +273,12 @@ def _bad_luck(run_dir: str) -> dict[str, Any]:
         if rank == 1:  # only this rank sees it
             next(iter(actor.parameters().values())).data.view(-1)[0] = float("nan")
         said["nan"] = message(lambda: _save(actor, run_dir, 3))
-    with actor_in(Case(dp=2), wider) as actor:
-        _start(actor)
+    with actor_in(Case(dp=2), wider, lr=1e-2) as actor:
         said["shape"] = message(lambda: _load(actor, second))
-    with actor_in(Case(dp=2)) as actor:
+    with actor_in(Case(dp=2), lr=1e-2) as actor:
         from megarl.checkpoint.store import load_checkpoint
 
-        wanted = {"reference": actor.sharded_state("reference.")}
+        wanted = {"reference": actor.sharded_weights("reference.")}
         control = actor.groups.control
         said["key"] = message(lambda: load_checkpoint(second, wanted, rng=False, control=control))
     said["left"] = sorted(os.listdir(Path(run_dir, "checkpoints")))
@@ -335,8 +322,7 @@ def _full_disk(run_dir: str) -> list[str]:
 
         on_every_rank(actor.groups.control, write)
 
-    with actor_in(Case(dp=2)) as actor:
-        _start(actor)
+    with actor_in(Case(dp=2), lr=1e-2) as actor:
         _save(actor, run_dir, 1)
         with pytest.raises(SaveFailed) as caught:
             _save(actor, run_dir, 2, no_room_on_the_second_rank)

@@ -291,8 +291,8 @@ def test_a_position_in_another_order_is_refused(now: tuple[int, int, bool, int],
         f"the checkpoint was made with {said}: resume with what the run began with, or set "
         f"trainer.resume_allow=[{part}]"
     )
-    changed, expected = PromptSampler(*now), PromptSampler(*now)
-    changed.load_state(state, allow=[part])
+    changed, expected = PromptSampler(*now, allow=[part]), PromptSampler(*now)
+    changed.load_state(state)
     for _ in range(expected.batches_per_epoch):
         expected.next()
     assert changed.next() == expected.next()  # the next epoch, from its beginning

@@ -15,8 +15,9 @@ from tiny_run import write_run
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import load_config
 from megarl.models.gpt import transformer_config
+from megarl.parallel.from_config import train_layout
 from megarl.trainer.checks import check_run
-from megarl.trainer.inputs import Inputs, train_layout
+from megarl.trainer.inputs import Inputs
 
 
 @pytest.fixture

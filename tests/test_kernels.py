@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of
+from training_cases import Case, actor_in, fixed_batch, micro_batches_of, update
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -91,19 +91,16 @@ def _rows(x: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
 
 def _deviation(which: str) -> tuple[float, float]:
     """Largest |ratio - 1| of the first and of the second of two equal updates, in bf16."""
-    from megarl.algorithms.aggregation import token_weights
     from megarl.algorithms.policy_loss import PolicyLoss
-    from megarl.config.schema import Optim
 
-    with actor_in(Case(config={"actor": {"megatron": {"transformer_engine": which}}}), dtype="bfloat16") as actor:
-        actor.start_optimizer(Optim(lr=1e-2), 4)
-        batch, micro_batches = fixed_batch(), micro_batches_of(actor, 3)
-        old = actor.log_probs(batch, micro_batches, 0.8)
+    case = Case(config={"actor": {"megatron": {"transformer_engine": which}}})
+    with actor_in(case, dtype="bfloat16", lr=1e-2) as actor:
+        batch = fixed_batch().with_(temperature=0.8)
+        old = actor.log_probs(batch, micro_batches_of(actor, 3))
         batch = batch.with_(old_logp=old, advantages=torch.ones_like(old))
-        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
         loss = PolicyLoss(clip_low=0.2, clip_high=0.2)
-        updates = [actor.update(batch, micro_batches, weights, loss, temperature=0.8) for _ in range(2)]
-        return updates[0]["actor/ratio_max_deviation"], updates[1]["actor/ratio_max_deviation"]
+        first, second = (update(actor, batch, loss, size=3) for _ in range(2))
+        return first["ratio_max_deviation"], second["ratio_max_deviation"]
 
 
 @pytest.mark.parametrize("which", ["auto", "none"])

@@ -13,7 +13,17 @@ import torch
 from ranks import Ranks
 from tiny_run import metrics_of, train_in, write_run
 from torch import Tensor
-from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
+from training_cases import (
+    ARCH,
+    WITH_EXPERTS,
+    Case,
+    actor_in,
+    fixed_batch,
+    hybrid_of,
+    micro_batches_of,
+    reference_of,
+    update,
+)
 
 from megarl.models.architecture import Architecture
 
@@ -36,55 +46,55 @@ def _held(*tensors: Tensor) -> int:
 def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
     """Two steps as the trainer makes them: what they computed, and the bytes that were there in each phase."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.algorithms.aggregation import token_weights
     from megarl.algorithms.policy_loss import PolicyLoss
-    from megarl.config.schema import Algorithm, Optim
-    from megarl.roles.optimizer_state import master_weights, moments
-    from megarl.roles.reference import Reference
+    from megarl.config.schema import Algorithm
+    from megarl.phases import Phase
     from megarl.types import Prompt, SamplingParams
 
     prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(4)]
-    with actor_in(case, arch, dtype) as actor:
-        hybrid = hybrid_of(actor, max_model_len=32)
-        actor.start_optimizer(Optim(lr=3e-2), 4)
-        reference = Reference(actor)
-        hybrid.leaving.append(reference.weights)
+    with actor_in(case, arch, dtype, lr=3e-2) as actor:
+        reference = reference_of(actor)
+        hybrid = hybrid_of(actor, max_model_len=32, reference=reference)
+        enter = hybrid.residency.enter
         seen, bytes_in = [], {}
 
         def look(phase: str) -> None:
             weights = list(actor.parameters().values())
             own = {p.untyped_storage()._cdata for p in weights}
-            masters = [m for m in master_weights(actor.optimizer) if m.untyped_storage()._cdata not in own]
+            state = actor.optimizer.tensors()
+            masters = [m for m in state["masters"] if m.untyped_storage()._cdata not in own]
             bytes_in[phase] = {
                 "param_offload": _held(*weights),
                 "grad_offload": _held(*actor._gradient_buffers()),
-                "optimizer_offload": _held(*masters, *moments(actor.optimizer)),
+                "optimizer_offload": _held(*masters, *state["moments"]),
                 "ref": _held(*reference.parameters().values()),
             }
 
         for step in range(2):
-            with hybrid.generation() as engine:
+            with hybrid.phase():
                 look("generation")
                 # what was given back is used, so that memory that nobody filled again would show
                 sizes, device = (8, 32, 128, 512, 2048, 8192, 32_768, 131_072), actor.groups.device
                 taken = [torch.full((n,), torch.nan, device=device) for n in sizes for _ in "ab"]
                 del taken
-                rollouts = engine.generate(prompts, 2, SamplingParams(max_tokens=6), seed=1, round_=step)
-            with hybrid.generation():  # as validation does, with no update in between
+                rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=6), seed=1, round_=step)
+            with hybrid.phase():  # as validation does, with no update in between
                 pass
             seen.append([list(c.token_ids) for c in rollouts.completions])
-            batch, micro_batches = fixed_batch(), micro_batches_of(actor)
-            reference.weights.prefetch()
-            old = actor.log_probs(batch, micro_batches, 0.9)
+            batch, micro_batches = fixed_batch().with_(temperature=0.9), micro_batches_of(actor)
+            enter(Phase.LOG_PROBS)
+            old = actor.log_probs(batch, micro_batches)
             look("log-probs")
-            ref = reference.log_probs(batch, micro_batches, 0.9)
+            enter(Phase.REF)
+            ref = reference.log_probs(batch, micro_batches)
+            enter(Phase.UPDATE)
             look("reference done")
             batch = compute_advantages(batch.with_(old_logp=old, ref_logp=ref), Algorithm(), 0.0)
-            weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
             loss = PolicyLoss(clip_low=0.2, clip_high=0.28, entropy_coeff=0.01, kl_coef=0.1)
-            seen += [old, ref, actor.update(batch, micro_batches, weights, loss, temperature=0.9)]
+            seen += [old, ref, update(actor, batch, loss)]
             look("update")
-        state = actor.sharded_training_state(loading=False)["optimizer"]["state"]
+        enter(Phase.SAVE)
+        state = actor.sharded_state(loading=False)["optimizer"]["state"]
         look("save")
         seen += [{name: p.detach().cpu().clone() for name, p in actor.parameters().items()}]
         seen += [{f"{i}.{name}": part[name].data.cpu().clone() for i, part in state.items() for name in part}]
@@ -128,7 +138,7 @@ def _check_bytes(got: dict[str, dict[str, int]], want: dict[str, dict[str, int]]
         "log-probs": {"grad_offload"},
         "reference done": {"grad_offload", "ref"},
         "update": {"ref"},
-        "save": {"grad_offload", "ref"},
+        "save": {"grad_offload"},
     }
     for phase, without in absent.items():
         held = {what: 0 if what in without and what in modes else nbytes for what, nbytes in want[phase].items()}
@@ -163,14 +173,29 @@ def test_bytes_that_cross_slabs_come_back(monkeypatch: pytest.MonkeyPatch) -> No
         memory.restore()
         memory.restore()
         assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
-    tensors[0].fill_(7)
-    memory.release(changed=False)
-    memory.restore()
-    assert torch.equal(tensors[0], want[0])
     tensors.append(torch.ones(100))  # as moments appear with the first step
-    memory.release(changed=False)
+    memory.release()
     memory.restore()
     assert torch.equal(tensors[-1], torch.ones(100))
+
+
+def test_what_is_constant_is_copied_to_the_host_once() -> None:
+    from megarl.parallel import cpu, offload
+
+    cpu.enable_cpu_ranks()
+    tensor = torch.ones(3)
+    memory = offload.OnHost(lambda: [tensor], constant=True)
+
+    def after_a_release(value: float) -> float:
+        tensor.fill_(value)
+        memory.release()
+        memory.restore()
+        return float(tensor[0])
+
+    assert after_a_release(5) == 5
+    assert after_a_release(7) == 5
+    memory.rewritten()
+    assert after_a_release(7) == 7
 
 
 RUN: dict[str, Any] = {

@@ -10,7 +10,16 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor
-from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
+from training_cases import (
+    ARCH,
+    Case,
+    actor_in,
+    fixed_batch,
+    hybrid_of,
+    micro_batches_of,
+    reference_of,
+    update,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 
@@ -40,47 +49,38 @@ def _settings(dtype: str, *, moving: bool) -> dict[str, Any]:
 
 def _state(actor: Any, reference: Any) -> dict[str, Tensor]:
     """Everything that moves and is kept, on the host."""
-    from megarl.roles.optimizer_state import master_weights, moments
-
     state = {f"weight {name}": p for name, p in actor.parameters().items()}
     state |= {f"reference {name}": p for name, p in reference.parameters().items()}
-    state |= {f"master {i}": t for i, t in enumerate(master_weights(actor.optimizer))}
-    state |= {f"moment {i}": t for i, t in enumerate(moments(actor.optimizer))}
+    state |= {f"{name} {i}": t for name, held in actor.optimizer.tensors().items() for i, t in enumerate(held)}
     return {name: t.detach().cpu().clone() for name, t in state.items()}
 
 
 def _one_step(case: Case, dtype: str, moving: bool) -> dict[str, Any]:
     """Bytes in generation after an update, and the names of what was not the same when it came back."""
-    from megarl.algorithms.aggregation import token_weights
-    from megarl.algorithms.policy_loss import supervised_loss
-    from megarl.config.schema import Optim
-    from megarl.roles.reference import Reference
+    from megarl.phases import Phase
 
     gc.collect()  # the job before left cycles that hold its memory
     torch.cuda.empty_cache()
-    with actor_in(replace(case, config=_settings(dtype, moving=moving)), LARGER, dtype) as actor:
-        hybrid = hybrid_of(actor, max_model_len=64)
-        actor.start_optimizer(Optim(lr=1e-3), 4)
-        reference = Reference(actor)
-        hybrid.leaving.append(reference.weights)
+    with actor_in(replace(case, config=_settings(dtype, moving=moving)), LARGER, dtype, lr=1e-3) as actor:
+        reference = reference_of(actor)
+        hybrid = hybrid_of(actor, max_model_len=64, reference=reference)
         batch, micro_batches = fixed_batch(), micro_batches_of(actor)
-        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-        actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)
+        update(actor, batch)
         actor.gather_parameters()
         kept = _state(actor, reference)
         differs = set()
         for _ in range(2):
-            with hybrid.generation():
+            with hybrid.phase():
                 held = torch.cuda.memory_allocated()
-            reference.weights.prefetch()
-            actor.log_probs(batch, micro_batches, 1.0)
-            reference.weights.restore()
-            actor.masters.restore()
-            actor.moments.restore()
+            hybrid.residency.enter(Phase.LOG_PROBS)
+            actor.log_probs(batch, micro_batches)
+            reference.gather_parameters()
+            actor.optimizer.masters.restore()
+            actor.optimizer.moments.restore()
             differs |= {name for name, t in _state(actor, reference).items() if not torch.equal(t, kept[name])}
-        metrics = actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)
+        metrics = update(actor, batch)
         hybrid.close()
-        assert metrics["actor/grad_norm"] > 0
+        assert metrics["grad_norm"] > 0
         return {"held": held, "differs": differs}
 
 
@@ -137,22 +137,15 @@ def _reproducible(case: Case) -> list[Any]:
 
 def _checkpoint(case: Case) -> tuple[float, float]:
     """GiB that a checkpoint takes on the GPU at most, and that reading one does."""
-    from megarl.algorithms.aggregation import token_weights
-    from megarl.algorithms.policy_loss import supervised_loss
-    from megarl.config.schema import Optim
-
-    with actor_in(case, LARGER, "bfloat16") as actor:
-        actor.start_optimizer(Optim(lr=1e-3), 4)
-        batch = fixed_batch()
-        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-        actor.update(batch, micro_batches_of(actor), weights, supervised_loss, temperature=1.0)
+    with actor_in(case, LARGER, "bfloat16", lr=1e-3) as actor:
+        update(actor, fixed_batch())
         actor.gather_parameters()
         taken = []
         for loading in (False, True):
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            state = actor.sharded_training_state(loading=loading)
+            state = actor.sharded_state(loading=loading)
             taken.append((torch.cuda.max_memory_allocated() - before) / 2**30)
             del state
         return taken[0], taken[1]

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
+from training_cases import (
+    ARCH,
+    WITH_EXPERTS,
+    Case,
+    actor_in,
+    fixed_batch,
+    hybrid_of,
+    micro_batches_of,
+    reference_of,
+    update,
+)
 
 from megarl.models.architecture import Architecture
 from megarl.types import Prompt, SamplingParams
@@ -18,26 +28,21 @@ OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_ga
 def _first_update(case: Case) -> tuple[dict[str, float], float]:
     """Metrics of the first mini-batch with a reference, and the largest |log p - log p_ref| before it."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.algorithms.aggregation import token_weights
     from megarl.algorithms.policy_loss import PolicyLoss
-    from megarl.config.schema import Algorithm, Optim
-    from megarl.roles.reference import Reference
+    from megarl.config.schema import Algorithm
 
-    with actor_in(case) as actor:
-        actor.start_optimizer(Optim(lr=1e-2), 4)
-        reference = Reference(actor)
-        batch, micro_batches = fixed_batch(), micro_batches_of(actor, 3)
+    with actor_in(case, lr=1e-2) as actor:
+        reference = reference_of(actor)
+        batch, micro_batches = fixed_batch().with_(temperature=0.8), micro_batches_of(actor, 3)
         batch = batch.with_(
-            old_logp=actor.log_probs(batch, micro_batches, 0.8), ref_logp=reference.log_probs(batch, micro_batches, 0.8)
+            old_logp=actor.log_probs(batch, micro_batches), ref_logp=reference.log_probs(batch, micro_batches)
         )
         assert batch.old_logp is not None and batch.ref_logp is not None
         gap = float((batch.old_logp - batch.ref_logp).abs().max())
         batch = compute_advantages(batch, Algorithm(use_kl_in_reward=True), 0.5)
-        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
         loss = PolicyLoss(clip_low=0.2, clip_high=0.2, kl_coef=0.1)
-        first = actor.update(batch, micro_batches, weights, loss, temperature=0.8)
-        second = actor.update(batch, micro_batches, weights, loss, temperature=0.8)
-        assert second["actor/ratio_max_deviation"] > 1e-3  # the policy has moved
+        first, second = (update(actor, batch, loss, size=3) for _ in range(2))
+        assert second["ratio_max_deviation"] > 1e-3  # the policy has moved
         return first, gap
 
 
@@ -49,36 +54,29 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
 def test_first_ratio_is_exactly_one(ranks: Ranks, case: Case) -> None:
     for metrics, gap in ranks.run(case.world, _first_update, case):
         assert gap == 0.0
-        assert metrics["actor/ratio_max_deviation"] == 0.0
-        assert metrics["actor/ppo_kl"] == 0.0
-        assert metrics["actor/ref_kl"] == 0.0
-        assert metrics["actor/clipfrac"] == 0.0
+        assert metrics["ratio_max_deviation"] == 0.0
+        assert metrics["ppo_kl"] == 0.0
+        assert metrics["ref_kl"] == 0.0
+        assert metrics["clipfrac"] == 0.0
 
 
 def _generate_and_compare(
     case: Case, temperature: float, arch: Architecture = ARCH
 ) -> tuple[list[tuple[int, ...]], float, float]:
     """Responses by the hybrid engine after an update, and how far its log-probs are from the training layout's."""
-    from megarl.algorithms.aggregation import token_weights
-    from megarl.algorithms.policy_loss import supervised_loss
-    from megarl.config.schema import Optim
-
-    with actor_in(case, arch) as actor:
-        actor.start_optimizer(Optim(lr=1e-2), 4)
-        batch = fixed_batch()
+    with actor_in(case, arch, lr=1e-2) as actor:
         hybrid = hybrid_of(actor, max_model_len=32)
         prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(5)]
         params = SamplingParams(temperature=temperature, max_tokens=9, stop_token_ids=(1,))
         for _ in range(2):  # the second time with other weights, after the engine gave its memory back
-            weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-            actor.update(batch, micro_batches_of(actor), weights, supervised_loss, temperature=1.0)
-            with hybrid.generation() as engine:
-                rollouts = engine.generate(prompts, 3, params, seed=1, round_=4)
+            update(actor, fixed_batch())
+            with hybrid.phase():
+                rollouts = hybrid.rollouts(prompts, 3, params, seed=1, round_=4)
         made = rollouts.to_batch()
         layout = actor.groups.train
         mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-        logp = actor.log_probs(made, [mine[: len(mine) // 2], mine[len(mine) // 2 :]], temperature or 1.0)
-        plain = actor.log_probs(made, [mine[: len(mine) // 2], mine[len(mine) // 2 :]], 1.0)
+        halves = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
+        logp, plain = actor.log_probs(made, halves), actor.log_probs(made.with_(temperature=1.0), halves)
         assert made.rollout_logp is not None
         by_model = torch.zeros(len(made.tokens))
         by_model[made.response_mask] = torch.tensor([x for c in rollouts.completions for x in c.model_logp])

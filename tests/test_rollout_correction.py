@@ -27,11 +27,11 @@ def _batch() -> Batch:
 
 def _weights(**config: Any) -> list[list[float]]:
     batch = correct_rollouts(_batch(), RolloutCorrection(**config))
-    assert batch.rollout_weights is not None
-    assert (batch.rollout_weights[~batch.response_mask] == 0).all()
+    assert batch.importance is not None
+    assert (batch.importance[~batch.response_mask] == 0).all()
     cuts = batch.cu_seqlens.tolist()
     rows = [slice(a, b) for a, b in itertools.pairwise(cuts)]
-    return [batch.rollout_weights[row][batch.response_mask[row]].tolist() for row in rows]
+    return [batch.importance[row][batch.response_mask[row]].tolist() for row in rows]
 
 
 def _approx(rows: list[list[float]]) -> Any:
@@ -72,7 +72,7 @@ def test_veto_and_weights_together() -> None:
 def test_overflow_stays_finite() -> None:
     batch = _batch()
     batch = batch.with_(old_logp=torch.where(batch.response_mask, 500.0, 0.0))
-    out = correct_rollouts(batch, RolloutCorrection(rollout_is="sequence", rollout_rs="token")).rollout_weights
+    out = correct_rollouts(batch, RolloutCorrection(rollout_is="sequence", rollout_rs="token")).importance
     assert out is not None and torch.isfinite(out).all()
     assert all(math.isfinite(value) for value in gap_metrics(batch).values())
 
@@ -91,17 +91,17 @@ def test_rejected_tokens_count_in_no_denominator(mode: LossAggMode, wanted: Any)
     batch, weights = _batch(), torch.tensor([2.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
     per_token = torch.zeros(16)
     per_token[batch.response_mask] = weights
-    got = float(token_weights(batch.with_(rollout_weights=per_token), range(4), mode, 7).sum())
+    got = float(token_weights(batch.with_(importance=per_token), range(4), mode, 7).sum())
     assert got == pytest.approx(wanted([[2.0], [0.0, 0.5, 0.0], [0.0, 0.0], [1.0] * 4]), rel=1e-6)
 
 
 def test_gap_metrics() -> None:
     flat = [x for row in LOG_RATIOS for x in row]
     metrics = gap_metrics(correct_rollouts(_batch(), RolloutCorrection(rollout_rs="token")))
-    assert metrics["rollout/logp_gap_mean"] == pytest.approx(sum(map(abs, flat)) / 10, rel=1e-5)
-    assert metrics["rollout/logp_gap_max"] == pytest.approx(3.0)
-    assert metrics["rollout/kl_k1"] == pytest.approx(-sum(flat) / 10, rel=1e-5)
-    assert metrics["rollout/kl_k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in flat) / 10, rel=1e-5)
-    assert metrics["rollout/ratio_p99"] == pytest.approx(math.exp(2.0))
-    assert metrics["rollout/ratio_p01"] == pytest.approx(math.exp(-3.0))
-    assert metrics["rollout/rejected"] == pytest.approx(2 / 10)
+    assert metrics["logp_gap_mean"] == pytest.approx(sum(map(abs, flat)) / 10, rel=1e-5)
+    assert metrics["logp_gap_max"] == pytest.approx(3.0)
+    assert metrics["kl_k1"] == pytest.approx(-sum(flat) / 10, rel=1e-5)
+    assert metrics["kl_k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in flat) / 10, rel=1e-5)
+    assert metrics["ratio_p99"] == pytest.approx(math.exp(2.0))
+    assert metrics["ratio_p01"] == pytest.approx(math.exp(-3.0))
+    assert metrics["rejected"] == pytest.approx(2 / 10)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tiny_run import ROOT
 
-from megarl.checkpoint.folder import Phase, Position, checkpoint_folder, write_state
+from megarl.checkpoint.folder import checkpoint_folder, rl_step, write_state
 from megarl.config.schema import Trainer
 from megarl.trainer.run_folder import check_run_folder
 from megarl.trainer.run_lock import RunLock, check_free
@@ -134,7 +134,7 @@ def test_a_fresh_run_leaves_another_s_results_alone(tmp_path: Path) -> None:
 def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> None:
     folders = {}
     for step in (20, 40):
-        folders[step] = checkpoint_folder(str(tmp_path), Position(Phase.RL, step))
+        folders[step] = checkpoint_folder(str(tmp_path), rl_step(step))
         os.makedirs(folders[step])
         write_state(folders[step], {"step": step})
     earlier = Trainer(default_local_dir=str(tmp_path), resume_mode="resume_path", resume_from_path=folders[20])

@@ -83,7 +83,7 @@ def _memory(case: Case, arch: Any, engine: str) -> tuple[int, int, int]:
         before = torch.cuda.memory_allocated()
         hybrid = hybrid_of(actor, max_model_len=64)
         taken = torch.cuda.max_memory_allocated() - before
-        with hybrid.generation():
+        with hybrid.phase():
             held = hybrid.engine.parameters()
             if engine == "vllm":
                 from vllm.device_allocator.cumem import CuMemAllocator
@@ -91,7 +91,7 @@ def _memory(case: Case, arch: Any, engine: str) -> tuple[int, int, int]:
                 pool = CuMemAllocator.get_instance().pointer_to_data.values()
                 taken = sum(data.handle[1] for data in pool if data.tag == "weights")
             whole = sum(p.nbytes for p in held.values())
-            own = sum(p.nbytes for name, p in held.items() if name not in hybrid.aliases)
+            own = sum(p.nbytes for name, p in held.items() if name not in hybrid.sync.shared.aliases)
         hybrid.close()
         return whole, own, taken
 

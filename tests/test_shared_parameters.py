@@ -78,7 +78,7 @@ def test_a_rank_shares_its_own_stage(ranks: Ranks, arch: Architecture, tp: int) 
             (0, False): {"model.norm.weight", "lm_head.weight"},
             (1, True): set(),
             (1, False): {"model.embed_tokens.weight"},
-        }[stage, arch.tie_word_embeddings]
+        }[stage, arch.tied]
         assert sum(f"layers.{1 - stage}." in name for name in elsewhere) >= 4
         assert seen.received > 0
 

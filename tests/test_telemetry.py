@@ -191,16 +191,16 @@ def report_of(run_dir: Path, first_step: int | None = None) -> Report:
 def test_a_report_goes_back_without_doubles(tmp_path: Path) -> None:
     report = report_of(tmp_path)
     for step in (1, 2, 3):
-        report.rl_step(step, {"reward/mean": step / 8}, {})
+        report.step(step, {"reward/mean": step / 8}, {})
     report.rewind(2)
-    report.rl_step(2, {"reward/mean": 1.0}, {})
+    report.step(2, {"reward/mean": 1.0}, {})
     report.close()
     assert [(row["step"], row["reward/mean"]) for row in jsonl(tmp_path)] == [(1, 0.125), (2, 1.0)]
 
 
 def test_a_finished_run_fails_at_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(tmp_path)
-    report.rl_step(1, {"reward/mean": 0.5}, {})
+    report.step(1, {"reward/mean": 0.5}, {})
     (tmp_path / "metrics.jsonl").unlink()
     report.close()
     said = capsys.readouterr().err

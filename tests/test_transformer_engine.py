@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, WITH_EXPERTS, Case, actor_in, fixed_batch, hybrid_of, micro_batches_of
+from training_cases import (
+    ARCH,
+    WITH_EXPERTS,
+    Case,
+    actor_in,
+    fixed_batch,
+    hybrid_of,
+    micro_batches_of,
+    update,
+)
 
 from megarl.models.architecture import Architecture, RopeScaling
 
@@ -20,9 +29,6 @@ pytestmark = pytest.mark.skipif(
 
 def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[bool, torch.Tensor, list[float], float]:
     """Log-probs before, losses of 3 updates, and the engine's largest log-prob gap after them."""
-    from megarl.algorithms.aggregation import token_weights
-    from megarl.algorithms.policy_loss import supervised_loss
-    from megarl.config.schema import Optim
     from megarl.types import Prompt, SamplingParams
 
     megatron = {"transformer_engine": which, "sequence_parallel": case.sequence_parallel}
@@ -32,21 +38,16 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
         "reshard": {"verify": True},
     }
     case = Case(tp=case.tp, pp=case.pp, gen_tp=case.gen_tp, sequence_parallel=case.sequence_parallel, config=config)
-    with actor_in(case, arch, "bfloat16") as actor:
-        actor.start_optimizer(Optim(lr=1e-3), 4)
-        batch, micro_batches = fixed_batch(), micro_batches_of(actor, 4)
-        before = actor.log_probs(batch, micro_batches, 1.0)
-        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-        losses = [
-            actor.update(batch, micro_batches, weights, supervised_loss, temperature=1.0)["actor/loss"]
-            for _ in range(3)
-        ]
+    with actor_in(case, arch, "bfloat16", lr=1e-3) as actor:
+        batch = fixed_batch()
+        before = actor.log_probs(batch, micro_batches_of(actor, 4))
+        losses = [update(actor, batch, size=4)["loss"] for _ in range(3)]
         hybrid = hybrid_of(actor, max_model_len=32)
         prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(4)]
-        with hybrid.generation() as engine:
-            rollouts = engine.generate(prompts, 4, SamplingParams(max_tokens=9), seed=1, round_=1)
+        with hybrid.phase():
+            rollouts = hybrid.rollouts(prompts, 4, SamplingParams(max_tokens=9), seed=1, round_=1)
         made = rollouts.to_batch()
-        logp = actor.log_probs(made, [list(range(len(made)))], 1.0)
+        logp = actor.log_probs(made, [list(range(len(made)))])
         assert made.rollout_logp is not None
         return actor.transformer_engine, before, losses, float((logp - made.rollout_logp).abs().mean())
 

@@ -126,14 +126,14 @@ def _generate(
         for seed in (1, 2):
             full = random_weights(arch, seed)
             actor.load(source_of(full))
-            with hybrid.generation() as engine:
+            with hybrid.phase():
                 if name == "vllm":
                     for key, p in hybrid.engine.parameters().items():
                         assert torch.equal(p, wanted_by_vllm(key, p, full, case.gen_tp, at.tp)), key
-                rollouts = engine.generate(prompts, 3, params, seed=1, round_=4)
+                rollouts = hybrid.rollouts(prompts, 3, params, seed=1, round_=4)
             made = rollouts.to_batch()
             mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-            logp = actor.log_probs(made, [mine], params.temperature or 1.0)
+            logp = actor.log_probs(made, [mine])
             assert made.rollout_logp is not None
             gap = float((logp - made.rollout_logp).abs().max())
             same = params.temperature in (0.0, 1.0)
@@ -287,9 +287,9 @@ def _answers(case: Case, folder: str, name: str, prompts: list[tuple[int, ...]],
     with actor_in(Case(**{**vars(case), "config": config}), arch) as actor:
         actor.load(HuggingFaceWeights(folder, arch).box)
         hybrid = hybrid_of(actor, max_model_len=256)
-        with hybrid.generation() as engine:
+        with hybrid.phase():
             asked = [Prompt(index=i, token_ids=tokens, row={}) for i, tokens in enumerate(prompts)]
-            rollouts = engine.generate(asked, 1, params, seed=1, round_=1)
+            rollouts = hybrid.rollouts(asked, 1, params, seed=1, round_=1)
         hybrid.close()
         return [tuple(c.token_ids) for c in rollouts.completions]
 

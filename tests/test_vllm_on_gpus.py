@@ -63,17 +63,17 @@ def _reshard_and_generate(case: Case, folder: str, sleeps: bool) -> tuple[int, f
         for seed in (1, 2):
             full = {name: 0.3 * weight for name, weight in random_weights(arch, seed).items()}
             actor.load(source_of(full))
-            with hybrid.generation() as engine:
+            with hybrid.phase():
                 compared = 0
                 for name, p in hybrid.engine.parameters().items():
                     wanted = wanted_by_vllm(name, p, full, case.gen_tp, at.tp, arch.moe)
                     assert torch.equal(p, wanted.to(p.device, p.dtype)), name
                     compared += p.numel()
-                rollouts = engine.generate(prompts, 2, SamplingParams(max_tokens=12), seed=1, round_=seed)
+                rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=12), seed=1, round_=seed)
             made = rollouts.to_batch()
             layout = actor.groups.train
             mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-            logp = actor.log_probs(made, [mine], 1.0)
+            logp = actor.log_probs(made, [mine])
             assert made.rollout_logp is not None
             gap = max(gap, float((logp - made.rollout_logp)[made.response_mask].abs().mean()))
         hybrid.close()
@@ -130,7 +130,7 @@ def _kv_cache_held(case: Case, folder: str) -> tuple[int, int]:
     config = {"model": {"path": folder, "dtype": "bfloat16"}, "rollout": rollout}
     with actor_in(Case(**{**vars(case), "config": config}), arch, "bfloat16") as actor:
         hybrid = hybrid_of(actor, max_model_len=64)
-        with hybrid.generation():
+        with hybrid.phase():
             pool = CuMemAllocator.get_instance().pointer_to_data.values()
             held = sum(data.handle[1] for data in pool if data.tag == "kv_cache")
         hybrid.close()

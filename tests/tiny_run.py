@@ -147,6 +147,7 @@ def train_in(ranks: Ranks, world: int, config: Path, *overrides: str) -> str:
 
 
 def _train(config: str, overrides: list[str]) -> str:
+    from megarl.flows.registry import FLOWS
     from megarl.train import load_run_config
     from megarl.trainer.checks import check_run
     from megarl.trainer.run import run
@@ -154,7 +155,8 @@ def _train(config: str, overrides: list[str]) -> str:
 
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(said):
-        stopped_by = run(check_run(load_run_config(config, overrides)), StopRequest(int(os.environ["RANK"])))
+        inputs = check_run(load_run_config(config, overrides))
+        stopped_by = run(inputs, FLOWS.load(inputs.config.trainer.flow), StopRequest(int(os.environ["RANK"])))
     assert stopped_by is None
     return said.getvalue()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ ARCH = Architecture(
     max_position_embeddings=64,
     qkv_bias=True,
     qk_norm=True,
-    tie_word_embeddings=True,
+    output="tied",
     init_std=0.1,
 )
 WITH_EXPERTS = replace(ARCH, moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True))
@@ -73,10 +74,19 @@ def fixed_batch() -> Batch:
     return batch.with_(rewards=torch.rand(SEQUENCES, generator=generator))
 
 
+_CONFIGS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
 @contextmanager
-def actor_in(case: Case, arch: Architecture = ARCH, dtype: str = "float32") -> Iterator[Any]:
-    """An actor with the same random weights in every layout, inside an initialised world."""
-    from megarl.config.schema import ActorRolloutRef
+def actor_in(
+    case: Case, arch: Architecture = ARCH, dtype: str = "float32", *, total_steps: int = 4, **optim: Any
+) -> Iterator[Any]:
+    """An actor with the same random weights in every layout, inside an initialised world.
+
+    Args:
+        optim: keys of its optimizer.
+    """
+    from megarl.config.schema import ActorRolloutRef, Optim
     from megarl.models.weights import random_source
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
@@ -94,18 +104,52 @@ def actor_in(case: Case, arch: Architecture = ARCH, dtype: str = "float32") -> I
         }
     )
     try:
-        yield Actor(config, arch, groups, initial=lambda policy: policy.load(random_source(arch, 1)))
+        actor = Actor(
+            arch,
+            groups,
+            model=config.model,
+            megatron=config.actor.megatron,
+            optim=Optim(**optim),
+            total_steps=total_steps,
+            initial=lambda policy: policy.load(random_source(arch, 1)),
+        )
+        _CONFIGS[actor] = config
+        yield actor
     finally:
         destroy_groups(groups)
 
 
-def hybrid_of(actor: Any, max_model_len: int) -> Any:
+def reference_of(actor: Any) -> Any:
+    """A copy of the actor as it is."""
+    from megarl.roles.reference import Reference
+
+    config = _CONFIGS[actor]
+    offload = config.ref.megatron.param_offload
+    return Reference(actor, model=config.model, megatron=config.actor.megatron, param_offload=offload)
+
+
+def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
     """A hybrid engine around the actor; the text of token 7 is "<7>"."""
-    from megarl.hybrid.engine import HybridEngine
+    from megarl.hybrid.generation import Generation
+    from megarl.hybrid.residency import Residency
     from megarl.telemetry.timers import PhaseTimers
 
-    timers = PhaseTimers(actor.groups.device)
-    return HybridEngine(actor.config, actor, timers, max_model_len=max_model_len, decode=text_of)
+    config, residency = _CONFIGS[actor], Residency()
+    residency.add("actor", actor.memory)
+    if reference is not None:
+        residency.add("reference", reference.memory)
+    generation = Generation(
+        actor,
+        rollout=config.rollout,
+        reshard=config.reshard,
+        model_path=config.model.path,
+        residency=residency,
+        timers=PhaseTimers(actor.groups.device),
+        max_model_len=max_model_len,
+        decode=text_of,
+    )
+    generation.residency = residency  # for tests that enter phases
+    return generation
 
 
 def micro_batches_of(actor: Any, size: int = 2) -> list[list[int]]:
@@ -115,26 +159,28 @@ def micro_batches_of(actor: Any, size: int = 2) -> list[list[int]]:
     return [mine[i : i + size] for i in range(0, len(mine), size)]
 
 
+def update(actor: Any, batch: Batch, loss: Any = None, size: int = 2) -> dict[str, float]:
+    """One update on the whole batch, `size` sequences at a time; cross-entropy unless there is a loss."""
+    from megarl.algorithms.cross_entropy import cross_entropy
+    from megarl.data.packing import MiniBatch
+
+    mini_batch = MiniBatch(sequences=range(SEQUENCES), micro_batches=micro_batches_of(actor, size))
+    metrics = actor.update(batch, mini_batch, loss or cross_entropy)
+    return {name: float(metric.value) for name, metric in metrics.items()}
+
+
 def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; `loss` is "supervised" or "policy" (clipped, with entropy and reference)."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.algorithms.aggregation import token_weights
-    from megarl.algorithms.policy_loss import PolicyLoss, supervised_loss
-    from megarl.config.schema import Algorithm, Optim
+    from megarl.algorithms.policy_loss import PolicyLoss
+    from megarl.config.schema import Algorithm
 
-    with actor_in(case, arch) as actor:
-        actor.start_optimizer(Optim(lr=3e-3), steps)
-        batch = fixed_batch()
-        micro_batches = micro_batches_of(actor)
-        function: Any = supervised_loss
+    with actor_in(case, arch, lr=3e-3, total_steps=steps) as actor:
+        batch, function = fixed_batch().with_(temperature=0.9), None
         if loss == "policy":
-            old = actor.log_probs(batch, micro_batches, 0.9)
+            old = actor.log_probs(batch, micro_batches_of(actor))
             batch = batch.with_(old_logp=old, ref_logp=old * 1.1)
             batch = compute_advantages(batch, Algorithm(), 0.0)
             function = PolicyLoss(clip_low=0.2, clip_high=0.28, entropy_coeff=0.01, kl_coef=0.1)
-        weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-        history = []
-        for _ in range(steps):
-            metrics = actor.update(batch, micro_batches, weights, function, temperature=0.9)
-            history.append((metrics["actor/loss"], metrics["actor/grad_norm"]))
-        return history
+        updates = [update(actor, batch, function) for _ in range(steps)]
+        return [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]

@@ -36,23 +36,23 @@ import torch
 import torch.distributed as dist
 from benchmark import finish, milliseconds, random_weights
 from extra_memory import ExtraMemory
+from megarl.hybrid.engine import HybridEngine
+from megarl.roles.policy import DTYPES
 from reshard_alternatives import CopyEngines, Refit, TensorGather
 from reshard_figures import Figures, Reshard, Way, draw, print_table
 from reshard_links import Links, measure_links
 
 from megarl.config import Config, ConfigError
 from megarl.config.load import build_config
-from megarl.hybrid.engine import HybridEngine
 from megarl.models.architecture import Architecture
+from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.reshard.execute import Resharder
 from megarl.reshard.transport import copies
 from megarl.reshard.verify import verify
 from megarl.roles.actor import Actor
-from megarl.roles.policy import DTYPES
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.checks import check_layouts
-from megarl.trainer.inputs import generation_layout, train_layout
 
 Job = Callable[[], object]
 

@@ -17,8 +17,8 @@ from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.tensors import Box, LogicalTensor
 from megarl.models.weights import Source
+from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, init_distributed
-from megarl.trainer.inputs import generation_layout, train_layout
 
 Figures = TypeVar("Figures", bound=Any)
 """A dataclass of what was measured."""

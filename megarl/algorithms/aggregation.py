@@ -13,7 +13,9 @@ from megarl.types import Batch
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-def token_weights(batch: Batch, sequences: Sequence[int], mode: LossAggMode, max_response_length: int) -> Tensor:
+def token_weights(
+    batch: Batch, sequences: Sequence[int], mode: LossAggMode = "token-mean", max_response_length: int = 1
+) -> Tensor:
     """Weights w with loss = sum(w * token_loss) over a mini-batch, however it is split afterwards.
 
     Args:
@@ -21,13 +23,13 @@ def token_weights(batch: Batch, sequences: Sequence[int], mode: LossAggMode, max
         mode: `token-mean` averages over all tokens (DAPO, arXiv 2503.14476, eq. 8); `seq-mean-token-mean` averages
             per sequence, then over sequences (GRPO, arXiv 2402.03300, eq. 3); `seq-mean-token-sum` sums per
             sequence; `seq-mean-token-sum-norm` divides that by `max_response_length` (Dr. GRPO, arXiv 2503.20783).
-        max_response_length: tokens.
+        max_response_length: tokens; for `seq-mean-token-sum-norm`.
 
     Returns:
-        float32 [T], 0 outside the mini-batch and at prompt tokens. With `rollout_weights` each token's weight is
+        float32 [T], 0 outside the mini-batch and at prompt tokens. With `importance` each token's weight is
         multiplied by its importance weight, and rejected tokens count in no denominator.
     """
-    token = batch.response_mask.float() if batch.rollout_weights is None else batch.rollout_weights
+    token = batch.response_mask.float() if batch.importance is None else batch.importance
     lengths = batch.sum_per_sequence((token > 0).float())
     chosen = torch.zeros(len(batch))
     chosen[torch.tensor(list(sequences), dtype=torch.int64)] = 1.0

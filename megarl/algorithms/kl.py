@@ -40,6 +40,14 @@ class AdaptiveKlController:
     def __init__(self, coefficient: float, target: float, horizon: int) -> None:
         self.coefficient, self.target, self.horizon = coefficient, target, horizon
 
+    def state(self) -> float:
+        """The coefficient."""
+        return self.coefficient
+
+    def load_state(self, coefficient: float) -> None:
+        """Go on with it."""
+        self.coefficient = coefficient
+
     def update(self, kl_per_sequence: float, sequences: int) -> None:
         """After a step with the given mean KL (nats per sequence) over that many sequences."""
         error = max(-0.2, min(0.2, kl_per_sequence / self.target - 1.0))

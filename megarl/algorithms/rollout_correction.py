@@ -17,7 +17,7 @@ from megarl.types import Batch
 
 
 def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
-    """The batch with `rollout_weights`, float32 [T]: truncated importance weights, 0 for rejected tokens.
+    """The batch with `importance`, float32 [T]: truncated importance weights, 0 for rejected tokens.
 
     Unchanged if no correction is asked for. The ratio is p_train / p_rollout of each sampled token; of a sequence,
     their product (`sequence`) or geometric mean (`geometric`).
@@ -36,7 +36,7 @@ def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
         vetoed = (bounded(log_ratio).exp() < config.rollout_token_veto_threshold) & batch.response_mask
         sequences = batch.sum_per_sequence(vetoed.float()) > 0
         weights = weights * ~sequences[batch.sequence_of_token]
-    return batch.with_(rollout_weights=weights)
+    return batch.with_(importance=weights)
 
 
 def log_ratios(batch: Batch) -> Tensor:
@@ -57,17 +57,17 @@ def gap_metrics(batch: Batch) -> dict[str, float]:
     # torch.quantile refuses more than 16 million values
     in_order = ratio.sort().values
     metrics = {
-        "rollout/logp_gap_mean": float(log_ratio.abs().mean()),
-        "rollout/logp_gap_max": float(log_ratio.abs().max()),
-        "rollout/kl_k1": float(-log_ratio.mean()),
-        "rollout/kl_k3": float((torch.expm1(finite) - finite).mean()),
+        "logp_gap_mean": float(log_ratio.abs().mean()),
+        "logp_gap_max": float(log_ratio.abs().max()),
+        "kl_k1": float(-log_ratio.mean()),
+        "kl_k3": float((torch.expm1(finite) - finite).mean()),
     }
     for percent in (1, 50, 99):
-        metrics[f"rollout/ratio_p{percent:02d}"] = float(in_order[round((len(in_order) - 1) * percent / 100)])
-    if batch.rollout_weights is not None:
-        weights = batch.rollout_weights[batch.response_mask]
-        metrics["rollout/weight_mean"] = float(weights.mean())
-        metrics["rollout/rejected"] = float((weights == 0).float().mean())
+        metrics[f"ratio_p{percent:02d}"] = float(in_order[round((len(in_order) - 1) * percent / 100)])
+    if batch.importance is not None:
+        weights = batch.importance[batch.response_mask]
+        metrics["weight_mean"] = float(weights.mean())
+        metrics["rejected"] = float((weights == 0).float().mean())
     return metrics
 
 

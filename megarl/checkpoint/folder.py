@@ -1,8 +1,8 @@
 """Names and small state of checkpoint folders. Torch-free, so that a bad path is refused before anything starts.
 
-RUN/checkpoints/warmup_step_100/         in the supervised warm-up, which comes before every RL step
-RUN/checkpoints/global_step_20/          complete: a folder gets this name when everything in it is written
-    trainer.json                         step, phase, sampler position, number of ranks
+RUN/checkpoints/warmup_step_100/         of the loop "warmup", which comes before every RL step
+RUN/checkpoints/global_step_20/          of the loop "rl"; a folder gets its name when everything in it is written
+    trainer.json                         loop, step, sampler position, number of ranks
     config.json, tokenizer.json, ...     the model's Hugging Face files without the weights
     huggingface/                         with checkpoint.save_hf: the actor as a Hugging Face folder
     ...                                  Megatron-Core's distributed checkpoint
@@ -19,8 +19,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.checkpoint.manifest import MANIFEST_FILE, one_line, read_manifest, size_problem, sync_folder
@@ -29,15 +28,11 @@ STATE_FILE = "trainer.json"
 _WITHOUT_MANIFEST = ("metadata.json", "common.pt", ".metadata")
 
 
-class Phase(IntEnum):
-    """Parts of a run, in their order."""
-
-    WARMUP = 0
-    RL = 1
-
-
-_PREFIX = {Phase.WARMUP: "warmup_step", Phase.RL: "global_step"}
-_NAME = re.compile(r"(warmup_step|global_step)_(0|[1-9]\d*)")
+LOOP = re.compile(r"[a-z][a-z0-9-]*")
+"""What a flow may call a loop."""
+_NAME = re.compile(rf"({LOOP.pattern})_step_(0|[1-9]\d*)")
+_ORDER = {"warmup": 0, "rl": 1}  # in which checkpoints that do not record it were written
+_LAST = 2**31
 
 
 @dataclass(frozen=True, order=True)
@@ -45,22 +40,39 @@ class Position:
     """Where in a run a checkpoint was saved; ordered as the run goes.
 
     Attributes:
-        step: of the phase, from 1.
+        order: which of the flow's loops it is, from 0; -1 is before the first.
+        step: of the loop, from 1.
+        loop: its name.
     """
 
-    phase: Phase
+    order: int
     step: int
+    loop: str
 
     @property
     def name(self) -> str:
-        """The folder's name: `global_step_20`."""
-        return f"{_PREFIX[self.phase]}_{self.step}"
+        """The folder's name: `global_step_20` in the loop "rl", `warmup_step_20` in "warmup"."""
+        return f"{'global' if self.loop == 'rl' else self.loop}_step_{self.step}"
 
 
-def position_named(name: str) -> Position | None:
-    """global_step_20 -> (RL, 20); None for any other name, such as global_step_20.damaged."""
+BEGINNING = Position(-1, 0, "")
+"""Of a run that has made no step."""
+
+
+def rl_step(step: int) -> Position:
+    """Of the loop "rl" in a flow that begins with a supervised warm-up, if only one of no steps."""
+    return Position(_ORDER["rl"], step, "rl")
+
+
+def warmup_step(step: int) -> Position:
+    """Of the supervised warm-up."""
+    return Position(_ORDER["warmup"], step, "warmup")
+
+
+def _named(name: str) -> tuple[str, int] | None:
+    """global_step_20 -> ("rl", 20); None for what is no checkpoint's name, such as global_step_20.damaged."""
     found = _NAME.fullmatch(name)
-    return Position(next(p for p in Phase if _PREFIX[p] == found[1]), int(found[2])) if found else None
+    return ("rl" if found[1] == "global" else found[1], int(found[2])) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +101,12 @@ def checkpoints(run_dir: str) -> list[Found]:
     """Everything that is named as a checkpoint of the run, newest first, after the cheap checks of `problem_with`."""
     parent = os.path.join(run_dir, "checkpoints")
     names = os.listdir(parent) if os.path.isdir(parent) else []
-    positions = sorted((p for name in names if (p := position_named(name)) is not None), reverse=True)
-    folders = [(checkpoint_folder(run_dir, position), position) for position in positions]
-    return [Found(folder=folder, position=at, problem=problem_with(folder)) for folder, at in folders]
+    found = []
+    for name in names:
+        if (named := _named(name)) is not None:
+            folder = os.path.join(parent, name)
+            found.append(Found(folder=folder, position=_position_at(folder, *named), problem=problem_with(folder)))
+    return sorted(found, key=lambda checkpoint: checkpoint.position, reverse=True)
 
 
 def whole_checkpoints(run_dir: str) -> list[str]:
@@ -108,9 +123,9 @@ def problem_with(folder: str) -> str | None:
         records = read_manifest(folder)
     except ValueError as e:
         return str(e)
-    named = position_named(os.path.basename(os.path.abspath(folder)))
-    if named is not None and state["step"] != named.step and not state.get("weights_only"):
-        return f"its {STATE_FILE} says step {state['step']}, its name step {named.step}"
+    named = _named(os.path.basename(os.path.abspath(folder)))
+    if named is not None and state["step"] != named[1] and not state.get("weights_only"):
+        return f"its {STATE_FILE} says step {state['step']}, its name step {named[1]}"
     if records is not None:
         return size_problem(folder, records)
     if "format" in state:
@@ -156,7 +171,8 @@ def read_state(folder: str) -> dict[str, Any]:
 
 def position_of(state: dict[str, Any]) -> Position:
     """Where a checkpoint was saved, from its small state."""
-    return Position(Phase[state.get("phase", Phase.RL.name)], state["step"])
+    loop = state.get("loop") or state.get("phase", "rl").lower()  # before flows there were two phases
+    return Position(state.get("order", _ORDER.get(loop, _LAST)), state["step"], loop)
 
 
 def write_state(folder: str, state: dict[str, Any]) -> None:
@@ -207,7 +223,7 @@ def remove_partials(run_dir: str) -> list[str]:
     removed = []
     for name in sorted(os.listdir(parent)) if os.path.isdir(parent) else []:
         stem, end = os.path.splitext(name)
-        if position_named(stem[1:]) is None or not name.startswith(".") or end not in (".partial", ".replaced"):
+        if _named(stem[1:]) is None or not name.startswith(".") or end not in (".partial", ".replaced"):
             continue
         if end == ".replaced" and not os.path.lexists(os.path.join(parent, stem[1:])):
             os.rename(os.path.join(parent, name), os.path.join(parent, stem[1:]))  # died between the two renames
@@ -244,10 +260,19 @@ def _read_state(folder: str) -> dict[str, Any]:
         raise ValueError(f"{STATE_FILE} is missing") from None
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"its {STATE_FILE} is not JSON ({one_line(e)})") from e
-    step = state.get("step") if isinstance(state, dict) else None
-    if not isinstance(step, int) or isinstance(step, bool) or state.get("phase", "RL") not in Phase.__members__:
+    if not isinstance(state, dict) or not all(type(state.get(key, 0)) is int for key in ("step", "order")):
+        raise ValueError(f"its {STATE_FILE} is not a JSON object with an integer step")
+    if "step" not in state or not all(isinstance(state.get(key, ""), str) for key in ("loop", "phase")):
         raise ValueError(f"its {STATE_FILE} is not a JSON object with an integer step")
     return dict(state)
+
+
+def _position_at(folder: str, loop: str, step: int) -> Position:
+    """Of a folder with that name; one that does not say which loop it is of counts as the newest."""
+    try:
+        return replace(position_of(_read_state(folder)), step=step)
+    except ValueError:
+        return Position(_ORDER.get(loop, _LAST), step, loop)
 
 
 def _problem_without_manifest(folder: str) -> str | None:

@@ -39,7 +39,7 @@ def check_weights(folder: str, arch: Architecture) -> None:
     A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte.
     """
     found, wanted = weight_entries(folder), logical_tensors(arch)
-    if arch.tie_word_embeddings and OUTPUT in found and EMBEDDING in found:
+    if arch.tied and OUTPUT in found and EMBEDDING in found:
         if not _same_bytes(found[OUTPUT], found[EMBEDDING]):
             raise ValueError(
                 f"'{folder}': {OUTPUT} differs from {EMBEDDING} although {CONFIG} says tie_word_embeddings = true; "

@@ -78,7 +78,7 @@ def save_checkpoint(
     """
     final = checkpoint_folder(run_dir, position)
     partial = partial_folder(final)
-    of_position = {"format": FORMAT, "phase": position.phase.name, "step": position.step}
+    of_position = {"format": FORMAT, "loop": position.loop, "order": position.order, "step": position.step}
     state = {**trainer_state, **of_position, "world_size": dist.get_world_size()}
     try:
         _on_first_rank(control, lambda: _make_empty(partial))

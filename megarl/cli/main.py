@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--flow", help="what the run does: a name, or path/to/file.py:function; default trainer.flow")
     parser.add_argument("--nproc", type=int, help="ranks to start here; default trainer.n_gpus_per_node")
     parser.add_argument("--nnodes", type=int, help="machines, each with a command of its own; default trainer.nnodes")
     parser.add_argument("--node-rank", type=int, help="which of them this is, from 0; default SLURM_NODEID")
@@ -56,13 +57,17 @@ def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     counts = {"trainer.n_gpus_per_node": args.nproc, "trainer.nnodes": args.nnodes}
     ranks = [f"{key}={count}" for key, count in counts.items() if count is not None]
+    if args.flow is not None:
+        overrides = [*overrides, f"trainer.flow={args.flow}"]
     config = load_config(args.config, [*overrides, *ranks])
     node_rank = _node_rank(args, config.trainer.nnodes)
+    from megarl.flows.registry import FLOWS
     from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.resume import expected_start, finished
     from megarl.trainer.run_lock import check_free
 
     inputs = check_run(config)
+    FLOWS.check(config.trainer.flow)
     if done := finished(inputs, expected_start(inputs)):
         print(f"megarl: {done}", file=sys.stderr)
         return 0

@@ -17,7 +17,7 @@ Whole = Annotated[int, Field(le=2**31 - 1)]
 Size = Annotated[int, Field(le=2**20)]
 """How many ranks, sequences or rows there are at once: each takes memory."""
 Logger = Literal["console", "jsonl", "csv", "tensorboard"]
-Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "algorithm", "reward", "roles"]
+Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "algorithm", "reward", "roles", "flow"]
 """Parts of a run that a checkpoint records: one that goes on from it must have the same."""
 
 
@@ -310,6 +310,7 @@ class Warmup(Section):
 class Trainer(Section):
     """The run itself."""
 
+    flow: NonEmpty = Field("ppo", description="what the run does: a registered flow, or path/to/file.py:function")
     nnodes: Size = Field(1, ge=1)
     n_gpus_per_node: Size = Field(1, ge=1, description="ranks per node (CPU ranks where there is no GPU)")
     total_epochs: Whole = Field(

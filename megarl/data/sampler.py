@@ -23,15 +23,17 @@ class PromptSampler:
         n_rows: rows to draw from.
         batch_size: rows per batch.
         shuffle: a new order every epoch; false: always 0, 1, 2, ...
+        allow: parts of a run that may differ from where a state was taken, as in `trainer.resume_allow`.
 
     Raises:
         ValueError: not even one batch.
     """
 
-    def __init__(self, n_rows: int, batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, n_rows: int, batch_size: int, shuffle: bool, seed: int, *, allow: Collection[str] = ()) -> None:
         if batch_size > n_rows:
             raise ValueError(f"data.train_batch_size = {batch_size} exceeds the {n_rows} prompts of data.train_files")
         self._n_rows, self._batch_size, self._shuffle, self._seed = n_rows, batch_size, shuffle, seed
+        self._allow = frozenset(allow)
         self._start(epoch=0, position=0)
 
     @property
@@ -50,11 +52,8 @@ class PromptSampler:
         """`epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._depends_on()}
 
-    def load_state(self, state: dict[str, int], *, allow: Collection[str] = ()) -> None:
+    def load_state(self, state: dict[str, int]) -> None:
         """Go on where `state` was taken; in another order, where that is allowed, with the next epoch.
-
-        Args:
-            allow: parts of a run that may differ, as in `trainer.resume_allow`.
 
         Raises:
             ValueError: what the order depends on differs from then: the position would be one in another order.
@@ -62,7 +61,7 @@ class PromptSampler:
         changed = [key for key, now in self._depends_on().items() if state.get(key, now) != now]
         for key in changed:  # older states have epoch and position alone, and nothing to compare
             name, part = _ORDER[key]
-            if part not in allow:
+            if part not in self._allow:
                 raise ValueError(
                     f"the checkpoint was made with {name} = {state[key]}, now it is {self._depends_on()[key]}: resume "
                     f"with what the run began with, or set trainer.resume_allow=[{part}]"

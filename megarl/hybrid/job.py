@@ -143,7 +143,7 @@ def active_parameter_count(arch: Architecture) -> int:
     if arch.moe:
         times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)
     held = engine_placements(arch, 1, 0, layers=(0,), experts=FIRST_EXPERT)
-    return _elements((p for p in held if p.tensor != EMBEDDING or arch.tie_word_embeddings), times)
+    return _elements((p for p in held if p.tensor != EMBEDDING or arch.tied), times)
 
 
 def expert_elements(arch: Architecture) -> int:

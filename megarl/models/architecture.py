@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,8 @@ class Architecture:
         num_attention_heads, num_key_value_heads, head_dim: attention; query heads are a multiple of KV heads.
         vocab_size: rows of the embedding that mean something (no padding).
         max_position_embeddings: longest sequence the model was made for, tokens.
-        tie_word_embeddings: the output layer is the embedding.
+        output: what stands on the last layer: `tied` is the embedding, `lm` a matrix of its own over the vocabulary,
+            `scalar` a vector (a value or a score).
         qkv_bias: biases on the q, k and v projections (Qwen2).
         qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
         norm_eps: epsilon of every RMSNorm.
@@ -82,7 +84,7 @@ class Architecture:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int
-    tie_word_embeddings: bool = False
+    output: Literal["tied", "lm", "scalar"] = "lm"
     qkv_bias: bool = False
     qk_norm: bool = False
     norm_eps: float = 1e-6
@@ -97,6 +99,15 @@ class Architecture:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.output == "tied"
+
+    def with_scalar_output(self) -> Architecture:
+        """The same layers under a single output."""
+        return replace(self, output="scalar")
 
     @property
     def queries_per_group(self) -> int:

@@ -19,11 +19,11 @@ from megarl.parallel.groups import Groups
 from megarl.parallel.layout import TrainLayout
 
 
-class PolicyModel(GPTModel):
+class TransformerModel(GPTModel):
     """A GPTModel whose last stage returns hidden states instead of logits.
 
-    The loss then takes log-probabilities chunk by chunk (`megarl.models.logprobs`), so that no rank ever holds
-    [tokens, vocab] logits.
+    A head (`megarl.models.heads`) makes of them what is wanted; log-probabilities, chunk by chunk, so that no rank ever
+    holds [tokens, vocab] logits.
     """
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -31,10 +31,25 @@ class PolicyModel(GPTModel):
 
     @property
     def output_weight(self) -> Tensor:
-        """[vocab / tp, hidden], on the last stage."""
+        """[vocab / tp, hidden], or [1, hidden] of a scalar output, on the last stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+class ScalarModel(TransformerModel):
+    """The same with one output instead of a vocabulary, whole on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if self.post_process:
+            self.output_layer = _ScalarLayer(config)
+
+
+class _ScalarLayer(torch.nn.Module):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
 
 
 def transformer_config(
@@ -148,10 +163,16 @@ def build_chunks(
     groups: Groups,
     *,
     transformer_engine: bool,
-    model_class: type[GPTModel] = PolicyModel,
+    model_class: type[GPTModel] | None = None,
 ) -> list[Any]:
-    """This rank's model chunks, on its device, all weights zero."""
+    """This rank's model chunks, on its device, all weights zero.
+
+    Args:
+        model_class: by default the one for the architecture's output.
+    """
     layout, at = groups.train, groups.train.coords(groups.rank)
+    if model_class is None:
+        model_class = ScalarModel if arch.output == "scalar" else TransformerModel
     chunks = []
     for chunk in range(layout.chunks):
         layers = layout.layers(arch.num_layers, at.pp, chunk)
@@ -164,7 +185,7 @@ def build_chunks(
                 max_sequence_length=arch.max_position_embeddings,
                 pre_process=layout.is_first(at.pp, chunk),
                 post_process=layout.is_last(at.pp, chunk),
-                share_embeddings_and_output_weights=arch.tie_word_embeddings,
+                share_embeddings_and_output_weights=arch.tied,
                 # without Transformer Engine the attention module rotates queries and keys itself
                 position_embedding_type="rope" if transformer_engine else "none",
                 pg_collection=groups.pgs,

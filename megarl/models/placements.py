@@ -21,6 +21,7 @@ from megarl.models.tensors import (
     EMBEDDING,
     FINAL_NORM,
     OUTPUT,
+    SCORE,
     Box,
     layer_name,
     mlp_leaves,
@@ -98,7 +99,7 @@ def training_placements(
     vocab_rows = arch.padded_vocab_size(layout.tp) // layout.tp
     for chunk in range(layout.chunks):
         first, last = layout.is_first(at.pp, chunk), layout.is_last(at.pp, chunk)
-        tied_copy = last and arch.tie_word_embeddings and not first
+        tied_copy = last and arch.tied and not first
         if first:
             yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", vocab_rows, at.tp)
         for local, layer in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
@@ -107,9 +108,11 @@ def training_placements(
                 yield from _megatron_layer(arch, layer, prefix, layout.tp, at.tp, transformer_engine, experts)
         if last:
             yield _whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
-        if tied_copy or (last and not arch.tie_word_embeddings):
+        if tied_copy or (last and arch.output == "lm"):
             name = EMBEDDING if tied_copy else OUTPUT
             yield from _vocab(arch, name, f"{chunk}.output_layer.weight", vocab_rows, at.tp)
+        elif last and arch.output == "scalar":
+            yield _whole(SCORE, f"{chunk}.output_layer.weight", (1, arch.hidden_size))
 
 
 def _megatron_layer(
@@ -225,7 +228,7 @@ def engine_placements(
         if layer in layers:
             yield from _engine_layer(arch, layer, tp, r, experts)
     yield _whole(FINAL_NORM, FINAL_NORM, (arch.hidden_size,))
-    if not arch.tie_word_embeddings:
+    if not arch.tied:
         yield from _vocab(arch, OUTPUT, OUTPUT, rows, r)
 
 

@@ -69,6 +69,7 @@ def relative(box: Box, outer: Box) -> Box:
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 OUTPUT = "lm_head.weight"
+SCORE = "score.weight"
 
 
 def layer_name(layer: int, leaf: str) -> str:
@@ -81,8 +82,10 @@ def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
     for layer in range(arch.num_layers):
         out += _layer_tensors(arch, layer)
     out.append(_table(FINAL_NORM, "norm", hidden=arch.hidden_size))
-    if not arch.tie_word_embeddings:
+    if arch.output == "lm":
         out.append(_table(OUTPUT, "matrix", vocab=arch.vocab_size, hidden=arch.hidden_size))
+    elif arch.output == "scalar":
+        out.append(_table(SCORE, "matrix", label=1, hidden=arch.hidden_size))
     return {t.name: t for t in out}
 
 

@@ -22,32 +22,30 @@ SLAB = 2**28
 """Bytes of a piece of pinned memory. A power of two, because torch rounds pinned memory up to one."""
 
 
-class Stays:
-    """Memory that never leaves the device; the others' common ground."""
+class Resident:
+    """Memory that never leaves the device, and the base class of memory that does."""
 
-    def release(self, *, changed: bool = True) -> None:
-        """Give the memory back; nothing may touch the tensors until `restore`.
-
-        Args:
-            changed: False if the tensors are as they were restored, so that a copy on the host is still right.
-        """
+    def release(self) -> None:
+        """Give the memory back; nothing may touch the tensors until `restore`. Nothing happens if it is."""
 
     def prefetch(self) -> None:
         """Begin to bring the contents back, beside whatever else the device does."""
+
+    def rewritten(self) -> None:
+        """The contents, said to be constant, were written anew."""
 
     def restore(self) -> None:
         """From now on the current stream finds the tensors as before the release. Nothing happens if they are."""
 
 
-class Dropped(Stays):
+class Dropped(Resident):
     """Memory whose contents are lost."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
         self._released: list[tuple[torch.UntypedStorage, int]] = []
 
-    def release(self, *, changed: bool = True) -> None:
-        del changed
+    def release(self) -> None:
         if not self._released:
             self._free(storages(self._tensors()))
 
@@ -70,7 +68,7 @@ class Rebuilt(Dropped):
         rebuild: fills the tensors.
     """
 
-    def __init__(self, tensors: Tensors, source: Stays, rebuild: Callable[[], None]) -> None:
+    def __init__(self, tensors: Tensors, source: Resident, rebuild: Callable[[], None]) -> None:
         super().__init__(tensors)
         self._source, self._rebuild = source, rebuild
 
@@ -86,25 +84,34 @@ class Rebuilt(Dropped):
 
 
 class OnHost(Dropped):
-    """Memory whose contents wait on the host: pinned on GPUs, taken at the first release and kept."""
+    """Memory whose contents wait on the host: pinned on GPUs, taken at the first release and kept.
 
-    def __init__(self, tensors: Tensors) -> None:
+    Args:
+        constant: the contents never change, so that they are copied to the host once.
+    """
+
+    def __init__(self, tensors: Tensors, *, constant: bool = False) -> None:
         super().__init__(tensors)
+        self._constant = constant
         self._slabs: list[Tensor] = []
         self._arrival: Any = None  # the event after which the contents are back
 
-    def release(self, *, changed: bool = True) -> None:
+    def release(self) -> None:
         if self._released:
             return
-        self.restore()  # what is still on its way would arrive in memory that is somebody else's by then
+        self.restore()  # finish an outstanding prefetch first, or its copy would write into freed memory
         held = storages(self._tensors())
         nbytes = sum(storage.nbytes() for storage in held)
-        if sum(map(len, self._slabs)) != nbytes:
-            self._slabs, changed = _slabs(nbytes, held[0].device), True
-        if changed:
+        copied = sum(map(len, self._slabs)) == nbytes
+        if not copied:
+            self._slabs = _slabs(nbytes, held[0].device)
+        if not (copied and self._constant):
             for host, device in self._pieces(held):
                 host.copy_(device, non_blocking=True)
         self._free(held)  # on this stream, hence after the copies
+
+    def rewritten(self) -> None:
+        self._slabs = []
 
     def prefetch(self) -> None:
         if not self._released:

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from megarl.config.schema import Megatron, Model
 from megarl.parallel.offload import OnHost
-from megarl.roles.actor import Actor
-from megarl.roles.policy import Policy
+from megarl.phases import Item
+from megarl.roles.model import MegatronModel
 from megarl.types import Batch
 
 
-class Reference(Policy):
-    """A copy of the actor's weights as they are when it is made, in the same layout. It never gets gradients."""
+class Reference(MegatronModel):
+    """A copy of a policy's weights as they are when it is made, in the same layout. It never gets gradients.
 
-    def __init__(self, actor: Actor) -> None:
-        super().__init__(actor.config, actor.arch, actor.groups)
-        actor.gather_parameters()
-        theirs = actor.parameters()
-        with torch.no_grad():
-            for name, parameter in self.parameters().items():
-                # requires_grad stays on: for frozen weights Megatron-Core takes another matmul, with other bits, and
-                # the KL of equal models would not be 0
-                parameter.copy_(theirs[name])
-        if self.config.ref.megatron.param_offload:
-            self.weights = OnHost(lambda: self.parameters().values())
+    Their `requires_grad` stays on all the same: for frozen weights Megatron-Core takes another matmul, with other bits,
+    and the KL of equal models would not be 0.
+    """
 
-    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]], temperature: float) -> Tensor:
-        """See `Policy.log_probs`; afterwards the weights' memory is given back."""
-        logp = super().log_probs(batch, micro_batches, temperature)
-        self.weights.release(changed=False)
-        return logp
+    def __init__(self, policy: MegatronModel, *, model: Model, megatron: Megatron, param_offload: bool = False) -> None:
+        """
+        Args:
+            model, megatron: those of the policy.
+            param_offload: the weights wait in pinned host memory except while they are used.
+        """
+        super().__init__(policy.arch, policy.groups, model=model, megatron=megatron)
+        self._policy = policy
+        if param_offload:
+            self.memory[Item.WEIGHTS] = (OnHost(lambda: self.parameters().values(), constant=True),)
+        self.renew()
+
+    def renew(self) -> None:
+        """Copy the policy's weights as they are now."""
+        self.copy_from(self._policy)
+
+    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """See `Actor.log_probs`."""
+        return self.forward(batch, micro_batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.config.schema import ActorRolloutRef
+from megarl.config.schema import Rollout
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.rollout.engine import Adopt, Engine
@@ -12,10 +12,11 @@ from megarl.rollout.stop_strings import Decode
 
 
 def build_engine(
-    config: ActorRolloutRef,
+    rollout: Rollout,
     arch: Architecture,
     groups: Groups,
     *,
+    path: str,
     dtype: torch.dtype,
     max_model_len: int,
     decode: Decode,
@@ -24,18 +25,18 @@ def build_engine(
     """This rank's part of its replica's engine. Every rank calls it.
 
     Args:
+        path: the model's Hugging Face folder.
         dtype: of weights, activations and KV cache.
         max_model_len: tokens of the longest prompt and response together.
         decode: token ids to text, for stop strings.
         adopt: gives the weights that are not to be the engine's own.
     """
-    rollout = config.rollout
     if rollout.name == "vllm":
         from megarl.rollout.vllm.engine import VLLMEngine  # an optional dependency, and slow to import
 
         return VLLMEngine(
             arch,
-            path=config.model.path,
+            path=path,
             groups=groups,
             dtype=dtype,
             max_num_seqs=rollout.max_num_seqs,

@@ -32,7 +32,12 @@ def generate_rollouts(
     gathered = groups.all_gather(completions if at.tp == 0 else None, "all completions")
     by_replica: list[list[Completion]] = [part for part in gathered if part is not None]
     in_order = (by_replica[i % replicas][i // replicas * n :][:n] for i in range(len(prompts)))
-    return Rollouts(prompts=tuple(prompts), n=n, completions=tuple(chain.from_iterable(in_order)))
+    return Rollouts(
+        prompts=tuple(prompts),
+        n=n,
+        completions=tuple(chain.from_iterable(in_order)),
+        temperature=params.temperature or 1.0,
+    )
 
 
 def sample_seed(seed: int, round_: int, prompt: int, sample: int) -> int:

@@ -54,7 +54,7 @@ def check_same_values(batch: Batch, groups: Groups, step: int) -> None:
     Raises:
         RunStopped: on every rank; names what differs and where.
     """
-    values = {"token ids": batch.tokens, "advantages": batch.advantages, "importance weights": batch.rollout_weights}
+    values = {"token ids": batch.tokens, "advantages": batch.advantages, "importance weights": batch.importance}
     values |= {"log-probabilities": batch.old_logp, "reference log-probabilities": batch.ref_logp}
     mine = {name: tensor_digest(x) for name, x in values.items() if x is not None}
     everyone = groups.all_gather((socket.gethostname(), torch.backends.cpu.get_cpu_capability(), mine))

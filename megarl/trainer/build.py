@@ -1,4 +1,4 @@
-"""The roles and the loss that a configuration asks for."""
+"""The roles that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -6,34 +6,54 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
+from megarl.config.schema import Optim
+from megarl.data.sampler import PromptSampler
 from megarl.models.weights import random_source
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
-from megarl.roles.policy import Policy
+from megarl.roles.model import MegatronModel
+from megarl.roles.reference import Reference
 from megarl.trainer.inputs import Inputs
 
 
-def build_actor(inputs: Inputs, groups: Groups, *, empty: bool) -> Actor:
+def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: int, empty: bool = False) -> Actor:
     """The actor with its first weights.
 
     Args:
+        optim, total_steps: of its first optimizer.
         empty: all zero instead, since the run goes on from a checkpoint, which has them all.
     """
     config = inputs.config
     model = config.actor_rollout_ref.model
 
-    def initial(policy: Policy) -> None:
+    def initial(policy: MegatronModel) -> None:
         if empty:
             return
         if model.checkpoint:
-            state = load_checkpoint(model.checkpoint, policy.sharded_state(), rng=False, control=groups.control)
-            policy.load_sharded(state)
+            state = load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, control=groups.control)
+            policy.load_weights(state)
         elif model.random_init:
             policy.load(random_source(inputs.arch, config.data.seed))
         else:
             policy.load(HuggingFaceWeights(model.path, inputs.arch).box)
 
-    return Actor(config.actor_rollout_ref, inputs.arch, groups, initial=initial)
+    megatron = config.actor_rollout_ref.actor.megatron
+    return Actor(
+        inputs.arch, groups, model=model, megatron=megatron, optim=optim, total_steps=total_steps, initial=initial
+    )
+
+
+def build_reference(config: Config, actor: Actor) -> Reference:
+    """A copy of the actor as it is now."""
+    roles = config.actor_rollout_ref
+    offload = roles.ref.megatron.param_offload
+    return Reference(actor, model=roles.model, megatron=roles.actor.megatron, param_offload=offload)
+
+
+def prompt_sampler(inputs: Inputs) -> PromptSampler:
+    """The order of the training prompts."""
+    data, allow = inputs.config.data, inputs.config.trainer.resume_allow
+    return PromptSampler(len(inputs.train_prompts), data.train_batch_size, data.shuffle, data.seed, allow=allow)
 
 
 def policy_loss(config: Config) -> PolicyLoss:

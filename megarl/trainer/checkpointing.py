@@ -1,79 +1,131 @@
-"""Saves what a run's next step depends on, and brings it back."""
+"""Saves what a run's next step depends on, and brings it back: everything that has joined the run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.checkpoint.folder import Position, prune_checkpoints
 from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
-from megarl.roles.actor import Actor
-from megarl.roles.reference import Reference
-from megarl.roles.writers import spread_over_replicas
+from megarl.parallel.groups import Groups
+from megarl.roles.model import MegatronModel
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.model_files import write_model_files
 from megarl.trainer.report import Report
 from megarl.trainer.resume import Start
 from megarl.trainer.stopped import RunRefused, RunStopped
 
+ACTOR = "actor"
+"""The model whose tensors have no prefix in a checkpoint, and whose Hugging Face files are in it."""
+
+
+class Stateful(Protocol):
+    """Something small that the next step depends on, the same on every rank."""
+
+    def state(self) -> Any:
+        """JSON values."""
+        ...
+
+    def load_state(self, state: Any) -> None:
+        """Go on where `state` was taken."""
+        ...
+
 
 class Checkpointing:
-    """The roles whose state is saved, and the latest checkpoint.
+    """Knows what is saved, and the latest checkpoint.
 
     Attributes:
-        reference: None as long as there is none.
         latest: folder of the checkpoint that was written or read last.
         position: its position.
     """
 
-    def __init__(self, inputs: Inputs, actor: Actor, start: Start, report: Report) -> None:
-        self._inputs, self._config, self._actor, self._report = inputs, inputs.config, actor, report
-        self.reference: Reference | None = None
+    def __init__(self, inputs: Inputs, groups: Groups, start: Start, report: Report) -> None:
+        self._inputs, self._config, self._groups, self._report = inputs, inputs.config, groups, report
+        self._models: dict[str, MegatronModel] = {}
+        self._states: dict[str, Stateful] = {}
         self.latest, self.position = start.folder, start.position if start.folder else None
 
-    def save(self, position: Position, state: Mapping[str, Any]) -> bool:
+    def add_model(self, name: str, model: MegatronModel) -> None:
+        """Save it from now on."""
+        assert name not in self._models, f"two models are called '{name}'"
+        self._models[name] = model
+
+    def add_state(self, name: str, state: Stateful) -> None:
+        """Save it from now on."""
+        assert name not in self._states, f"two states are called '{name}'"
+        self._states[name] = state
+
+    def save(self, position: Position, row: int) -> bool:
         """A checkpoint. One that cannot be written is said, and the earlier ones stay; returns whether it was.
+
+        Args:
+            row: the metric files' number of the step.
 
         Raises:
             RunStopped: something to save is not finite.
         """
-        run_dir, control = self._config.trainer.run_dir, self._actor.groups.control
+        run_dir, control = self._config.trainer.run_dir, self._groups.control
         try:
-            sharded = self._sharded_state(loading=False)
+            sharded = {name: self._sharded(name, loading=False) for name in self._models}
         except ValueError as e:
             raise RunStopped(f"not saved: {e}; the last checkpoint is {self.latest or 'none'}") from e
+        state = {name: joined.state() for name, joined in self._states.items()}
         try:
             self.latest = save_checkpoint(
                 run_dir,
                 position,
                 sharded,
-                {**state, "identity": self._inputs.identity},
-                write_model=partial(write_model_files, self._config, self._actor),
+                {**state, "row": row, "models": sorted(self._models), "identity": self._inputs.identity},
+                write_model=partial(write_model_files, self._config, self._models.get(ACTOR)),
                 control=control,
             )
         except SaveFailed as e:
             self._report.warn(f"{e}")
             return False
         self.position = position
-        if self._actor.groups.rank == 0:
+        if self._groups.rank == 0:
             prune_checkpoints(run_dir, self._config.trainer.max_ckpt_to_keep, self.latest)
         return True
 
-    def load(self, folder: str) -> None:
-        """Weights, optimizer, schedule and random numbers of a checkpoint; the reference's weights, if there is one."""
-        wanted = self._sharded_state(loading=True)
+    def load(self, folder: str, state: Mapping[str, Any] | None) -> None:
+        """Everything that has joined, with the random numbers. A model that the checkpoint lacks is made anew from the
+        others as they are in it, if it can be.
+
+        Args:
+            state: the checkpoint's small state; None leaves what is small as it is.
+
+        Raises:
+            RunRefused: the checkpoint cannot be read, or lacks a model that cannot be made from others.
+        """
+        saved = {name for name in self._models if state is None or name in saved_models(state)}
+        for name in self._models.keys() - saved:
+            if not hasattr(self._models[name], "renew"):
+                raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
+        wanted = {name: self._sharded(name, loading=True) for name in self._models if name in saved}
         try:
-            loaded = load_checkpoint(folder, wanted, rng=True, control=self._actor.groups.control)
+            loaded = load_checkpoint(folder, wanted, rng=True, control=self._groups.control)
         except ValueError as e:
             raise RunRefused(str(e)) from e
-        self._actor.load_training_state(loaded["actor"])
-        if self.reference is not None:
-            self.reference.load_sharded(loaded["reference"], "reference.")
+        for name in wanted:
+            self._models[name].load_sharded(loaded[name], _prefix(name))
+        for name in self._models.keys() - saved:
+            self._models[name].renew()  # type: ignore[operator]
+        for name, joined in self._states.items():
+            if state is not None and state.get(name) is not None:
+                joined.load_state(state[name])
 
-    def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"actor": self._actor.sharded_training_state(loading=loading)}
-        if self.reference is not None:
-            weights = self.reference.sharded_state("reference.")
-            state["reference"] = spread_over_replicas(weights, self._actor.groups.pgs.dp_cp)
-        return state
+    def _sharded(self, name: str, *, loading: bool) -> dict[str, Any]:
+        return self._models[name].sharded_state(_prefix(name), loading=loading)
+
+
+def saved_models(state: Mapping[str, Any]) -> set[str]:
+    """Which models a checkpoint has, from its small state."""
+    if "models" in state:
+        return set(state["models"])
+    roles = state.get("identity", {}).get("roles", {"reference": True})  # of before a checkpoint listed them
+    return {ACTOR, "reference"} if roles["reference"] else {ACTOR}
+
+
+def _prefix(name: str) -> str:
+    return "" if name == ACTOR else f"{name}."

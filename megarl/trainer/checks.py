@@ -9,9 +9,10 @@ from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_co
 from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
-from megarl.trainer.inputs import Inputs, generation_layout, read_inputs, train_layout
+from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.resume import expected_start
 from megarl.trainer.run_folder import check_run_folder

@@ -48,6 +48,7 @@ def identity_of(inputs: Inputs) -> Identity:
         },
         "reward": {"reward.name": config.reward.name, "file": _file_digest(config.reward.name.rpartition(":")[0])},
         "roles": {"reference": config.needs_reference},
+        "flow": {"trainer.flow": config.trainer.flow, "file": _file_digest(config.trainer.flow.rpartition(":")[0])},
     }
     if config.warmup.total_training_steps:
         warmup = config.warmup.model_dump(exclude={"train_files"})
@@ -58,7 +59,7 @@ def identity_of(inputs: Inputs) -> Identity:
 
 def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()) -> dict[str, str]:
     """Part -> how it differs, in words, of the parts that both have."""
-    found = {}
+    recorded, found = _as_recorded_now(recorded), {}
     for part in recorded.keys() & now.keys() - set(ignore):
         old, new = recorded[part], now[part]
         changed = [key for key in (*old, *(k for k in new if k not in old)) if old.get(key) != new.get(key)]
@@ -67,6 +68,15 @@ def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()
             if len(changed) > 4:
                 found[part] += f" and {len(changed) - 4} more"
     return {part: found[part] for part in now if part in found}
+
+
+def _as_recorded_now(recorded: Identity) -> Identity:
+    """An architecture once said only whether its output layer is the embedding."""
+    model = dict(recorded.get("model", {}))
+    if "tie_word_embeddings" not in model:
+        return recorded
+    output = "tied" if model.pop("tie_word_embeddings") else "lm"
+    return {**recorded, "model": {**model, "output": output}}
 
 
 def configuration_digest(config: Config) -> str:

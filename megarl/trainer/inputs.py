@@ -12,7 +12,6 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.rewards import Reward, load_reward
 from megarl.trainer.identity import Identity, identity_of
 from megarl.types import Prompt, SamplingParams
@@ -100,26 +99,6 @@ def read_inputs(config: Config) -> Inputs:
         demonstrations=_demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
         remarks=_remarks(train, held_out),
     )
-
-
-def train_layout(config: Config) -> TrainLayout:
-    """The training layout that the configuration asks for; raises ValueError if the ranks cannot be split that way."""
-    megatron = config.actor_rollout_ref.actor.megatron
-    return TrainLayout(
-        world_size=config.trainer.world_size,
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        chunks=megatron.virtual_pipeline_model_parallel_size or 1,
-    )
-
-
-def generation_layout(config: Config) -> GenerationLayout:
-    """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide."""
-    rollout = config.actor_rollout_ref.rollout
-    tp = rollout.tensor_model_parallel_size
-    # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says
-    stride = closest_stride(train_layout(config), tp) if rollout.name == "native" else 1
-    return GenerationLayout(world_size=config.trainer.world_size, tp=tp, stride=stride)
 
 
 def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tuple[int, ...]:

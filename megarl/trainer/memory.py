@@ -13,7 +13,7 @@ from megarl.hybrid.budget import budget
 from megarl.hybrid.fit import what_does_not_fit
 from megarl.hybrid.job import Job
 from megarl.models.architecture import Architecture
-from megarl.trainer.inputs import generation_layout, train_layout
+from megarl.parallel.from_config import generation_layout, train_layout
 
 
 def check_memory(config: Config, arch: Architecture) -> None:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.config import Config
-from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
+from megarl.data.packing import MicroBatches, MiniBatch, pack_by_count, pack_by_tokens
 from megarl.parallel.groups import Groups
 from megarl.types import Batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class MiniBatch:
-    """One optimizer step.
-
-    Attributes:
-        sequences: indices of its sequences, over all data-parallel ranks.
-        micro_batches: this rank's share of them.
-    """
-
-    sequences: Sequence[int]
-    micro_batches: MicroBatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +22,10 @@ class StepPlan:
         return [micro for mini_batch in self.mini_batches for micro in mini_batch.micro_batches]
 
 
-def plan_micro_batches(batch: Batch, config: Config, groups: Groups, *, whole: bool = False) -> StepPlan:
-    """Cut a batch by `actor.ppo_mini_batch_size` prompts, or take it `whole` as one mini-batch."""
+def plan_micro_batches(batch: Batch, config: Config, groups: Groups, *, sequences: int | None = None) -> StepPlan:
+    """Cut a batch into mini-batches of so many sequences; None: all of them in one."""
     actor, layout = config.actor_rollout_ref.actor, groups.train
-    size = len(batch) if whole else actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    size = sequences or max(1, len(batch))
     mini_batches = [range(i, min(i + size, len(batch))) for i in range(0, len(batch), size)]
     lengths = batch.lengths.tolist()
     balance = config.trainer.balance_batch

@@ -12,14 +12,19 @@ from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.config import Config
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
-from megarl.roles.policy import Policy
+from megarl.roles.model import MegatronModel
 
 
-def write_model_files(config: Config, actor: Policy, folder: str) -> None:
+def write_model_files(config: Config, actor: MegatronModel | None, folder: str) -> None:
     """Configuration and tokenizer into a checkpoint's folder; on request `huggingface/`, with the weights, too.
 
     Every rank calls it. Raises RankFailed, on all of them, if one cannot write.
+
+    Args:
+        actor: whose weights these are; None writes nothing.
     """
+    if actor is None:
+        return
     model = config.actor_rollout_ref.model
     tokenizer = model.tokenizer_path or model.path
     huggingface = os.path.join(folder, "huggingface")
@@ -37,7 +42,7 @@ def write_model_files(config: Config, actor: Policy, folder: str) -> None:
         on_every_rank(control, lambda: _export(actor, huggingface))
 
 
-def _export(actor: Policy, folder: str) -> None:
+def _export(actor: MegatronModel, folder: str) -> None:
     """The ranks of the first copy of the model write its weights."""
     layout = actor.groups.train
     ranks = layout.model_ranks(0)

@@ -39,8 +39,8 @@ class Report:
         self._open(first_step)
 
     @contextmanager
-    def phase(self, name: str, total: int, done: int = 0) -> Iterator[None]:
-        """A progress bar over `total` steps."""
+    def progress(self, name: str, total: int, done: int = 0) -> Iterator[None]:
+        """A progress bar over the `total` steps of a loop."""
         self._since = time.perf_counter()
         if not self._speaks or "console" not in self._trainer.logger:
             yield
@@ -78,18 +78,22 @@ class Report:
         else:
             print_table(table)
 
-    def warmup_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A warm-up step, from 1; logged at steps up to 0, so that RL steps keep their numbers."""
-        self._log(step - self._inputs.config.warmup.total_training_steps, {"warmup/step": step, **metrics})
+    def step(self, row: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+        """A step, under its number in the metric files; a supervised warm-up's are those up to 0.
 
-    def rl_step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """An RL step, or step 0 for the validation before the first."""
+        Args:
+            seconds: by phase.
+
+        Returns:
+            the row.
+        """
         now = time.perf_counter()
         timing = {f"timing/{phase}_s": s for phase, s in seconds.items()}
         timing["timing/step_s"], self._since = now - self._since, now
         if "tokens" in metrics:
             timing["tokens_per_s"] = metrics["tokens"] / timing["timing/step_s"]
-        self._log(step, {**metrics, **timing})
+        self._log(row, {**metrics, **timing})
+        return {**metrics, **timing}
 
     def samples(self, step: int, rollouts: Rollouts) -> None:
         """Some of the step's rollouts, as text."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.checkpoint.folder import (
+    BEGINNING,
     Found,
-    Phase,
     Position,
     check_resumable,
     checkpoints,
@@ -18,8 +18,10 @@ from megarl.checkpoint.folder import (
     read_state,
     remark_on,
     remove_partials,
+    rl_step,
     set_aside,
 )
+from megarl.config import Config
 from megarl.config.schema import Trainer
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.trainer.identity import Identity, differences
@@ -46,7 +48,15 @@ class Start:
     @property
     def position(self) -> Position:
         """Of the last step that is done."""
-        return position_of(dict(self.state)) if self.folder else Position(Phase.WARMUP, 0)
+        return position_of(dict(self.state)) if self.folder else BEGINNING
+
+
+def last_row(start: Start, config: Config) -> int:
+    """The metric files' number of the last step that is done."""
+    if "row" in start.state:
+        return int(start.state["row"])
+    position = start.position  # of before a checkpoint recorded it
+    return position.step - config.warmup.total_training_steps if position.loop == "warmup" else position.step
 
 
 def expected_start(inputs: Inputs) -> Start:
@@ -67,7 +77,7 @@ def expected_start(inputs: Inputs) -> Start:
 
 def finished(inputs: Inputs, start: Start) -> str | None:
     """What to say of a run that has nothing left to do; None if it has."""
-    if start.position < Position(Phase.RL, inputs.total_steps):
+    if inputs.config.trainer.flow != "ppo" or start.position < rl_step(inputs.total_steps):
         return None
     return (
         f"nothing to do: {start.folder} has step {start.position.step}, and the run ends with step "
@@ -129,7 +139,7 @@ def _candidates(trainer: Trainer) -> list[Found]:
 def _start_at(folder: str, state: dict[str, Any], trainer: Trainer, identity: Identity) -> Start:
     """Raises ValueError if the checkpoint is of another run than `trainer.resume_allow` lets pass."""
     # after the warm-up its settings have had their effect
-    ignored = {"warmup"} if position_of(state).phase is Phase.RL else set()
+    ignored = {"warmup"} if position_of(state).loop != "warmup" else set()
     found = differences(state.get("identity", {}), identity, ignore=ignored)
     refused = {part: how for part, how in found.items() if part not in trainer.resume_allow}
     if refused:

@@ -1,38 +1,46 @@
-"""The numbers that describe one RL step."""
+"""The numbers that describe one step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megarl.algorithms.rollout_correction import gap_metrics
-from megarl.types import Batch, Rollouts
+from megarl.algorithms.loss import Metric
+from megarl.types import Rollouts
 
 
-def step_metrics(rollouts: Rollouts, batch: Batch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics by name.
+class StepMetrics:
+    """Gathers what is logged during a step: one number by name."""
 
-    reward/*     `reward_metrics`, and the mean KL to the reference where the reward contains it
-    response/*   tokens per response, share that was cut off at max_response_length
-    rollout/*    the gap between the engine's and the training layout's distribution: `gap_metrics`
-    actor/*      mean over the step's updates; *_max_* the largest; first_* of the first update, where the policy is
-                 still the one that generated
-    """
+    def __init__(self) -> None:
+        self._logged: dict[str, list[Metric]] = {}
+
+    def add(self, prefix: str, metrics: Mapping[str, Metric | float]) -> None:
+        """Metrics named `{prefix}/{name}`, or `{name}` without a prefix."""
+        for name, metric in metrics.items():
+            full = f"{prefix}/{name}" if prefix else name
+            one = metric if isinstance(metric, Metric) else Metric(value=float(metric))
+            self._logged.setdefault(full, []).append(one)
+
+    def collect(self) -> dict[str, float]:
+        """Each metric as its `reduce` says, in the order of first use; starts again from none."""
+        logged, self._logged = self._logged, {}
+        return {name: _reduced(metrics) for name, metrics in logged.items()}
+
+
+def _reduced(metrics: Sequence[Metric]) -> float:
+    values = [float(metric.value) for metric in metrics]
+    kind = metrics[0].reduce
+    return values[0] if kind == "first" else max(values) if kind == "max" else _mean(values)
+
+
+def response_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """length_mean, length_max: tokens per response; truncated: share that was cut off at max_response_length."""
     lengths = [len(c.token_ids) for c in rollouts.completions]
-    metrics = {
-        **{f"reward/{name}": value for name, value in reward_metrics(rollouts).items()},
-        "response/length_mean": _mean(lengths),
-        "response/length_max": float(max(lengths)),
-        "response/truncated": _mean([c.finish_reason == "length" for c in rollouts.completions]),
-        **gap_metrics(batch),
-        "tokens": float(len(batch.tokens)),
-        "actor/first_ratio_max_deviation": updates[0].get("actor/ratio_max_deviation", 0.0),
+    return {
+        "length_mean": _mean(lengths),
+        "length_max": float(max(lengths)),
+        "truncated": _mean([c.finish_reason == "length" for c in rollouts.completions]),
     }
-    if batch.kl_in_reward is not None:
-        metrics["reward/kl"] = float(batch.kl_in_reward[batch.response_lengths > 0].mean())
-    for name in sorted(set().union(*updates)):  # an update of which no response was scored has only some
-        values = [update[name] for update in updates if name in update]
-        metrics[name] = max(values) if "_max_" in name else _mean(values)
-    return metrics
 
 
 def reward_metrics(rollouts: Rollouts) -> dict[str, float]:

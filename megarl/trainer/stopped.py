@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from signal import Signals
+
 
 class RunStopped(RuntimeError):
     """Raised on every rank alike; the message is one line that says why, what is left, and what to look at."""
+
+
+class RunInterrupted(Exception):
+    """Raised on every rank alike, between two steps, after a signal; what was trained is saved.
+
+    Attributes:
+        signal: what a rank got.
+    """
+
+    def __init__(self, signal: Signals) -> None:
+        super().__init__(signal.name)
+        self.signal = signal
 
 
 class RunRefused(ValueError):

@@ -31,7 +31,7 @@ def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         vocab_size=config["vocab_size"],
         max_position_embeddings=config["max_position_embeddings"],
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        output="tied" if config.get("tie_word_embeddings", False) else "lm",
         norm_eps=config.get("rms_norm_eps", 1e-6),
         init_std=config.get("initializer_range", 0.02),
         **_rope(config, family),

@@ -38,7 +38,7 @@ def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
         EMBEDDING: vocab,
         **{layer_name(i, leaf): shape for i in range(arch.num_layers) for leaf, shape in layer.items()},
         FINAL_NORM: (hidden,),
-        **({} if arch.tie_word_embeddings else {OUTPUT: vocab}),
+        **({} if arch.tied else {OUTPUT: vocab}),
     }
 
 
@@ -87,7 +87,7 @@ class Decoder:
         self._arch, self._group = arch, tp_group
         self._tp = 1 if tp_group is None else tp_group.size()
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
-        self._output = params[EMBEDDING if arch.tie_word_embeddings else OUTPUT]
+        self._output = params[EMBEDDING if arch.tied else OUTPUT]
         self._layers = [LayerWeights.of(arch, params, i) for i in range(arch.num_layers)]
         self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
         self._kv_heads, queries = (hi - lo for lo, hi in heads_on_rank(arch, self._tp, 0))

@@ -15,7 +15,7 @@ from megarl.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward pass. R trained tokens; L tokens in B rows (B = 1 when packed).
+    """One forward pass over S sequences with R trained tokens; L tokens in B rows (B = 1 when packed).
 
     Attributes:
         tokens: int64 [B, L].
@@ -24,7 +24,10 @@ class MicroBatch:
         predictors: int64 [R], positions in the flattened [L * B] hidden states that predict the trained tokens.
         labels: int64 [R], those tokens.
         index: int64 [R], their places in `Batch.tokens`; on the host.
-        columns: float32 [R] each, per-token values of the batch at those places.
+        last: int64 [S], positions in the flattened hidden states of each sequence's last token.
+        sequences: int64 [S], their places in the batch; on the host.
+        columns: float32 [R] each, or [S] each, values of the batch at those places.
+        temperature: `Batch.temperature`.
     """
 
     tokens: Tensor
@@ -33,7 +36,10 @@ class MicroBatch:
     predictors: Tensor
     labels: Tensor
     index: Tensor
+    last: Tensor
+    sequences: Tensor
     columns: Mapping[str, Tensor]
+    temperature: float
 
 
 def make_micro_batch(
@@ -44,6 +50,7 @@ def make_micro_batch(
     multiple_of: int,
     device: torch.device,
     columns: Mapping[str, Tensor] | None = None,
+    per_sequence: bool = False,
 ) -> MicroBatch:
     """Collate some sequences of a batch.
 
@@ -53,6 +60,7 @@ def make_micro_batch(
         multiple_of: L is a multiple of this (sequence parallelism splits it over the tensor-parallel ranks).
         columns: float32 [T] each, on the host, of which the micro-batch gets the values of its trained tokens: the
             whole step's would not fit on the device.
+        per_sequence: columns are [N], and the micro-batch gets the values of its sequences.
     """
     starts = [int(batch.cu_seqlens[i]) for i in sequences]
     lengths = [int(batch.cu_seqlens[i + 1]) - s for i, s in zip(sequences, starts, strict=True)]
@@ -77,6 +85,9 @@ def make_micro_batch(
     position_ids[row, column] = positions
     # hidden states come as [L, B, hidden]: the predictor of the token at (row, column) is at (column - 1, row)
     flat = (column - 1) * shape[0] + row
+    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
+    which = torch.tensor(list(sequences), dtype=torch.int64)
+    places = which if per_sequence else index
     return MicroBatch(
         tokens=upload(tokens, device),
         position_ids=upload(position_ids, device),
@@ -84,5 +95,8 @@ def make_micro_batch(
         predictors=upload(flat[trained], device),
         labels=upload(batch.tokens[index], device),
         index=index,
-        columns={name: upload(values[index], device) for name, values in (columns or {}).items()},
+        last=upload(flat[ends] + shape[0], device),
+        sequences=which,
+        columns={name: upload(values[places], device) for name, values in (columns or {}).items()},
+        temperature=batch.temperature,
     )

@@ -1,0 +1,11 @@
+"""The loss of supervised training."""
+
+from __future__ import annotations
+
+from megarl.algorithms.loss import LossInput, LossOutput
+
+
+def cross_entropy(x: LossInput) -> LossOutput:
+    """Minus the log-probability of the tokens."""
+    x = x.weighted()
+    return LossOutput(loss=-x.weights.dot(x.output))

@@ -1,0 +1,13 @@
+"""Names of flows, and loading one from a user's file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.registry import Registry
+
+if TYPE_CHECKING:  # a launcher looks a flow's name up without Megatron-Core
+    from megarl.trainer.run import Flow
+
+FLOWS: Registry[Flow] = Registry("trainer.flow", "flow", lazy={"ppo": "megarl.flows.ppo:flow"})
+"""What `trainer.flow` can name."""

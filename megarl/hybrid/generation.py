@@ -1,0 +1,118 @@
+"""The 3D-HybridEngine: one set of ranks, two layouts, and which bytes are held in which phase.
+
+Training holds weights, gradients and optimizer state in the TP x PP x DP layout. A generation phase lets go what of it
+is configured to, wakes the engine's weights in the TP layout, moves the actor's weights straight into them, lets those
+go too, then wakes the KV cache; afterwards the engine's memory is given back (`rollout.free_cache_engine`).
+
+Where the layouts coincide, the engine reads the actor's own parameters, unless those go (`param_offload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megarl.config.schema import Reshard, Rollout
+from megarl.hybrid.residency import Residency
+from megarl.hybrid.weight_sync import WeightSync, layouts_of
+from megarl.phases import Phase
+from megarl.reshard.shared import SharedParameters
+from megarl.roles.trained import TrainedModel
+from megarl.rollout.build import build_engine
+from megarl.rollout.replicas import generate_rollouts
+from megarl.rollout.stop_strings import Decode
+from megarl.telemetry.timers import PhaseTimers
+from megarl.types import Prompt, Rollouts, SamplingParams
+
+
+class Generation:
+    """Owns the generation engine, and shares the GPU's time between it and training.
+
+    Attributes:
+        engine: asleep outside `phase`.
+        sync: what brings the actor's weights into it.
+    """
+
+    def __init__(
+        self,
+        actor: TrainedModel,
+        *,
+        rollout: Rollout,
+        reshard: Reshard,
+        model_path: str,
+        residency: Residency,
+        timers: PhaseTimers,
+        max_model_len: int,
+        decode: Decode,
+    ) -> None:
+        """Every rank calls it.
+
+        Args:
+            model_path: the actor's Hugging Face folder.
+            residency: knows the actor's memory already.
+            max_model_len: tokens of the longest prompt and response together.
+            decode: token ids to text, for stop strings.
+        """
+        groups = actor.groups
+        self._actor, self._rollout, self._groups = actor, rollout, groups
+        self._residency, self._timers = residency, timers
+        self._weights_leave = actor.weights_leave
+        shared = SharedParameters(layouts_of(actor), groups.rank, actor.parameters(), none=self._weights_leave)
+        residency.enter(Phase.GENERATE)  # an engine that measures how much memory is free finds what it will find later
+        self.engine = build_engine(
+            rollout,
+            actor.arch,
+            groups,
+            path=model_path,
+            dtype=actor.dtype,
+            max_model_len=max_model_len,
+            decode=decode,
+            adopt=shared.tensors,
+        )
+        self.engine.wake(weights_only=True)
+        actor.gather_parameters()
+        self.sync = WeightSync(actor, self.engine, shared, reshard)
+        self._sleep()
+
+    @contextmanager
+    def phase(self, *, verify: bool = False) -> Iterator[None]:
+        """On entry the engine gets the actor's weights, on exit its memory is given back; every rank calls it.
+
+        Args:
+            verify: check every tensor that the engine got, as is always done the first time.
+        """
+        with self._timers(Phase.OFFLOAD):
+            self._actor.gather_parameters()
+            self._residency.enter(Phase.RESHARD)
+        with self._timers(Phase.RESHARD):
+            self.engine.wake(weights_only=True)
+            self.sync.run(verify=verify)
+        with self._timers(Phase.GENERATE):
+            if self._weights_leave:
+                self.sync.release()
+            self._residency.enter(Phase.GENERATE)
+            self.engine.wake()
+        try:
+            yield
+        finally:
+            self._sleep()
+
+    def rollouts(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int
+    ) -> Rollouts:
+        """`n` completions of each prompt, on every rank; only inside `phase`.
+
+        Args:
+            seed, round_: with the prompt's index and the sample's number they make each completion's seed.
+        """
+        with self._timers(Phase.GENERATE):
+            return generate_rollouts(self.engine, self._groups, prompts, n, params, seed=seed, round_=round_)
+
+    def close(self) -> None:
+        """Give the engine's memory and process groups back; while the world still stands."""
+        self.sync.release()
+        self.engine.close()
+
+    def _sleep(self) -> None:
+        if self._rollout.free_cache_engine:
+            self.engine.sleep(release_weights=True)

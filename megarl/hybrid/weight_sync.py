@@ -1,0 +1,71 @@
+"""Brings a model's training weights into a generation engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.config.schema import Reshard
+from megarl.models.tensors import EMBEDDING
+from megarl.reshard.execute import Resharder, ReshardStatistics
+from megarl.reshard.layouts import Layouts
+from megarl.reshard.plan import plan_reshard
+from megarl.reshard.shared import SharedParameters
+from megarl.reshard.verify import verify as compare_ends
+from megarl.roles.model import MegatronModel
+from megarl.rollout.engine import Engine
+
+
+def layouts_of(model: MegatronModel) -> Layouts:
+    """Between which a model's weights move."""
+    groups = model.groups
+    return Layouts(
+        arch=model.arch,
+        train=groups.train,
+        generation=groups.generation,
+        transformer_engine=model.transformer_engine,
+        ranks_per_node=groups.ranks_per_node,
+    )
+
+
+class WeightSync:
+    """Owns the plan that fills an engine's parameters from a model's, bit for bit.
+
+    Attributes:
+        shared: the engine's parameters that are the model's, and need no move.
+    """
+
+    def __init__(self, model: MegatronModel, engine: Engine, shared: SharedParameters, reshard: Reshard) -> None:
+        """Every rank calls it, while the engine's weights are held."""
+        self.shared, self._engine, self._always_verifies = shared, engine, reshard.verify
+        self._verified = False
+        destination = engine.parameters()
+        layouts = replace(layouts_of(model), vocab_rows=len(destination[EMBEDDING]))
+        self.resharder = Resharder(
+            plan_reshard(layouts, model.groups.rank).without(shared.aliases),
+            model.parameters(),
+            destination,
+            model.groups.model,
+            transport=reshard.transport,
+            bucket_bytes=reshard.bucket_bytes,
+        )
+
+    @property
+    def statistics(self) -> ReshardStatistics:
+        """What a run moves on this rank."""
+        return self.resharder.statistics
+
+    def run(self, *, verify: bool = False) -> None:
+        """The model's weights into the engine's parameters; both are held, and every rank calls it.
+
+        Args:
+            verify: check every tensor afterwards, as is always done the first time.
+        """
+        self.shared.check(self._engine.parameters())
+        self.resharder.run()
+        if verify or self._always_verifies or not self._verified:
+            compare_ends(self.resharder)
+            self._verified = True
+
+    def release(self) -> None:
+        """Unmap what is read of other ranks' memory: before the training weights are given back to the driver."""
+        self.resharder.release()

@@ -1,0 +1,26 @@
+"""The layouts that a configuration asks for. Torch-free."""
+
+from __future__ import annotations
+
+from megarl.config import Config
+from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
+
+
+def train_layout(config: Config) -> TrainLayout:
+    """The training layout that the configuration asks for; raises ValueError if the ranks cannot be split that way."""
+    megatron = config.actor_rollout_ref.actor.megatron
+    return TrainLayout(
+        world_size=config.trainer.world_size,
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        chunks=megatron.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+def generation_layout(config: Config) -> GenerationLayout:
+    """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide."""
+    rollout = config.actor_rollout_ref.rollout
+    tp = rollout.tensor_model_parallel_size
+    # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says
+    stride = closest_stride(train_layout(config), tp) if rollout.name == "native" else 1
+    return GenerationLayout(world_size=config.trainer.world_size, tp=tp, stride=stride)

@@ -1,0 +1,24 @@
+"""The model of the return that is still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megarl.models.heads import Head, ValueHead
+from megarl.roles.trained import TrainedModel
+from megarl.types import Batch
+
+
+class Critic(TrainedModel):
+    """A transformer with a value head, trained."""
+
+    scalar_output = True
+
+    def make_head(self) -> Head:
+        return ValueHead()
+
+    def values(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """The value of the state before each trained token; float32 [T], 0 at prompt tokens, on every rank."""
+        return self.forward(batch, micro_batches)

@@ -1,0 +1,248 @@
+"""A model in the training layout: its chunks on this rank, and the pipelined pass over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megarl.algorithms.loss import Loss
+from megarl.config.schema import Megatron, Model
+from megarl.models.architecture import Architecture
+from megarl.models.gpt import build_chunks, named_parameters, transformer_config
+from megarl.models.heads import Head, LMHead
+from megarl.models.kernels import transformer_engine_available
+from megarl.models.logprobs import vocab_shard
+from megarl.models.microbatch import MicroBatch, make_micro_batch
+from megarl.models.placements import training_placements
+from megarl.models.tensors import logical_tensors
+from megarl.models.weights import Source, fill
+from megarl.parallel.groups import Groups
+from megarl.parallel.offload import Resident
+from megarl.phases import Item
+from megarl.roles.writers import spread_over_replicas
+from megarl.types import Batch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class MegatronModel:
+    """Owns this rank's chunks of one model in the training layout, all weights zero until they are loaded.
+
+    Attributes:
+        scalar_output: whether the output layer is a vector; else the architecture's own.
+        head: what its last stage ends in.
+        dtype: of its weights.
+        memory: of its weights. Methods bring back what they need of it; whoever reads parameters asks
+            `gather_parameters` first.
+    """
+
+    scalar_output: ClassVar[bool] = False
+
+    def __init__(self, arch: Architecture, groups: Groups, *, model: Model, megatron: Megatron) -> None:
+        """
+        Args:
+            model: data type, packing and recomputation.
+            megatron: kernels, and what is set of Megatron-Core's TransformerConfig.
+        """
+        self.arch = arch = arch.with_scalar_output() if self.scalar_output else arch
+        self.groups, self.dtype, self._packed = groups, DTYPES[model.dtype], model.use_remove_padding
+        self.head = self.make_head()
+        self.transformer_engine = megatron.transformer_engine == "auto" and transformer_engine_available()
+        self.transformer_config = transformer_config(
+            arch,
+            groups,
+            dtype=self.dtype,
+            sequence_parallel=megatron.sequence_parallel,
+            recompute=model.enable_gradient_checkpointing,
+            transformer_engine=self.transformer_engine,
+            overrides=megatron.override_transformer_config,
+        )
+        self.chunks = build_chunks(arch, self.transformer_config, groups, transformer_engine=self.transformer_engine)
+        self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
+        at = groups.train.coords(groups.rank)
+        last_stage = at.pp == groups.train.pp - 1
+        self._reports = last_stage and at.tp == 0 and at.cp == 0
+
+    def make_head(self) -> Head:
+        """A language model's, its vocabulary split over the tensor-parallel ranks."""
+        vocab, tp = self.arch.vocab_size, self.groups.train.tp
+        return LMHead(shard=vocab_shard(vocab, self.arch.padded_vocab_size(tp), self.groups.pgs.tp))
+
+    def load(self, source: Source) -> None:
+        """Fill the weights from logical tensors."""
+        self.gather_parameters()
+        fill(self.parameters(), self.placements(), logical_tensors(self.arch), source)
+        self._rewritten()
+
+    def copy_from(self, other: MegatronModel) -> None:
+        """Take over the weights of a model in the same layout; an output layer of another form stays as it is."""
+        self.gather_parameters()
+        other.gather_parameters()
+        theirs = other.parameters()
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                if name in theirs and theirs[name].shape == parameter.shape:
+                    parameter.copy_(theirs[name])
+        self._rewritten()
+
+    def placements(self) -> list[Any]:
+        """Where this rank holds what, in the names of `parameters()`."""
+        return list(
+            training_placements(
+                self.arch, self.groups.train, self.groups.rank, transformer_engine=self.transformer_engine
+            )
+        )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters by placement name."""
+        return named_parameters(self.chunks)
+
+    def gather_parameters(self) -> None:
+        """See to it that the parameters can be read; every rank calls it."""
+        for memory in self.memory[Item.WEIGHTS]:
+            memory.restore()
+
+    def forward(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """What the head computes, without gradients: float32 [T] or, of one per sequence, [N]; on every rank.
+
+        Args:
+            micro_batches: this data-parallel rank's sequences, in the micro-batches that training will use: the same
+                packing gives the same bits, so that the first ratio is exactly 1.
+        """
+        self.gather_parameters()
+        per_sequence = self.head.per == "sequence"
+        with torch.no_grad():
+            collected = self._run(batch, micro_batches, None, {})
+        out = torch.zeros(len(batch) if per_sequence else len(batch.tokens))
+        if self._reports and collected:
+            places, values = zip(*collected, strict=True)
+            out[torch.cat(places)] = torch.cat(values).cpu()
+        dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
+        return out
+
+    def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
+        """All of the model as Megatron-Core's sharded state dict, to save or to load into.
+
+        Args:
+            prefix: tells several models in a checkpoint apart.
+
+        Raises:
+            ValueError: something to save is not finite.
+        """
+        del loading
+        return spread_over_replicas(self.sharded_weights(prefix), self.groups.pgs.dp_cp)
+
+    def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
+        """Take over what was read through `sharded_state` with the same prefix."""
+        self.load_weights(state, prefix)
+
+    def sharded_weights(self, prefix: str = "") -> dict[str, Any]:
+        """The weights alone."""
+        self.gather_parameters()
+        return {f"model{i}": chunk.sharded_state_dict(prefix) for i, chunk in enumerate(self.chunks)}
+
+    def load_weights(self, state: dict[str, Any], prefix: str = "") -> None:
+        """Take over what was read through `sharded_weights` with the same prefix."""
+        for i, chunk in enumerate(self.chunks):
+            weights = state[f"model{i}"]
+            chunk.load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
+        self._rewritten()
+
+    def output_weight(self, model: Any) -> Tensor:
+        """The output layer's weight in a chunk of the last stage, as itself or as it is trained."""
+        weight: Tensor = getattr(model, "module", model).output_weight
+        return weight
+
+    def _rewritten(self) -> None:
+        for memory in self.memory[Item.WEIGHTS]:
+            memory.rewritten()
+
+    def _pass_chunks(self, *, train: bool) -> list[Any]:
+        """The modules that a pass goes through."""
+        del train
+        return list(self.chunks)
+
+    def _run(
+        self,
+        batch: Batch,
+        micro_batches: Sequence[Sequence[int]],
+        loss: Loss | None,
+        columns: Mapping[str, Tensor],
+    ) -> list[Any]:
+        """Megatron-Core's 1F1B (or interleaved) schedule over micro-batches.
+
+        Args:
+            loss: what is differentiated; None is a forward pass.
+            columns: see `make_micro_batch`.
+
+        Returns:
+            in order, of a forward pass (places in the batch, outputs) of each micro-batch, of a training pass its loss'
+            outputs; empty on the other stages.
+        """
+        train = loss is not None
+        pad = self.groups.train.tp if self.transformer_config.sequence_parallel else 1
+        inputs = [
+            make_micro_batch(
+                batch,
+                sequences,
+                packed=self._packed,
+                multiple_of=pad,
+                device=self.groups.device,
+                columns=columns,
+                per_sequence=self.head.per == "sequence",
+            )
+            for sequences in micro_batches
+        ]
+        models = self._pass_chunks(train=train)
+        for chunk in self.chunks:
+            if chunk.training != train:  # it goes through hundreds of modules
+                chunk.train(train)
+        layout = self.groups.train
+        interleaved = layout.chunks > 1
+        schedule = get_forward_backward_func(layout.pp, layout.chunks if interleaved else None)
+        collected = schedule(
+            forward_step_func=partial(self._forward_step, loss),
+            data_iterator=[iter(inputs) for _ in models] if interleaved else iter(inputs),
+            model=models if interleaved else models[0],
+            num_microbatches=len(inputs),
+            seq_length=1,  # shapes are exchanged with each micro-batch
+            micro_batch_size=1,
+            forward_only=not train,
+            collect_non_loss_data=not train,
+            p2p_communicator=P2PCommunicator(self.groups.pgs.pp, self.transformer_config),
+            pg_collection=self.groups.pgs,
+        )
+        return [of_chunk for of_micro_batch in collected for of_chunk in of_micro_batch] if train else collected
+
+    def _forward_step(
+        self, loss: Loss | None, inputs: Iterator[MicroBatch], model: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        micro = next(inputs)
+        hidden = model(micro.tokens, micro.position_ids, None, packed_seq_params=micro.packed)
+
+        def finish(hidden: Tensor, non_loss_data: bool = False) -> Any:
+            hidden, weight = self._whole_sequences(hidden), self.output_weight(model)
+            if loss is None:
+                assert non_loss_data
+                places = micro.sequences if self.head.per == "sequence" else micro.index
+                return places, self.head.outputs(hidden, weight, micro)
+            total, parts = self.head.loss(hidden, weight, micro, loss)
+            # the weights carry the denominator, so the number of tokens plays no part
+            return total, torch.zeros((), dtype=torch.int, device=total.device), parts
+
+        return hidden, finish
+
+    def _whole_sequences(self, hidden: Tensor) -> Tensor:
+        """[L (/ tp), B, hidden] -> [L, B, hidden]."""
+        if not self.transformer_config.sequence_parallel:
+            return hidden
+        # every rank's gradient of the output is complete already: split it, do not reduce it
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=self.groups.pgs.tp)

@@ -1,0 +1,167 @@
+"""Megatron-Core's AdamW over a model's gradients, with its schedule, its memory and its part of a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.config.schema import Megatron, Optim
+from megarl.models.kernels import adam_kernels
+from megarl.parallel.groups import Groups
+from megarl.parallel.megatron_internals import storage_identity
+from megarl.parallel.offload import OnHost, Resident, storages
+from megarl.roles.optimizer_state import (
+    clip,
+    copy_masters_to_weights,
+    load_optimizer_state,
+    master_weights,
+    moments,
+    refuse_nonfinite,
+    sharded_optimizer_state,
+)
+from megarl.roles.writers import spread_over_replicas
+
+
+class MegatronOptimizer:
+    """Owns fp32 weights, moments and the learning-rate schedule of one model.
+
+    Attributes:
+        masters, moments: their memory; the masters are the fp32 weights beside those of the model. Methods bring back
+            what they need.
+    """
+
+    def __init__(self, ddp: Sequence[Any], groups: Groups, config: TransformerConfig, *, megatron: Megatron) -> None:
+        """
+        Args:
+            ddp: the model's chunks in Megatron-Core's DistributedDataParallel, of which it steps the weights.
+        """
+        self._ddp, self._groups, self._config, self._megatron = list(ddp), groups, config, megatron
+        self.masters: Resident = OnHost(self._own_masters) if megatron.optimizer_offload else Resident()
+        self.moments: Resident = OnHost(lambda: moments(self._adam)) if megatron.optimizer_offload else Resident()
+        self._adam: Any = None
+        self._schedule: Any = None
+
+    def restart(self, optim: Optim, total_steps: int) -> None:
+        """A fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
+        self._adam = self._schedule = None
+        self._adam = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                min_lr=optim.min_lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.adam_beta1,
+                adam_beta2=optim.adam_beta2,
+                adam_eps=optim.adam_eps,
+                clip_grad=optim.clip_grad,
+                bf16=self._config.bf16,
+                params_dtype=self._config.params_dtype,
+                use_distributed_optimizer=self._megatron.use_distributed_optimizer,
+                overlap_param_gather=self._megatron.overlap_param_gather,
+            ),
+            self._ddp,
+            use_gloo_process_groups=False,
+            pg_collection=self._groups.pgs,
+        )
+        self._schedule = OptimizerParamScheduler(
+            self._adam,
+            init_lr=0.0,
+            max_lr=optim.lr,
+            min_lr=optim.lr if optim.lr_decay_style == "constant" else optim.min_lr,
+            lr_warmup_steps=optim.lr_warmup_steps,
+            lr_decay_steps=max(total_steps, optim.lr_warmup_steps + 1),
+            lr_decay_style=optim.lr_decay_style,
+            start_wd=optim.weight_decay,
+            end_wd=optim.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+            # of a checkpoint only the position counts: a decay stretched over more steps would else end where it was
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    @property
+    def kernels(self) -> str:
+        """What it runs on, for people."""
+        return adam_kernels(Adam)
+
+    @property
+    def lr(self) -> float:
+        """Of the next step."""
+        return float(self._adam.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        for model in self._ddp:
+            model.zero_grad_buffer()
+        self._adam.zero_grad()
+
+    def step(self, *, loss: float) -> tuple[float, bool]:
+        """One step along the accumulated gradient, unless the gradient or the loss is not finite.
+
+        Args:
+            loss: of the mini-batch, the same on every rank.
+
+        Returns:
+            the gradient's norm before clipping, and whether there was a step; the same on every rank.
+        """
+        self.masters.restore()
+        self.moments.restore()
+        self._adam.prepare_grads()
+        grad_norm = float(self._adam.get_grad_norm())
+        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
+            return grad_norm, False
+        clip(self._adam, grad_norm)
+        self._schedule.step(1)
+        self._adam.step_with_ready_grads()
+        return grad_norm, True
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """The fp32 weights and the moments on this rank."""
+        return {"masters": list(master_weights(self._adam)), "moments": list(moments(self._adam))}
+
+    @torch.no_grad()
+    def rebuild_weights(self) -> None:
+        """What a step does last: round the fp32 weights, and gather the data-parallel ranks' parts."""
+        copy_masters_to_weights(self._adam)
+        if self._megatron.use_distributed_optimizer:
+            for model in self._ddp:
+                model.start_param_sync(force_sync=True)
+
+    def sharded_state(self, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+        """Weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into.
+
+        Args:
+            weights: sharded state dict of the model.
+
+        Raises:
+            ValueError: something to save is not finite.
+        """
+        self.masters.restore()
+        self.moments.restore()
+        data_parallel = self._groups.pgs.dp_cp
+        if not loading:
+            refuse_nonfinite(self._adam, weights, self._groups.control)
+            weights = spread_over_replicas(weights, data_parallel)
+        split = data_parallel if self._megatron.use_distributed_optimizer else None
+        state = sharded_optimizer_state(self._adam, weights, split, loading=loading)
+        return {**weights, "optimizer": state, "scheduler": self._schedule.state_dict()}
+
+    def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
+        """Take over what was read through `sharded_state`."""
+        load_optimizer_state(self._adam, weights, state["optimizer"])
+        self._schedule.load_state_dict(state["scheduler"])
+
+    def _own_masters(self) -> Iterator[Tensor]:
+        """fp32 masters with storage of their own: an fp32 model's are its parameters, which must not leave twice."""
+        parameters = [p for model in self._ddp for p in model.parameters()]
+        theirs = {storage_identity(storage) for storage in storages(parameters)}
+        for main in master_weights(self._adam):
+            if storage_identity(main.untyped_storage()) not in theirs:
+                yield main

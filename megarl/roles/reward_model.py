@@ -1,0 +1,24 @@
+"""A model that scores responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megarl.models.heads import Head, ScoreHead
+from megarl.roles.trained import TrainedModel
+from megarl.types import Batch
+
+
+class RewardModel(TrainedModel):
+    """A transformer with a score head, trained."""
+
+    scalar_output = True
+
+    def make_head(self) -> Head:
+        return ScoreHead()
+
+    def scores(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """The score of each sequence, read at its last token; float32 [N], on every rank."""
+        return self.forward(batch, micro_batches)

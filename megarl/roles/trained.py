@@ -1,0 +1,214 @@
+"""A model that is trained: gradients over data-parallel ranks, and an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from torch import Tensor
+
+from megarl.algorithms.aggregation import token_weights
+from megarl.algorithms.loss import Loss, LossOutput, Metric, Reduce, columns_of
+from megarl.config.schema import Megatron, Model, Optim
+from megarl.data.packing import MiniBatch
+from megarl.models.architecture import Architecture
+from megarl.models.kernels import layer_kernels
+from megarl.parallel.groups import Groups
+from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Resident
+from megarl.phases import Item
+from megarl.roles.model import MegatronModel
+from megarl.roles.optimizer import MegatronOptimizer
+from megarl.types import Batch
+
+
+class TrainedModel(MegatronModel):
+    """A `MegatronModel` with Megatron-Core's gradient buffers and optimizer.
+
+    Attributes:
+        optimizer: its AdamW and schedule.
+        memory: of weights, gradients and optimizer state.
+        weights_leave: whether its weights leave the GPU while responses are generated.
+        skipped: of each update since it was last cleared, whether the step was left out: its loss or gradient was not
+            finite.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        groups: Groups,
+        *,
+        model: Model,
+        megatron: Megatron,
+        optim: Optim,
+        total_steps: int,
+        initial: Callable[[MegatronModel], None],
+    ) -> None:
+        """
+        Args:
+            optim, total_steps: of the first optimizer, and the optimizer steps that its schedule spans.
+            initial: gives the model its first weights.
+        """
+        super().__init__(arch, groups, model=model, megatron=megatron)
+        self._overlaps_gather, self.weights_leave = megatron.overlap_param_gather, megatron.param_offload
+        initial(self)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=megatron.use_distributed_optimizer,
+            overlap_grad_reduce=megatron.overlap_grad_reduce,
+            overlap_param_gather=megatron.overlap_param_gather,
+        )
+        self._ddp = [
+            DistributedDataParallel(
+                self.transformer_config, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pgs
+            )
+            for i, chunk in enumerate(self.chunks)
+        ]
+        self.transformer_config.finalize_model_grads_func = _finalize_without_token_count
+        self.transformer_config.grad_scale_func = None
+        if megatron.overlap_grad_reduce:
+            hooks = [chunk.no_sync for chunk in self._ddp]
+            self.transformer_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+        self.optimizer = MegatronOptimizer(self._ddp, groups, self.transformer_config, megatron=megatron)
+        self.optimizer.restart(optim, total_steps)
+        self._gradients = Dropped(self._gradient_buffers) if megatron.grad_offload else Resident()
+        self.memory |= {
+            Item.GRADIENTS: (self._gradients,),
+            Item.OPTIMIZER: (self.optimizer.masters, self.optimizer.moments),
+        }
+        if self.weights_leave:
+            self.memory[Item.WEIGHTS] = (self._weights_that_leave(),)
+        self.skipped: list[bool] = []
+
+    @property
+    def kernels(self) -> str:
+        """What a training step runs on, for people."""
+        return f"{layer_kernels(self.transformer_engine)}, {self.optimizer.kernels}"
+
+    def restart_optimizer(self, optim: Optim, total_steps: int) -> None:
+        """A fresh optimizer and schedule over the current weights."""
+        self.gather_parameters()
+        self.optimizer.restart(optim, total_steps)
+
+    def update(
+        self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None = None
+    ) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch.
+
+        Args:
+            loss: what is minimised. It sees the fields of the batch that it names in `columns`.
+            weights: float32, of the head's outputs in the loss, with the global denominator: [T] for one per token, [N]
+                for one per sequence. None: the mean over the mini-batch.
+
+        Returns:
+            the metrics of the whole mini-batch, on every rank. `skipped` is 1 if its loss or its gradient was not
+            finite, and nothing changed.
+        """
+        if weights is None:
+            weights = self._mean_over(batch, mini_batch.sequences)
+        outputs = self.accumulate_gradients(batch, mini_batch.micro_batches, weights, loss)
+        metrics = {"loss": Metric(value=0.0), **self._reduce(outputs if self._reports else [])}
+        grad_norm, stepped = self.optimizer.step(loss=float(metrics["loss"].value))
+        self.skipped.append(not stepped)
+        metrics["grad_norm"] = Metric(value=grad_norm)
+        metrics["lr"] = Metric(value=self.optimizer.lr)
+        metrics["skipped"] = Metric(value=float(not stepped))
+        return metrics
+
+    def accumulate_gradients(
+        self, batch: Batch, micro_batches: Sequence[Sequence[int]], weights: Tensor, loss: Loss
+    ) -> list[LossOutput]:
+        """The gradient of a mini-batch, reduced over data-parallel ranks; `update` without the optimizer's step."""
+        for memory in self.memory[Item.WEIGHTS]:
+            memory.restore()
+        self._gradients.restore()
+        self.optimizer.zero_grad()
+        columns = {name: getattr(batch, name) for name in columns_of(loss)}
+        present = {name: column for name, column in columns.items() if column is not None}
+        return self._run(batch, micro_batches, loss, {"weights": weights, **present})
+
+    def gather_parameters(self) -> None:
+        """See `MegatronModel.gather_parameters`; ends what `overlap_param_gather` left to the next training pass.
+
+        Whatever else reads parameters would find those of before the optimizer's step.
+        """
+        super().gather_parameters()
+        if self._overlaps_gather:
+            for chunk in getattr(self, "_ddp", []):
+                for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+    def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
+        """See `MegatronModel.sharded_state`: weights, optimizer and schedule."""
+        self._gradients.release()  # the next update needs none of them, and a checkpoint needs room
+        return self.optimizer.sharded_state(self.sharded_weights(prefix), loading=loading)
+
+    def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
+        self.load_weights(state, prefix)
+        self.optimizer.load(self.sharded_weights(prefix), state)
+
+    def output_weight(self, model: Any) -> Tensor:
+        weight = super().output_weight(model)
+        if self._overlaps_gather and model in self._ddp:
+            # Megatron-Core waits for parameters as their module is called, and the output layer's never is
+            model.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+        return weight
+
+    def _pass_chunks(self, *, train: bool) -> list[Any]:
+        return list(self._ddp) if train else list(self.chunks)
+
+    def _mean_over(self, batch: Batch, sequences: Sequence[int]) -> Tensor:
+        if self.head.per == "token":
+            return token_weights(batch, sequences)
+        weights = torch.zeros(len(batch))
+        weights[list(sequences)] = 1.0 / max(1, len(sequences))
+        return weights
+
+    def _weights_that_leave(self) -> Resident:
+        def weights() -> Iterator[Tensor]:
+            yield from self.parameters().values()
+
+        if all(p.dtype == torch.bfloat16 for p in weights()):
+            return Rebuilt(weights, self.optimizer.masters, self.optimizer.rebuild_weights)
+        return OnHost(weights)
+
+    def _gradient_buffers(self) -> Iterator[Tensor]:
+        for model in self._ddp:
+            yield from (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
+
+    def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, Metric]:
+        """Metrics over all micro-batches of all data-parallel ranks."""
+        own = [{"loss": Metric(value=out.loss.detach()), **out.metrics} for out in outputs]
+        kinds: dict[str, Reduce] = {name: metric.reduce for metrics in own for name, metric in metrics.items()}
+        total: dict[str, Metric] = {}
+        for of_rank in self.groups.all_gather(_over_chunks(own, kinds), "the metrics of an update"):
+            for name, (value, kind) in of_rank.items():
+                so_far = total.get(name)
+                if so_far is not None:
+                    value = so_far.value + value if kind == "sum" else max(so_far.value, value)
+                total[name] = Metric(value=value, reduce=kind)
+        return total
+
+
+def _over_chunks(
+    metrics: Sequence[Mapping[str, Metric]], kinds: Mapping[str, Reduce]
+) -> dict[str, tuple[float, Reduce]]:
+    """One value per metric; the GPU is waited for once, not for each value."""
+    values = []
+    for name, kind in sorted(kinds.items()):
+        device = torch.as_tensor(metrics[0]["loss"].value).device
+        of_chunks = torch.stack([torch.as_tensor(m[name].value, device=device) for m in metrics if name in m])
+        values.append(of_chunks.double().sum() if kind == "sum" else of_chunks.max().double())
+    numbers = torch.stack(values).tolist() if values else []
+    return {name: (number, kind) for (name, kind), number in zip(sorted(kinds.items()), numbers, strict=True)}
+
+
+def _finalize_without_token_count(models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron-Core would divide the gradients by the number of tokens; our losses already carry their denominator."""
+    del num_tokens
+    finalize_model_grads(models, None, **kwargs)

@@ -1,0 +1,281 @@
+"""A run: it saves, resumes, validates, reports, stops and recovers, whatever the flow trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from megarl.algorithms.loss import Metric
+from megarl.checkpoint.folder import LOOP, Position
+from megarl.hybrid.generation import Generation
+from megarl.hybrid.residency import Residency
+from megarl.parallel.groups import Groups
+from megarl.phases import Phase
+from megarl.roles.model import MegatronModel
+from megarl.roles.trained import TrainedModel
+from megarl.telemetry.timers import PhaseTimers
+from megarl.trainer.agreement import check_same_values
+from megarl.trainer.checkpointing import Checkpointing
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.memory_report import MemoryReport
+from megarl.trainer.nonfinite import NonFiniteUpdates
+from megarl.trainer.report import Report
+from megarl.trainer.resume import Start
+from megarl.trainer.start_line import start_line
+from megarl.trainer.step_metrics import StepMetrics
+from megarl.trainer.stop import StopRequest
+from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
+from megarl.types import Batch
+
+T = TypeVar("T")
+
+Metrics = Mapping[str, float]
+Callback = Callable[[str, int, Metrics], None]
+"""(loop, step, the row of the metric files), after each step, on every rank."""
+
+
+class Run:
+    """Owns the configuration, the ranks' groups, the records, the memory, and what is saved.
+
+    A flow (`megarl.flows`) builds roles, lets them join with `add`, and goes through `steps`. On every rank the same
+    calls come in the same order. When a run resumes, the flow is executed from its beginning: loops that were done are
+    passed over, and in the loop of the checkpoint everything that has joined gets its state. So what trains a role
+    stands within `steps`; what stands between them is done again.
+
+    Attributes:
+        inputs: what the run reads: data, tokenizer, reward.
+        position: of the last step that is done, or of the one under way.
+        resumes: whether the run goes on from a checkpoint, so that first weights need not be read.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        groups: Groups,
+        report: Report,
+        stop: StopRequest,
+        start: Start,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.inputs, self.config, self.groups, self.report = inputs, inputs.config, groups, report
+        self.timers, self.residency = PhaseTimers(groups.device), Residency()
+        self.memory = MemoryReport(self.config, inputs.arch, groups, report)
+        self.checkpoints = Checkpointing(inputs, groups, start, report)
+        self.position, self.resumes = start.position, start.folder is not None
+        self._stop, self._start, self._callbacks = stop, start, tuple(callbacks)
+        self._metrics = StepMetrics()
+        self._loops = 0  # begun or passed over
+        self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
+        self._steps_done = 0  # of the loop, by this process
+        self._announced = False
+        self._trained: list[TrainedModel] = []
+        self._generations: list[Generation] = []
+        stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
+
+    def add(self, name: str, joining: T) -> T:
+        """A role, or something small with `state()` and `load_state()`, joins the run under a name: from now on it is
+        in the checkpoints, and a role's memory goes and comes with the phases. Returns what joined."""
+        if isinstance(joining, MegatronModel):
+            self.checkpoints.add_model(name, joining)
+            self.residency.add(name, joining.memory)
+            if isinstance(joining, TrainedModel):
+                self._trained.append(joining)
+        else:
+            self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
+        return joining
+
+    def generation(self, actor: TrainedModel) -> Generation:
+        """The engine that the configuration names, around an actor that has joined."""
+        ours = self.config.actor_rollout_ref
+        self._generations.append(
+            Generation(
+                actor,
+                rollout=ours.rollout,
+                reshard=ours.reshard,
+                model_path=ours.model.path,
+                residency=self.residency,
+                timers=self.timers,
+                max_model_len=self.inputs.max_sequence_length,
+                decode=self.inputs.tokenizer.decode,
+            )
+        )
+        return self._generations[-1]
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """A part of a step: it is timed, and what it has no use for leaves the GPU."""
+        with self.timers(phase):
+            self.residency.enter(phase)
+            yield
+
+    def log(self, prefix: str, metrics: Mapping[str, Metric | float]) -> None:
+        """Metrics of the step under way, as `{prefix}/{name}`; of one that is logged several times, what its `reduce`
+        says, or the mean of numbers."""
+        self._metrics.add(prefix, metrics)
+
+    def steps(
+        self, loop: str, total: int, *, before: int | None = None, validate: Callable[[], Metrics] | None = None
+    ) -> Iterator[int]:
+        """The numbers of a loop's steps that are still to be done, from 1 to `total`.
+
+        Args:
+            loop: its name: lower-case letters, digits and dashes. Checkpoints of "rl" are called `global_step_N`, those
+                of another loop `{loop}_step_N`.
+            before: the metric files' number of the step before the first; default: that of the last loop's last.
+            validate: metrics on held-out data, asked as `trainer.test_freq` and `trainer.val_before_train` say.
+
+        Raises:
+            RunStopped: on every rank, if something is wrong that more steps would not mend.
+            RunInterrupted: on every rank, after a signal; a checkpoint is written.
+        """
+        assert LOOP.fullmatch(loop) and loop != "global", f"'{loop}' is no name for a loop"
+        order, self._loops = self._loops, self._loops + 1
+        before = self._row if before is None else before
+        self._row = before + total
+        if order < self._start.position.order:
+            return
+        if not self._announced:
+            self._announce()
+        done, self._steps_done = self._enter(loop, order), 0
+        self._before = before
+        if done >= total:
+            return
+        shown = {"rl": "RL", "warmup": "warm-up"}.get(loop, loop)
+        if validate is not None and not done and self.config.trainer.val_before_train:
+            metrics = self._validate(validate)
+            self._report_step(Position(order, 0, loop), metrics)
+            if "val/accuracy" in metrics:
+                self.report.say(f"held-out accuracy before the first {shown} step: {metrics['val/accuracy']:.1%}")
+        nonfinite = NonFiniteUpdates(self.config.trainer.on_nonfinite, done)
+        with self.report.progress(shown, total, done=done):
+            while done < total:
+                self._leave_if_asked(order)
+                self.position = Position(order, done + 1, loop)
+                yield self.position.step
+                self._end_step(total, validate)
+                done = self._after_updates(total, nonfinite)
+
+    @property
+    def checks_agreement(self) -> bool:
+        """Whether ranks and engine are compared in the step under way: `trainer.agreement_freq`."""
+        every = self.config.trainer.agreement_freq
+        return every > 0 and (self.is_first_step or self.position.step % every == 0)
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether the step under way is the first of its loop in this process."""
+        return self._steps_done == 0
+
+    def check_agreement(self, batch: Batch) -> None:
+        """Stop if a rank computed another batch than the others, in the steps where that is checked."""
+        if self.checks_agreement:
+            check_same_values(batch, self.groups, self.position.step)
+
+    def finish(self) -> None:
+        """After the flow's last step.
+
+        Raises:
+            RunStopped: what the run trained cannot be saved; work would be lost with exit code 0.
+        """
+        unsaved = self.position.step and self.checkpoints.position != self.position
+        if self.config.trainer.save_freq and unsaved and not self._save():
+            raise RunStopped(
+                f"all {self.position.step} steps are done, but not saved; make room and start again to repeat those "
+                f"since {self.checkpoints.latest or 'the beginning'}"
+            )
+
+    def close(self) -> None:
+        """Records and engines; while the world still stands."""
+        self.report.close()
+        for generation in self._generations:
+            generation.close()
+
+    def _announce(self) -> None:
+        self._announced = True
+        self.report.say(start_line(self.inputs, self.groups, self._trained, self._generations))
+        for remark in self.inputs.remarks:
+            self.report.say(remark)
+        self.memory.predict()
+        if self._start.folder:
+            self.report.say(f"resuming from {self._start.folder}")
+
+    def _enter(self, loop: str, order: int) -> int:
+        """Begin a loop, or go on in the one of the checkpoint; returns how many of its steps are done."""
+        start = self._start
+        if start.folder is None or order > start.position.order:
+            return 0
+        if start.position.loop != loop:
+            raise RunRefused(
+                f"'{start.folder}' was written in the loop '{start.position.loop}', where this flow has '{loop}': go "
+                f"on with the flow that it began with"
+            )
+        self.checkpoints.load(start.folder, start.state)
+        return start.position.step
+
+    def _leave_if_asked(self, order: int) -> None:
+        asked = self._stop.agreed(self.groups)
+        if asked is None:
+            return
+        under_way = self.position.order == order and self.position.step
+        if self.config.trainer.save_freq and under_way and self.checkpoints.position != self.position:
+            self._save()
+        raise RunInterrupted(asked)
+
+    def _end_step(self, total: int, validate: Callable[[], Metrics] | None) -> None:
+        self._steps_done += 1
+        metrics = self._metrics.collect()
+        if validate is not None and _due(self.config.trainer.test_freq, self.position.step, total, at_end=True):
+            metrics |= self._validate(validate)
+        metrics |= self.memory.measured(self.timers.collect_peaks())
+        self._report_step(self.position, metrics)
+
+    def _after_updates(self, total: int, nonfinite: NonFiniteUpdates) -> int:
+        """Recover from a step that went wrong, or save it where that is due; returns how many steps are done."""
+        every = self.config.trainer.save_freq
+        skipped = [left_out for model in self._trained for left_out in model.skipped]
+        for model in self._trained:
+            model.skipped.clear()
+        if what := nonfinite.after_step(self.position.step, skipped):
+            self._recover(what, nonfinite)
+        elif _due(every, self.position.step, total, at_end=every > 0):  # -1: once, when the flow is over
+            self._save()
+        return self.position.step
+
+    def _report_step(self, position: Position, metrics: Metrics) -> None:
+        loop, step = position.loop, position.step
+        named = {f"{loop}/step": float(step)} if loop != "rl" else {}
+        row = self.report.step(self._before + step, {**named, **metrics}, self.timers.collect())
+        for callback in self._callbacks:
+            callback(loop, step, row)
+
+    def _validate(self, validate: Callable[[], Metrics]) -> dict[str, float]:
+        with self.timers(Phase.VALIDATE):
+            return dict(validate())
+
+    def _save(self) -> bool:
+        """A checkpoint of everything that the next step depends on; returns whether it could be written."""
+        with self.phase(Phase.SAVE):
+            return self.checkpoints.save(self.position, self._before + self.position.step)
+
+    def _recover(self, what: str, nonfinite: NonFiniteUpdates) -> None:
+        """Go on from the last checkpoint, with the batches after the bad one, or stop."""
+        folder, saved = self.checkpoints.latest, self.checkpoints.position
+        if self.config.trainer.on_nonfinite == "rollback" and saved is not None and saved.order == self.position.order:
+            assert folder is not None
+            if nonfinite.may_roll_back(saved.step):
+                self.checkpoints.load(folder, None)
+                self.position = saved
+                self.report.rewind(self._before + saved.step + 1)
+                self.report.warn(f"{what}; rolled back to {folder}, to go on with the next batches")
+                return
+            what += f"; rolled back to {folder} too often"
+        holds = "trainer.save_freq=0, so nothing is saved"
+        if self.config.trainer.save_freq:
+            holds = f"{self.checkpoints.latest} holds them" if self._save() else f"the last checkpoint is {folder}"
+        raise RunStopped(f"{what}; {holds}; look at this step's rollouts and rewards, and at the learning rate")
+
+
+def _due(every: int, step: int, total: int, *, at_end: bool) -> bool:
+    """Whether something with this frequency happens now; 0 is never, -1 only at the end."""
+    return every != 0 and ((at_end and step == total) or (every > 0 and step % every == 0))

@@ -1,0 +1,41 @@
+"""The first line of a run: layouts, model, kernels, engine, and what a reshard moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.hybrid.generation import Generation
+from megarl.parallel.groups import Groups
+from megarl.roles.trained import TrainedModel
+from megarl.trainer.inputs import Inputs
+
+
+def start_line(
+    inputs: Inputs, groups: Groups, trained: Sequence[TrainedModel], generations: Sequence[Generation]
+) -> str:
+    """For people, when everything is built that the first loop needs."""
+    train, generation = groups.train, groups.generation
+    chunks = f" x {train.chunks} chunks" if train.chunks > 1 else ""
+    layouts = f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}"
+    if generations:
+        layouts += f", generation TP{generation.tp} x {generation.replicas} replicas"
+    parts = [f"{layouts} on {train.world_size} {groups.device.type} ranks"]
+    if trained:
+        engines = "".join(_engine(inputs, one) for one in generations)
+        parts.append(f"{inputs.arch.family} with {trained[0].kernels}{engines}")
+    if generations:
+        strings = "".join(f", {text!r}" for text in inputs.config.actor_rollout_ref.rollout.stop)
+        parts.append(f"responses end with {inputs.describe_stop_tokens()}{strings}")
+    return "; ".join(parts)
+
+
+def _engine(inputs: Inputs, generation: Generation) -> str:
+    engine = generation.engine.parameters()
+    moved = generation.sync.statistics
+    shared = sum(engine[name].nbytes for name in generation.sync.shared.aliases)
+    pulled = f", {moved.pulled / 2**20:.1f} MiB of it straight out of their GPU memory" if moved.pulled else ""
+    return (
+        f", {inputs.config.actor_rollout_ref.rollout.name} engine, which shares {shared / 2**20:.1f} MiB of weights "
+        f"per rank with training; a reshard moves {(moved.local + moved.received) / 2**20:.1f} MiB per rank, "
+        f"{moved.received / 2**20:.1f} MiB from others{pulled}"
+    )
