@@ -23,7 +23,7 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
         weights = {p.untyped_storage().data_ptr() for p in parameters}
         held = {
             "weights": sum(p.nbytes for p in parameters),
-            "gradients": sum(buffer.grad_data.nbytes for model in actor._ddp for buffer in model.buffers),
+            "gradients": sum(buffer.grad_data.nbytes for model in actor.ddp for buffer in model.buffers),
             "optimizer": 0,
         }
         for slot in filter(None, (_slot(actor.optimizer._adam, p) for p in parameters)):

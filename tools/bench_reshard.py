@@ -5,7 +5,7 @@
         --train TP2,PP2 TP4 --generation TP2 TP2           pairs of layouts, one after the other
         [--engine native|vllm] [--apart] [--rounds 10] [--without refit ...] [--sweep] [--json FILE] [--plot FILE]
 
-The actor and the hybrid engine are the trainer's, without optimizer. Measured for each pair of layouts:
+Model, engine and their `WeightSync` are the trainer's, without optimizer. Measured for each pair of layouts:
 
     peer         ranks of a host pull out of each other's GPU memory (only on GPUs)
     collective   packed buckets over the process group
@@ -36,22 +36,19 @@ import torch
 import torch.distributed as dist
 from benchmark import finish, milliseconds, random_weights
 from extra_memory import ExtraMemory
-from megarl.hybrid.engine import HybridEngine
-from megarl.roles.policy import DTYPES
 from reshard_alternatives import CopyEngines, Refit, TensorGather
 from reshard_figures import Figures, Reshard, Way, draw, print_table
 from reshard_links import Links, measure_links
 
 from megarl.config import Config, ConfigError
 from megarl.config.load import build_config
+from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.models.architecture import Architecture
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.reshard.execute import Resharder
 from megarl.reshard.transport import copies
 from megarl.reshard.verify import verify
-from megarl.roles.actor import Actor
-from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.checks import check_layouts
 
 Job = Callable[[], object]
@@ -166,21 +163,33 @@ class Bench:
     def __init__(self, config: Config, arch: Architecture, groups: Groups, links: Links) -> None:
         weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
         self.groups, self.links = groups, links
-        self.actor = Actor(ours, arch, groups, initial=lambda policy: policy.load(weights))
-        timers = PhaseTimers(groups.device)
-        self.hybrid = HybridEngine(ours, self.actor, timers, max_model_len=LONGEST, decode=str)
-        self.parameters = self.hybrid.engine.parameters()
-        self.own = [parameter for name, parameter in self.parameters.items() if name not in self.hybrid.aliases]
-        self.hybrid.engine.wake(weights_only=True)
-        self.hybrid.resharder.release()
+        self.model = MegatronModel(arch, groups, model=ours.model, megatron=ours.actor.megatron)
+        self.model.load(weights)
+        leave = ours.actor.megatron.param_offload
+        shared = SharedParameters(layouts_of(self.model), groups.rank, self.model.parameters(), none=leave)
+        self.engine = build_engine(
+            ours.rollout,
+            arch,
+            groups,
+            path=ours.model.path,
+            dtype=self.model.dtype,
+            max_model_len=LONGEST,
+            decode=str,
+            adopt=shared.tensors,
+        )
+        self.engine.wake(weights_only=True)
+        self.sync = WeightSync(self.model, self.engine, shared, ours.reshard)
+        self.sync.release()
+        self.parameters = self.engine.parameters()
+        self.own = [parameter for name, parameter in self.parameters.items() if name not in shared.aliases]
         # training needs the group's communicator as well: it is no extra memory of a reshard
         dist.all_reduce(torch.zeros(1, device=groups.device), group=groups.model)
         self.reshard_of = cache(self._resharder)
 
     def _resharder(self, transport: Literal["auto", "collective"]) -> Resharder:
         return Resharder(
-            self.hybrid.resharder.plan,
-            self.actor.parameters(),
+            self.sync.resharder.plan,
+            self.model.parameters(),
             self.parameters,
             self.groups.model,
             transport=transport,
@@ -193,8 +202,8 @@ class Bench:
             "collective": lambda: self.reshard_of("collective").run,
             "peer": lambda: self._pulling().run,
             "copy engine": lambda: CopyEngines(self._pulling().peer.fused, self.groups.device),
-            "gather": lambda: TensorGather(self.actor, self.parameters),
-            "refit": lambda: Refit(self.actor),
+            "gather": lambda: TensorGather(self.model, self.parameters),
+            "refit": lambda: Refit(self.model),
         }
         moved = self.reshard_of("collective").statistics
         local, sent, received = (self._most(n) for n in (moved.local, moved.sent, moved.received))
@@ -214,7 +223,7 @@ class Bench:
         return Reshard(
             train=f"TP{train.tp} x PP{train.pp}" + (f" x {train.chunks} chunks" if train.chunks > 1 else ""),
             generation=f"TP{generation.tp} x {generation.replicas}",
-            shared_bytes=self._most(sum(self.parameters[name].nbytes for name in self.hybrid.aliases)),
+            shared_bytes=self._most(sum(self.parameters[name].nbytes for name in self.sync.shared.aliases)),
             local_bytes=local,
             sent_bytes=sent,
             received_bytes=received,
@@ -296,7 +305,8 @@ class Bench:
     def close(self) -> None:
         if self.groups.device.type == "cuda":
             self.reshard_of("auto").release()
-        self.hybrid.close()
+        self.sync.release()
+        self.engine.close()
 
 
 if __name__ == "__main__":

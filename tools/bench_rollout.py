@@ -33,15 +33,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from benchmark import finish, start
+from benchmark import finish, run_of, start
 
 from megarl.config import ConfigError
-from megarl.hybrid.engine import HybridEngine
 from megarl.parallel.groups import Groups
 from megarl.rollout.vllm import internals
 from megarl.rollout.vllm.checks import check_vllm
 from megarl.rollout.vllm.engine import VLLMEngine
-from megarl.telemetry.timers import PhaseTimers
 from megarl.train import load_run_config
 from megarl.trainer.build import build_actor
 from megarl.trainer.checks import check_run
@@ -107,11 +105,10 @@ def check_peer(inputs: Inputs) -> None:
 def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figures:
     config = inputs.config
     ours = config.actor_rollout_ref
-    actor = build_actor(inputs, groups)
-    actor.start_optimizer(ours.actor.optim, 1)
-    timers = PhaseTimers(groups.device)
+    run = run_of(inputs, groups)
+    actor = run.add("actor", build_actor(inputs, groups, optim=ours.actor.optim, total_steps=1))
     began = time.perf_counter()
-    hybrid = HybridEngine(ours, actor, timers, max_model_len=inputs.max_sequence_length, decode=inputs.tokenizer.decode)
+    generation = run.generation(actor)
     start = time.perf_counter() - began
 
     prompts = inputs.train_prompts[: config.data.train_batch_size]
@@ -120,17 +117,17 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figur
     tokens = len(prompts) * n * params.max_tokens
     through_trainer, alone, reshard, sleep = [], [], [], []
     for round_ in range(rounds + 1):
-        timers.collect()
-        with hybrid.generation():
-            reshard.append(timers.collect()["reshard"])
-            generate = partial(hybrid.generate, prompts, n, params, seed=1, round_=round_)
+        run.timers.collect()
+        with generation.phase():
+            reshard.append(run.timers.collect()["reshard"])
+            generate = partial(generation.rollouts, prompts, n, params, seed=1, round_=round_)
             through_trainer.append(seconds(groups, generate))
-            if isinstance(hybrid.engine, VLLMEngine):
+            if isinstance(generation.engine, VLLMEngine):
                 mine = replica_share(groups, prompts)
-                alone.append(seconds(groups, partial(raw_vllm, hybrid.engine.llm, mine, n, params.max_tokens)))
+                alone.append(seconds(groups, partial(raw_vllm, generation.engine.llm, mine, n, params.max_tokens)))
             leaving = time.perf_counter()
         sleep.append(time.perf_counter() - leaving)
-    hybrid.close()
+    run.close()
     if peer:
         alone = peer_vllm(inputs, groups, rounds, prompts)
 

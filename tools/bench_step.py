@@ -15,11 +15,9 @@ stages), and plain vLLM (with rollout.name=vllm the same engine; with rollout.na
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -28,22 +26,18 @@ from typing import Any
 import torch
 from bench_rollout import check_peer, peer_vllm, raw_vllm, replica_share, seconds
 from bench_train import Phase, measure_training, model_flops, phase
-from benchmark import finish, start
+from benchmark import finish, run_of, start, synthetic_inputs
 
 from megarl.config import Config, ConfigError
-from megarl.models.architecture import Architecture
+from megarl.flows import ppo
 from megarl.parallel.groups import Groups
-from megarl.rewards import Reward
+from megarl.roles.actor import Actor
 from megarl.rollout.vllm.engine import VLLMEngine
 from megarl.train import load_run_config
 from megarl.trainer.checks import check_layouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory import check_memory
-from megarl.trainer.ppo import PPOTrainer
-from megarl.trainer.report import Report
-from megarl.trainer.resume import Start
-from megarl.trainer.stop import StopRequest
-from megarl.types import Prompt
+from megarl.trainer.session import Metrics, Run
 
 WARM_UP = 2
 SETTINGS = [
@@ -78,51 +72,27 @@ class Figures:
     of_alone: dict[str, float]
 
 
-class NoText:
-    """A tokenizer for tokens that mean nothing."""
+class Record:
+    """Keeps what a run reports of its steps."""
 
-    eos_id = pad_id = 0
+    def __init__(self) -> None:
+        self.rows: list[Metrics] = []
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        raise NotImplementedError
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return ""
-
-    def token(self, id: int) -> str:
-        return ""
-
-
-class Record(Report):
-    """Keeps what the trainer reports."""
-
-    def __init__(self, inputs: Inputs, rank: int) -> None:
-        super().__init__(inputs, rank=rank, first_step=1)
-        self.steps: list[tuple[dict[str, float], dict[str, float]]] = []
-        self._began = time.perf_counter()
-
-    def rl_step(self, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        now = time.perf_counter()
-        self.steps.append((dict(metrics), {**seconds, "step": now - self._began}))
-        self._began = now
-        super().rl_step(step, metrics, seconds)
+    def __call__(self, loop: str, step: int, row: Metrics) -> None:
+        self.rows.append(row)
 
     def medians(self) -> dict[str, float]:
         """Seconds by phase."""
-        counted = [taken for _, taken in self.steps[WARM_UP:]]
+        counted = [_named(row, "timing/", "_s") for row in self.rows[WARM_UP:]]
         return {name: statistics.median(taken[name] for taken in counted) for name in counted[0]}
 
     def peaks(self) -> dict[str, float]:
         """GiB by phase."""
-        metrics = self.steps[-1][0]
-        memory = {name: gib for name, gib in metrics.items() if name.startswith("memory/")}
-        return {name.removeprefix("memory/").removesuffix("_gib"): gib for name, gib in memory.items()}
+        return _named(self.rows[-1], "memory/", "_gib")
+
+
+def _named(row: Metrics, prefix: str, suffix: str) -> dict[str, float]:
+    return {key.removeprefix(prefix).removesuffix(suffix): x for key, x in row.items() if key.startswith(prefix)}
 
 
 def main(argv: list[str]) -> int:
@@ -150,25 +120,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
-    """Random prompts and scores; nothing ends a response before it is full."""
-    rng, data = random.Random(0), config.data
-    prompts = [
-        Prompt(index=i, token_ids=tuple(rng.choices(range(arch.vocab_size), k=data.max_prompt_length)), row={})
-        for i in range(data.train_batch_size)
-    ]
-    return Inputs(
-        config=config,
-        arch=arch,
-        tokenizer=NoText(arch.vocab_size),
-        stop_tokens=(),
-        reward=Reward(name="random", function=lambda response, row: rng.random()),
-        train_prompts=prompts,
-        val_prompts=[],
-        demonstrations=[],
-    )
-
-
 def native_on_one_gpu(config: Config) -> bool:
     one_gpu = config.trainer.world_size == 1 and torch.cuda.is_available()
     return one_gpu and config.actor_rollout_ref.rollout.name == "native"
@@ -181,10 +132,9 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
         peer: a vLLM of its own is, in place of the native engine.
     """
     config, ours = inputs.config, inputs.config.actor_rollout_ref
-    record = Record(inputs, groups.rank)
-    trainer = PPOTrainer(inputs, groups, record, StopRequest(groups.rank), Start())
-    trainer.memory.predict()
-    trainer.fit()
+    record = Record()
+    run = run_of(inputs, groups, [record])
+    ppo.flow(run)
 
     count = config.data.train_batch_size * ours.rollout.n
     lengths = [inputs.max_sequence_length] * count
@@ -200,22 +150,22 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
     taken, peaks = record.medians(), record.peaks()
     phases = {name: phase(groups, s, peaks.get(name, 0.0), *work.get(name, (0, 0.0))) for name, s in taken.items()}
     predicted: dict[str, float] = {}
-    for stage in trainer.memory.predicted:
+    for stage in run.memory.predicted:
         for name in stage.phases:
             predicted[name] = max(predicted.get(name, 0.0), stage.total(name) / 2**30)
 
     others: dict[str, Phase] = {}
     of_alone: dict[str, float] = {}
     if alone:
-        others, of_alone = train_alone(trainer, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
-        if vllm := vllm_alone(trainer, rounds, peer=peer):
+        others, of_alone = train_alone(run, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
+        if vllm := vllm_alone(run, rounds, peer=peer):
             others["generate"] = phase(groups, vllm, 0.0, responses, 0.0)
             of_alone["generate"] = vllm / taken["generate"]
-    trainer.hybrid.close()
+    run.close()
     return Figures(
         what=f"{count} sequences of {config.data.max_prompt_length} + {config.data.max_response_length} tokens, "
         f"{ours.rollout.name} engine",
-        kernels=trainer.actor.kernels,
+        kernels=_actor(run).kernels,
         ranks=groups.train.world_size,
         phases=phases,
         predicted_gib=predicted,
@@ -224,24 +174,30 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
     )
 
 
-def train_alone(trainer: PPOTrainer, lengths: Sequence[int], rounds: int) -> tuple[dict[str, Phase], dict[str, float]]:
+def _actor(run: Run) -> Actor:
+    actor = run.models["actor"]
+    assert isinstance(actor, Actor)
+    return actor
+
+
+def train_alone(run: Run, lengths: Sequence[int], rounds: int) -> tuple[dict[str, Phase], dict[str, float]]:
     """Plain Megatron-Core on a mini-batch of these lengths; nothing where there are pipeline stages."""
-    figures = measure_training(trainer.actor, trainer.config, lengths, rounds, None)
+    figures = measure_training(_actor(run), run.config, lengths, rounds, None)
     plain = [p for name, p in figures.phases.items() if name.startswith("plain")]
     if not plain:
         return {}, {}
     return {"update": min(plain, key=lambda p: p.seconds)}, {"update": figures.extra["of_plain_megatron"]}
 
 
-def vllm_alone(trainer: PPOTrainer, rounds: int, *, peer: bool) -> float | None:
+def vllm_alone(run: Run, rounds: int, *, peer: bool) -> float | None:
     """Seconds in which vLLM by itself generates the step's responses; None where there is none."""
-    inputs, groups, hybrid = trainer.inputs, trainer.groups, trainer.hybrid
-    n, length = trainer.rollout.n, inputs.config.data.max_response_length
+    inputs, groups, (generation,) = run.inputs, run.groups, run.generations
+    n, length = inputs.config.actor_rollout_ref.rollout.n, inputs.config.data.max_response_length
     taken: list[float] = []
-    if isinstance(hybrid.engine, VLLMEngine):
+    if isinstance(generation.engine, VLLMEngine):
         mine = replica_share(groups, inputs.train_prompts)
-        with hybrid.generation():
-            generate = partial(raw_vllm, hybrid.engine.llm, mine, n, length)
+        with generation.phase():
+            generate = partial(raw_vllm, generation.engine.llm, mine, n, length)
             taken = [seconds(groups, generate) for _ in range(rounds + 1)]
     if peer:
         taken = peer_vllm(inputs, groups, rounds, inputs.train_prompts)

@@ -23,23 +23,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmark import finish, random_weights, start
+from benchmark import finish, random_weights, run_of, start, synthetic_inputs
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megarl.algorithms.aggregation import token_weights
-from megarl.algorithms.policy_loss import LossOutput, PolicyLoss, supervised_loss
+from megarl.algorithms.cross_entropy import cross_entropy
+from megarl.algorithms.loss import LossOutput
+from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.config import Config, ConfigError
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.gpt import build_chunks
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
+from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
-from megarl.roles.microbatch import MicroBatch, make_micro_batch
 from megarl.telemetry.rounds import Rounds
 from megarl.train import load_run_config
 from megarl.types import Batch, batch_of
@@ -113,10 +115,17 @@ def main(argv: list[str]) -> int:
 
 
 def build(config: Config, arch: Architecture, groups: Groups) -> Actor:
-    weights = random_weights(arch, groups.device)
-    actor = Actor(config.actor_rollout_ref, arch, groups, initial=lambda policy: policy.load(weights))
-    actor.start_optimizer(config.actor_rollout_ref.actor.optim, 1000)
-    return actor
+    weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
+    actor = Actor(
+        arch,
+        groups,
+        model=ours.model,
+        megatron=ours.actor.megatron,
+        optim=ours.actor.optim,
+        total_steps=1000,
+        initial=lambda policy: policy.load(weights),
+    )
+    return run_of(synthetic_inputs(config, arch), groups).add("actor", actor)
 
 
 def random_batch(lengths: Sequence[int], vocab_size: int) -> Batch:
@@ -145,24 +154,24 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
     limit = max(config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, max(lengths))
     plan = pack_by_tokens(lengths, [range(len(lengths))], dp=groups.train.dp, max_tokens=limit)
     micro_batches = plan[groups.train.coords(groups.rank).dp][0]
-    batch = batch.with_(old_logp=actor.log_probs(batch, micro_batches, 1.0))
+    batch = batch.with_(old_logp=actor.log_probs(batch, micro_batches))
     weights = token_weights(batch, range(len(batch)), "token-mean", max(lengths))
     loss = PolicyLoss(clip_low=0.2, clip_high=0.28)
 
     def step() -> list[LossOutput]:
-        return actor.accumulate_gradients(batch, micro_batches, weights, loss, temperature=1.0)
+        return actor.accumulate_gradients(batch, micro_batches, weights, loss)
 
-    deviation = max((float(out.maxima["actor/ratio_max_deviation"]) for out in step()), default=0.0)
+    deviation = max((float(out.metrics["ratio_max_deviation"].value) for out in step()), default=0.0)
     jobs: dict[str, Callable[[], object]] = {
         "forward + backward": step,
-        "optimizer": lambda: actor.step_optimizer(loss=0.0),
+        "optimizer": lambda: actor.optimizer.step(loss=0.0),
     }
     if groups.train.pp == 1:
         plain = PlainMegatron(actor, batch, micro_batches)
         jobs |= {f"plain Megatron-Core, {name}": partial(plain.step, name) for name in plain.cross_entropies}
     clock = Rounds(groups.device, groups.control)
     seen = clock.medians(jobs, rounds, warm_up=WARM_UP)
-    log_probs = {"log-probs": lambda: actor.log_probs(batch, micro_batches, 1.0)}
+    log_probs = {"log-probs": lambda: actor.log_probs(batch, micro_batches)}
     seen |= clock.medians(log_probs, rounds, warm_up=WARM_UP)  # as in a run, not in turn with training
     if profile and groups.rank == 0:
         write_profile(step, profile)
@@ -193,11 +202,11 @@ class PlainMegatron:
             arch, self.config, groups, transformer_engine=actor.transformer_engine, model_class=GPTModel
         )
         chunk.load_state_dict(actor.chunks[0].state_dict())
-        ddp_config = actor.train_chunks()[0].ddp_config
+        ddp_config = actor.ddp[0].ddp_config
         self.model = DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups.pgs)
         self.config.no_sync_func = self.model.no_sync if ddp_config.overlap_grad_reduce else None
         self.groups, self.tokens = groups, len(batch.tokens)
-        packed = actor.config.model.use_remove_padding
+        packed = actor.packed
         self.inputs = [
             make_micro_batch(batch, sequences, packed=packed, multiple_of=groups.train.tp, device=groups.device)
             for sequences in micro_batches
@@ -269,13 +278,10 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
     losses: dict[str, float] = {}
 
     def job(name: str, micro_batches: MicroBatches, remove_padding: bool) -> Callable[[], object]:
-        model = actor.config.model.model_copy(update={"use_remove_padding": remove_padding})
-        own = actor.config.model_copy(update={"model": model})
-
         def step() -> None:
-            actor.config = own
-            outputs = actor.accumulate_gradients(batch, micro_batches, weights, supervised_loss, temperature=1.0)
-            losses[name] = sum(float(out.sums["actor/loss"]) for out in outputs)
+            actor.packed = remove_padding
+            outputs = actor.accumulate_gradients(batch, micro_batches, weights, cross_entropy)
+            losses[name] = sum(float(out.loss) for out in outputs)
 
         return step
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -19,6 +20,13 @@ from megarl.models.tensors import Box, LogicalTensor
 from megarl.models.weights import Source
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, init_distributed
+from megarl.rewards import Reward
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.report import Report
+from megarl.trainer.resume import Start
+from megarl.trainer.session import Callback, Run
+from megarl.trainer.stop import StopRequest
+from megarl.types import Prompt
 
 Figures = TypeVar("Figures", bound=Any)
 """A dataclass of what was measured."""
@@ -28,6 +36,52 @@ def start(config: Config) -> Groups:
     """Join the other ranks."""
     init_distributed()
     return build_groups(train_layout(config), generation_layout(config))
+
+
+class NoText:
+    """A tokenizer for tokens that mean nothing."""
+
+    eos_id = pad_id = 0
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def token(self, id: int) -> str:
+        return ""
+
+
+def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
+    """Random prompts and scores; nothing ends a response before it is full."""
+    rng, data = random.Random(0), config.data
+    prompts = [
+        Prompt(index=i, token_ids=tuple(rng.choices(range(arch.vocab_size), k=data.max_prompt_length)), row={})
+        for i in range(data.train_batch_size)
+    ]
+    return Inputs(
+        config=config,
+        arch=arch,
+        tokenizer=NoText(arch.vocab_size),
+        stop_tokens=(),
+        reward=Reward(name="random", function=lambda response, row: rng.random()),
+        train_prompts=prompts,
+        val_prompts=[],
+        demonstrations=[],
+    )
+
+
+def run_of(inputs: Inputs, groups: Groups, callbacks: Sequence[Callback] = ()) -> Run:
+    """A run from its beginning, whatever its folder holds."""
+    report = Report(inputs, rank=groups.rank, first_step=1)
+    return Run(inputs, groups, report, StopRequest(groups.rank), Start(), callbacks)
 
 
 def finish(figures: Figures, print_table: Callable[[Figures], None], json_file: str | None) -> None:

@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[1]
 MOMENTS = {  # name -> file and function that the main thread is in
     "generate": ("rollout/native/engine.py", "_decode"),
     "reshard": ("reshard/execute.py", "run"),
-    "log-probabilities": ("roles/policy.py", "log_probs"),
-    "update": ("roles/actor.py", "accumulate_gradients"),
+    "log-probabilities": ("roles/model.py", "forward"),
+    "update": ("roles/trained.py", "accumulate_gradients"),
     "save": ("checkpoint/store.py", "save_checkpoint"),
     "between manifest and rename": ("os.rename", ".partial"),  # an event of the interpreter, not a function
 }

@@ -18,7 +18,7 @@ from megarl.models.placements import Placement, engine_placements, training_plac
 from megarl.models.tensors import EMBEDDING, Box, logical_tensors, volume
 from megarl.models.weights import local_view
 from megarl.parallel.layout import TrainLayout
-from megarl.roles.actor import Actor
+from megarl.roles.model import MegatronModel
 
 if TYPE_CHECKING:
     from megarl.reshard.transport.copy_kernel import FusedCopy
@@ -34,9 +34,9 @@ class TensorGather:
     copies its slice into the engine's parameter.
     """
 
-    def __init__(self, actor: Actor, engine: Mapping[str, Tensor]) -> None:
-        groups, arch = actor.groups, actor.arch
-        self._actor, self._engine, self._pgs = actor, engine, groups.pgs
+    def __init__(self, model: MegatronModel, engine: Mapping[str, Tensor]) -> None:
+        groups, arch = model.groups, model.arch
+        self._model, self._engine, self._pgs = model, engine, groups.pgs
         self._tensors = logical_tensors(arch)
         train, at = groups.train, groups.train.coords(groups.rank)
         self._stages = {
@@ -46,7 +46,7 @@ class TensorGather:
                         arch,
                         train,
                         train.rank(tp=tp, dp=at.dp, pp=pp, cp=at.cp),
-                        transformer_engine=actor.transformer_engine,
+                        transformer_engine=model.transformer_engine,
                     )
                 )
                 for tp in range(train.tp)
@@ -67,7 +67,7 @@ class TensorGather:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        parameters = self._actor.parameters()
+        parameters = self._model.parameters()
         for name, tensor in self._tensors.items():
             stage = next(pp for pp, held in self._stages.items() if name in held[0])
             whole = self._first.new_empty(tensor.shape)
@@ -163,13 +163,13 @@ class Refit:
         NotImplementedError: it cannot do this.
     """
 
-    def __init__(self, actor: Actor) -> None:
+    def __init__(self, model: MegatronModel) -> None:
         try:
             from megatron.core.resharding.refit import swap_model_weights
         except ImportError as e:
             raise NotImplementedError(f"no refit in this Megatron-Core: {e}") from e
-        groups, arch = actor.groups, actor.arch
-        if len(actor.chunks) > 1:
+        groups, arch = model.groups, model.arch
+        if len(model.chunks) > 1:
             raise NotImplementedError("refit takes one model chunk per rank")
         tp, world = groups.generation.tp, groups.train.world_size
         if arch.padded_vocab_size(groups.train.tp) != arch.padded_vocab_size(tp):
@@ -180,13 +180,13 @@ class Refit:
         config = transformer_config(
             arch,
             there,
-            dtype=actor.transformer_config.params_dtype,
-            transformer_engine=actor.transformer_engine,
+            dtype=model.transformer_config.params_dtype,
+            transformer_engine=model.transformer_engine,
         )
         (self.target,) = build_chunks(
-            arch, config, there, transformer_engine=actor.transformer_engine, model_class=GPTModel
+            arch, config, there, transformer_engine=model.transformer_engine, model_class=GPTModel
         )
-        self._source, self._swap = actor.chunks[0], swap_model_weights
+        self._source, self._swap = model.chunks[0], swap_model_weights
         self.own_bytes = sum(parameter.nbytes for parameter in self.target.parameters())
         try:
             self()

@@ -40,6 +40,7 @@ class MegatronModel:
         scalar_output: whether the output layer is a vector; else the architecture's own.
         head: what its last stage ends in.
         dtype: of its weights.
+        packed: whether sequences share rows without padding.
         memory: of its weights. Methods bring back what they need of it; whoever reads parameters asks
             `gather_parameters` first.
     """
@@ -53,7 +54,7 @@ class MegatronModel:
             megatron: kernels, and what is set of Megatron-Core's TransformerConfig.
         """
         self.arch = arch = arch.with_scalar_output() if self.scalar_output else arch
-        self.groups, self.dtype, self._packed = groups, DTYPES[model.dtype], model.use_remove_padding
+        self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
         self.head = self.make_head()
         self.transformer_engine = megatron.transformer_engine == "auto" and transformer_engine_available()
         self.transformer_config = transformer_config(
@@ -193,7 +194,7 @@ class MegatronModel:
             make_micro_batch(
                 batch,
                 sequences,
-                packed=self._packed,
+                packed=self.packed,
                 multiple_of=pad,
                 device=self.groups.device,
                 columns=columns,

@@ -31,6 +31,7 @@ class TrainedModel(MegatronModel):
     """A `MegatronModel` with Megatron-Core's gradient buffers and optimizer.
 
     Attributes:
+        ddp: its chunks in Megatron-Core's DistributedDataParallel.
         optimizer: its AdamW and schedule.
         memory: of weights, gradients and optimizer state.
         weights_leave: whether its weights leave the GPU while responses are generated.
@@ -63,7 +64,7 @@ class TrainedModel(MegatronModel):
             overlap_grad_reduce=megatron.overlap_grad_reduce,
             overlap_param_gather=megatron.overlap_param_gather,
         )
-        self._ddp = [
+        self.ddp = [
             DistributedDataParallel(
                 self.transformer_config, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pgs
             )
@@ -72,9 +73,9 @@ class TrainedModel(MegatronModel):
         self.transformer_config.finalize_model_grads_func = _finalize_without_token_count
         self.transformer_config.grad_scale_func = None
         if megatron.overlap_grad_reduce:
-            hooks = [chunk.no_sync for chunk in self._ddp]
+            hooks = [chunk.no_sync for chunk in self.ddp]
             self.transformer_config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
-        self.optimizer = MegatronOptimizer(self._ddp, groups, self.transformer_config, megatron=megatron)
+        self.optimizer = MegatronOptimizer(self.ddp, groups, self.transformer_config, megatron=megatron)
         self.optimizer.restart(optim, total_steps)
         self._gradients = Dropped(self._gradient_buffers) if megatron.grad_offload else Resident()
         self.memory |= {
@@ -139,7 +140,7 @@ class TrainedModel(MegatronModel):
         """
         super().gather_parameters()
         if self._overlaps_gather:
-            for chunk in getattr(self, "_ddp", []):
+            for chunk in getattr(self, "ddp", []):
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
 
@@ -154,13 +155,13 @@ class TrainedModel(MegatronModel):
 
     def output_weight(self, model: Any) -> Tensor:
         weight = super().output_weight(model)
-        if self._overlaps_gather and model in self._ddp:
+        if self._overlaps_gather and model in self.ddp:
             # Megatron-Core waits for parameters as their module is called, and the output layer's never is
             model.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
         return weight
 
     def _pass_chunks(self, *, train: bool) -> list[Any]:
-        return list(self._ddp) if train else list(self.chunks)
+        return list(self.ddp) if train else list(self.chunks)
 
     def _mean_over(self, batch: Batch, sequences: Sequence[int]) -> Tensor:
         if self.head.per == "token":
@@ -178,7 +179,7 @@ class TrainedModel(MegatronModel):
         return OnHost(weights)
 
     def _gradient_buffers(self) -> Iterator[Tensor]:
-        for model in self._ddp:
+        for model in self.ddp:
             yield from (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
 
     def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, Metric]:

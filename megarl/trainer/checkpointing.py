@@ -10,6 +10,7 @@ from megarl.checkpoint.folder import Position, prune_checkpoints
 from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
 from megarl.parallel.groups import Groups
 from megarl.roles.model import MegatronModel
+from megarl.roles.reference import Reference
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.model_files import write_model_files
 from megarl.trainer.report import Report
@@ -89,19 +90,19 @@ class Checkpointing:
         return True
 
     def load(self, folder: str, state: Mapping[str, Any] | None) -> None:
-        """Everything that has joined, with the random numbers. A model that the checkpoint lacks is made anew from the
-        others as they are in it, if it can be.
+        """Everything that has joined, with the random numbers. A reference that the checkpoint lacks becomes a copy of
+        its policy as it is there.
 
         Args:
             state: the checkpoint's small state; None leaves what is small as it is.
 
         Raises:
-            RunRefused: the checkpoint cannot be read, or lacks a model that cannot be made from others.
+            RunRefused: the checkpoint cannot be read, or lacks another model.
         """
         saved = {name for name in self._models if state is None or name in saved_models(state)}
-        for name in self._models.keys() - saved:
-            if not hasattr(self._models[name], "renew"):
-                raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
+        copies = {name: model for name, model in self._models.items() if isinstance(model, Reference)}
+        for name in self._models.keys() - saved - copies.keys():
+            raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
         wanted = {name: self._sharded(name, loading=True) for name in self._models if name in saved}
         try:
             loaded = load_checkpoint(folder, wanted, rng=True, control=self._groups.control)
@@ -109,8 +110,8 @@ class Checkpointing:
             raise RunRefused(str(e)) from e
         for name in wanted:
             self._models[name].load_sharded(loaded[name], _prefix(name))
-        for name in self._models.keys() - saved:
-            self._models[name].renew()  # type: ignore[operator]
+        for name in copies.keys() - saved:
+            copies[name].renew()
         for name, joined in self._states.items():
             if state is not None and state.get(name) is not None:
                 joined.load_state(state[name])

@@ -46,6 +46,7 @@ class Run:
     Attributes:
         inputs: what the run reads: data, tokenizer, reward.
         position: of the last step that is done, or of the one under way.
+        models, generations: what has joined.
         resumes: whether the run goes on from a checkpoint, so that first weights need not be read.
     """
 
@@ -69,8 +70,8 @@ class Run:
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
         self._steps_done = 0  # of the loop, by this process
         self._announced = False
-        self._trained: list[TrainedModel] = []
-        self._generations: list[Generation] = []
+        self.models: dict[str, MegatronModel] = {}
+        self.generations: list[Generation] = []
         stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
 
     def add(self, name: str, joining: T) -> T:
@@ -79,8 +80,7 @@ class Run:
         if isinstance(joining, MegatronModel):
             self.checkpoints.add_model(name, joining)
             self.residency.add(name, joining.memory)
-            if isinstance(joining, TrainedModel):
-                self._trained.append(joining)
+            self.models[name] = joining
         else:
             self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
         return joining
@@ -88,7 +88,7 @@ class Run:
     def generation(self, actor: TrainedModel) -> Generation:
         """The engine that the configuration names, around an actor that has joined."""
         ours = self.config.actor_rollout_ref
-        self._generations.append(
+        self.generations.append(
             Generation(
                 actor,
                 rollout=ours.rollout,
@@ -100,7 +100,7 @@ class Run:
                 decode=self.inputs.tokenizer.decode,
             )
         )
-        return self._generations[-1]
+        return self.generations[-1]
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -188,12 +188,16 @@ class Run:
     def close(self) -> None:
         """Records and engines; while the world still stands."""
         self.report.close()
-        for generation in self._generations:
+        for generation in self.generations:
             generation.close()
+
+    @property
+    def _trained(self) -> list[TrainedModel]:
+        return [model for model in self.models.values() if isinstance(model, TrainedModel)]
 
     def _announce(self) -> None:
         self._announced = True
-        self.report.say(start_line(self.inputs, self.groups, self._trained, self._generations))
+        self.report.say(start_line(self.inputs, self.groups, self._trained, self.generations))
         for remark in self.inputs.remarks:
             self.report.say(remark)
         self.memory.predict()
