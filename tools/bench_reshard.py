@@ -47,8 +47,11 @@ from megarl.models.architecture import Architecture
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.reshard.execute import Resharder
+from megarl.reshard.shared import SharedParameters
 from megarl.reshard.transport import copies
 from megarl.reshard.verify import verify
+from megarl.roles.model import DTYPES, MegatronModel
+from megarl.rollout.build import build_engine
 from megarl.trainer.checks import check_layouts
 
 Job = Callable[[], object]
