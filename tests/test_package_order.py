@@ -23,6 +23,8 @@ ORDER = [
     "hybrid",
     "trainer",
     "flows",
+    "api",
+    "rank",
     "launcher",
     "cli",
     "train",

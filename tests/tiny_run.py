@@ -147,8 +147,8 @@ def train_in(ranks: Ranks, world: int, config: Path, *overrides: str) -> str:
 
 
 def _train(config: str, overrides: list[str]) -> str:
+    from megarl.config import load_run_config
     from megarl.flows.registry import FLOWS
-    from megarl.train import load_run_config
     from megarl.trainer.checks import check_run
     from megarl.trainer.run import run
     from megarl.trainer.stop import StopRequest

@@ -35,12 +35,11 @@ import torch
 import torch.distributed as dist
 from benchmark import finish, run_of, start
 
-from megarl.config import ConfigError
+from megarl.config import ConfigError, load_run_config
 from megarl.parallel.groups import Groups
 from megarl.rollout.vllm import internals
 from megarl.rollout.vllm.checks import check_vllm
 from megarl.rollout.vllm.engine import VLLMEngine
-from megarl.train import load_run_config
 from megarl.trainer.build import build_actor
 from megarl.trainer.checks import check_run
 from megarl.trainer.inputs import Inputs

@@ -28,12 +28,11 @@ from bench_rollout import check_peer, peer_vllm, raw_vllm, replica_share, second
 from bench_train import Phase, measure_training, model_flops, phase
 from benchmark import finish, run_of, start, synthetic_inputs
 
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, load_run_config
 from megarl.flows import ppo
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
 from megarl.rollout.vllm.engine import VLLMEngine
-from megarl.train import load_run_config
 from megarl.trainer.checks import check_layouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory import check_memory

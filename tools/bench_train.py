@@ -33,7 +33,7 @@ from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.loss import LossOutput
 from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.config import Config, ConfigError
+from megarl.config import Config, ConfigError, load_run_config
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -43,7 +43,6 @@ from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
 from megarl.telemetry.rounds import Rounds
-from megarl.train import load_run_config
 from megarl.types import Batch, batch_of
 
 PEAK_FLOPS = 989e12

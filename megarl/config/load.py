@@ -40,6 +40,26 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
     return build_config(values)
 
 
+def load_run_config(path: str, overrides: Sequence[str] = ()) -> Config:
+    """`load_config`, with the number of ranks that a launcher started."""
+    return with_launched_ranks(load_config(path, overrides))
+
+
+def with_launched_ranks(config: Config) -> Config:
+    """The configuration with the number of ranks that a launcher started (WORLD_SIZE, LOCAL_WORLD_SIZE), if one did."""
+    world, local = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    if world is None or local is None:
+        return config
+    return with_values(config, "trainer", nnodes=int(world) // int(local), n_gpus_per_node=int(local))
+
+
+def with_values(config: Config, section: str, **values: Any) -> Config:
+    """The configuration with some values of a section replaced."""
+    tree = config.model_dump()
+    tree[section] |= values
+    return build_config(tree)
+
+
 def build_config(values: dict[str, Any]) -> Config:
     """A nested dict of values -> `Config`; raises ConfigError on the first unknown key or wrong value."""
     for key in _unknown_keys(values, Config):

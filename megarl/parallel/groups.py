@@ -91,11 +91,13 @@ def init_distributed(timeout_minutes: float = 30) -> None:
     timeout = timedelta(minutes=timeout_minutes)
     # what groups get whose maker, vLLM for one, names no limit
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+    # without a launcher this process is a world of its own
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl", timeout=timeout)
+        dist.init_process_group("nccl", timeout=timeout, **alone)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=timeout, **alone)
 
 
 def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1) -> Groups:
@@ -175,6 +177,12 @@ def join(group: dist.ProcessGroup, device: torch.device) -> None:
     A batch of sends and receives, from which ranks may stay away, must not be the first to need it.
     """
     dist.all_reduce(torch.zeros((), device=device), group=group)
+
+
+def leave_world() -> None:
+    """Leave every group and the world, whatever a run that failed left of them."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def destroy_groups(groups: Groups) -> None:

@@ -11,6 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
+from megarl.rewards import Reward
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.memory import check_memory
@@ -21,8 +22,11 @@ LONGEST_LINE = 1000
 """Characters of a refusal."""
 
 
-def check_run(config: Config) -> Inputs:
+def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
     """Everything that can be known without a process group; returns what was read on the way.
+
+    Args:
+        reward: scores responses, instead of the one that the configuration names.
 
     Raises:
         ValueError: the first thing that is wrong, in one line.
@@ -30,7 +34,7 @@ def check_run(config: Config) -> Inputs:
     try:
         _check_configuration(config)
         check_megatron_core()
-        inputs = read_inputs(config)
+        inputs = read_inputs(config, reward=reward)
         _check_shapes(config, inputs.arch)
         check_memory(config, inputs.arch)
         _check_model_files(inputs)

@@ -77,8 +77,11 @@ class Inputs:
         )
 
 
-def read_inputs(config: Config) -> Inputs:
+def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     """Read everything that a run needs from disk.
+
+    Args:
+        reward: scores responses, instead of the one that the configuration names.
 
     Raises:
         ValueError: what is missing or wrong, and what to change, in one line.
@@ -93,7 +96,7 @@ def read_inputs(config: Config) -> Inputs:
         arch=arch,
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(config, arch, tokenizer),
-        reward=load_reward(config.reward.name),
+        reward=reward or load_reward(config.reward.name),
         train_prompts=train,
         val_prompts=held_out,
         demonstrations=_demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],

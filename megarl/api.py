@@ -1,0 +1,93 @@
+"""Training from Python: in a script under torchrun or `megarl train`, or, with one rank, in a notebook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megarl.config import Config, load_config
+from megarl.config.load import with_launched_ranks, with_values
+from megarl.flows.registry import FLOWS
+from megarl.rewards import Reward, RewardFunction
+from megarl.trainer.checks import check_run
+from megarl.trainer.run_lock import RunLock
+from megarl.trainer.stop import StopRequest
+
+if TYPE_CHECKING:
+    from megarl.trainer.run import Flow
+    from megarl.trainer.session import Callback
+
+
+def train(
+    config: Config | str,
+    overrides: Sequence[str] = (),
+    *,
+    reward: RewardFunction | None = None,
+    flow: Flow | str | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, float]:
+    """Take part in a run from its first step, or from its last checkpoint, to its end.
+
+    Every rank of the job calls it. Without a launcher (RANK is not in the environment) this process is the only rank.
+
+    Args:
+        config: a configuration, or the path of a YAML file.
+        overrides: `section.key=value`, for a file.
+        reward: scores a response, instead of `reward.name`.
+        flow: what the run does, instead of `trainer.flow`: a function of a `Run`, a name, or path/to/file.py:function.
+        callbacks: called after each step, on every rank, with the loop, its step and the row of the metric files.
+
+    Returns:
+        the last row that this process wrote; empty if there was nothing left to do.
+
+    Raises:
+        ValueError: the run cannot work as it is configured; the message is one line that says what to change.
+        RunStopped: something went wrong that more steps would not mend; the message says what, and what is saved.
+    """
+    from megarl.trainer.run import run
+
+    chosen = _with_ranks(load_config(config, overrides) if isinstance(config, str) else config)
+    if isinstance(flow, str):
+        chosen, flow = with_values(chosen, "trainer", flow=flow), FLOWS.load(flow)
+    elif flow is not None:
+        chosen = with_values(chosen, "trainer", flow=_name(flow))
+    else:
+        flow = FLOWS.load(chosen.trainer.flow)
+    if reward is not None:
+        chosen = with_values(chosen, "reward", name=_name(reward))
+    launched = "RANK" in os.environ
+    stop = StopRequest(int(os.environ.get("RANK", "0")))
+    if launched:  # in a notebook an interrupt is the notebook's
+        stop.install()
+    inputs = check_run(chosen, reward=Reward(name=_name(reward), function=reward) if reward is not None else None)
+    lock = RunLock(chosen.trainer.run_dir) if os.environ.get("RANK", "0") == "0" else None
+    rows: list[Mapping[str, float]] = []
+    try:
+        run(inputs, flow, stop, [*callbacks, lambda loop, step, row: rows.append(row)])
+    finally:
+        if lock is not None:
+            lock.release()
+        if not launched and dist.is_initialized():  # the run failed: the next one makes a world of its own
+            from megarl.parallel.groups import leave_world
+
+            leave_world()
+    return dict(rows[-1]) if rows else {}
+
+
+def _with_ranks(config: Config) -> Config:
+    """The configuration with the number of ranks that there are."""
+    config = with_launched_ranks(config)
+    if "RANK" not in os.environ and config.trainer.world_size > 1:
+        raise ValueError(
+            f"the configuration asks for {config.trainer.world_size} ranks, and this process is the only one: start "
+            f"it with torchrun --nproc_per_node {config.trainer.n_gpus_per_node}, or set trainer.n_gpus_per_node=1"
+        )
+    return config
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """What the records call a function that was given as such."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
