@@ -51,7 +51,7 @@ AWAY: Mapping[str, Mapping[Item, frozenset[Phase]]] = {
 }
 """Role -> its memory -> the phases in which it is not on the GPU, if the configuration lets it leave at all."""
 
-_OF_OTHERS: Mapping[Item, frozenset[Phase]] = {item: _GENERATION for item in Item}
+_OF_OTHERS: Mapping[Item, frozenset[Phase]] = dict.fromkeys(Item, _GENERATION)
 
 
 def away(role: str, item: Item) -> frozenset[Phase]:

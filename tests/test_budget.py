@@ -9,8 +9,8 @@ from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 
-from megarl.hybrid.accelerator import H200
-from megarl.hybrid.budget import (
+from megarl.estimate.accelerator import H200
+from megarl.estimate.budget import (
     KV_LENGTH_MULTIPLE,
     LOGITS_BYTES,
     budget,
@@ -22,9 +22,9 @@ from megarl.hybrid.budget import (
     layers_in_flight,
     reshard_buffers,
 )
-from megarl.hybrid.budget_table import measured_table, size
-from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
-from megarl.hybrid.job import (
+from megarl.estimate.budget_table import measured_table, size
+from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
+from megarl.estimate.job import (
     Job,
     active_parameter_count,
     engine_elements,

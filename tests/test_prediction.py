@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
 
-from megarl.hybrid.accelerator import H200
-from megarl.hybrid.budget import KVCache, kv_bytes_per_token
-from megarl.hybrid.job import active_parameter_count, engine_elements, parameter_count
-from megarl.hybrid.prediction import (
+from megarl.estimate.accelerator import H200
+from megarl.estimate.budget import KVCache, kv_bytes_per_token
+from megarl.estimate.job import active_parameter_count, engine_elements, parameter_count
+from megarl.estimate.prediction import (
     Lengths,
     bubble,
     forward_flops,

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import load_config
-from megarl.hybrid.accelerator import H200, Accelerator
-from megarl.hybrid.budget import KVCache, budget, kv_cache
-from megarl.hybrid.budget_table import predicted_table, size
-from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
-from megarl.hybrid.job import Job, parameter_count
-from megarl.hybrid.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
+from megarl.estimate.accelerator import H200, Accelerator
+from megarl.estimate.budget import KVCache, budget, kv_cache
+from megarl.estimate.budget_table import predicted_table, size
+from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
+from megarl.estimate.job import Job, parameter_count
+from megarl.estimate.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.progress import print_table
 
@@ -29,7 +29,7 @@ UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; what they replace is in `megarl.hybrid.accelerator`."""
+    """The command's options; what they replace is in `megarl.estimate.accelerator`."""
     parser.add_argument("--gpus", type=int, help="ranks of the job; default those of the configuration")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpus; default 8")
     parser.add_argument("--gpu-memory", type=bytes_of, help=f"such as 80GB; default {size(H200.memory)}")

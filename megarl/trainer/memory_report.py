@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config import Config
-from megarl.hybrid.budget import StageBudget, budget
-from megarl.hybrid.budget_table import measured_table, predicted_table
-from megarl.hybrid.fit import what_may_not_fit
-from megarl.hybrid.prediction import reshard_of_some_ranks
+from megarl.estimate.budget import StageBudget, budget
+from megarl.estimate.budget_table import measured_table, predicted_table
+from megarl.estimate.fit import what_may_not_fit
+from megarl.estimate.prediction import reshard_of_some_ranks
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.trainer.memory import job_of, this_accelerator

@@ -10,9 +10,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.budget import KVCache, kv_bytes_per_token
-from megarl.hybrid.job import (
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import KVCache, kv_bytes_per_token
+from megarl.estimate.job import (
     Job,
     active_parameter_count,
     aliases_of_first_layers,

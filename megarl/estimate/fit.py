@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.budget import StageBudget, kv_bytes_per_token, kv_cache, memory_modes
-from megarl.hybrid.job import Job, engine_elements, own_engine_elements
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import StageBudget, kv_bytes_per_token, kv_cache, memory_modes
+from megarl.estimate.job import Job, engine_elements, own_engine_elements
 
 ESTIMATES = {
     "CUDA context, NCCL",

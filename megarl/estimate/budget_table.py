@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.budget import StageBudget, host_bytes
-from megarl.hybrid.job import Job
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import StageBudget, host_bytes
+from megarl.estimate.job import Job
 
 
 def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accelerator) -> Table:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.job import Job, own_engine_elements, training_elements
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.job import Job, own_engine_elements, training_elements
 from megarl.models.architecture import Architecture
 from megarl.models.placements import heads_on_rank
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
