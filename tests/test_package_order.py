@@ -37,6 +37,7 @@ TORCH_FREE = [
     "telemetry/sinks/lines.py",
     "models/architecture.py",
     "models/placements.py",
+    "models/sizes.py",
     "models/tensors.py",
     "models/families",
     "checkpoint/folder.py",

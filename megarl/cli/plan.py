@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megarl.config import load_config
 from megarl.estimate.accelerator import H200, Accelerator
-from megarl.estimate.budget import KVCache, budget, kv_cache
+from megarl.estimate.budget import CacheRoom, budget, cache_room
 from megarl.estimate.budget_table import predicted_table, size
 from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
 from megarl.estimate.job import Job, parameter_count
@@ -64,7 +64,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         response=args.response_tokens or config.data.max_response_length,
     )
     traffic = reshard_of_some_ranks(job)
-    cache = kv_cache(job, accelerator)
+    cache = cache_room(job, accelerator)
     stages = budget(job, accelerator, moved=job.itemsize * max(moved.received.total() for moved in traffic.values()))
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -134,10 +134,10 @@ def _headline(job: Job) -> str:
     )
 
 
-def _cache_line(job: Job, cache: KVCache) -> str:
+def _cache_line(job: Job, cache: CacheRoom) -> str:
     return (
-        f"KV cache of a replica: {cache.tokens:,} tokens, {cache.sequences} sequences of {job.max_model_len} tokens "
-        f"at a time"
+        f"KV cache of a replica: {cache.tokens:,} tokens, {cache.sequences} sequences of {job.max_sequence_length} "
+        f"tokens at a time"
     )
 
 
