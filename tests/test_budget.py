@@ -33,6 +33,7 @@ from megarl.models.placements import engine_placements, training_placements
 from megarl.models.sizes import BLOCK_SIZE, layer_activations, native_activation_bytes, prefill_activations
 from megarl.models.tensors import logical_tensors, volume
 from megarl.parallel.layout import TrainLayout
+from megarl.phases import AWAY, Item, Phase
 from megarl.reshard.alias import plan_aliases
 
 # Llama-3-8B over TP2 x PP2: half of 16 layers and of an embedding; and norms, which every rank has
@@ -101,16 +102,20 @@ def test_the_table_of_an_8b_model() -> None:
 def test_measured_beside_predicted() -> None:
     """The prediction is that of the fullest stage; a phase without one is shown all the same."""
     stages = budget(job(), H200, moved=1)
-    most = {phase: max(stage.total(phase) for stage in stages) for phase in ("update", "log_probs")}
+    most = {phase: max(stage.total(phase) for stage in stages) for phase in (Phase.UPDATE, Phase.LOG_PROBS)}
     console = Console(width=100)
     with console.capture() as shown:
-        measured = {"offload": 3 * GIB, "update": most["update"] + 2**20, "log_probs": most["log_probs"] - GIB}
+        measured = {
+            Phase.OFFLOAD: 3 * GIB,
+            Phase.UPDATE: most[Phase.UPDATE] + 2**20,
+            Phase.LOG_PROBS: most[Phase.LOG_PROBS] - GIB,
+        }
         console.print(measured_table(stages, measured, H200))
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.get().splitlines()]
     rows = {row[0]: row[1:] for row in cells if row}
     assert rows["offload"] == ["", "3.00 GiB", ""]
-    assert rows["update"] == [size(most["update"]), size(most["update"] + 2**20), "1 MiB"]
-    assert rows["log_probs"] == [size(most["log_probs"]), size(most["log_probs"] - GIB), "-1.00 GiB"]
+    assert rows["update"] == [size(most[Phase.UPDATE]), size(most[Phase.UPDATE] + 2**20), "1 MiB"]
+    assert rows["log_probs"] == [size(most[Phase.LOG_PROBS]), size(most[Phase.LOG_PROBS] - GIB), "-1.00 GiB"]
 
 
 def test_switches() -> None:
@@ -254,6 +259,31 @@ def test_memory_modes_move_what_they_say(dtype: str) -> None:
     assert {phase: [items[item] for item in state] for phase, items in stage.phases.items()} == held
     assert host_bytes(considered, 0) == optimizer + weights + (weights if dtype == "float32" else 0)
     assert host_bytes(job(actor__use_kl_loss=True), 0) == 0
+
+
+STATE = {
+    ("actor", Item.WEIGHTS): "training weights",
+    ("actor", Item.GRADIENTS): "gradients",
+    ("actor", Item.OPTIMIZER): "optimizer state",
+    ("ref", Item.WEIGHTS): "reference weights",
+}
+
+
+def _absent() -> dict[tuple[str, Item], set[Phase]]:
+    """The predicted phases in which an item is not on the GPU, with all memory modes on."""
+    phases = budget(job(**MODES), H200, moved=1)[0].phases
+    return {key: {phase for phase, items in phases.items() if items[name] == 0} for key, name in STATE.items()}
+
+
+def test_absences_follow_the_table_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = budget(job(**MODES), H200, moved=1)[0].phases.keys()
+    table = {(role, item): phases & predicted for role, items in AWAY.items() for item, phases in items.items()}
+    assert _absent() == table
+    for (role, item), phases in table.items():
+        for changed in (phases | {Phase.LOG_PROBS}, phases - {Phase.GENERATE}):
+            with monkeypatch.context() as patch:
+                patch.setattr("megarl.phases.AWAY", {**AWAY, role: {**AWAY[role], item: changed}})
+                assert _absent() == {**table, (role, item): changed}
 
 
 def _said(considered: Job, memory: float) -> tuple[list[str], list[str]]:

@@ -22,6 +22,7 @@ from megarl.estimate.budget_table import predicted_table, size
 from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
 from megarl.estimate.job import Job, parameter_count
 from megarl.estimate.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
+from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.progress import print_table
 
@@ -158,7 +159,7 @@ def _traffic_table(job: Job, traffic: dict[int, Traffic]) -> Table:
     return table
 
 
-def _time_table(seconds: dict[str, float]) -> Table:
+def _time_table(seconds: dict[Phase, float]) -> Table:
     table = Table(title="One step")
     table.add_column("")
     table.add_column("time", justify="right")

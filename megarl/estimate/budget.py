@@ -7,7 +7,7 @@ moments, the latter three split over the data-parallel ranks by the distributed 
 Activations are those of `megarl.models.sizes`.
 
 A memory mode (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) takes its item off
-the GPU in the phases that do without it. The phases are those that a run times.
+the GPU in the phases that `megarl.phases.AWAY` names. The phases are those that a run times.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megarl.models.sizes import (
     native_activation_bytes,
     sampler_bytes,
 )
+from megarl.phases import Item, Phase, away
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 
 TILE_ENTRY = 8
@@ -58,9 +59,9 @@ class StageBudget:
     """
 
     stage: int
-    phases: dict[str, Items]
+    phases: dict[Phase, Items]
 
-    def total(self, phase: str) -> int:
+    def total(self, phase: Phase) -> int:
         """Bytes held in a phase."""
         return sum(self.phases[phase].values())
 
@@ -94,7 +95,7 @@ class MemoryMode:
 
     key: str
     item: str
-    without: set[str]
+    without: frozenset[Phase]
     on: bool
     kept: bool
 
@@ -102,33 +103,32 @@ class MemoryMode:
 def memory_modes(job: Job) -> list[MemoryMode]:
     """All modes, also those that are off. The reference's mode is among them even if the run has no reference."""
     actor, ref = job.config.actor_rollout_ref.actor.megatron, job.config.actor_rollout_ref.ref.megatron
-    resting = {"reshard", "generate"}
     return [
         MemoryMode(
             key="actor.megatron.grad_offload",
             item="gradients",
-            without=resting | {"log_probs", "ref"},
+            without=away("actor", Item.GRADIENTS),
             on=actor.grad_offload,
             kept=False,
         ),
         MemoryMode(
             key="actor.megatron.optimizer_offload",
             item="optimizer state",
-            without=resting,
+            without=away("actor", Item.OPTIMIZER),
             on=actor.optimizer_offload,
             kept=True,
         ),
         MemoryMode(
             key="actor.megatron.param_offload",
             item="training weights",
-            without={"generate"},
+            without=away("actor", Item.WEIGHTS),
             on=actor.param_offload,
             kept=job.itemsize == 4,  # others are rebuilt from the optimizer's
         ),
         MemoryMode(
             key="ref.megatron.param_offload",
             item="reference weights",
-            without=resting | {"update"},
+            without=away("ref", Item.WEIGHTS),
             on=ref.param_offload,
             kept=True,
         ),
@@ -149,14 +149,14 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, ca
     awake = {} if job.config.actor_rollout_ref.rollout.free_cache_engine else weights | cache
     forward = awake | _forward(job, stage)
     phases = {
-        "reshard": awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
-        "generate": weights | cache | {"engine activations": engine_activations(job)},
-        "log_probs": forward,
-        **({"ref": forward} if job.config.needs_reference else {}),
-        "update": awake | _forward_and_backward(job, stage),
+        Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
+        Phase.GENERATE: weights | cache | {"engine activations": engine_activations(job)},
+        Phase.LOG_PROBS: forward,
+        **({Phase.REF: forward} if job.config.needs_reference else {}),
+        Phase.UPDATE: awake | _forward_and_backward(job, stage),
     }
 
-    def held(phase: str) -> Items:
+    def held(phase: Phase) -> Items:
         absent = {mode.item for mode in modes if mode.on and phase in mode.without}
         return context | {item: 0 if item in absent else nbytes for item, nbytes in state.items()}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from megarl.estimate.accelerator import Accelerator
 from megarl.estimate.budget import StageBudget, cache_room, memory_modes
 from megarl.estimate.job import Job, engine_elements, own_engine_elements
+from megarl.phases import Phase
 
 ESTIMATES = {
     "CUDA context, NCCL",
@@ -46,7 +47,7 @@ def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget])
         )
 
 
-def _what_would_help(job: Job, stage: StageBudget, phase: str) -> str:
+def _what_would_help(job: Job, stage: StageBudget, phase: Phase) -> str:
     """The memory modes that are off and would free memory in the phase, the largest saving first."""
     items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
     # without the training weights the engine needs its own copy of those that it shares
@@ -54,7 +55,7 @@ def _what_would_help(job: Job, stage: StageBudget, phase: str) -> str:
     without_shared = {"training weights": job.itemsize * shared}
     saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
     advice = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(saved.items(), key=lambda x: -x[1]) if n > 0]
-    if phase == "generate" and job.config.actor_rollout_ref.rollout.name == "vllm":
+    if phase is Phase.GENERATE and job.config.actor_rollout_ref.rollout.name == "vllm":
         advice.append("a lower rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache")
     return ", ".join(advice) or "split the model over more GPUs"
 

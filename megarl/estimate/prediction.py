@@ -20,6 +20,7 @@ from megarl.estimate.job import (
     expert_elements,
     parameter_count,
 )
+from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
 TP_RANKS = 4
@@ -135,18 +136,18 @@ def _flops(job: Job, accelerator: Accelerator) -> float:
 
 def step_seconds(
     job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom, traffic: dict[int, Traffic]
-) -> dict[str, float]:
+) -> dict[Phase, float]:
     """Seconds of each phase of a step."""
     actor = job.config.actor_rollout_ref.actor
     mini_batches = job.config.data.train_batch_size // actor.ppo_mini_batch_size
     forward = pass_seconds(job, accelerator, lengths)
     log_probs = forward / (1 - bubble(job, lengths, mini_batches))
     return {
-        "reshard": max(reshard_seconds(job, accelerator, rank, moved) for rank, moved in traffic.items()),
-        "generate": generation_seconds(job, accelerator, lengths, cache),
-        "log_probs": log_probs,
-        **({"ref": log_probs} if job.config.needs_reference else {}),
-        "update": update_passes(job) * forward / (1 - bubble(job, lengths)),
+        Phase.RESHARD: max(reshard_seconds(job, accelerator, rank, moved) for rank, moved in traffic.items()),
+        Phase.GENERATE: generation_seconds(job, accelerator, lengths, cache),
+        Phase.LOG_PROBS: log_probs,
+        **({Phase.REF: log_probs} if job.config.needs_reference else {}),
+        Phase.UPDATE: update_passes(job) * forward / (1 - bubble(job, lengths)),
     }
 
 
