@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config import build_config
-from megarl.hybrid.job import Job
+from megarl.estimate.job import Job
 from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 

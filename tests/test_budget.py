@@ -9,22 +9,18 @@ from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 
-from megarl.hybrid.accelerator import H200
-from megarl.hybrid.budget import (
-    KV_LENGTH_MULTIPLE,
-    LOGITS_BYTES,
+from megarl.estimate.accelerator import H200
+from megarl.estimate.budget import (
     budget,
+    cache_room,
     engine_activations,
     host_bytes,
-    kv_bytes_per_token,
-    kv_cache,
-    layer_activations,
     layers_in_flight,
     reshard_buffers,
 )
-from megarl.hybrid.budget_table import measured_table, size
-from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
-from megarl.hybrid.job import (
+from megarl.estimate.budget_table import measured_table, size
+from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
+from megarl.estimate.job import (
     Job,
     active_parameter_count,
     engine_elements,
@@ -34,8 +30,10 @@ from megarl.hybrid.job import (
 )
 from megarl.models.architecture import Architecture
 from megarl.models.placements import engine_placements, training_placements
+from megarl.models.sizes import BLOCK_SIZE, layer_activations, native_activation_bytes, prefill_activations
 from megarl.models.tensors import logical_tensors, volume
 from megarl.parallel.layout import TrainLayout
+from megarl.phases import AWAY, Item, Phase
 from megarl.reshard.alias import plan_aliases
 
 # Llama-3-8B over TP2 x PP2: half of 16 layers and of an embedding; and norms, which every rank has
@@ -84,7 +82,7 @@ def test_the_table_of_an_8b_model() -> None:
     assert first.phases["reshard"] == resident | weights | {"reshard buffers": 8 * (4 * 10**9 // 2**14)}
     prefill = 4 * 4096 + 5120 + 21_504
     activations = 2 * 8192 * prefill + 3 * 4 * 256 * 128_256
-    tokens = 256 * 4096  # of 2 x 32 layers x 4 heads x 128 x 2 bytes
+    tokens = 256 * 4096 + 128  # of 2 x 32 layers x 4 heads x 128 x 2 bytes; a block is vLLM's own
     assert 65_536 * tokens < H200.memory // 2 - weights["engine weights"] - activations
     assert first.phases["generate"] == resident | weights | {
         "KV cache": 65_536 * tokens,
@@ -104,16 +102,20 @@ def test_the_table_of_an_8b_model() -> None:
 def test_measured_beside_predicted() -> None:
     """The prediction is that of the fullest stage; a phase without one is shown all the same."""
     stages = budget(job(), H200, moved=1)
-    most = {phase: max(stage.total(phase) for stage in stages) for phase in ("update", "log_probs")}
+    most = {phase: max(stage.total(phase) for stage in stages) for phase in (Phase.UPDATE, Phase.LOG_PROBS)}
     console = Console(width=100)
     with console.capture() as shown:
-        measured = {"offload": 3 * GIB, "update": most["update"] + 2**20, "log_probs": most["log_probs"] - GIB}
+        measured = {
+            Phase.OFFLOAD: 3 * GIB,
+            Phase.UPDATE: most[Phase.UPDATE] + 2**20,
+            Phase.LOG_PROBS: most[Phase.LOG_PROBS] - GIB,
+        }
         console.print(measured_table(stages, measured, H200))
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.get().splitlines()]
     rows = {row[0]: row[1:] for row in cells if row}
     assert rows["offload"] == ["", "3.00 GiB", ""]
-    assert rows["update"] == [size(most["update"]), size(most["update"] + 2**20), "1 MiB"]
-    assert rows["log_probs"] == [size(most["log_probs"]), size(most["log_probs"] - GIB), "-1.00 GiB"]
+    assert rows["update"] == [size(most[Phase.UPDATE]), size(most[Phase.UPDATE] + 2**20), "1 MiB"]
+    assert rows["log_probs"] == [size(most[Phase.LOG_PROBS]), size(most[Phase.LOG_PROBS] - GIB), "-1.00 GiB"]
 
 
 def test_switches() -> None:
@@ -171,17 +173,63 @@ def test_experts_keep_the_activations_of_every_copy_of_a_token() -> None:
     assert layer_activations(QWEN3_235B, tp=4, sequence_parallel=True) == dense + 8 * (2 * 4096 + 3 * 1536 / 4)
 
 
+@pytest.mark.parametrize("arch", [LLAMA_3_8B, QWEN3_235B], ids=["dense", "experts"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_native_engine_counts_with_no_less_than_a_layer_keeps(arch: Architecture, tp: int) -> None:
+    assert prefill_activations(arch, tp=tp) >= layer_activations(arch, tp=tp, sequence_parallel=False)
+
+
+def test_the_native_engine_computes_the_longest_sequence_at_once() -> None:
+    layer = 6 * 4096 + 8 * 2048 + 4 * 7168
+    sampler = 2 * 256 * 128_256 * (2 + 4)
+    assert engine_activations(job(rollout__name="native")) == 2 * 8192 * layer + sampler
+    short = dict(tp=2, itemsize=2, max_num_seqs=256, max_num_batched_tokens=10, max_model_len=4096)
+    assert native_activation_bytes(LLAMA_3_8B, **short) == 2 * 4096 * layer + sampler
+
+
 def test_kv_caches() -> None:
     native = job(rollout__name="native", rollout__max_num_seqs=10)
-    assert kv_bytes_per_token(native) == 65_536
-    cache = kv_cache(native, H200)
-    assert (cache.tokens, cache.sequences, cache.bytes) == (10 * 4096, 10, 10 * 4096 * 65_536)
+    assert native.kv_bytes_per_token == 65_536
+    cache = cache_room(native, H200)
+    assert (cache.tokens, cache.sequences, cache.bytes) == (10 * 4096, 10, (10 * 4096 + 16) * 65_536)
     many = job(rollout__max_num_seqs=1000)
     left = H200.memory // 2 - 2 * own_engine_elements(many, 0) - engine_activations(many)
-    assert kv_cache(many, H200).tokens == left // 65_536 < 1000 * 4096
-    none = kv_cache(job(actor__megatron__param_offload=True, rollout__gpu_memory_utilization=0.05), H200)
+    tokens = (left // (128 * 65_536) - 1) * 128
+    cache = cache_room(many, H200)
+    assert (cache.tokens, cache.sequences) == (tokens, tokens // 4096) and tokens < 1000 * 4096
+    none = cache_room(job(actor__megatron__param_offload=True, rollout__gpu_memory_utilization=0.05), H200)
     assert (none.bytes, none.tokens, none.sequences) == (0, 0, 0)
-    assert kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) == 2 * 94 * 128 * 2  # a KV head on two ranks
+    assert job(QWEN3_235B, generation_tp=8).kv_bytes_per_token == 2 * 94 * 128 * 2  # a KV head on two ranks
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+@pytest.mark.parametrize("arch", [LLAMA_3_8B, replace(QWEN3_235B, num_layers=4)], ids=["dense", "experts"])
+def test_the_native_engine_takes_the_cache_that_is_predicted(
+    monkeypatch: pytest.MonkeyPatch, arch: Architecture, share: float
+) -> None:
+    import torch
+
+    from megarl.rollout.native.cache_size import cache_blocks
+
+    settings: dict[str, object] = {"rollout__name": "native", "rollout__gpu_memory_utilization": share}
+    considered = job(arch, gpus=1, tp=1, pp=1, generation_tp=1, **settings)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (H200.memory, H200.memory))
+    rollout = considered.config.actor_rollout_ref.rollout
+    blocks = cache_blocks(
+        arch,
+        tp_group=None,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        max_model_len=4096,
+        weight_bytes=2 * own_engine_elements(considered, 0),
+        gpu_memory_utilization=share,
+    )
+    cache = cache_room(considered, H200)
+    assert cache.bytes == blocks * BLOCK_SIZE * considered.kv_bytes_per_token
+    assert cache.tokens == (blocks - 1) * BLOCK_SIZE
 
 
 MODES: dict[str, object] = {
@@ -213,6 +261,31 @@ def test_memory_modes_move_what_they_say(dtype: str) -> None:
     assert host_bytes(job(actor__use_kl_loss=True), 0) == 0
 
 
+STATE = {
+    ("actor", Item.WEIGHTS): "training weights",
+    ("actor", Item.GRADIENTS): "gradients",
+    ("actor", Item.OPTIMIZER): "optimizer state",
+    ("ref", Item.WEIGHTS): "reference weights",
+}
+
+
+def _absent() -> dict[tuple[str, Item], set[Phase]]:
+    """The predicted phases in which an item is not on the GPU, with all memory modes on."""
+    phases = budget(job(**MODES), H200, moved=1)[0].phases
+    return {key: {phase for phase, items in phases.items() if items[name] == 0} for key, name in STATE.items()}
+
+
+def test_absences_follow_the_table_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = budget(job(**MODES), H200, moved=1)[0].phases.keys()
+    table = {(role, item): phases & predicted for role, items in AWAY.items() for item, phases in items.items()}
+    assert _absent() == table
+    for (role, item), phases in table.items():
+        for changed in (phases | {Phase.LOG_PROBS}, phases - {Phase.GENERATE}):
+            with monkeypatch.context() as patch:
+                patch.setattr("megarl.phases.AWAY", {**AWAY, role: {**AWAY[role], item: changed}})
+                assert _absent() == {**table, (role, item): changed}
+
+
 def _said(considered: Job, memory: float) -> tuple[list[str], list[str]]:
     """What cannot fit, and what may not."""
     accelerator = replace(H200, memory=memory)
@@ -225,19 +298,22 @@ def test_what_cannot_fit_and_what_would_help() -> None:
     assert _said(job(), 139 * GIB) == ([], [])
     last = (FIRST_STAGE + 4096) / GIB
     tight: dict[str, object] = {"rollout__gpu_memory_utilization": 0.9, "rollout__max_num_seqs": 512}
+    cache = cache_room(job(**tight), replace(H200, memory=80 * GIB)).bytes / GIB
+    own = 2 * own_engine_elements(job(**tight), 1) / GIB
     activations = engine_activations(job(**tight)) / GIB
+    assert cache == pytest.approx(0.9 * 80 - own - activations, abs=0.01)
     (certain,), (estimated,) = _said(job(**tight), 80 * GIB)
     assert certain == (
-        f"generate needs {12 * last + 0.9 * 80 - activations - 80:.2f} GiB more than the 80.00 GiB of a GPU of "
+        f"generate needs {12 * last + own + cache - 80:.2f} GiB more than the 80.00 GiB of a GPU of "
         f"pipeline stage 2; actor.megatron.optimizer_offload=true frees {6 * last:.2f} GiB, "
         f"actor.megatron.grad_offload=true frees {4 * last:.2f} GiB, "
         f"actor.megatron.param_offload=true frees {2 * (last - (SHARED + 4096) / GIB):.2f} GiB, a lower "
         f"rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache"
     )
-    assert estimated.startswith(f"generate needs {12 * last + 4 + 0.9 * 80 - 80:.2f} GiB more than")
+    assert estimated.startswith(f"generate needs {12 * last + 4 + own + cache + activations - 80:.2f} GiB more than")
     relieved = job(**tight, actor__megatron__optimizer_offload=True)
     (certain,), _ = _said(relieved, 80 * GIB)
-    assert f"needs {6 * last + 0.9 * 80 - activations - 80:.2f} GiB" in certain and "optimizer_offload" not in certain
+    assert f"needs {6 * last + own + cache - 80:.2f} GiB" in certain and "optimizer_offload" not in certain
     assert _said(job(**tight, **MODES), 80 * GIB)[0] == []
     (certain,), _ = _said(job(**tight, **MODES), 20 * GIB)
     assert certain.startswith("update needs ") and certain.endswith("; split the model over more GPUs")
@@ -268,11 +344,3 @@ def test_reshard_buffers() -> None:
     assert reshard_buffers(job(gpus=16), 5000) == 2 * 5000
     buckets = job(reshard__transport="collective", reshard__bucket_bytes=1024)
     assert reshard_buffers(buckets, 5000) == 4 * 1024
-
-
-def test_constants_are_those_of_the_code() -> None:
-    from megarl.models.logprobs import CHUNK_BYTES
-    from megarl.rollout.native.blocks import BLOCK_SIZE
-
-    assert CHUNK_BYTES == LOGITS_BYTES
-    assert BLOCK_SIZE == KV_LENGTH_MULTIPLE

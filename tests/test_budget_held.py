@@ -8,7 +8,7 @@ import pytest
 from ranks import Ranks
 from training_cases import ARCH, Case, actor_in
 
-from megarl.hybrid.job import training_elements
+from megarl.estimate.job import training_elements
 from megarl.parallel.layout import TrainLayout
 
 WIDER = replace(ARCH, hidden_size=128, ffn_hidden_size=256)

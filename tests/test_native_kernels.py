@@ -21,9 +21,9 @@ from tiny_engines import GROUPS, assert_same, engine_of  # noqa: E402
 from tiny_families import ARCHITECTURES  # noqa: E402
 
 from megarl.models.rope import rope_table  # noqa: E402
+from megarl.models.sizes import BLOCK_SIZE, blocks_for  # noqa: E402
 from megarl.rollout.native import kernels  # noqa: E402
 from megarl.rollout.native.attention import GatheredAttention  # noqa: E402
-from megarl.rollout.native.blocks import BLOCK_SIZE, blocks_for  # noqa: E402
 from megarl.rollout.native.kernels import draw as draw_kernel  # noqa: E402
 from megarl.rollout.native.kernels.draw import draw  # noqa: E402
 from megarl.rollout.native.kernels.elementwise import add_and_norm, silu_and_mul  # noqa: E402

@@ -10,8 +10,9 @@ import torch
 from tiny_engines import GREEDY, GROUPS, assert_same, engine_of, prompts_of, text_of
 from tiny_families import ARCHITECTURES
 
-from megarl.rollout.native import budget, engine
-from megarl.rollout.native.blocks import BLOCK_SIZE, SCRATCH_BLOCK, blocks_for
+from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.rollout.native import cache_size, engine
+from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.types import SamplingParams
 
@@ -156,7 +157,7 @@ def _check_blocks(admission: Admission, running: list[Running]) -> None:
 def _blocks_on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: float, total: float, share: float, **sizes: Any) -> int:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), int(total)))
-    return budget.cache_blocks(
+    return cache_size.cache_blocks(
         ARCHITECTURES["qwen2"],
         tp_group=None,
         dtype=torch.float32,

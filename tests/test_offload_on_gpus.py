@@ -88,9 +88,9 @@ def _one_step(case: Case, dtype: str, moving: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("case", [Case(), Case(dp=2)], ids=lambda case: case.name)
 def test_generation_holds_what_the_budget_says_and_all_comes_back(ranks: Ranks, case: Case, dtype: str) -> None:
     from megarl.config import build_config
-    from megarl.hybrid.accelerator import H200
-    from megarl.hybrid.budget import budget
-    from megarl.hybrid.job import Job
+    from megarl.estimate.accelerator import H200
+    from megarl.estimate.budget import budget
+    from megarl.estimate.job import Job
     from megarl.parallel.layout import GenerationLayout, TrainLayout
 
     if torch.cuda.device_count() < case.world:

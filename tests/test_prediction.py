@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
 
-from megarl.hybrid.accelerator import H200
-from megarl.hybrid.budget import KVCache, kv_bytes_per_token
-from megarl.hybrid.job import active_parameter_count, engine_elements, parameter_count
-from megarl.hybrid.prediction import (
+from megarl.estimate.accelerator import H200
+from megarl.estimate.budget import CacheRoom
+from megarl.estimate.job import active_parameter_count, engine_elements, parameter_count
+from megarl.estimate.prediction import (
     Lengths,
     bubble,
     forward_flops,
@@ -25,7 +25,7 @@ from megarl.hybrid.prediction import (
 from megarl.reshard.traffic import Traffic
 
 LENGTHS = Lengths(prompt=1024, response=3072)
-ROOM = KVCache(bytes=10**11, tokens=10**7, sequences=1000)
+ROOM = CacheRoom(bytes=10**11, tokens=10**7, sequences=1000)
 
 
 def test_the_reshard_of_an_8b_model_takes_what_its_bytes_take() -> None:
@@ -89,7 +89,7 @@ def test_decoding_few_sequences_leaves_experts_unread() -> None:
         considered = job(QWEN3_235B, gpus=512, tp=4, generation_tp=8, rollout__n=n)
         return generation_seconds(considered, H200, Lengths(prompt=1, response=1000), ROOM)
 
-    per_token = 1000 * 501 * kv_bytes_per_token(job(QWEN3_235B, generation_tp=8)) / 4226e9
+    per_token = 1000 * 501 * job(QWEN3_235B, generation_tp=8).kv_bytes_per_token / 4226e9
     all_weights = 1000 * 2 * engine_elements(QWEN3_235B, 8) / 4226e9
     assert seconds(1) < 0.12 * all_weights  # 8 of 128 experts, and attention
     assert seconds(128) == pytest.approx(all_weights + 128 * per_token, rel=0.01)

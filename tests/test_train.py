@@ -189,7 +189,7 @@ def test_a_run_that_cannot_fit_is_refused(
 ) -> None:
     """On a machine whose GPUs have 64 KiB."""
     from megarl.cli.main import main
-    from megarl.hybrid.accelerator import H200
+    from megarl.estimate.accelerator import H200
     from megarl.trainer import memory
 
     monkeypatch.setattr(memory, "this_accelerator", lambda: replace(H200, memory=2**16))

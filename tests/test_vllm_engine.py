@@ -153,19 +153,19 @@ def _generate_in_few_blocks(case: Case, folder: str, params: SamplingParams) -> 
 
     from megarl.rollout.vllm import engine
 
-    enough, own, preempted = engine._kv_cache_bytes, Scheduler._preempt_request, 0
+    most_blocks, own, preempted = engine.most_blocks, Scheduler._preempt_request, 0
 
     def preempt(*args: Any, **kwargs: Any) -> Any:
         nonlocal preempted
         preempted += 1
         return own(*args, **kwargs)
 
-    engine._kv_cache_bytes = lambda arch, tp, _sequences, _length, dtype: enough(arch, tp, 4, 1, dtype)
+    engine.most_blocks = lambda **_: 4 + 1
     Scheduler._preempt_request = preempt
     try:
         made = _generate(case, folder, "vllm", params)
     finally:
-        engine._kv_cache_bytes, Scheduler._preempt_request = enough, own
+        engine.most_blocks, Scheduler._preempt_request = most_blocks, own
     return preempted, made
 
 

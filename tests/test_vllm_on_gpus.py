@@ -123,7 +123,7 @@ def _kv_cache_held(case: Case, folder: str) -> tuple[int, int]:
     """Bytes of the KV cache in generation, and what the sequences can fill."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    from megarl.rollout.vllm.engine import BLOCK
+    from megarl.rollout.vllm.checks import BLOCK_SIZE
 
     arch = read_architecture(folder)
     rollout = {"name": "vllm", "max_num_seqs": 16, "gpu_memory_utilization": 0.3, "enforce_eager": True}
@@ -135,7 +135,7 @@ def _kv_cache_held(case: Case, folder: str) -> tuple[int, int]:
             held = sum(data.handle[1] for data in pool if data.tag == "kv_cache")
         hybrid.close()
     heads = arch.num_key_value_heads // case.gen_tp
-    return held, 16 * BLOCK * 2 * arch.num_layers * heads * arch.head_dim * 2
+    return held, 16 * BLOCK_SIZE * 2 * arch.num_layers * heads * arch.head_dim * 2
 
 
 def test_the_kv_cache_is_no_larger_than_its_sequences(vllm_ranks: Ranks, tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config import load_config
-from megarl.hybrid.accelerator import H200, Accelerator
-from megarl.hybrid.budget import KVCache, budget, kv_cache
-from megarl.hybrid.budget_table import predicted_table, size
-from megarl.hybrid.fit import what_does_not_fit, what_may_not_fit
-from megarl.hybrid.job import Job, parameter_count
-from megarl.hybrid.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
+from megarl.estimate.accelerator import H200, Accelerator
+from megarl.estimate.budget import CacheRoom, budget, cache_room
+from megarl.estimate.budget_table import predicted_table, size
+from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
+from megarl.estimate.job import Job, parameter_count
+from megarl.estimate.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
+from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.progress import print_table
 
@@ -29,7 +30,7 @@ UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; what they replace is in `megarl.hybrid.accelerator`."""
+    """The command's options; what they replace is in `megarl.estimate.accelerator`."""
     parser.add_argument("--gpus", type=int, help="ranks of the job; default those of the configuration")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpus; default 8")
     parser.add_argument("--gpu-memory", type=bytes_of, help=f"such as 80GB; default {size(H200.memory)}")
@@ -64,7 +65,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         response=args.response_tokens or config.data.max_response_length,
     )
     traffic = reshard_of_some_ranks(job)
-    cache = kv_cache(job, accelerator)
+    cache = cache_room(job, accelerator)
     stages = budget(job, accelerator, moved=job.itemsize * max(moved.received.total() for moved in traffic.values()))
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -134,10 +135,10 @@ def _headline(job: Job) -> str:
     )
 
 
-def _cache_line(job: Job, cache: KVCache) -> str:
+def _cache_line(job: Job, cache: CacheRoom) -> str:
     return (
-        f"KV cache of a replica: {cache.tokens:,} tokens, {cache.sequences} sequences of {job.max_model_len} tokens "
-        f"at a time"
+        f"KV cache of a replica: {cache.tokens:,} tokens, {cache.sequences} sequences of {job.max_sequence_length} "
+        f"tokens at a time"
     )
 
 
@@ -158,7 +159,7 @@ def _traffic_table(job: Job, traffic: dict[int, Traffic]) -> Table:
     return table
 
 
-def _time_table(seconds: dict[str, float]) -> Table:
+def _time_table(seconds: dict[Phase, float]) -> Table:
     table = Table(title="One step")
     table.add_column("")
     table.add_column("time", justify="right")

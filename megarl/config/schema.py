@@ -47,6 +47,11 @@ class Data(Section):
     shuffle: bool = Field(True, description="a new order of the training prompts every epoch")
     seed: Whole = Field(1, ge=0, description="seeds data order, weight initialisation and sampling")
 
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of the longest prompt and response together."""
+        return self.max_prompt_length + self.max_response_length
+
 
 # ---------------------------------------------------------------------------------------------------- algorithm
 

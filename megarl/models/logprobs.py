@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.models.sizes import LOGITS_CHUNK_BYTES
 from megarl.models.softmax import gradient_, statistics
 from megarl.models.weight_gradient import add_weight_gradient
-
-CHUNK_BYTES = 2**29
-"""Logits alive at once. Smaller chunks would add to the weight's gradient, all of it, more often."""
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(log-probabilities, entropies, which of the tokens) -> the chunk's part of a loss that is a sum over tokens."""
@@ -63,7 +61,7 @@ def token_log_probs(
         weight: [vocab / tp, hidden_size].
         labels: int64 [tokens].
         temperature: > 0.
-        chunk_size: tokens whose logits are alive at once; default: as many as CHUNK_BYTES holds.
+        chunk_size: tokens whose logits are alive at once; default: as many as LOGITS_CHUNK_BYTES holds.
 
     Returns:
         log-probabilities and entropies, float32 [tokens], in nats; both differentiable.
@@ -103,7 +101,7 @@ class _Head:
     temperature: float
 
     def parts(self, tokens: int, chunk_size: int | None) -> list[slice]:
-        fit = CHUNK_BYTES // (self.weight.shape[0] * self.weight.element_size())
+        fit = LOGITS_CHUNK_BYTES // (self.weight.shape[0] * self.weight.element_size())
         size = chunk_size or max(128, fit // 128 * 128)  # matrix products like multiples of their tiles
         return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
 

@@ -132,7 +132,7 @@ def _check_shapes(config: Config, arch: Architecture) -> None:
         sequence_parallel=actor.megatron.sequence_parallel,
     )
     arch.check_generation(tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
         raise ValueError(f"{what} is more than the model's {arch.max_position_embeddings} positions")

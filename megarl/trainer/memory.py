@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.hybrid.accelerator import H200, Accelerator
-from megarl.hybrid.budget import budget
-from megarl.hybrid.fit import what_does_not_fit
-from megarl.hybrid.job import Job
+from megarl.estimate.accelerator import H200, Accelerator
+from megarl.estimate.budget import budget
+from megarl.estimate.fit import what_does_not_fit
+from megarl.estimate.job import Job
 from megarl.models.architecture import Architecture
 from megarl.parallel.from_config import generation_layout, train_layout
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config import Config
-from megarl.hybrid.budget import StageBudget, budget
-from megarl.hybrid.budget_table import measured_table, predicted_table
-from megarl.hybrid.fit import what_may_not_fit
-from megarl.hybrid.prediction import reshard_of_some_ranks
+from megarl.estimate.budget import StageBudget, budget
+from megarl.estimate.budget_table import measured_table, predicted_table
+from megarl.estimate.fit import what_may_not_fit
+from megarl.estimate.prediction import reshard_of_some_ranks
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
+from megarl.phases import Phase
 from megarl.trainer.memory import job_of, this_accelerator
 from megarl.trainer.report import Report
 
@@ -52,9 +53,10 @@ class MemoryReport:
         """
         if not self._accelerator:
             return {}
-        most: dict[str, int] = {}
+        most: dict[Phase, int] = {}
         for of_rank in self._groups.all_gather(dict(peaks)):
-            for phase, nbytes in of_rank.items():
+            for name, nbytes in of_rank.items():
+                phase = Phase(name)
                 most[phase] = max(most.get(phase, 0), nbytes)
         self._steps += 1
         if self._steps == 2:

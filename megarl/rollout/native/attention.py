@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.models.packed_attention import packed_attention
 from megarl.models.rope import apply_rope
-from megarl.rollout.native.blocks import BLOCK_SIZE, blocks_for
+from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native.kv_cache import KVCache
 
 

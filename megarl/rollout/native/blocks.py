@@ -8,16 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-BLOCK_SIZE = 16
-"""Tokens in a block."""
-
 SCRATCH_BLOCK = 0
 """Belongs to no sequence: rows that only fill up a batch write here."""
-
-
-def blocks_for(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-tokens // BLOCK_SIZE)
 
 
 class BlockPool:

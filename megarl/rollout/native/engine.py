@@ -18,7 +18,7 @@ from megarl.rollout.engine import Adopt, adopt_nothing
 from megarl.rollout.native import kernels
 from megarl.rollout.native.attention import Attention, GatheredAttention, PrefillAttention
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
-from megarl.rollout.native.budget import cache_blocks
+from megarl.rollout.native.cache_size import cache_blocks
 from megarl.rollout.native.graphs import DecodeGraphs, bucket
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes

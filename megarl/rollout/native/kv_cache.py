@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import heads_on_rank
-from megarl.rollout.native.blocks import BLOCK_SIZE, SCRATCH_BLOCK, blocks_for
+from megarl.models.sizes import BLOCK_SIZE, blocks_for, kv_heads
+from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import BlockCopies, Running
 
 
@@ -38,7 +38,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.blocks = blocks
-        shape = (blocks, _kv_heads(arch, tp), BLOCK_SIZE, arch.head_dim)
+        shape = (blocks, kv_heads(arch, tp), BLOCK_SIZE, arch.head_dim)
         # Not torch.empty: a masked position counts for nothing only if it is finite (0 x NaN is NaN).
         self.layers = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(arch.num_layers)]
         self.tables = torch.full(
@@ -78,13 +78,3 @@ class KVCache:
         source, target = torch.tensor([copies.sources, copies.targets], device=self.tables.device)
         for layer in self.layers:
             layer.index_copy_(1, target, layer.index_select(1, source))
-
-
-def block_bytes(arch: Architecture, tp: int, dtype: torch.dtype) -> int:
-    """What one block takes on one rank, in all layers."""
-    return 2 * arch.num_layers * _kv_heads(arch, tp) * BLOCK_SIZE * arch.head_dim * dtype.itemsize
-
-
-def _kv_heads(arch: Architecture, tp: int) -> int:
-    (first, last), _ = heads_on_rank(arch, tp, 0)
-    return last - first

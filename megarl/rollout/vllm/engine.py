@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -11,16 +10,14 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import heads_on_rank
+from megarl.models.sizes import kv_bytes_per_token, most_blocks
 from megarl.parallel.groups import Groups
 from megarl.rollout.engine import Adopt
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.rollout.vllm import internals
+from megarl.rollout.vllm.checks import BLOCK_SIZE
 from megarl.types import Completion, SamplingParams
-
-BLOCK = 128
-"""Tokens in a KV cache block of vLLM: so many on CPUs, at most so many on GPUs."""
 
 
 class VLLMEngine:
@@ -67,7 +64,8 @@ class VLLMEngine:
         self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
         self._sleeps = sleeps and not on_cpu
         self._asleep: set[str] = set()
-        kv_cache_bytes = _kv_cache_bytes(arch, tp, max_num_seqs, max_model_len, dtype)
+        blocks = most_blocks(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=BLOCK_SIZE)
+        kv_cache_bytes = blocks * BLOCK_SIZE * kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
         with internals.undisturbed():
             internals.prepare(groups)
             from vllm import LLM
@@ -175,10 +173,3 @@ def _completion(output: Any, as_the_model: bool) -> Completion:
         model_logp=logp if as_the_model else array("f"),
         finish_reason="stop" if output.finish_reason == "stop" else "length",
     )
-
-
-def _kv_cache_bytes(arch: Architecture, tp: int, max_num_seqs: int, max_model_len: int, dtype: torch.dtype) -> int:
-    """What `max_num_seqs` sequences of full length take on one rank, and a block that vLLM keeps for itself."""
-    blocks = max_num_seqs * math.ceil(max_model_len / BLOCK) + 1
-    (first, last), _ = heads_on_rank(arch, tp, 0)
-    return blocks * BLOCK * 2 * arch.num_layers * (last - first) * arch.head_dim * dtype.itemsize

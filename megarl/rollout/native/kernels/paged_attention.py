@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.rollout.native.blocks import BLOCK_SIZE
+from megarl.models.sizes import BLOCK_SIZE
 from megarl.rollout.native.kv_cache import KVCache
 
 TILE = 64

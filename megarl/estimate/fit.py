@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.budget import StageBudget, kv_bytes_per_token, kv_cache, memory_modes
-from megarl.hybrid.job import Job, engine_elements, own_engine_elements
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import StageBudget, cache_room, memory_modes
+from megarl.estimate.job import Job, engine_elements, own_engine_elements
+from megarl.phases import Phase
 
 ESTIMATES = {
     "CUDA context, NCCL",
@@ -15,7 +16,7 @@ ESTIMATES = {
     "activations",
     "logits of a chunk",
 }
-"""Items that follow from assumptions, or of which there may be less. All others are there for certain."""
+"""Items that follow from assumptions and may turn out smaller. All others are certain."""
 
 
 def what_does_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
@@ -30,11 +31,12 @@ def what_does_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[Stage
 def what_may_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
     """What does not fit if the estimates are right, one line each."""
     yield from _too_much(job, accelerator, stages)
-    if kv_cache(job, accelerator).sequences == 0:
+    if cache_room(job, accelerator).sequences == 0:
         yield _no_sequence(job)
 
 
 def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
+    """One line if the fullest stage needs more than a GPU has, for the phase in which it needs most."""
     stage = max(stages, key=lambda stage: stage.peak)
     if stage.peak > accelerator.memory:
         phase = max(stage.phases, key=stage.total)
@@ -45,17 +47,17 @@ def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget])
         )
 
 
-def _what_would_help(job: Job, stage: StageBudget, phase: str) -> str:
-    """The keys that would take something out of a phase, the one that takes most first."""
+def _what_would_help(job: Job, stage: StageBudget, phase: Phase) -> str:
+    """The memory modes that are off and would free memory in the phase, the largest saving first."""
     items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
     # without the training weights the engine needs its own copy of those that it shares
     shared = engine_elements(job.arch, job.generation.tp) - own_engine_elements(job, stage.stage)
     without_shared = {"training weights": job.itemsize * shared}
-    frees = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
-    said = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(frees.items(), key=lambda x: -x[1]) if n > 0]
-    if phase == "generate" and job.config.actor_rollout_ref.rollout.name == "vllm":
-        said.append("a lower rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache")
-    return ", ".join(said) or "split the model over more GPUs"
+    saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
+    advice = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(saved.items(), key=lambda x: -x[1]) if n > 0]
+    if phase is Phase.GENERATE and job.config.actor_rollout_ref.rollout.name == "vllm":
+        advice.append("a lower rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache")
+    return ", ".join(advice) or "split the model over more GPUs"
 
 
 def _certain(job: Job, stage: StageBudget) -> StageBudget:
@@ -74,11 +76,11 @@ def _certain(job: Job, stage: StageBudget) -> StageBudget:
 
 def _sequence(job: Job) -> int:
     """Bytes of the longest sequence's keys and values."""
-    return kv_bytes_per_token(job) * job.max_model_len
+    return job.kv_bytes_per_token * job.max_sequence_length
 
 
 def _no_sequence(job: Job) -> str:
     return (
-        f"the KV cache has no room for one sequence of {job.max_model_len} tokens; raise "
+        f"the KV cache has no room for one sequence of {job.max_sequence_length} tokens; raise "
         "rollout.gpu_memory_utilization or rollout.tensor_model_parallel_size"
     )

@@ -10,9 +10,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.budget import KVCache, kv_bytes_per_token
-from megarl.hybrid.job import (
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import CacheRoom
+from megarl.estimate.job import (
     Job,
     active_parameter_count,
     aliases_of_first_layers,
@@ -20,13 +20,14 @@ from megarl.hybrid.job import (
     expert_elements,
     parameter_count,
 )
+from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
 TP_RANKS = 4
-"""Tensor-parallel ranks of a stage whose reshard is planned."""
+"""Tensor-parallel ranks of a stage whose reshard is planned, spread evenly; and the last one."""
 
 MOST_BUBBLE = 0.2
-"""Part of an update that pipeline stages may wait before it is worth a warning."""
+"""Part of an update: pipeline stages that wait longer are worth a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,11 @@ def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traf
 
 
 def between_nodes(job: Job, rank: int, elements: Counter[int]) -> int:
-    """Those of a rank's traffic, counted by peer, whose peers are on other nodes."""
+    """Elements of a rank's traffic that go to, or come from, other nodes.
+
+    Args:
+        elements: of the traffic, by peer.
+    """
     node = rank // job.gpus_per_node
     return sum(n for peer, n in elements.items() if peer // job.gpus_per_node != node)
 
@@ -99,7 +104,7 @@ def update_passes(job: Job) -> float:
     return job.config.actor_rollout_ref.actor.ppo_epochs * (4 if recomputed else 3)
 
 
-def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: KVCache) -> float:
+def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
     """Lower bound: the prompts' FLOPs, then every decode step reads from memory the weights it needs and the running
     sequences' keys and values, half of the response being there on average. inf if no sequence fits."""
     rollout, prompts = job.config.actor_rollout_ref.rollout, job.config.data.train_batch_size
@@ -111,7 +116,7 @@ def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cac
     if together == 0:
         return math.inf
     steps = math.ceil(sequences / together) * lengths.response
-    read = _engine_bytes_read(job, together) + together * context * kv_bytes_per_token(job)
+    read = _engine_bytes_read(job, together) + together * context * job.kv_bytes_per_token
     return prefill + steps * read / accelerator.memory_rate
 
 
@@ -130,46 +135,46 @@ def _flops(job: Job, accelerator: Accelerator) -> float:
 
 
 def step_seconds(
-    job: Job, accelerator: Accelerator, lengths: Lengths, cache: KVCache, traffic: dict[int, Traffic]
-) -> dict[str, float]:
+    job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom, traffic: dict[int, Traffic]
+) -> dict[Phase, float]:
     """Seconds of each phase of a step."""
     actor = job.config.actor_rollout_ref.actor
     mini_batches = job.config.data.train_batch_size // actor.ppo_mini_batch_size
     forward = pass_seconds(job, accelerator, lengths)
     log_probs = forward / (1 - bubble(job, lengths, mini_batches))
     return {
-        "reshard": max(reshard_seconds(job, accelerator, rank, moved) for rank, moved in traffic.items()),
-        "generate": generation_seconds(job, accelerator, lengths, cache),
-        "log_probs": log_probs,
-        **({"ref": log_probs} if job.config.needs_reference else {}),
-        "update": update_passes(job) * forward / (1 - bubble(job, lengths)),
+        Phase.RESHARD: max(reshard_seconds(job, accelerator, rank, moved) for rank, moved in traffic.items()),
+        Phase.GENERATE: generation_seconds(job, accelerator, lengths, cache),
+        Phase.LOG_PROBS: log_probs,
+        **({Phase.REF: log_probs} if job.config.needs_reference else {}),
+        Phase.UPDATE: update_passes(job) * forward / (1 - bubble(job, lengths)),
     }
 
 
-def layout_warnings(job: Job, lengths: Lengths, cache: KVCache) -> list[str]:
+def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom) -> list[str]:
     """What works, but wastes GPUs, one line each."""
     train, generation, rollout = job.train, job.generation, job.config.actor_rollout_ref.rollout
-    said = []
+    warnings = []
     for what, tp in (("training", train.tp), ("generation", generation.tp)):
         if job.gpus_per_node % tp and train.world_size > job.gpus_per_node:
-            said.append(
+            warnings.append(
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )
     waiting = bubble(job, lengths)
     if waiting > MOST_BUBBLE:
         micro_batches = job.micro_batches(lengths.total)
-        said.append(
+        warnings.append(
             f"pipeline stages wait {waiting:.0%} of an update: {micro_batches} micro-batches for {train.pp} stages; "
             f"raise actor.ppo_mini_batch_size, or lower actor.ppo_max_token_len_per_gpu or pipeline_model_parallel_size"
         )
     if generation.replicas > job.config.data.train_batch_size:
-        said.append(
+        warnings.append(
             f"{generation.replicas} generation replicas share data.train_batch_size = "
             f"{job.config.data.train_batch_size} prompts: some have none"
         )
     if 0 < cache.sequences < rollout.max_num_seqs:
-        said.append(
-            f"the KV cache holds {cache.sequences} sequences of {job.max_model_len} tokens, fewer than "
+        warnings.append(
+            f"the KV cache holds {cache.sequences} sequences of {job.max_sequence_length} tokens, fewer than "
             f"rollout.max_num_seqs = {rollout.max_num_seqs}"
         )
-    return said
+    return warnings

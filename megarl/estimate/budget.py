@@ -4,52 +4,44 @@ Weights are counted from the placements of both layouts, and once where the engi
 state and gradients are Megatron-Core's: fp32 gradient buffers (`grad_reduce_in_fp32`), fp32 master weights and two
 moments, the latter three split over the data-parallel ranks by the distributed optimizer.
 
-Activations follow arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention
-matrix, SwiGLU, grouped queries). A layer keeps for the backward pass, in elements per token with t = TP:
+Activations are those of `megarl.models.sizes`.
 
-    norms                  4 h      inputs and outputs of both norms, divided by t with sequence parallelism
-    attention    2 (q + kv) / t     queries, keys, values and the attention's output
-    MLP               3 ffn / t     gate, up and their product
-    experts   k (2 h + 3 ffn / t)   of k experts per token, in place of the MLP, with their inputs and outputs
-
-The 34 h bytes of the paper are this with q = kv = h, 2-byte elements and, for a GeLU MLP of width 4 h, 2 x 4 h in place
-of 3 ffn, plus 2 h of dropout masks. Transformer Engine's layers keep as much as torch's with a GPU's fused kernels.
-
-What the memory modes move away (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) is
-absent from the phases that do without it. The phases are those that a run times.
+A memory mode (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) takes its item off
+the GPU in the phases that `megarl.phases.AWAY` names. The phases are those that a run times.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.job import Job, own_engine_elements, training_elements
-from megarl.models.architecture import Architecture
-from megarl.models.placements import heads_on_rank
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.job import Job, own_engine_elements, training_elements
+from megarl.models.sizes import (
+    LOGITS_CHUNK_BYTES,
+    blocks_for,
+    layer_activations,
+    most_blocks,
+    native_activation_bytes,
+    sampler_bytes,
+)
+from megarl.phases import Item, Phase, away
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 
-LOGITS_BYTES = 2**29
-"""Logits alive at once, `megarl.models.logprobs.CHUNK_BYTES`; on a GPU their gradient takes their place."""
-SAMPLER_COPIES = 3
-"""fp32 tensors [sequences, vocabulary] alive when an engine draws tokens."""
 TILE_ENTRY = 8
 """Bytes for a tile of the copy kernel: the numbers of the copy and of the tile within it."""
-KV_LENGTH_MULTIPLE = 16
-"""Tokens in a block of the native engine's cache, `megarl.rollout.native.blocks.BLOCK_SIZE`, and of vLLM's mostly."""
 
 Items = dict[str, int]
 """Bytes by what they are for."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVCache:
-    """Room for keys and values on one rank of a replica.
+class CacheRoom:
+    """Room for keys and values in a replica of the engine.
 
     Attributes:
-        bytes: of the rank.
-        tokens: of the replica that fit.
-        sequences: of the replica that can run together, at their greatest length.
+        bytes: of the cache on each rank.
+        tokens: that it holds of all sequences together; every rank has its heads of each token.
+        sequences: that can run together, all at their greatest length.
     """
 
     bytes: int
@@ -59,22 +51,23 @@ class KVCache:
 
 @dataclass(frozen=True, kw_only=True)
 class StageBudget:
-    """The GPU with most on it among those of one pipeline stage.
+    """The fullest GPU of a pipeline stage.
 
     Attributes:
         stage: 0 is the first.
-        phases: what is held in each phase.
+        phases: bytes on that GPU in each phase, by item.
     """
 
     stage: int
-    phases: dict[str, Items]
+    phases: dict[Phase, Items]
 
-    def total(self, phase: str) -> int:
+    def total(self, phase: Phase) -> int:
+        """Bytes held in a phase."""
         return sum(self.phases[phase].values())
 
     @property
     def peak(self) -> int:
-        """Bytes in the phase that holds most."""
+        """Bytes in the fullest phase."""
         return max(self.total(phase) for phase in self.phases)
 
 
@@ -82,59 +75,60 @@ def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudge
     """The phases of every pipeline stage, the first stage first.
 
     Args:
-        moved: bytes that the rank which receives most receives in a reshard.
+        moved: bytes that a rank receives in a reshard; the most of any rank.
     """
-    cache = kv_cache(job, accelerator).bytes
+    cache = cache_room(job, accelerator).bytes
     return [_stage_budget(job, accelerator, stage, moved, cache) for stage in range(job.train.pp)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryMode:
-    """A key that moves an item away.
+    """A key that takes an item off the GPU in some phases.
 
     Attributes:
         key: below `actor_rollout_ref`.
-        without: the phases that are then without it.
-        kept: whether it waits on the host; otherwise nothing is kept of it.
+        item: its name among a stage's items.
+        without: the phases in which the item is not on the GPU if the mode is on.
+        on: whether the configuration says so.
+        kept: whether the item waits on the host; otherwise nothing is kept of it.
     """
 
     key: str
     item: str
-    without: set[str]
+    without: frozenset[Phase]
     on: bool
     kept: bool
 
 
 def memory_modes(job: Job) -> list[MemoryMode]:
-    """The modes that there are, whether they are on or not."""
+    """All modes, also those that are off. The reference's mode is among them even if the run has no reference."""
     actor, ref = job.config.actor_rollout_ref.actor.megatron, job.config.actor_rollout_ref.ref.megatron
-    resting = {"reshard", "generate"}
     return [
         MemoryMode(
             key="actor.megatron.grad_offload",
             item="gradients",
-            without=resting | {"log_probs", "ref"},
+            without=away("actor", Item.GRADIENTS),
             on=actor.grad_offload,
             kept=False,
         ),
         MemoryMode(
             key="actor.megatron.optimizer_offload",
             item="optimizer state",
-            without=resting,
+            without=away("actor", Item.OPTIMIZER),
             on=actor.optimizer_offload,
             kept=True,
         ),
         MemoryMode(
             key="actor.megatron.param_offload",
             item="training weights",
-            without={"generate"},
+            without=away("actor", Item.WEIGHTS),
             on=actor.param_offload,
             kept=job.itemsize == 4,  # others are rebuilt from the optimizer's
         ),
         MemoryMode(
             key="ref.megatron.param_offload",
             item="reference weights",
-            without=resting | {"update"},
+            without=away("ref", Item.WEIGHTS),
             on=ref.param_offload,
             kept=True,
         ),
@@ -147,30 +141,30 @@ def host_bytes(job: Job, stage: int) -> int:
     return sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
 
 
-def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, kv_bytes: int) -> StageBudget:
+def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, cache_bytes: int) -> StageBudget:
     context = {"CUDA context, NCCL": int(accelerator.runtime)}
-    state = _training_state(job, stage)
+    state, modes = _training_state(job, stage), memory_modes(job)
     weights = {"engine weights": job.itemsize * own_engine_elements(job, stage)}
-    cache = {"KV cache": kv_bytes}
+    cache = {"KV cache": cache_bytes}
     awake = {} if job.config.actor_rollout_ref.rollout.free_cache_engine else weights | cache
     forward = awake | _forward(job, stage)
     phases = {
-        "reshard": awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
-        "generate": weights | cache | {"engine activations": engine_activations(job)},
-        "log_probs": forward,
-        **({"ref": forward} if job.config.needs_reference else {}),
-        "update": awake | _forward_and_backward(job, stage),
+        Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
+        Phase.GENERATE: weights | cache | {"engine activations": engine_activations(job)},
+        Phase.LOG_PROBS: forward,
+        **({Phase.REF: forward} if job.config.needs_reference else {}),
+        Phase.UPDATE: awake | _forward_and_backward(job, stage),
     }
 
-    def held(phase: str) -> Items:
-        away = {mode.item for mode in memory_modes(job) if mode.on and phase in mode.without}
-        return context | {item: 0 if item in away else nbytes for item, nbytes in state.items()}
+    def held(phase: Phase) -> Items:
+        absent = {mode.item for mode in modes if mode.on and phase in mode.without}
+        return context | {item: 0 if item in absent else nbytes for item, nbytes in state.items()}
 
     return StageBudget(stage=stage, phases={phase: held(phase) | items for phase, items in phases.items()})
 
 
 def _training_state(job: Job, stage: int) -> Items:
-    """What the roles hold unless a memory mode moves it."""
+    """Weights, gradients, optimizer state and reference weights of a rank of the stage, with every memory mode off."""
     elements = training_elements(job.arch, job.train, job.train.rank(tp=0, dp=0, pp=stage))
     split = job.train.dp * job.train.cp if job.config.actor_rollout_ref.actor.megatron.use_distributed_optimizer else 1
     moments = 2 * 4
@@ -183,16 +177,6 @@ def _training_state(job: Job, stage: int) -> Items:
     return items | ({"reference weights": job.itemsize * elements} if job.config.needs_reference else {})
 
 
-def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
-    """Elements per token that a layer keeps for the backward pass: the table above."""
-    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
-    norms = 4 * hidden / (tp if sequence_parallel else 1)
-    attention = 2 * (arch.num_attention_heads + arch.num_key_value_heads) * arch.head_dim / tp
-    if arch.moe is None:
-        return norms + attention + 3 * ffn / tp
-    return norms + attention + arch.moe.experts_per_token * (2 * hidden + 3 * ffn / tp)
-
-
 def layers_in_flight(job: Job, stage: int) -> int:
     """Layers of a stage, counted once per micro-batch, whose activations are alive at the schedule's peak.
 
@@ -202,7 +186,7 @@ def layers_in_flight(job: Job, stage: int) -> int:
     train = job.train
     ahead = train.pp - stage - 1
     chunks = ahead + 1 if train.chunks == 1 else 2 * ahead + (train.chunks - 1) * train.pp + 1
-    all_chunks = job.micro_batches(job.max_model_len) * train.chunks
+    all_chunks = job.micro_batches(job.max_sequence_length) * train.chunks
     return min(chunks, all_chunks) * (job.arch.num_layers // (train.pp * train.chunks))
 
 
@@ -226,36 +210,44 @@ def _forward(job: Job, stage: int) -> Items:
 
 
 def _logits_of_a_chunk(job: Job, stage: int) -> Items:
-    """On the last stage; the output weight's gradient goes straight into the buffer of all gradients."""
+    """Only the last stage has logits. The output weight's gradient goes straight into the buffer of all gradients."""
     if stage < job.train.pp - 1:
         return {}
     columns = job.arch.padded_vocab_size(job.train.tp) // job.train.tp
-    return {"logits of a chunk": min(LOGITS_BYTES, job.itemsize * job.micro_batch_tokens * columns)}
+    return {"logits of a chunk": min(LOGITS_CHUNK_BYTES, job.itemsize * job.micro_batch_tokens * columns)}
 
 
 def engine_activations(job: Job) -> int:
     """Bytes of one layer's activations over the tokens computed together, and of the sampler's logits."""
-    rollout, data = job.config.actor_rollout_ref.rollout, job.config.data
-    tokens = max(rollout.max_num_batched_tokens, data.max_prompt_length if rollout.name == "native" else 0)
-    layer = layer_activations(job.arch, tp=job.generation.tp, sequence_parallel=False)
-    return int(job.itemsize * tokens * layer) + SAMPLER_COPIES * 4 * rollout.max_num_seqs * job.arch.vocab_size
+    rollout, tp = job.config.actor_rollout_ref.rollout, job.generation.tp
+    if rollout.name == "native":
+        return native_activation_bytes(
+            job.arch,
+            tp=tp,
+            itemsize=job.itemsize,
+            max_num_seqs=rollout.max_num_seqs,
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            max_model_len=job.max_sequence_length,
+        )
+    layer = layer_activations(job.arch, tp=tp, sequence_parallel=False)
+    sampler = sampler_bytes(job.arch, max_num_seqs=rollout.max_num_seqs, itemsize=job.itemsize)
+    return int(job.itemsize * rollout.max_num_batched_tokens * layer) + sampler
 
 
-def kv_bytes_per_token(job: Job) -> int:
-    """On one rank of a replica."""
-    (first, last), _ = heads_on_rank(job.arch, job.generation.tp, 0)
-    return 2 * job.arch.num_layers * (last - first) * job.arch.head_dim * job.itemsize
-
-
-def kv_cache(job: Job, accelerator: Accelerator) -> KVCache:
-    """What `gpu_memory_utilization` leaves (0 if nothing), but no more than the engine's sequences fill."""
-    rollout, per_token = job.config.actor_rollout_ref.rollout, kv_bytes_per_token(job)
+def cache_room(job: Job, accelerator: Accelerator) -> CacheRoom:
+    """The blocks that `gpu_memory_utilization` leaves room for (0 if none), but no more than the engine can use."""
+    rollout, block_size = job.config.actor_rollout_ref.rollout, job.block_size
+    block_bytes = block_size * job.kv_bytes_per_token
     weights = job.itemsize * max(own_engine_elements(job, stage) for stage in range(job.train.pp))
     left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)
-    useful = rollout.max_num_seqs * -(-job.max_model_len // KV_LENGTH_MULTIPLE) * KV_LENGTH_MULTIPLE
-    tokens = min(max(0, left // per_token), useful)
-    return KVCache(
-        bytes=tokens * per_token, tokens=tokens, sequences=min(rollout.max_num_seqs, tokens // job.max_model_len)
+    longest = job.max_sequence_length
+    useful = most_blocks(max_num_seqs=rollout.max_num_seqs, max_model_len=longest, block_size=block_size)
+    blocks = min(max(0, left // block_bytes), useful)
+    for_sequences = max(0, blocks - 1)
+    return CacheRoom(
+        bytes=blocks * block_bytes,
+        tokens=for_sequences * block_size,
+        sequences=for_sequences // blocks_for(longest, block_size),
     )
 
 

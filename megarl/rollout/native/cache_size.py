@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.models.architecture import Architecture
-from megarl.rollout.native.blocks import BLOCK_SIZE, blocks_for
-from megarl.rollout.native.kv_cache import block_bytes
+from megarl.models.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_blocks, native_activation_bytes
 
 
 def cache_blocks(
@@ -33,31 +32,29 @@ def cache_blocks(
         ValueError: there is no room for one sequence of `max_model_len` tokens.
     """
     tp = 1 if tp_group is None else tp_group.size()
-    longest = blocks_for(max_model_len)
-    useful = max_num_seqs * longest + 1
+    useful = most_blocks(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     if device.type != "cuda":
         return useful
     torch.cuda.empty_cache()  # what torch keeps in reserve, it can seldom give out in blocks as large as the cache's
     free, total = torch.cuda.mem_get_info(device)
-    activations = _activation_bytes(arch, tp, dtype, max_num_seqs, max(max_num_batched_tokens, max_model_len))
+    activations = native_activation_bytes(
+        arch,
+        tp=tp,
+        itemsize=dtype.itemsize,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
     room = min(gpu_memory_utilization * total - weight_bytes, free) - activations
-    blocks = min(useful, int(room // block_bytes(arch, tp, dtype)))
+    block_bytes = BLOCK_SIZE * kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
+    blocks = min(useful, int(room // block_bytes))
     if tp_group is not None:
         fewest = torch.tensor(blocks, device=device)
         dist.all_reduce(fewest, dist.ReduceOp.MIN, group=tp_group)
         blocks = int(fewest)
-    if blocks < longest + 1:
+    if blocks < blocks_for(max_model_len) + 1:
         raise ValueError(
             f"the KV cache has room for {max(blocks - 1, 0) * BLOCK_SIZE} tokens, fewer than one sequence of "
             f"max_model_len = {max_model_len}: raise rollout.gpu_memory_utilization, or shorten prompts and responses"
         )
     return blocks
-
-
-def _activation_bytes(arch: Architecture, tp: int, dtype: torch.dtype, sequences: int, tokens: int) -> int:
-    """What a forward pass holds beside weights and cache: the widest layer's intermediate results, and the logits."""
-    heads = arch.num_attention_heads // tp * arch.head_dim
-    experts = arch.moe.experts_per_token if arch.moe else 1
-    per_token = 4 * experts * arch.ffn_hidden_size // tp + 8 * heads + 6 * arch.hidden_size
-    # twice the logits: graphs of several batch sizes hold theirs, and top-k and top-p sort a copy
-    return tokens * per_token * dtype.itemsize + 2 * sequences * arch.vocab_size * (dtype.itemsize + 4)

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from megarl.hybrid.accelerator import Accelerator
-from megarl.hybrid.budget import StageBudget, host_bytes
-from megarl.hybrid.job import Job
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import StageBudget, host_bytes
+from megarl.estimate.job import Job
+from megarl.phases import Phase
 
 
 def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accelerator) -> Table:
-    """The fullest stage item by item, and the totals of first, middle and last."""
+    """The fullest stage item by item, and the totals of the first, the middle and the last stage."""
     fullest = max(stages, key=lambda stage: stage.peak)
     phases = list(fullest.phases)
     table = Table(title=f"Bytes per GPU, pipeline stage {fullest.stage + 1} of {len(stages)}")
@@ -33,8 +34,8 @@ def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accele
     return table
 
 
-def measured_table(stages: Sequence[StageBudget], measured: Mapping[str, int], accelerator: Accelerator) -> Table:
-    """Peaks beside what was predicted for the phase.
+def measured_table(stages: Sequence[StageBudget], measured: Mapping[Phase, int], accelerator: Accelerator) -> Table:
+    """The peak of each measured phase beside the fullest stage's prediction, if there is one for the phase.
 
     Args:
         measured: bytes in use on the fullest GPU, by phase.

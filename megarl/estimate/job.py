@@ -1,4 +1,4 @@
-"""A run that is only being considered: its layouts on so many GPUs, and the sizes that follow. Torch-free."""
+"""The run that a configuration asks for, before it starts: its layouts, and what its ranks hold. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from megarl.config import Config
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.sizes import BLOCK_SIZE, ITEMSIZE, kv_bytes_per_token
 from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
-from megarl.rollout.vllm.checks import VOCAB_MULTIPLE
-
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
-"""Bytes of an element by `actor_rollout_ref.model.dtype`."""
+from megarl.rollout.vllm import checks as vllm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +38,29 @@ class Job:
         return ITEMSIZE[self.config.actor_rollout_ref.model.dtype]
 
     @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values on each rank of a replica."""
+        return kv_bytes_per_token(self.arch, tp=self.generation.tp, itemsize=self.itemsize)
+
+    @property
     def vocab_rows(self) -> int:
         """Rows of the engine's embedding on each rank."""
         tp = self.generation.tp
-        multiple = VOCAB_MULTIPLE if self.config.actor_rollout_ref.rollout.name == "vllm" else tp
+        multiple = vllm.VOCAB_MULTIPLE if self._on_vllm else tp
         return -(-self.arch.vocab_size // multiple) * multiple // tp
 
     @property
+    def block_size(self) -> int:
+        """Tokens in a block of the engine's KV cache; vLLM's may be smaller."""
+        return vllm.BLOCK_SIZE if self._on_vllm else BLOCK_SIZE
+
+    @property
+    def _on_vllm(self) -> bool:
+        return self.config.actor_rollout_ref.rollout.name == "vllm"
+
+    @property
     def layouts(self) -> Layouts:
-        """Which names the norms have is all that Transformer Engine changes."""
+        """Both layouts, named as with Transformer Engine; without it norms have other names and the same sizes."""
         return Layouts(
             arch=self.arch,
             train=self.train,
@@ -59,9 +71,9 @@ class Job:
         )
 
     @property
-    def max_model_len(self) -> int:
+    def max_sequence_length(self) -> int:
         """Tokens of the longest prompt and response together."""
-        return self.config.data.max_prompt_length + self.config.data.max_response_length
+        return self.config.data.max_sequence_length
 
     @property
     def sequence_parallel(self) -> bool:
@@ -87,12 +99,12 @@ class Job:
         actor = self.config.actor_rollout_ref.actor
         limit = actor.ppo_max_token_len_per_gpu
         if not actor.use_dynamic_bsz:
-            limit = actor.ppo_micro_batch_size_per_gpu * self.max_model_len
-        return min(limit, self.sequences_per_mini_batch * self.max_model_len)
+            limit = actor.ppo_micro_batch_size_per_gpu * self.max_sequence_length
+        return min(limit, self.sequences_per_mini_batch * self.max_sequence_length)
 
 
 def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int:
-    """Elements of the weights that a rank holds for training; without the few rows of vocabulary padding."""
+    """Elements of the weights that a rank holds for training. The few rows that pad the vocabulary are not counted."""
     at = layout.coords(rank)
     firsts = {layout.layers(arch.num_layers, at.pp, chunk)[0] for chunk in range(layout.chunks)}
     held = training_placements(arch, layout, rank, transformer_engine=True, layers=firsts, experts=FIRST_EXPERT)
@@ -100,24 +112,30 @@ def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
-    """Elements of the weights that the first rank of a generation replica uses, which has the most."""
+    """Elements of the weights that the first rank of a generation replica uses; no other rank of it uses more."""
     held = engine_placements(arch, tp, 0, layers=(0,), experts=FIRST_EXPERT)
     return _elements(held, repetitions(arch))
 
 
 def aliases_of_first_layers(job: Job, rank: int) -> dict[str, Alias]:
-    """The engine's parameters that are training parameters of the rank; of layers that are alike, the first's."""
+    """The engine's parameters that read the rank's training weights in place; none if those leave the GPU.
+
+    Of layers with equal placements only the first is listed.
+    """
     if job.config.actor_rollout_ref.actor.megatron.param_offload:
         return {}
     return plan_aliases(job.layouts, rank, first_layers=True)
 
 
 def own_engine_elements(job: Job, stage: int) -> int:
-    """Elements of the weights that the engine holds beside the training weights, on the rank of a stage with most."""
+    """Elements of the engine's weights that are no training weights: the most of any rank of the stage.
+
+    Ranks with the same place in both tensor-parallel groups have equally many, so one of each such set is counted.
+    """
     train, generation = job.train, job.generation
     first, ranks = train.rank(tp=0, dp=0, pp=stage), train.world_size // train.pp
-    alike = {(train.coords(rank).tp, generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
-    return max(_own_elements(job, rank) for rank in alike.values())
+    one_of_each = {(train.coords(rank).tp, generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
+    return max(_own_elements(job, rank) for rank in one_of_each.values())
 
 
 def _own_elements(job: Job, rank: int) -> int:
@@ -138,7 +156,7 @@ def parameter_count(arch: Architecture) -> int:
 
 
 def active_parameter_count(arch: Architecture) -> int:
-    """Elements of the weights that a token is multiplied with: its experts only, no look-up of its embedding."""
+    """Elements of the weights that multiply a token: of the experts only its own, and not the embedding it looks up."""
     times = repetitions(arch)
     if arch.moe:
         times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)

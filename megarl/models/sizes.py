@@ -1,0 +1,99 @@
+"""Bytes and counts that follow from an architecture's shape. Torch-free.
+
+What takes memory (the log-probabilities, the engines) and what predicts it (`megarl.estimate`) both count with these.
+"""
+
+from __future__ import annotations
+
+from megarl.models.architecture import Architecture
+from megarl.models.placements import heads_on_rank
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+"""Bytes of an element by `actor_rollout_ref.model.dtype`."""
+
+LOGITS_CHUNK_BYTES = 2**29
+"""Logits of the training layout alive at once; their gradient takes their place. Smaller chunks would add to the output
+weight's gradient, all of it, more often."""
+
+BLOCK_SIZE = 16
+"""Tokens in a block of the native engine's KV cache."""
+
+
+def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
+    """Blocks of KV cache that hold so many tokens of one sequence."""
+    return -(-tokens // block_size)
+
+
+def most_blocks(*, max_num_seqs: int, max_model_len: int, block_size: int = BLOCK_SIZE) -> int:
+    """Blocks of KV cache that an engine can use: those of all its sequences at their greatest length, and one that the
+    engine keeps for itself. 10 sequences of 100 tokens in blocks of 16: 10 x 7 + 1.
+    """
+    return max_num_seqs * blocks_for(max_model_len, block_size) + 1
+
+
+def kv_heads(arch: Architecture, tp: int) -> int:
+    """KV heads on each rank of a replica; ranks that are more than the heads hold one each, the same on several."""
+    (first, last), _ = heads_on_rank(arch, tp, 0)
+    return last - first
+
+
+def kv_bytes_per_token(arch: Architecture, *, tp: int, itemsize: int) -> int:
+    """Bytes of a token's keys and values in all layers, on each rank of a replica."""
+    return 2 * arch.num_layers * kv_heads(arch, tp) * arch.head_dim * itemsize
+
+
+def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
+    """Elements per token that a layer of the training layout keeps for the backward pass.
+
+    After arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention matrix,
+    SwiGLU, grouped queries), t = TP:
+
+        norms                  4 h      inputs and outputs of both norms, divided by t with sequence parallelism
+        attention    2 (q + kv) / t     queries, keys, values and the attention's output
+        MLP               3 ffn / t     gate, up and their product
+        experts   k (2 h + 3 ffn / t)   of k experts per token, in place of the MLP, with their inputs and outputs
+
+    The 34 h bytes of the paper are this with q = kv = h, 2-byte elements and, for a GeLU MLP of width 4 h, 2 x 4 h in
+    place of 3 ffn, plus 2 h of dropout masks. Transformer Engine's layers keep as much as torch's with a GPU's fused
+    kernels.
+    """
+    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+    norms = 4 * hidden / (tp if sequence_parallel else 1)
+    attention = 2 * (arch.num_attention_heads + arch.num_key_value_heads) * arch.head_dim / tp
+    if arch.moe is None:
+        return norms + attention + 3 * ffn / tp
+    return norms + attention + arch.moe.experts_per_token * (2 * hidden + 3 * ffn / tp)
+
+
+def prefill_activations(arch: Architecture, *, tp: int) -> int:
+    """Elements per token that the native engine holds at once within a layer: no less than `layer_activations`.
+
+    In the terms used there: 6 h of residuals, norms and sums over ranks; 8 q / t of queries, keys and values before and
+    after their rotation, and the attention's output; 4 ffn / t of gate, up and their product, with experts
+    k (2 h + 4 ffn / t).
+    """
+    hidden, ffn = arch.hidden_size, 4 * arch.ffn_hidden_size // tp
+    mlp = ffn if arch.moe is None else arch.moe.experts_per_token * (2 * hidden + ffn)
+    return 6 * hidden + 8 * (arch.num_attention_heads // tp) * arch.head_dim + mlp
+
+
+def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int) -> int:
+    """Bytes of logits [max_num_seqs, vocab_size] in the model's dtype and in fp32, twice: CUDA graphs of several batch
+    sizes hold theirs, and top-k and top-p sort a copy.
+    """
+    return 2 * max_num_seqs * arch.vocab_size * (itemsize + 4)
+
+
+def native_activation_bytes(
+    arch: Architecture,
+    *,
+    tp: int,
+    itemsize: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+) -> int:
+    """Bytes that the native engine's forward passes hold beside weights and KV cache, at most."""
+    tokens = max(max_num_batched_tokens, max_model_len)
+    layer = itemsize * tokens * prefill_activations(arch, tp=tp)
+    return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)
