@@ -50,6 +50,9 @@ def main(argv: list[str]) -> int:
         return _refuse(f"error: {e}", rank)
 
     _hush_dependencies()
+    from megarl.parallel.cpu import enable_cpu_ranks
+
+    enable_cpu_ranks()  # before Megatron-Core is imported, which happens in the next line
     from megarl.trainer.run import run
 
     try:
