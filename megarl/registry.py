@@ -1,0 +1,104 @@
+"""What a configuration key names: code that comes with MegaRL, or code in a file of the user's. Torch-free."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """The functions or classes that one configuration key can name.
+
+    A value of the key is a registered name, or `path/to/file.py:name`.
+    """
+
+    def __init__(self, key: str, noun: str, *, lazy: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            key: the configuration key, "reward.name", as refusals call it.
+            noun: what it names: "function" or "class".
+            lazy: registered name -> "module:attribute", imported when the name is loaded.
+        """
+        self._key, self._noun = key, noun
+        self._lazy = dict(lazy or {})
+        self._registered: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator: make a function or class known under a name."""
+
+        def add(thing: T) -> T:
+            assert name not in self.names(), f"{self._key} = {name!r} is registered twice"
+            self._registered[name] = thing
+            return thing
+
+        return add
+
+    def names(self) -> list[str]:
+        """The registered names, sorted."""
+        return sorted({*self._lazy, *self._registered})
+
+    def check(self, value: str) -> None:
+        """Raises ValueError where `load` does. What comes with MegaRL is not imported, a user's file is."""
+        if value not in self.names():
+            self.load(value)
+
+    def load(self, value: str) -> T:
+        """The function or class that the value names.
+
+        Raises:
+            ValueError: unknown name (the known ones are listed, nearest first), no such file, a file without such a
+                function or class, or one that fails when it is imported.
+        """
+        if value in self._registered:
+            return self._registered[value]
+        if value in self._lazy:
+            module, _, attribute = self._lazy[value].partition(":")
+            return cast(T, getattr(importlib.import_module(module), attribute))
+        path, sep, name = value.rpartition(":")
+        if sep and path.endswith(".py"):
+            return self._from_file(path, name)
+        names = self.names()
+        near = difflib.get_close_matches(value, names, n=len(names), cutoff=0.4)
+        known = ", ".join([*near, *(name for name in names if name not in near)])
+        raise ValueError(f"{self._key} = {value!r} is not known; use {known}, or path/to/file.py:{self._noun}")
+
+    def _from_file(self, path: str, name: str) -> T:
+        if not os.path.isfile(path):
+            raise ValueError(f"{self._key}: no file at {path!r}")
+        try:
+            module = _import_file(path)
+        except (Exception, SystemExit) as e:  # a user's file can fail in any way
+            reason = " ".join(f"{type(e).__name__}: {e}".split())
+            raise ValueError(f"{self._key}: importing {path!r} failed: {reason}") from e
+        thing = getattr(module, name, None)
+        if not callable(thing):
+            public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
+            own = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
+            raise ValueError(f"{self._key}: {path!r} has no {self._noun} {name!r}; it has {', '.join(own) or 'none'}")
+        return cast(T, thing)
+
+
+def _import_file(path: str) -> ModuleType:
+    """The file as a module, executed once as long as it does not change: a check and a run have the same classes."""
+    with open(path, "rb") as f:
+        source = f.read()
+    place = os.fsencode(os.path.abspath(path))
+    name = f"megarl_user_{hashlib.blake2b(place + source, digest_size=8).hexdigest()}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        module.__file__ = path
+        sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+        try:
+            exec(compile(source, path, "exec"), vars(module))
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
