@@ -28,6 +28,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from rounds import Rounds
 
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.policy_loss import LossOutput, PolicyLoss, supervised_loss
@@ -40,7 +41,6 @@ from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
 from megarl.roles.microbatch import MicroBatch, make_micro_batch
-from megarl.telemetry.rounds import Rounds
 from megarl.train import load_run_config
 from megarl.types import Batch, batch_of
 
