@@ -39,6 +39,7 @@ setup(
         "safetensors>=0.4.3",
         "sentencepiece>=0.2.0",
         "tensorboard>=2.17",
+        "transformers>=4.56",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.11"],
@@ -52,7 +53,6 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "ruff>=0.6",
-            "transformers>=4.56",
         ],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli.main:main"]},

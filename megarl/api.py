@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.config import Config, load_config
 from megarl.config.load import with_launched_ranks, with_values
 from megarl.flows.registry import FLOWS
+from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.rewards import Reward, RewardFunction
 from megarl.trainer.checks import check_run
 from megarl.trainer.run_lock import RunLock
@@ -47,6 +48,7 @@ def train(
         ValueError: the run cannot work as it is configured; the message is one line that says what to change.
         RunStopped: something went wrong that more steps would not mend; the message says what, and what is saved.
     """
+    enable_cpu_ranks()  # before Megatron-Core is imported
     from megarl.trainer.run import run
 
     chosen = _with_ranks(load_config(config, overrides) if isinstance(config, str) else config)

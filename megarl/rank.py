@@ -32,15 +32,18 @@ def main(argv: list[str]) -> int:
     try:
         config = load_run_config(argv[0], argv[1:])
         from megarl.flows.registry import FLOWS
+        from megarl.parallel.cpu import enable_cpu_ranks
         from megarl.trainer.checks import check_run
         from megarl.trainer.run_lock import RunLock
 
-        inputs, flow = check_run(config), FLOWS.load(config.trainer.flow)
+        inputs = check_run(config)
+        _hush_dependencies()
+        enable_cpu_ranks()  # before Megatron-Core is imported, which a flow does
+        flow = FLOWS.load(config.trainer.flow)
         lock = RunLock(config.trainer.run_dir) if rank == 0 else None
     except (ConfigError, ValueError) as e:
         return _refuse(f"error: {e}", rank)
 
-    _hush_dependencies()
     from megarl.trainer.run import run
 
     try:

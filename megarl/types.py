@@ -55,14 +55,11 @@ class Completion:
         token_ids: int32 ("i"), response tokens, the stop token included when there is one.
         logp: float32 ("f"), log-probability of each token under the distribution it was drawn from (temperature and
             filters applied), nats. Greedy: the distribution at temperature 1, unfiltered.
-        model_logp: float32 ("f"), log-probability of each token under the model (temperature 1, unfiltered), nats;
-            empty where the engine knows only `logp` (vLLM, unless the two are the same).
         finish_reason: "stop" after a stop token or string, "length" after `max_tokens`.
     """
 
     token_ids: array[int]
     logp: array[float]
-    model_logp: array[float]
     finish_reason: Literal["stop", "length"]
 
 

@@ -27,6 +27,9 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from megarl.parallel.cpu import enable_cpu_ranks
+
+    enable_cpu_ranks()  # before a job's module imports Megatron-Core
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -265,7 +265,7 @@ STATE = {
     ("actor", Item.WEIGHTS): "training weights",
     ("actor", Item.GRADIENTS): "gradients",
     ("actor", Item.OPTIMIZER): "optimizer state",
-    ("ref", Item.WEIGHTS): "reference weights",
+    ("reference", Item.WEIGHTS): "reference weights",
 }
 
 

@@ -62,7 +62,7 @@ def test_overrides_are_yaml_and_later_ones_win(file: str) -> None:
         ("data.train_batch_size=many", "data.train_batch_size: input should be a valid integer"),
         ("data.train_batch_size=0", "data.train_batch_size: input should be greater than or equal to 1 (got 0)"),
         ("data.truncation=cut", "data.truncation: input should be 'error', 'left', 'right' or 'middle' (got 'cut')"),
-        ("trainer.logger=[wandbb]", "trainer.logger.0: input should be"),
+        ("trainer.resume_allow=[sede]", "trainer.resume_allow.0: input should be"),
         ("data=3", "data: input should be a valid dictionary"),
         ("data.seed", "override 'data.seed' is not of the form key=value"),
     ],

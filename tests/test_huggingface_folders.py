@@ -83,8 +83,7 @@ def boxes(draw: st.DrawFn) -> tuple[LogicalTensor, Box]:
     for n in shape:
         lo = draw(st.integers(0, n - 1))
         box.append((lo, draw(st.integers(lo + 1, n))))
-    axes = tuple("abcde"[: len(shape)])
-    return LogicalTensor(name="t", axes=axes, shape=shape, hf_shape=hf_shape, kind="matrix"), tuple(box)
+    return LogicalTensor(name="t", shape=shape, hf_shape=hf_shape, kind="matrix"), tuple(box)
 
 
 @given(boxes())

@@ -132,7 +132,7 @@ def test_stop_tokens_and_max_tokens() -> None:
         end = next((i + 1 for i, t in enumerate(b.token_ids) if t in stops), None)
         assert a.token_ids == b.token_ids[:end]
         assert a.finish_reason == ("length" if end is None else "stop")
-        assert len(a.logp) == len(a.model_logp) == len(a.token_ids)
+        assert len(a.logp) == len(a.token_ids)
         reasons.add(a.finish_reason)
     assert reasons == {"stop", "length"}
 

@@ -147,14 +147,11 @@ def test_draw_equals_torch(monkeypatch: pytest.MonkeyPatch, chunk: int, temperat
     logits[:, 40:70] = -torch.inf  # whole chunks of impossible tokens
     table = torch.stack((torch.arange(rows) * 7919 - 5, torch.arange(rows) % 5), dim=1).to(DEVICE)
     seeds, positions = table.unbind(1)
-    token_ids, logp, model_logp = draw(logits, temperature=temperature, seeds=seeds, positions=positions)
+    token_ids, logp = draw(logits, temperature=temperature, seeds=seeds, positions=positions)
     scaled = logits.float() / temperature
     want = _inverse_cdf(scaled, uniform(seeds, positions))
     assert torch.equal(token_ids, want)
     torch.testing.assert_close(logp, scaled.log_softmax(-1).gather(1, want[:, None])[:, 0], atol=1e-5, rtol=0)
-    plain = logits.float().log_softmax(-1).gather(1, want[:, None])[:, 0]
-    torch.testing.assert_close(model_logp, plain, atol=1e-5, rtol=0)
-    assert temperature != 1 or torch.equal(logp, model_logp)
 
 
 def test_draw_stays_exact_over_a_large_vocabulary() -> None:
@@ -167,8 +164,8 @@ def test_draw_stays_exact_over_a_large_vocabulary() -> None:
 def test_draw_survives_nan() -> None:
     logits = torch.full((2, 10), torch.nan, device=DEVICE)
     where = torch.arange(2, device=DEVICE)
-    token_ids, logp, model_logp = draw(logits, temperature=1.0, seeds=where, positions=where)
-    assert (token_ids < 10).all() and logp.isnan().all() and model_logp.isnan().all()
+    token_ids, logp = draw(logits, temperature=1.0, seeds=where, positions=where)
+    assert (token_ids < 10).all() and logp.isnan().all()
 
 
 # --------------------------------------------------------------------------------------------------- the whole engine

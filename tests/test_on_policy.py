@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from ranks import Ranks
 from training_cases import (
     ARCH,
@@ -62,7 +61,7 @@ def test_first_ratio_is_exactly_one(ranks: Ranks, case: Case) -> None:
 
 def _generate_and_compare(
     case: Case, temperature: float, arch: Architecture = ARCH
-) -> tuple[list[tuple[int, ...]], float, float]:
+) -> tuple[list[tuple[int, ...]], float]:
     """Responses by the hybrid engine after an update, and how far its log-probs are from the training layout's."""
     with actor_in(case, arch, lr=1e-2) as actor:
         hybrid = hybrid_of(actor, max_model_len=32)
@@ -75,16 +74,10 @@ def _generate_and_compare(
         made = rollouts.to_batch()
         layout = actor.groups.train
         mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-        halves = [mine[: len(mine) // 2], mine[len(mine) // 2 :]]
-        logp, plain = actor.log_probs(made, halves), actor.log_probs(made.with_(temperature=1.0), halves)
+        logp = actor.log_probs(made, [mine[: len(mine) // 2], mine[len(mine) // 2 :]])
         assert made.rollout_logp is not None
-        by_model = torch.zeros(len(made.tokens))
-        by_model[made.response_mask] = torch.tensor([x for c in rollouts.completions for x in c.model_logp])
-        return (
-            [tuple(c.token_ids) for c in rollouts.completions],
-            float((logp - made.rollout_logp).abs().max()),
-            float((plain - by_model).abs().max()),
-        )
+        gap = float((logp - made.rollout_logp).abs().max())
+        return [tuple(c.token_ids) for c in rollouts.completions], gap
 
 
 def _engine_config(gen_tp: int) -> dict[str, Any]:
@@ -106,8 +99,8 @@ def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: 
     ]
     wanted = None
     for case in cases:
-        for tokens, gap, model_gap in ranks.run(case.world, _generate_and_compare, case, temperature):
-            assert gap < 1e-5 and model_gap < 1e-5
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, temperature):
+            assert gap < 1e-5
             wanted = wanted or tokens
             assert tokens == wanted
     assert (
@@ -124,7 +117,7 @@ def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) 
     ]
     responses = set()
     for case in cases:
-        for tokens, gap, model_gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WITH_EXPERTS):
-            assert gap < 1e-5 and model_gap < 1e-5
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WITH_EXPERTS):
+            assert gap < 1e-5
             responses.add(tuple(tokens))
     assert len(responses) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 ORDER = [
     "processes",
     "phases",
+    "registry",
     "config",
     "types",
     "telemetry",
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
     "processes.py",
     "phases.py",
+    "registry.py",
     "config",
     "parallel/layout.py",
     "parallel/from_config.py",

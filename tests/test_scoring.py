@@ -157,10 +157,7 @@ def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] 
         tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(str, ids))),
     )
     prompts = [Prompt(index=i, token_ids=(7, 8), row={}, source=f"train.jsonl:{i + 1}") for i in range(2)]
-    completions = [
-        Completion(token_ids=array("i", [i]), logp=array("f", [-1]), model_logp=array("f"), finish_reason="stop")
-        for i in range(6)
-    ]
+    completions = [Completion(token_ids=array("i", [i]), logp=array("f", [-1]), finish_reason="stop") for i in range(6)]
     lines: list[str] = []
     try:
         return score(Rollouts(prompts=prompts, n=3, completions=completions), inputs, groups, lines.append), lines

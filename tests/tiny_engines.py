@@ -63,4 +63,3 @@ def assert_same(got: Sequence[Completion], want: Sequence[Completion], tolerance
     for a, b in zip(got, want, strict=True):
         assert a.finish_reason == b.finish_reason
         assert a.logp == pytest.approx(b.logp, abs=tolerance)
-        assert a.model_logp == pytest.approx(b.model_logp, abs=tolerance)

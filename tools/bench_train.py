@@ -28,6 +28,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from rounds import Rounds
 
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.cross_entropy import cross_entropy
@@ -42,7 +43,6 @@ from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
-from megarl.telemetry.rounds import Rounds
 from megarl.types import Batch, batch_of
 
 PEAK_FLOPS = 989e12

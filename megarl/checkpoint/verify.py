@@ -75,7 +75,7 @@ def _megatron_log_probs(folder: str, arch: Architecture, sequences: list[Tensor]
 
 def _transformers_log_probs(folder: str, sequences: list[Tensor]) -> list[Tensor]:
     try:
-        from transformers import AutoModelForCausalLM, logging  # optional, and costs seconds to import
+        from transformers import AutoModelForCausalLM, logging  # costs seconds to import
     except ImportError as e:
         raise ValueError("comparing logits needs `pip install transformers`") from e
     logging.disable_progress_bar()

@@ -16,7 +16,6 @@ Whole = Annotated[int, Field(le=2**31 - 1)]
 """Steps, tokens, seeds: what is counted in int32 somewhere, or would not come to its end in a lifetime."""
 Size = Annotated[int, Field(le=2**20)]
 """How many ranks, sequences or rows there are at once: each takes memory."""
-Logger = Literal["console", "jsonl", "csv", "tensorboard"]
 Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "algorithm", "reward", "roles", "flow"]
 """Parts of a run that a checkpoint records: one that goes on from it must have the same."""
 
@@ -209,7 +208,7 @@ class ValKwargs(Section):
 class Rollout(Section):
     """Generation: engine, layout and sampling."""
 
-    name: Literal["native", "vllm"] = Field("native", description="generation engine")
+    name: str = Field("native", description="generation engine: native, vllm, or path/to/file.py:class")
     n: Size = Field(8, ge=1, description="samples per prompt")
     temperature: float = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
@@ -350,7 +349,10 @@ class Trainer(Section):
         description="steps between two checks that all ranks computed the same advantages and that the engine holds "
         "the actor's weights, the first step included; 0 never",
     )
-    logger: list[Logger] = Field(default=["console", "jsonl", "tensorboard"], description="where metrics go")
+    logger: list[str] = Field(
+        default=["console", "jsonl", "tensorboard"],
+        description="where metrics go: console, jsonl, csv, tensorboard, or path/to/file.py:class",
+    )
     project_name: str = "megarl"
     experiment_name: str = "run"
     default_local_dir: str = Field("", description="run folder; default runs/{project_name}/{experiment_name}")

@@ -36,10 +36,6 @@ class PromptSampler:
         self._allow = frozenset(allow)
         self._start(epoch=0, position=0)
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return self._n_rows // self._batch_size
-
     def next(self) -> list[int]:
         """Positions of the next batch's rows."""
         if self._position + self._batch_size > self._n_rows:

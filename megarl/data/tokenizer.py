@@ -16,12 +16,10 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: ids are below this; the model's embedding may be padded beyond it.
         eos_id: ends a response.
-        pad_id: fills unused places; eos_id where the vocabulary has no padding token.
     """
 
     vocab_size: int
     eos_id: int
-    pad_id: int
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without special tokens."""

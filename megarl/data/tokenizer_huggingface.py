@@ -14,7 +14,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, directory: str) -> None:
         try:
-            from transformers import AutoTokenizer  # optional, and costs a second to import
+            from transformers import AutoTokenizer  # costs a second to import
         except ImportError as e:
             raise ValueError(f"reading the tokenizer in '{directory}' needs `pip install transformers`") from e
         try:
@@ -28,8 +28,6 @@ class HuggingFaceTokenizer:
         if eos_id is None:
             raise ValueError(f"the tokenizer in '{directory}' has no eos_token: responses could never end")
         self.eos_id = int(eos_id)
-        pad_id = self._tokenizer.pad_token_id
-        self.pad_id = self.eos_id if pad_id is None else int(pad_id)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -23,8 +23,6 @@ class SentencePieceTokenizer:
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
             raise ValueError(f"'{model_file}' has no end-of-sequence token: responses could never end")
-        pad_id: int = self._processor.pad_id()
-        self.pad_id = pad_id if pad_id >= 0 else self.eos_id
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))

@@ -128,7 +128,7 @@ def memory_modes(job: Job) -> list[MemoryMode]:
         MemoryMode(
             key="ref.megatron.param_offload",
             item="reference weights",
-            without=away("ref", Item.WEIGHTS),
+            without=away("reference", Item.WEIGHTS),
             on=ref.param_offload,
             kept=True,
         ),

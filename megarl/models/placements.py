@@ -145,10 +145,10 @@ def _megatron_layer(
         yield from _mlp(arch, layer, None, f"{mlp}linear_fc1.weight", f"{mlp}linear_fc2.weight", tp, r)
         return
     yield _router(arch, arch.moe, layer, f"{mlp}router.weight")
-    for local, expert in enumerate(experts_on_rank(arch.moe)):
+    for expert in range(arch.moe.num_experts):
         if expert not in experts:
             continue
-        one = f"{mlp}experts.local_experts.{local}."
+        one = f"{mlp}experts.local_experts.{expert}."
         yield from _mlp(arch, layer, expert, f"{one}linear_fc1.weight", f"{one}linear_fc2.weight", tp, r)
 
 
@@ -187,12 +187,6 @@ def _megatron_qkv(arch: Architecture, layer: int, param: str, leaf: str, tp: int
             view=(1, 1, hi - lo, *tail),
             index=((0, 1), (0, 1), (0, hi - lo), *tail_box),
         )
-
-
-def experts_on_rank(moe: MixtureOfExperts, ep: int = 1, r: int = 0) -> range:
-    """The experts of expert-parallel rank `r` of `ep`: an even, contiguous part. The layouts have no such axis yet."""
-    n = moe.num_experts // ep
-    return range(r * n, (r + 1) * n)
 
 
 # ------------------------------------------------------------------------------------------- the engines' layout

@@ -1,6 +1,6 @@
 """Logical tensors: every weight of the model once, whatever the layout. Torch-free.
 
-A **logical tensor** is a weight of the model under its Hugging Face name, with named axes:
+A **logical tensor** is a weight of the model under its Hugging Face name, its rows and columns taken apart into axes:
 
     q_proj of a layer        (kv_group, query, head_dim, hidden)
     an expert's down_proj    (hidden, ffn)
@@ -23,14 +23,12 @@ class LogicalTensor:
 
     Attributes:
         name: its Hugging Face name.
-        axes: names of the logical axes.
-        shape: size of each axis. Row-major, the elements come in the order of the Hugging Face tensor.
+        shape: size of each logical axis. Row-major, the elements come in the order of the Hugging Face tensor.
         hf_shape: shape of the Hugging Face tensor.
         kind: how it is initialised: "matrix", "bias" (zeros) or "norm" (ones).
     """
 
     name: str
-    axes: tuple[str, ...]
     shape: tuple[int, ...]
     hf_shape: tuple[int, ...]
     kind: str
@@ -93,7 +91,7 @@ def _table(name: str, kind: str, *, out_axes: int = 1, **axes: int) -> LogicalTe
     """A logical tensor whose first `out_axes` axes are the Hugging Face tensor's rows, the rest its columns."""
     shape = tuple(axes.values())
     hf_shape = (math.prod(shape[:out_axes]), *((math.prod(shape[out_axes:]),) if shape[out_axes:] else ()))
-    return LogicalTensor(name=name, axes=tuple(axes), shape=shape, hf_shape=hf_shape, kind=kind)
+    return LogicalTensor(name=name, shape=shape, hf_shape=hf_shape, kind=kind)
 
 
 def _layer_tensors(arch: Architecture, layer: int) -> list[LogicalTensor]:

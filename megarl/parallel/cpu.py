@@ -55,11 +55,15 @@ class _NoStream:
 def enable_cpu_ranks() -> None:
     """Redirect what Megatron-Core asks of `torch.cuda` to the CPU; does nothing where there is a GPU. Idempotent.
 
-    Call before the first import of a Megatron-Core module that binds these names.
+    It changes torch for the whole process, so only a process that is to be a rank calls it, as the functions of
+    `megarl.parallel.groups` that begin one do. Called before the first import of Megatron-Core it saves the seconds
+    that loading torch's compiler takes; after it, an optimizer of Transformer Engine or apex would stay in use.
     """
     if torch.cuda.is_available():
         return
     modules: dict[str, Any] = sys.modules
+    if "megatron.core.jit" in modules:  # its functions are compiled ones already: let them run as they are
+        torch.compiler.set_stance("force_eager")
     for package in ("transformer_engine", "apex"):
         modules.setdefault(package, None)  # Megatron-Core would take its Adam, which has no CPU kernel
     loose: Any = torch

@@ -22,5 +22,5 @@ def generation_layout(config: Config) -> GenerationLayout:
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says
-    stride = closest_stride(train_layout(config), tp) if rollout.name == "native" else 1
+    stride = 1 if rollout.name == "vllm" else closest_stride(train_layout(config), tp)
     return GenerationLayout(world_size=config.trainer.world_size, tp=tp, stride=stride)

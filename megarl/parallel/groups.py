@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,8 @@ from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.parallel.watch import Watch
 
-enable_cpu_ranks()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402  (after the CPU redirection)
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+if TYPE_CHECKING:  # Megatron-Core is imported where ranks begin: after the CPU redirection, which changes torch
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,16 +86,18 @@ def init_distributed(timeout_minutes: float = 30) -> None:
     Args:
         timeout_minutes: how long a rank waits for others in any group, also in those that are made later.
     """
+    enable_cpu_ranks()
     timeout = timedelta(minutes=timeout_minutes)
     # what groups get whose maker, vLLM for one, names no limit
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    # without a launcher this process is a world of its own
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        dist.init_process_group("nccl", timeout=timeout, **alone)
-    else:
-        dist.init_process_group("gloo", timeout=timeout, **alone)
+        backend = "nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # without a launcher this process is a world of its own
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1) -> Groups:
@@ -135,6 +135,8 @@ def stand_in(train: TrainLayout, rank: int, device: torch.device) -> Iterator[Gr
     Args:
         device: where the rank's tensors would live; "meta" describes them without memory.
     """
+    enable_cpu_ranks()
+    from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     hook = sys.excepthook
@@ -159,6 +161,10 @@ def stand_in(train: TrainLayout, rank: int, device: torch.device) -> Iterator[Gr
 
 
 def _megatron_groups(train: TrainLayout, seed: int) -> ProcessGroupCollection:
+    enable_cpu_ranks()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=train.tp,
         pipeline_model_parallel_size=train.pp,
@@ -181,12 +187,16 @@ def join(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def leave_world() -> None:
     """Leave every group and the world, whatever a run that failed left of them."""
+    from megatron.core import parallel_state
+
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 def destroy_groups(groups: Groups) -> None:
     """Leave the groups of both layouts; the world stays."""
+    from megatron.core import parallel_state
+
     made = {group for group in parallel_state._global_process_group_list or () if group is not None}
     parallel_state.destroy_model_parallel()  # forgets them: their communicators would stay
     for group in made | {groups.generation_tp, groups.control}:

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from megarl.config.schema import Rollout
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
+from megarl.registry import Registry
 from megarl.rollout.engine import Adopt, Engine
 from megarl.rollout.stop_strings import Decode
+
+ENGINES: Registry[Callable[..., Engine]] = Registry(
+    "rollout.name",
+    "class",
+    lazy={
+        "native": "megarl.rollout.native.engine:NativeEngine",
+        "vllm": "megarl.rollout.vllm.engine:VLLMEngine",
+    },
+)
+"""A class of the user's is made with the arguments of `NativeEngine`."""
 
 
 def build_engine(
@@ -31,36 +45,18 @@ def build_engine(
         decode: token ids to text, for stop strings.
         adopt: gives the weights that are not to be the engine's own.
     """
+    engine = ENGINES.load(rollout.name)
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "decode": decode,
+        "adopt": adopt,
+    }
     if rollout.name == "vllm":
-        from megarl.rollout.vllm.engine import VLLMEngine  # an optional dependency, and slow to import
-
-        return VLLMEngine(
-            arch,
-            path=path,
-            groups=groups,
-            dtype=dtype,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            enforce_eager=rollout.enforce_eager,
-            sleeps=rollout.free_cache_engine,
-            decode=decode,
-            adopt=adopt,
-        )
-
-    from megarl.rollout.native.engine import NativeEngine
-
-    return NativeEngine(
-        arch,
-        tp_group=groups.generation_tp if groups.generation.tp > 1 else None,
-        dtype=dtype,
-        device=groups.device,
-        max_num_seqs=rollout.max_num_seqs,
-        max_num_batched_tokens=rollout.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        decode=decode,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        enforce_eager=rollout.enforce_eager,
-        adopt=adopt,
-    )
+        return engine(arch, path=path, groups=groups, sleeps=rollout.free_cache_engine, **settings)
+    tp_group = groups.generation_tp if groups.generation.tp > 1 else None
+    return engine(arch, tp_group=tp_group, device=groups.device, **settings)

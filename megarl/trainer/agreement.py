@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.groups import Groups
-from megarl.trainer.identity import configuration_digest, digest, examples_digest, prompts_digest
+from megarl.trainer.identity import configuration_digest, digest, examples_digest, file_digest, prompts_digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.stopped import RunStopped
 from megarl.types import Batch
@@ -85,6 +85,7 @@ def _inputs(inputs: Inputs) -> Mapping[str, str]:
         "held-out prompts (data.val_files)": prompts_digest(inputs.val_prompts),
         "demonstrations (warmup.train_files)": examples_digest(inputs.demonstrations),
         "reward": json.dumps(identity["reward"]),
+        "engine (rollout.name)": str(file_digest(inputs.config.actor_rollout_ref.rollout.name.rpartition(":")[0])),
     }
 
 

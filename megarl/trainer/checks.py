@@ -12,7 +12,9 @@ from megarl.models.families import read_architecture
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
+from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
+from megarl.telemetry.sinks import SINKS
 from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.resume import expected_start
@@ -67,6 +69,9 @@ def check_layouts(config: Config) -> Architecture:
 
 
 def _check_configuration(config: Config) -> None:
+    ENGINES.check(config.actor_rollout_ref.rollout.name)
+    for name in config.trainer.logger:
+        SINKS.check(name)
     layout = train_layout(config)
     generation_layout(config)
     if layout.chunks > 1 and layout.pp == 1:

@@ -46,9 +46,9 @@ def identity_of(inputs: Inputs) -> Identity:
             "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
             "rollout.stop": sorted(rollout.stop),
         },
-        "reward": {"reward.name": config.reward.name, "file": _file_digest(config.reward.name.rpartition(":")[0])},
+        "reward": {"reward.name": config.reward.name, "file": file_digest(config.reward.name.rpartition(":")[0])},
         "roles": {"reference": config.needs_reference},
-        "flow": {"trainer.flow": config.trainer.flow, "file": _file_digest(config.trainer.flow.rpartition(":")[0])},
+        "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
     }
     if config.warmup.total_training_steps:
         warmup = config.warmup.model_dump(exclude={"train_files"})
@@ -97,12 +97,12 @@ def examples_digest(examples: Sequence[Example]) -> str:
 def tokenizer_digest(path: str) -> str:
     """Of a SentencePiece model file, or of the tokenizer's files in a folder."""
     if os.path.isfile(path):
-        return _file_digest(path) or ""
+        return file_digest(path) or ""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []
     own = [
         n for n in names if n.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_"))
     ]
-    return digest(f"{name} {_file_digest(os.path.join(path, name))}".encode() for name in own)
+    return digest(f"{name} {file_digest(os.path.join(path, name))}".encode() for name in own)
 
 
 def digest(parts: Iterable[bytes | memoryview]) -> str:
@@ -114,7 +114,8 @@ def digest(parts: Iterable[bytes | memoryview]) -> str:
     return total.hexdigest()
 
 
-def _file_digest(path: str) -> str | None:
+def file_digest(path: str) -> str | None:
+    """Of a file's contents; None where there is none."""
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as f:

@@ -165,8 +165,8 @@ class NativeEngine:
 
     def _decode(
         self, running: Sequence[Running], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[tuple[int, float, float]]:
-        """Draw the next (token, logp, model_logp) of every running request."""
+    ) -> list[tuple[int, float]]:
+        """Draw the next (token, logp) of every running request."""
         table = [(r.newest, r.position, r.slot, r.blocks[-1], seeds[r.request], len(r.token_ids)) for r in running]
         if self._graphs is None:
             rows = _int64(table).to(self._device)
@@ -178,8 +178,8 @@ class NativeEngine:
         *_, row_seeds, drawn = rows[: len(running)].unbind(1)
         out = sample(logits[: len(running)], params, seeds=row_seeds, positions=drawn)
         # The step's only wait for the device. float64 holds every token id.
-        drawn_rows = torch.stack((out.token_ids.double(), out.logp.double(), out.model_logp.double()), dim=1).tolist()
-        return [(int(token), logp, model_logp) for token, logp, model_logp in drawn_rows]
+        drawn_rows = torch.stack((out.token_ids.double(), out.logp.double()), dim=1).tolist()
+        return [(int(token), logp) for token, logp in drawn_rows]
 
     def _logits(self, rows: Tensor, longest: int | None = None) -> Tensor:
         """A decode step up to the logits: int64 [B, COLUMNS] -> [B, vocab_size].

@@ -18,17 +18,15 @@ from megarl.types import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One token per row, and its log-probabilities as in `megarl.types.Completion`.
+    """One token per row, and its log-probability as in `megarl.types.Completion`.
 
     Attributes:
         token_ids: int64 [B].
         logp: float32 [B], nats.
-        model_logp: float32 [B], nats.
     """
 
     token_ids: Tensor
     logp: Tensor
-    model_logp: Tensor
 
 
 def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: Tensor) -> Sample:
@@ -43,13 +41,12 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
     if params.temperature > 0 and not filtered and kernels.on(logits.device):
         from megarl.rollout.native.kernels.draw import draw
 
-        token_ids, logp, model_logp = draw(logits, temperature=params.temperature, seeds=seeds, positions=positions)
-        return Sample(token_ids=token_ids, logp=logp, model_logp=model_logp)
+        token_ids, logp = draw(logits, temperature=params.temperature, seeds=seeds, positions=positions)
+        return Sample(token_ids=token_ids, logp=logp)
     logits = logits.float()
     if params.temperature == 0:
         token_ids = logits.argmax(-1)
-        logp = _logp_at(logits, token_ids)
-        return Sample(token_ids=token_ids, logp=logp, model_logp=logp)
+        return Sample(token_ids=token_ids, logp=_logp_at(logits, token_ids))
     scaled = logits / params.temperature
     u = uniform(seeds, positions)
     if filtered:
@@ -60,7 +57,7 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
     else:
         token_ids = _inverse_cdf(scaled, u)
         logp = _logp_at(scaled, token_ids)
-    return Sample(token_ids=token_ids, logp=logp, model_logp=_logp_at(logits, token_ids))
+    return Sample(token_ids=token_ids, logp=logp)
 
 
 def keep_likeliest(logits: Tensor, *, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,6 @@ class Running:
     blocks: list[int] = field(default_factory=list)
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logp: array[float] = field(default_factory=lambda: array("f"))
-    model_logp: array[float] = field(default_factory=lambda: array("f"))
 
     @property
     def newest(self) -> int:
@@ -147,8 +146,8 @@ class Scheduler:
             self.running.append(entering)
         return Admission(entered=entered, computed=computed, copies=BlockCopies(sources=sources, targets=targets))
 
-    def advance(self, drawn: Sequence[tuple[int, float, float]]) -> None:
-        """Append (token, logp, model_logp) to each running request; finished ones leave."""
+    def advance(self, drawn: Sequence[tuple[int, float]]) -> None:
+        """Append (token, logp) to each running request; finished ones leave."""
         finished = [r for r, row in zip(self.running, drawn, strict=True) if self._append(r, *row)]
         for r in finished:
             self._leave(r)
@@ -170,18 +169,16 @@ class Scheduler:
         self._slots.append(running.slot)
         running.slot, running.blocks = -1, []
 
-    def _append(self, running: Running, token: int, logp: float, model_logp: float) -> bool:
+    def _append(self, running: Running, token: int, logp: float) -> bool:
         """Whether that finished the response."""
         running.token_ids.append(token)
         running.logp.append(logp)
-        running.model_logp.append(model_logp)
         stopped = token in self._stop_token_ids or self._stop_strings.found(running.token_ids) is not None
         if not stopped and len(running.token_ids) < self._params.max_tokens:
             return False
         self._completions[running.request] = Completion(
             token_ids=running.token_ids,
             logp=running.logp,
-            model_logp=running.model_logp,
             finish_reason="stop" if stopped else "length",
         )
         return True

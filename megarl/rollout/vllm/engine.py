@@ -135,8 +135,7 @@ class VLLMEngine:
                 [_sampling(params, seed) for seed in seeds],
                 use_tqdm=False,
             )
-        as_the_model = params.temperature == 1.0 and params.top_p == 1.0 and params.top_k < 1
-        return [_completion(request.outputs[0], as_the_model or params.temperature == 0.0) for request in outputs]
+        return [_completion(request.outputs[0]) for request in outputs]
 
     def close(self) -> None:
         self._parameters = {}
@@ -161,15 +160,11 @@ def _sampling(params: SamplingParams, seed: int) -> Any:
     )
 
 
-def _completion(output: Any, as_the_model: bool) -> Completion:
-    """Args:
-    as_the_model: whether tokens were drawn, or their log-probabilities taken, from the model's own distribution.
-    """
+def _completion(output: Any) -> Completion:
     token_ids, logp = array("i", output.token_ids), array("f", output.logprobs)
     assert len(token_ids) == len(logp), "vLLM returned log-probabilities of other tokens than the sampled ones"
     return Completion(
         token_ids=token_ids,
         logp=logp,
-        model_logp=logp if as_the_model else array("f"),
         finish_reason="stop" if output.finish_reason == "stop" else "length",
     )

@@ -15,35 +15,33 @@ CHUNK = 4096
 """Tokens of the vocabulary that one program adds up."""
 
 
-def draw(logits: Tensor, *, temperature: float, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def draw(logits: Tensor, *, temperature: float, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """
     Args:
         logits: [B, V], of any float dtype; the last axis dense.
         seeds, positions: int64 [B], from which the random numbers follow as in `sampler.uniform`.
 
     Returns:
-        token ids, int64 [B]; their log-probabilities at `temperature` and at 1, float32 [B], nats.
+        token ids, int64 [B]; their log-probabilities at `temperature`, float32 [B], nats.
     """
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and seeds.stride() == positions.stride()
     chunks = triton.cdiv(vocab, CHUNK)
     largest = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    weights, model_weights = (torch.empty(rows, chunks, dtype=torch.float64, device=logits.device) for _ in range(2))
+    weights = torch.empty(rows, chunks, dtype=torch.float64, device=logits.device)
     _weigh_chunks[(rows, chunks)](
-        logits, largest, weights, model_weights, 1 / temperature, vocab, chunks, logits.stride(0), CHUNK=CHUNK
+        logits, largest, weights, 1 / temperature, vocab, chunks, logits.stride(0), CHUNK=CHUNK
     )
     token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logp, model_logp = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    logp = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _draw[(rows,)](
         logits,
         largest,
         weights,
-        model_weights,
         seeds,
         positions,
         token_ids,
         logp,
-        model_logp,
         1 / temperature,
         vocab,
         chunks,
@@ -53,11 +51,11 @@ def draw(logits: Tensor, *, temperature: float, seeds: Tensor, positions: Tensor
         CHUNKS_2=triton.next_power_of_2(chunks),
         num_warps=8,
     )
-    return token_ids, logp, model_logp
+    return token_ids, logp
 
 
 @triton.jit
-def _weigh_chunks(logits, largest, weights, model_weights, sharpness, vocab, chunks, row_stride, CHUNK: tl.constexpr):
+def _weigh_chunks(logits, largest, weights, sharpness, vocab, chunks, row_stride, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * row_stride + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
@@ -67,7 +65,6 @@ def _weigh_chunks(logits, largest, weights, model_weights, sharpness, vocab, chu
     at = row * chunks + chunk
     tl.store(largest + at, top)
     tl.store(weights + at, tl.sum(tl.exp(x * sharpness).to(tl.float64), axis=0))
-    tl.store(model_weights + at, tl.sum(tl.exp(x).to(tl.float64), axis=0))
 
 
 @triton.jit
@@ -75,12 +72,10 @@ def _draw(
     logits,
     largest,
     weights,
-    model_weights,
     seeds,
     positions,
     token_ids,
     logp,
-    model_logp,
     sharpness,
     vocab,
     chunks,
@@ -98,8 +93,7 @@ def _draw(
     top = tl.max(tops, axis=0)
     weight = tl.load(weights + at, mask=chunk < chunks, other=0.0)
     weight *= tl.exp((tops - top) * sharpness).to(tl.float64)
-    model_weight = tl.load(model_weights + at, mask=chunk < chunks, other=0.0) * tl.exp(tops - top).to(tl.float64)
-    total, model_total = tl.sum(weight, axis=0), tl.sum(model_weight, axis=0)
+    total = tl.sum(weight, axis=0)
     number *= total
     chosen = _first_beyond(weight, number, chunk, CHUNKS_2)
     before = tl.sum(tl.where(chunk < chosen, weight, 0.0), axis=0)
@@ -116,7 +110,6 @@ def _draw(
     x = tl.load(logits + row * row_stride + drawn).to(tl.float32) - top
     tl.store(token_ids + row, drawn.to(tl.int64))
     tl.store(logp + row, (x * sharpness - tl.log(total)).to(tl.float32))
-    tl.store(model_logp + row, (x - tl.log(model_total)).to(tl.float32))
 
 
 @triton.jit

@@ -1,0 +1,19 @@
+"""The console: `megarl.telemetry.progress` shows the rows there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.telemetry.sinks.lines import Say
+
+
+class ConsoleSink:
+    """Writes nothing. A run that names it shows its progress."""
+
+    def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
+        del run_dir, first_step, say
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        del step, metrics
+
+    def close(self) -> None: ...
