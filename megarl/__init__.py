@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from megarl.trainer.build import policy_loss as policy_loss
     from megarl.trainer.build import prompt_sampler as prompt_sampler
     from megarl.trainer.evaluate import evaluate as evaluate
-    from megarl.trainer.micro_batches import plan_micro_batches as plan_micro_batches
     from megarl.trainer.scoring import score as score
     from megarl.trainer.session import Run as Run
     from megarl.trainer.stopped import RunStopped as RunStopped
@@ -79,7 +78,6 @@ _PLACES = {
     "cross_entropy": "algorithms.cross_entropy",
     "evaluate": "trainer.evaluate",
     "load_config": "config",
-    "plan_micro_batches": "trainer.micro_batches",
     "policy_loss": "trainer.build",
     "prompt_sampler": "trainer.build",
     "score": "trainer.scoring",

@@ -14,7 +14,6 @@ from megarl.trainer.build import build_actor, build_reference, policy_loss, prom
 from megarl.trainer.engine_check import check_gap
 from megarl.trainer.evaluate import evaluate
 from megarl.trainer.first_step import remarks_on
-from megarl.trainer.micro_batches import plan_micro_batches
 from megarl.trainer.scoring import score
 from megarl.trainer.session import Run
 from megarl.trainer.step_metrics import response_metrics, reward_metrics
@@ -32,7 +31,7 @@ def flow(run: Run) -> None:
     optim, span = (warmup.optim, warming) if warming else (roles.actor.optim, inputs.optimizer_steps)
     actor = run.add("actor", build_actor(inputs, run.groups, optim=optim, total_steps=span, empty=run.resumes))
     generation = run.generation(actor)
-    sft(run, actor, "warmup", total=warming, batch_size=warmup.train_batch_size, before=-warming)
+    sft(run, actor, "warmup", total=warming, batch_size=warmup.train_batch_size, before=-warming - 1)
     if warming:
         actor.restart_optimizer(roles.actor.optim, inputs.optimizer_steps)
     reference = run.add("reference", build_reference(config, actor)) if config.needs_reference else None
@@ -40,7 +39,7 @@ def flow(run: Run) -> None:
     sampler = run.add("sampler", prompt_sampler(inputs))
     held_out = partial(evaluate, run, generation) if inputs.val_prompts else None
 
-    for step in run.steps("rl", inputs.total_steps, validate=held_out):
+    for step in run.steps("rl", inputs.total_steps, before=0, validate=held_out):
         with generation.phase(verify=run.checks_agreement):
             prompts = [inputs.train_prompts[i] for i in sampler.next()]
             rollouts = generation.rollouts(prompts, roles.rollout.n, sampling, seed=data.seed, round_=step)
@@ -49,7 +48,7 @@ def flow(run: Run) -> None:
         _show(run, rollouts)
 
         batch = rollouts.to_batch()
-        plan = plan_micro_batches(batch, config, run.groups, sequences=mini_batch_size)
+        plan = run.plan(batch, mini_batch_size)
         with run.phase(Phase.LOG_PROBS):
             batch = batch.with_(old_logp=actor.log_probs(batch, plan.micro_batches))
         check_gap(batch, config, step)

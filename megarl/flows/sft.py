@@ -6,7 +6,6 @@ from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.data.sampler import PromptSampler
 from megarl.phases import Phase
 from megarl.roles.actor import Actor
-from megarl.trainer.micro_batches import plan_micro_batches
 from megarl.trainer.session import Run
 from megarl.types import batch_of
 
@@ -25,6 +24,6 @@ def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, befor
     for _ in run.steps(loop, total, before=before):
         chosen = [examples[i] for i in sampler.next()]
         batch = batch_of([e.prompt_ids for e in chosen], [e.response_ids for e in chosen], range(len(chosen)))
-        (mini_batch,) = plan_micro_batches(batch, run.config, run.groups).mini_batches
+        (mini_batch,) = run.plan(batch).mini_batches
         with run.phase(Phase.UPDATE):
             run.log(loop, actor.update(batch, mini_batch, cross_entropy))

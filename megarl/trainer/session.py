@@ -19,6 +19,7 @@ from megarl.trainer.agreement import check_same_values
 from megarl.trainer.checkpointing import Checkpointing
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory_report import MemoryReport
+from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
 from megarl.trainer.nonfinite import NonFiniteUpdates
 from megarl.trainer.report import Report
 from megarl.trainer.resume import Start
@@ -109,6 +110,10 @@ class Run:
             self.residency.enter(phase)
             yield
 
+    def plan(self, batch: Batch, sequences: int | None = None) -> StepPlan:
+        """How a batch goes through the models: in mini-batches of so many sequences, or all in one."""
+        return plan_micro_batches(batch, self.config, self.groups, sequences=sequences)
+
     def log(self, prefix: str, metrics: Mapping[str, Metric | float]) -> None:
         """Metrics of the step under way, as `{prefix}/{name}`; of one that is logged several times, what its `reduce`
         says, or the mean of numbers."""
@@ -122,7 +127,8 @@ class Run:
         Args:
             loop: its name: lower-case letters, digits and dashes. Checkpoints of "rl" are called `global_step_N`, those
                 of another loop `{loop}_step_N`.
-            before: the metric files' number of the step before the first; default: that of the last loop's last.
+            before: the metric files' number of the step before the first, which is that of a validation before it.
+                Default: no number occurs twice.
             validate: metrics on held-out data, asked as `trainer.test_freq` and `trainer.val_before_train` say.
 
         Raises:
@@ -131,7 +137,9 @@ class Run:
         """
         assert LOOP.fullmatch(loop) and loop != "global", f"'{loop}' is no name for a loop"
         order, self._loops = self._loops, self._loops + 1
-        before = self._row if before is None else before
+        validates_first = validate is not None and self.config.trainer.val_before_train
+        if before is None:
+            before = self._row + (1 if validates_first and order else 0)
         self._row = before + total
         if order < self._start.position.order:
             return
@@ -142,7 +150,7 @@ class Run:
         if done >= total:
             return
         shown = {"rl": "RL", "warmup": "warm-up"}.get(loop, loop)
-        if validate is not None and not done and self.config.trainer.val_before_train:
+        if validate is not None and validates_first and not done:
             metrics = self._validate(validate)
             self._report_step(Position(order, 0, loop), metrics)
             if "val/accuracy" in metrics:

@@ -9,8 +9,8 @@ from typing import Protocol
 class Sink(Protocol):
     """Takes rows of metrics. Made with (run_dir, first_step, say), which `open_sinks` describes.
 
-    RL steps count from 1. The steps of a supervised warm-up come before them, so that its last one is step 0; their
-    rows have `warmup/step`, counted from 1, too. Step 0 is also that of the validation before the first RL step.
+    RL steps count from 1, and step 0 is the validation before the first of them. The steps of a supervised warm-up come
+    before that, so that its last one is step -1; their rows have `warmup/step`, counted from 1, too.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,0 +1,98 @@
+"""A user's own flow against the public face: it trains, it is killed, and it goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from ranks import Ranks
+from run_cases import run_here
+from tiny_run import ROOT, metrics_of, write_run
+
+FLOW = Path(__file__).parent / "user_flow.py"
+SETTINGS: dict[str, Any] = {
+    "actor_rollout_ref__actor__megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "trainer__n_gpus_per_node": 2,
+    "trainer__save_freq": 1,
+    "trainer__test_freq": 2,
+    "trainer__flow": f"{FLOW}:flow",
+    "warmup": {"total_training_steps": 2, "train_batch_size": 20},
+}
+LOOPS = ["sft"] * 2 + ["judge"] * 2 + ["rl"] * 4 + ["best"] * 2  # the first row of "rl" is a validation
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [
+        {key: x for key, x in row.items() if not key.startswith(("timing/", "tokens_per_s"))}
+        for row in metrics_of(folder)
+    ]
+
+
+def _loop_of(row: dict[str, Any]) -> str:
+    return next((loop for loop in ("sft", "judge", "best") if f"{loop}/step" in row), "rl")
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load_plain_tensors(str(folder))
+    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def _kill_after(rows: int, config: Path, folder: Path) -> None:
+    """Start the run as a user does, and kill all of it with SIGKILL when so many steps are in its records."""
+    command = [sys.executable, "-m", "megarl.cli.main", "train", "--flow", f"{FLOW}:flow", str(config)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.DEVNULL) as run:
+        records, until = folder / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not records.exists() or len(records.read_text().splitlines()) < rows:
+            assert run.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        os.killpg(run.pid, signal.SIGKILL)
+
+
+def test_a_users_flow_is_killed_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    ended, said = ranks.run(2, run_here, str(write_run(whole, **SETTINGS)))[0]
+    assert ended == "", said
+    rows = _rows(whole)
+    assert [(_loop_of(row), row["step"]) for row in rows] == [(loop, i) for i, loop in enumerate(LOOPS, 1)]
+    assert all(row[name] > 0 for row in rows for name in row if name.endswith("grad_norm"))
+
+    config = write_run(killed, **SETTINGS)
+    _kill_after(6, config, killed)
+    assert len(_rows(killed)) < len(rows)
+    ended, said = ranks.run(2, run_here, str(config))[0]
+    assert ended == "" and "resuming from" in said, said
+    assert _rows(killed) == rows
+    last = Path("run") / "checkpoints" / "best_step_2"
+    ours, theirs = (ranks.run(1, _tensors, folder / last)[0] for folder in (whole, killed))
+    assert ours.keys() == theirs.keys() and any(key.startswith("judge.") for key in ours)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+    shutil.rmtree(killed)
+    again, said = ranks.run(2, run_here, str(whole / "run.yaml"))[0]
+    assert again == "" and _rows(whole) == rows  # nothing is left to do
+
+
+def test_a_checkpoint_of_another_flow_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ended, said = ranks.run(
+        1, run_here, str(write_run(tmp_path, trainer__save_freq=1, trainer__total_training_steps=1))
+    )[0]
+    assert ended == "", said
+    config = str(tmp_path / "run.yaml")
+    other = [f"trainer.flow={FLOW}:flow", "warmup.total_training_steps=2", "warmup.train_batch_size=20"]
+    ended, _ = ranks.run(1, run_here, config, other)[0]
+    assert "with another" in ended and 'flow (trainer.flow "ppo" ->' in ended
+    allowed = [*other, "trainer.resume_allow=[flow,warmup]"]
+    ended, _ = ranks.run(1, run_here, config, allowed)[0]
+    assert ended.startswith("RunRefused: ") and "was written in the loop 'rl', where this flow has 'judge'" in ended

@@ -1,0 +1,48 @@
+"""A user's flow: supervised training, a reward model, GRPO with it, then fine-tuning on the best of n."""
+
+from dataclasses import replace
+from functools import partial
+
+from torch.nn.functional import logsigmoid
+
+import megarl
+
+
+def verdict(x: megarl.LossInput) -> megarl.LossOutput:  # logistic regression on what the verifier says
+    return megarl.LossOutput(loss=-x.weights.dot(logsigmoid(x.output * (2 * x.columns["rewards"] - 1))))
+
+
+verdict.columns = ("rewards",)
+
+
+def flow(run: megarl.Run) -> None:
+    inputs, config, roles = run.inputs, run.config, run.config.actor_rollout_ref
+    actor = run.add("actor", megarl.build_actor(inputs, run.groups, optim=roles.actor.optim, total_steps=9))
+    generation, prompts = run.generation(actor), run.add("prompts", megarl.prompt_sampler(inputs))
+
+    def sample(round_: int) -> megarl.Rollouts:
+        chosen = [inputs.train_prompts[i] for i in prompts.next()]
+        with generation.phase():
+            made = generation.rollouts(chosen, 4, inputs.sampling(validation=False), seed=1, round_=round_)
+        return megarl.score(made, inputs, run.groups, run.report.say)
+
+    megarl.sft(run, actor, "sft", total=2, batch_size=20)
+    own = {"model": roles.model, "megatron": roles.actor.megatron, "optim": roles.actor.optim, "total_steps": 2}
+    judge = megarl.RewardModel(inputs.arch, run.groups, initial=lambda judge: judge.copy_from(actor), **own)
+    run.add("judge", judge)
+    for step in run.steps("judge", 2):
+        batch = sample(step).to_batch()
+        run.log("judge", judge.update(batch, *run.plan(batch).mini_batches, verdict))
+    loss = megarl.policy_loss(config)
+    for step in run.steps("rl", 3, validate=partial(megarl.evaluate, run, generation)):
+        batch = sample(10 + step).to_batch()
+        plan = run.plan(batch, sequences=32)
+        scores, logp = (role(batch, plan.micro_batches) for role in (judge.scores, actor.log_probs))
+        batch = megarl.compute_advantages(batch.with_(rewards=scores, old_logp=logp), config.algorithm, 0.0)
+        for mini_batch in plan.mini_batches:
+            run.log("actor", actor.update(batch, mini_batch, loss))
+    for step in run.steps("best", 2):
+        made = sample(20 + step)
+        best = [max(range(i, i + 4), key=made.rewards.__getitem__) for i in range(0, len(made.rewards), 4)]
+        batch = replace(made, n=1, completions=[made.completions[i] for i in best], rewards=()).to_batch()
+        run.log("best", actor.update(batch, *run.plan(batch).mini_batches, megarl.cross_entropy))
