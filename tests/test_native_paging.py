@@ -23,7 +23,7 @@ def scheduler_of(prompts: list[list[int]], params: SamplingParams = GREEDY, **li
 
 
 def draw(scheduler: Scheduler, token: int = 5) -> None:
-    scheduler.advance([(token, 0.0, 0.0)] * len(scheduler.running))
+    scheduler.advance([(token, 0.0)] * len(scheduler.running))
 
 
 def prompts_computed(admission: Admission) -> list[list[int]]:
@@ -137,7 +137,7 @@ def test_no_block_is_written_by_two_or_lost(seed: int) -> None:
     while scheduler.busy:
         _check_blocks(scheduler.admit(), scheduler.running)
         assert scheduler.running
-        scheduler.advance([(int(rng.random() < 0.03), 0.0, 0.0) for _ in scheduler.running])
+        scheduler.advance([(int(rng.random() < 0.03), 0.0) for _ in scheduler.running])
     assert len(scheduler.completions) == len(prompts)
     assert scheduler._pool.free == blocks_for(80) + 3 and len(scheduler._slots) == 8
 
