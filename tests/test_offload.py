@@ -231,4 +231,4 @@ def test_a_run_its_checkpoints_and_a_resumed_run_are_the_same(tmp_path: Path, ra
         state = json.loads((checkpoint / "trainer.json").read_text())
         seen[name] = (rows, weights, state, sorted(os.listdir(checkpoint)))
     assert seen["moving"] == seen["plain"]
-    assert [row["step"] for row in seen["plain"][0]] == [-1, 0, 0, 1, 2, 3, 4]
+    assert [row["step"] for row in seen["plain"][0]] == [-2, -1, 0, 1, 2, 3, 4]

@@ -33,7 +33,7 @@ def test_a_run_on_four_ranks_leaves_its_records(trained: TrainedRun) -> None:
     assert "warm-up 3/3" in trained.out and "RL 4/4" in trained.out
 
     rows = trained.rows
-    assert [row["step"] for row in rows] == [-2, -1, 0, 0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [-3, -2, -1, 0, 1, 2, 3, 4]
     assert rows[2]["warmup/loss"] < rows[0]["warmup/loss"]
     assert [row.get("warmup/step") for row in rows[:4]] == [1, 2, 3, None]  # the picture tells the phases apart by it
     assert 0 <= rows[3]["val/accuracy"] <= 1
@@ -93,7 +93,7 @@ def test_resume_gives_the_same_next_step(tmp_path: Path, ranks: Ranks, trained: 
     said = train_in(ranks, 4, trained.config, f"trainer.default_local_dir={stopped}", "trainer.max_ckpt_to_keep=1")
     assert f"resuming from {checkpoints / 'global_step_2'}\n" in said and "resuming from" not in trained.out
     rows = metrics_of(stopped.parent)
-    assert [row["step"] for row in rows] == [-2, -1, 0, 0, 1, 2, 3, 4]
+    assert [row["step"] for row in rows] == [-3, -2, -1, 0, 1, 2, 3, 4]
     assert [_numbers(row) for row in rows] == [_numbers(row) for row in trained.rows]
     assert rows[-1]["actor/ref_kl"] > 0
     assert os.listdir(checkpoints) == ["global_step_4"]

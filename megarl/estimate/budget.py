@@ -220,7 +220,7 @@ def _logits_of_a_chunk(job: Job, stage: int) -> Items:
 def engine_activations(job: Job) -> int:
     """Bytes of one layer's activations over the tokens computed together, and of the sampler's logits."""
     rollout, tp = job.config.actor_rollout_ref.rollout, job.generation.tp
-    if rollout.name == "native":
+    if rollout.name != "vllm":
         return native_activation_bytes(
             job.arch,
             tp=tp,

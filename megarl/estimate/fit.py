@@ -62,7 +62,7 @@ def _what_would_help(job: Job, stage: StageBudget, phase: Phase) -> str:
 
 def _certain(job: Job, stage: StageBudget) -> StageBudget:
     """The stage without estimates. The native engine's KV cache takes what is left: at least that of a sequence."""
-    flexible = job.config.actor_rollout_ref.rollout.name == "native"
+    flexible = job.config.actor_rollout_ref.rollout.name != "vllm"
 
     def least(item: str, nbytes: int) -> int:
         return min(nbytes, _sequence(job)) if flexible and item == "KV cache" else nbytes

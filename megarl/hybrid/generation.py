@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from megarl.config.schema import Reshard, Rollout
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
-from megarl.phases import Phase
+from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.trained import TrainedModel
 from megarl.rollout.build import build_engine
@@ -96,6 +96,8 @@ class Generation:
             yield
         finally:
             self._sleep()
+            for weights in self._actor.memory[Item.WEIGHTS]:  # whatever comes next reads them
+                weights.prefetch()
 
     def rollouts(
         self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int
