@@ -67,6 +67,7 @@ def _one_step(case: Case, dtype: str, moving: bool) -> dict[str, Any]:
         batch, micro_batches = fixed_batch(), micro_batches_of(actor)
         update(actor, batch)
         actor.gather_parameters()
+        reference.gather_parameters()
         kept = _state(actor, reference)
         differs = set()
         for _ in range(2):
