@@ -96,3 +96,37 @@ def test_a_checkpoint_of_another_flow_is_refused(ranks: Ranks, tmp_path: Path) -
     allowed = [*other, "trainer.resume_allow=[flow,warmup]"]
     ended, _ = ranks.run(1, run_here, config, allowed)[0]
     assert ended.startswith("RunRefused: ") and "was written in the loop 'rl', where this flow has 'judge'" in ended
+
+
+FLOWS = {
+    "no name": ("for _ in run.steps('Warm up', 1): pass", "'Warm up' is no name for a loop"),
+    "twice": ("for _ in range(2): list(run.steps('a', 0))", "two loops of this flow are called 'a'"),
+    "nested": ("for _ in run.steps('a', 1): list(run.steps('b', 1))", "the loop 'b' begins while 'a' is not over"),
+    "taken": ("run.add('identity', megarl.prompt_sampler(run.inputs))", "needs another name: this one is taken"),
+}
+
+
+def test_what_a_flow_may_not_do_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    config = str(write_run(tmp_path))
+    for name, (body, wanted) in FLOWS.items():
+        (tmp_path / "flow.py").write_text(f"import megarl\ndef flow(run):\n    {body}\n")
+        run_dir = f"trainer.default_local_dir={tmp_path / name}"
+        ended, _ = ranks.run(1, run_here, config, [f"trainer.flow={tmp_path / 'flow.py'}:flow", run_dir])[0]
+        assert wanted in ended, (name, ended)
+
+
+def test_a_loop_that_is_left_by_break(ranks: Ranks, tmp_path: Path) -> None:
+    body = """
+def flow(run):
+    for step in run.steps("first", 3):
+        run.log("a", {"b": step})
+        if step == 2:
+            break
+    for step in run.steps("second", 1):
+        run.log("a", {"b": 10 + step})
+"""
+    (tmp_path / "flow.py").write_text(body)
+    config = write_run(tmp_path, trainer__flow=f"{tmp_path / 'flow.py'}:flow", trainer__logger=["jsonl"])
+    ended, said = ranks.run(1, run_here, str(config))[0]
+    assert ended == "", said
+    assert [(row["step"], row["a/b"]) for row in metrics_of(tmp_path)] == [(1, 1.0), (4, 11.0)]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megarl.phases import Phase
 from megarl.telemetry.memory import peak_memory
 
 
@@ -29,7 +30,7 @@ class PhaseTimers:
         self._open: list[str] = []
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: Phase) -> Iterator[None]:
         self._edge()
         self._open.append(phase)
         try:

@@ -21,6 +21,10 @@ ACTOR = "actor"
 """The model whose tensors have no prefix in a checkpoint, and whose Hugging Face files are in it."""
 
 
+RESERVED = frozenset({"format", "identity", "loop", "models", "order", "phase", "rng", "row", "step", "world_size"})
+"""Names in a checkpoint's small state that are the run's own."""
+
+
 class Stateful(Protocol):
     """Something small that the next step depends on, the same on every rank."""
 
@@ -48,13 +52,13 @@ class Checkpointing:
         self.latest, self.position = start.folder, start.position if start.folder else None
 
     def add_model(self, name: str, model: MegatronModel) -> None:
-        """Save it from now on."""
-        assert name not in self._models, f"two models are called '{name}'"
+        """Save it from now on; raises ValueError if the name is taken."""
+        self._check_name(name)
         self._models[name] = model
 
     def add_state(self, name: str, state: Stateful) -> None:
-        """Save it from now on."""
-        assert name not in self._states, f"two states are called '{name}'"
+        """Save it from now on; raises ValueError if the name is taken."""
+        self._check_name(name)
         self._states[name] = state
 
     def save(self, position: Position, row: int) -> bool:
@@ -115,6 +119,10 @@ class Checkpointing:
         for name, joined in self._states.items():
             if state is not None and state.get(name) is not None:
                 joined.load_state(state[name])
+
+    def _check_name(self, name: str) -> None:
+        if name in self._models or name in self._states or name in RESERVED:
+            raise ValueError(f"what joins a run as '{name}' needs another name: this one is taken")
 
     def _sharded(self, name: str, *, loading: bool) -> dict[str, Any]:
         return self._models[name].sharded_state(_prefix(name), loading=loading)

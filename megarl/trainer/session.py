@@ -67,7 +67,8 @@ class Run:
         self.position, self.resumes = start.position, start.folder is not None
         self._stop, self._start, self._callbacks = stop, start, tuple(callbacks)
         self._metrics = StepMetrics()
-        self._loops = 0  # begun or passed over
+        self._loops: list[str] = []  # begun or passed over
+        self._open: str | None = None
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
         self._steps_done = 0  # of the loop, by this process
         self._announced = False
@@ -131,12 +132,25 @@ class Run:
                 Default: no number occurs twice.
             validate: metrics on held-out data, asked as `trainer.test_freq` and `trainer.val_before_train` say.
 
+        A loop that the flow leaves with `break` has no row for that step.
+
         Raises:
+            ValueError: the name is none, or was given to another loop, or the loop before is not over.
             RunStopped: on every rank, if something is wrong that more steps would not mend.
             RunInterrupted: on every rank, after a signal; a checkpoint is written.
         """
-        assert LOOP.fullmatch(loop) and loop != "global", f"'{loop}' is no name for a loop"
-        order, self._loops = self._loops, self._loops + 1
+        self._check_name(loop)
+        order = len(self._loops)
+        self._loops.append(loop)
+        try:
+            self._open = loop
+            yield from self._steps(loop, order, total, before, validate)
+        finally:
+            self._open = None
+
+    def _steps(
+        self, loop: str, order: int, total: int, before: int | None, validate: Callable[[], Metrics] | None
+    ) -> Iterator[int]:
         validates_first = validate is not None and self.config.trainer.val_before_train
         if before is None:
             before = self._row + (1 if validates_first and order else 0)
@@ -156,6 +170,7 @@ class Run:
             if "val/accuracy" in metrics:
                 self.report.say(f"held-out accuracy before the first {shown} step: {metrics['val/accuracy']:.1%}")
         nonfinite = NonFiniteUpdates(self.config.trainer.on_nonfinite, done)
+        self._forget()
         with self.report.progress(shown, total, done=done):
             while done < total:
                 self._leave_if_asked(order)
@@ -225,6 +240,20 @@ class Run:
         self.checkpoints.load(start.folder, start.state)
         return start.position.step
 
+    def _forget(self) -> None:
+        """What is left of a step: of the one before, or of one that a flow left in its middle."""
+        self._metrics.collect()
+        for model in self._trained:
+            model.skipped.clear()
+
+    def _check_name(self, loop: str) -> None:
+        if not LOOP.fullmatch(loop) or loop == "global":
+            raise ValueError(f"'{loop}' is no name for a loop: use lower-case letters, digits and dashes, not 'global'")
+        if loop in self._loops:
+            raise ValueError(f"two loops of this flow are called '{loop}': their checkpoints would have the same names")
+        if self._open is not None:
+            raise ValueError(f"the loop '{loop}' begins while '{self._open}' is not over")
+
     def _leave_if_asked(self, order: int) -> None:
         asked = self._stop.agreed(self.groups)
         if asked is None:
@@ -246,8 +275,7 @@ class Run:
         """Recover from a step that went wrong, or save it where that is due; returns how many steps are done."""
         every = self.config.trainer.save_freq
         skipped = [left_out for model in self._trained for left_out in model.skipped]
-        for model in self._trained:
-            model.skipped.clear()
+        self._forget()
         if what := nonfinite.after_step(self.position.step, skipped):
             self._recover(what, nonfinite)
         elif _due(every, self.position.step, total, at_end=every > 0):  # -1: once, when the flow is over
