@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +34,8 @@ def _serve(pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    modules, freeze = 0, gc.freeze
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM would freeze its engine, and as it leaves unfreeze the modules
     while (job := pipe.recv()) is not None:
         fn, rank, world, meeting, args = job
         try:
@@ -50,8 +53,9 @@ def _serve(pipe: Connection) -> None:
             # what a cycle held is often a cycle itself
             while gc.collect():
                 pass
-            if not gc.get_freeze_count():
-                gc.freeze()  # what is left are modules: the next collection need not look at them
+            if len(sys.modules) > modules:
+                freeze()  # what the job imported: the next collections, which are many, need not look at it
+                modules = len(sys.modules)
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return  # the rank's state is unknown: the pool starts a fresh one
