@@ -24,13 +24,15 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, cpu: int) -> None:
     import torch
     import torch.distributed as dist
 
     from megarl.parallel.cpu import enable_cpu_ranks
 
     enable_cpu_ranks()  # before a job's module imports Megatron-Core
+    if not torch.cuda.is_available():  # gloo's threads of one rank wake each other, soonest where they already are
+        os.sched_setaffinity(0, {cpu})
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -92,9 +94,10 @@ class Ranks:
 
     def _start(self, world: int) -> None:
         os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
-        for _ in range(world - len(self._pipes)):
+        cpus = sorted(os.sched_getaffinity(0))
+        for rank in range(len(self._pipes), world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, cpus[rank % len(cpus)]), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
