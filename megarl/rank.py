@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -29,6 +30,7 @@ def main(argv: list[str]) -> int:
     stop.install()
     if not argv or argv[0].startswith("-"):
         return _refuse("usage: torchrun --nproc_per_node N -m megarl.train CONFIG [key=value ...]", rank)
+    gc.disable()  # loading modules sets off hundreds of collections that find nothing: a seventh of a rank's start
     try:
         config = load_run_config(argv[0], argv[1:])
         from megarl.flows.registry import FLOWS
@@ -46,6 +48,8 @@ def main(argv: list[str]) -> int:
 
     from megarl.trainer.run import run
 
+    gc.freeze()  # modules stay: no later collection need look at them
+    gc.enable()
     try:
         stopped_by = run(inputs, flow, stop)
     except BaseException as e:

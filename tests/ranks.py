@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -23,16 +24,24 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, cpu: int) -> None:
+    gc.disable()  # while modules are loaded it would take a seventh of the time, and find nothing
     import torch
     import torch.distributed as dist
 
     from megarl.parallel.cpu import enable_cpu_ranks
 
-    enable_cpu_ranks()  # before a job's module imports Megatron-Core
+    enable_cpu_ranks()  # before Megatron-Core is imported
+    import megarl.trainer.run  # noqa: F401 (with most of what jobs need)
+
+    gc.enable()
+    if not torch.cuda.is_available():  # gloo's threads of one rank wake each other, soonest where they already are
+        os.sched_setaffinity(0, {cpu})
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    modules, freeze = 0, gc.freeze
+    gc.freeze = gc.unfreeze = lambda: None  # vLLM would freeze its engine, and as it leaves unfreeze the modules
     while (job := pipe.recv()) is not None:
         fn, rank, world, meeting, args = job
         try:
@@ -50,8 +59,9 @@ def _serve(pipe: Connection) -> None:
             # what a cycle held is often a cycle itself
             while gc.collect():
                 pass
-            if not gc.get_freeze_count():
-                gc.freeze()  # what is left are modules: the next collection need not look at them
+            if len(sys.modules) > modules:
+                freeze()  # what the job imported: the next collections, which are many, need not look at it
+                modules = len(sys.modules)
         except BaseException:
             pipe.send((False, traceback.format_exc()))
             return  # the rank's state is unknown: the pool starts a fresh one
@@ -88,9 +98,10 @@ class Ranks:
 
     def _start(self, world: int) -> None:
         os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
-        for _ in range(world - len(self._pipes)):
+        cpus = sorted(os.sched_getaffinity(0))
+        for rank in range(len(self._pipes), world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, cpus[rank % len(cpus)]), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

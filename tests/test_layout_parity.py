@@ -59,11 +59,17 @@ EXPERT_CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plain_with_experts(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, train, Case(), 3, "policy", WITH_EXPERTS)[0]
+
+
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name + "-".join(map(str, case.config)))
-def test_loss_and_gradient_norm_agree_with_experts(ranks: Ranks, case: Case) -> None:
-    plain = ranks.run(1, train, Case(), 3, "policy", WITH_EXPERTS)[0]
+def test_loss_and_gradient_norm_agree_with_experts(
+    ranks: Ranks, plain_with_experts: list[tuple[float, float]], case: Case
+) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", WITH_EXPERTS):
-        for got, want in zip(history, plain, strict=True):
+        for got, want in zip(history, plain_with_experts, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -110,14 +110,15 @@ def _config(folder: str, gen_tp: int, name: str) -> dict[str, Any]:
     }
 
 
-def _generate(
-    case: Case, folder: str, name: str, params: SamplingParams
-) -> list[tuple[list[tuple[int, ...]], list[str], float]]:
-    """For two sets of weights: tokens, finish reasons, largest gap of the log-probs to the training layout's."""
+Made = tuple[list[tuple[int, ...]], list[str], float]
+"""Tokens, finish reasons, largest gap of the log-probs to the training layout's."""
 
+
+def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParams]) -> dict[str, list[Made]]:
+    """By one engine, for each of `asked`: what it makes of two sets of weights, one after the other."""
     arch = read_architecture(folder)
     case = Case(**{**vars(case), "config": _config(folder, case.gen_tp, name)})
-    out = []
+    out: dict[str, list[Made]] = {what: [] for what in asked}
     with actor_in(case, arch) as actor:
         state = torch.get_rng_state()
         hybrid = hybrid_of(actor, max_model_len=192)
@@ -130,14 +131,16 @@ def _generate(
                 if name == "vllm":
                     for key, p in hybrid.engine.parameters().items():
                         assert torch.equal(p, wanted_by_vllm(key, p, full, case.gen_tp, at.tp)), key
-                rollouts = hybrid.rollouts(prompts, 3, params, seed=1, round_=4)
-            made = rollouts.to_batch()
-            mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-            logp = actor.log_probs(made, [mine])
-            assert made.rollout_logp is not None
-            gap = float((logp - made.rollout_logp).abs().max())
-            tokens, reasons = zip(*((tuple(c.token_ids), c.finish_reason) for c in rollouts.completions), strict=True)
-            out.append((list(tokens), list(reasons), gap))
+                every = {what: hybrid.rollouts(prompts, 3, asked[what], seed=1, round_=4) for what in asked}
+            for what, rollouts in every.items():
+                made = rollouts.to_batch()
+                mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
+                logp = actor.log_probs(made, [mine])
+                assert made.rollout_logp is not None
+                gap = float((logp - made.rollout_logp).abs().max())
+                pairs = ((tuple(c.token_ids), c.finish_reason) for c in rollouts.completions)
+                tokens, reasons = zip(*pairs, strict=True)
+                out[what].append((list(tokens), list(reasons), gap))
         hybrid.close()
         assert torch.equal(state, torch.get_rng_state())
         dist.barrier()  # the world outlives the engine
@@ -160,7 +163,7 @@ def _generate_in_few_blocks(case: Case, folder: str, params: SamplingParams) -> 
     engine.most_blocks = lambda **_: 4 + 1
     Scheduler._preempt_request = preempt
     try:
-        made = _generate(case, folder, "vllm", params)
+        made = _generate(case, folder, "vllm", {"greedy": params})["greedy"]
     finally:
         engine.most_blocks, Scheduler._preempt_request = most_blocks, own
     return preempted, made
@@ -168,7 +171,19 @@ def _generate_in_few_blocks(case: Case, folder: str, params: SamplingParams) -> 
 
 # -------------------------------------------------------------------------------------------------------- tests
 
-LAYOUTS = [Case(pp=2, gen_tp=1), Case(pp=2, gen_tp=2), Case(tp=2, gen_tp=1), Case(tp=2, gen_tp=2), Case(gen_tp=1)]
+LAYOUTS = {
+    f"{case.name}-to-tp{case.gen_tp}": case
+    for case in (
+        Case(pp=2, gen_tp=1),
+        Case(pp=2, gen_tp=2),
+        Case(tp=2, gen_tp=1),
+        Case(tp=2, gen_tp=2),
+        Case(gen_tp=1),
+        Case(pp=2, dp=2, gen_tp=2),
+    )
+}
+ON_FOUR_RANKS = "122-to-tp2"
+WITH_STOP_STRINGS = "121-to-tp2"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, stop_token_ids=(STOP,))
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=10, stop_token_ids=(STOP, 20, 30, 40, 50, 60, 70, 80))
 
@@ -190,20 +205,44 @@ def _hugging_face(folder: str, seed: int) -> list[tuple[int, ...]]:
     return out
 
 
+def _stop_strings(folder: str) -> SamplingParams:
+    """Greedy responses with strings that end some of them early, in the first set of weights or in the second."""
+    first, second = (_hugging_face(folder, seed) for seed in (1, 2))
+    return replace(GREEDY, stop=(f"{first[0][2]}><{first[0][3]}", f"<{second[-1][5]}>"))
+
+
+Generated = Callable[[str, str, str], list[dict[str, list[Made]]]]
+
+
+@pytest.fixture(scope="module")
+def generated(vllm_ranks: Ranks, folders: dict[str, str]) -> Generated:
+    """By family, layout and engine: what each rank has made of everything that is asked of them, by one engine."""
+
+    @cache
+    def made(family: str, layout: str, name: str) -> list[dict[str, list[Made]]]:
+        asked = {"greedy": GREEDY}
+        if family == "qwen3":
+            asked["sampled"] = SAMPLED
+        if family == "qwen2" and layout == WITH_STOP_STRINGS:
+            asked["stop strings"] = _stop_strings(folders[family])
+        return vllm_ranks.run(LAYOUTS[layout].world, _generate, LAYOUTS[layout], folders[family], name, asked)
+
+    return made
+
+
 @needs_vllm
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", LAYOUTS, ids=lambda case: f"{case.name}-to-tp{case.gen_tp}")
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != ON_FOUR_RANKS])
 def test_greedy_equals_transformers_and_the_native_engine(
-    vllm_ranks: Ranks, folders: dict[str, str], family: str, case: Case
+    generated: Generated, folders: dict[str, str], family: str, layout: str
 ) -> None:
     """With two sets of weights one after the other, and the same prompts: a stale prefix cache would show."""
-    folder = folders[family]
-    wanted = [_hugging_face(folder, seed) for seed in (1, 2)]
+    wanted = [_hugging_face(folders[family], seed) for seed in (1, 2)]
     assert wanted[0] != wanted[1]
     for name in ("vllm", "native"):
-        for rank in vllm_ranks.run(case.world, _generate, case, folder, name, GREEDY):
-            assert [tokens for tokens, _, _ in rank] == wanted
-            for tokens, reasons, gap in rank:
+        for rank in generated(family, layout, name):
+            assert [tokens for tokens, _, _ in rank["greedy"]] == wanted
+            for tokens, reasons, gap in rank["greedy"]:
                 assert reasons == ["stop" if t[-1] == STOP else "length" for t in tokens]
                 assert gap < 1e-4
 
@@ -249,21 +288,17 @@ def test_weights_are_shared_where_the_layouts_coincide(
 
 @needs_vllm
 def test_stop_strings_end_a_response_where_the_native_engine_ends_it(
-    vllm_ranks: Ranks, folders: dict[str, str]
+    generated: Generated, folders: dict[str, str]
 ) -> None:
-    folder = folders["qwen2"]
-    free = [_hugging_face(folder, seed) for seed in (1, 2)]
-    first = free[0][0]
-    params = replace(GREEDY, stop=(f"{first[2]}><{first[3]}", f"<{free[1][-1][5]}>"))
-    wanted = []
-    for responses in free:
-        prefixes = [[t[:n] for n in range(1, len(t) + 1)] for t in responses]
+    params, wanted = _stop_strings(folders["qwen2"]), []
+    for seed in (1, 2):
+        prefixes = [[t[:n] for n in range(1, len(t) + 1)] for t in _hugging_face(folders["qwen2"], seed)]
         wanted.append([next((p for p in ps if any(s in text_of(p) for s in params.stop)), ps[-1]) for ps in prefixes])
     assert len(wanted[0][0]) <= 4 and len(wanted[1][-1]) <= 6
     for name in ("vllm", "native"):
-        for rank in vllm_ranks.run(2, _generate, Case(pp=2, gen_tp=2), folder, name, params):
-            assert [tokens for tokens, _, _ in rank] == wanted
-            for tokens, reasons, gap in rank:
+        for rank in generated("qwen2", WITH_STOP_STRINGS, name):
+            assert [tokens for tokens, _, _ in rank["stop strings"]] == wanted
+            for tokens, reasons, gap in rank["stop strings"]:
                 assert reasons == ["length" if len(t) == 10 and not _stops(t, params) else "stop" for t in tokens]
                 assert gap < 1e-4
 
@@ -324,14 +359,15 @@ def _stops(token_ids: tuple[int, ...], params: SamplingParams) -> bool:
 
 
 @needs_vllm
-def test_samples_have_the_training_layouts_log_probs(vllm_ranks: Ranks, folders: dict[str, str]) -> None:
+def test_samples_have_the_training_layouts_log_probs(generated: Generated) -> None:
     """And the same seeds give the same samples in every layout."""
     first = None
-    for case in [*LAYOUTS, Case(pp=2, dp=2, gen_tp=2)]:
-        for rank in vllm_ranks.run(case.world, _generate, case, folders["qwen3"], "vllm", SAMPLED):
-            assert all(gap < 1e-4 for _, _, gap in rank)
-            first = first or rank[0][:2]
-            assert rank[0][:2] == first
+    for layout in LAYOUTS:
+        for rank in generated("qwen3", layout, "vllm"):
+            assert all(gap < 1e-4 for _, _, gap in rank["sampled"]), layout
+            tokens, reasons, _ = rank["sampled"][0]
+            first = first or (tokens, reasons)
+            assert (tokens, reasons) == first, layout
     assert first is not None and len(set(first[0])) >= 12 and set(first[1]) == {"stop", "length"}
 
 

@@ -175,12 +175,13 @@ def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[
     from megarl.algorithms.policy_loss import PolicyLoss
     from megarl.config.schema import Algorithm
 
+    size = 2 if case.pp > 1 or case.world == 1 else 4  # fewer leave a pipeline no steady state
     with actor_in(case, arch, lr=3e-3, total_steps=steps) as actor:
         batch, function = fixed_batch().with_(temperature=0.9), None
         if loss == "policy":
-            old = actor.log_probs(batch, micro_batches_of(actor))
+            old = actor.log_probs(batch, micro_batches_of(actor, size))
             batch = batch.with_(old_logp=old, ref_logp=old * 1.1)
             batch = compute_advantages(batch, Algorithm(), 0.0)
             function = PolicyLoss(clip_low=0.2, clip_high=0.28, entropy_coeff=0.01, kl_coef=0.1)
-        updates = [update(actor, batch, function) for _ in range(steps)]
+        updates = [update(actor, batch, function, size) for _ in range(steps)]
         return [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]

@@ -67,7 +67,7 @@ def _within(file, function):
     return False
 
 def _watch(plan):
-    while not _within("trainer/ppo.py", "_steps"):
+    while not _within("roles/trained.py", "accumulate_gradients"):  # until it trains
         time.sleep(0.01)
     time.sleep(plan["delay"])
     file, function = plan["moment"]
