@@ -136,6 +136,14 @@ def test_what_comes_with_the_program_is_where_it_is_said_to_be(known: Registry[A
         ("actor_rollout_ref.rollout.name=no/such.py:Mine", "rollout.name: no file at 'no/such.py'"),
         ("trainer.logger=[no/such.py:Mine]", "trainer.logger: no file at 'no/such.py'"),
         ("reward.name=no/such.py:mine", "reward.name: no file at 'no/such.py'"),
+        (
+            "algorithm.adv_estimator=grop",
+            "algorithm.adv_estimator = 'grop' is not known; use grpo, or path/to/file.py:function",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=vanila",
+            "actor.policy_loss.loss_mode = 'vanila' is not known; use vanilla, or path/to/file.py:function",
+        ),
     ],
 )
 def test_a_run_is_refused_before_its_ranks_start(tmp_path: Path, override: str, said: str) -> None:
@@ -197,3 +205,38 @@ def test_a_run_with_an_engine_and_a_sink_of_the_users(tmp_path: Path, ranks: Ran
     assert calls.count("64") == 4  # two steps of 16 prompts x 4 samples, by both ranks of the replica
     *rows, last = (tmp_path / "mine" / "run" / "mine.txt").read_text().splitlines()
     assert last == "closed" and len(rows) == len(seen["mine"])
+
+
+OWN = """
+import torch
+from megarl.algorithms.grpo import grpo
+from megarl.algorithms.policy_loss import vanilla
+
+def estimate(batch, config):
+    return 2 * grpo(batch, config)
+
+def half(actor):
+    loss = vanilla(actor)
+    def halved(x):
+        out = loss(x)
+        return type(out)(loss=out.loss / 2, metrics=out.metrics)
+    halved.columns = loss.columns
+    return halved
+"""
+
+
+def test_a_users_estimator_and_loss_train(ranks: Ranks, tmp_path: Path) -> None:
+    """Twice the advantages at half the loss are the same gradient."""
+    (tmp_path / "own.py").write_text(OWN)
+    norms = []
+    for name, own in (("plain", []), ("own", ["algorithm.adv_estimator={}:estimate", "{}:half"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        reward = tmp_path / "reward.py"
+        reward.write_text("import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n")
+        config = write_run(folder, reward__name=f"{reward}:score", trainer__test_freq=0)
+        overrides = [text.format(tmp_path / "own.py") for text in own]
+        overrides[1:] = [f"actor_rollout_ref.actor.policy_loss.loss_mode={text}" for text in overrides[1:]]
+        train_in(ranks, 1, config, *overrides)
+        norms.append([row["actor/grad_norm"] for row in metrics_of(folder) if "actor/grad_norm" in row])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6) and min(norms[0]) > 0

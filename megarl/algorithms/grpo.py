@@ -5,6 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.config.schema import Algorithm
+from megarl.types import Batch
+
+
+def grpo(batch: Batch, config: Algorithm) -> Tensor:
+    """`group_advantages` of the scored sequences, at each of their tokens; float32 [T]."""
+    assert batch.rewards is not None
+    scored, advantages = batch.response_lengths > 0, torch.zeros_like(batch.rewards)
+    scores, groups = batch.rewards[scored], batch.groups[scored]
+    advantages[scored] = group_advantages(scores, groups, by_std=config.norm_adv_by_std_in_grpo)
+    return advantages[batch.sequence_of_token]
+
 
 def group_advantages(scores: Tensor, groups: Tensor, *, by_std: bool, eps: float = 1e-6) -> Tensor:
     """(score - mean of its group) / std of its group.

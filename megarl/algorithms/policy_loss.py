@@ -7,6 +7,19 @@ from typing import ClassVar
 
 from megarl.algorithms.kl import KlPenalty, bounded, kl_estimate
 from megarl.algorithms.loss import LossInput, LossOutput, Metric
+from megarl.config.schema import Actor
+
+
+def vanilla(actor: Actor) -> PolicyLoss:
+    """The loss that the section `actor` asks for."""
+    return PolicyLoss(
+        clip_low=actor.clip_low,
+        clip_high=actor.clip_high,
+        clip_c=actor.clip_ratio_c,
+        entropy_coeff=actor.entropy_coeff,
+        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_type=actor.kl_loss_type,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

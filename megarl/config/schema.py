@@ -89,7 +89,9 @@ class RolloutCorrection(Section):
 class Algorithm(Section):
     """How rewards become advantages."""
 
-    adv_estimator: Literal["grpo"] = Field("grpo", description="group-relative advantages (arXiv 2402.03300)")
+    adv_estimator: NonEmpty = Field(
+        "grpo", description="how advantages are estimated: grpo, or path/to/file.py:function"
+    )
     norm_adv_by_std_in_grpo: bool = Field(
         True, description="divide by the group's standard deviation (false: Dr. GRPO)"
     )
@@ -163,6 +165,12 @@ class Megatron(Section):
     )
 
 
+class PolicyLoss(Section):
+    """The form of the policy update."""
+
+    loss_mode: NonEmpty = Field("vanilla", description="vanilla is PPO's clipped loss; or path/to/file.py:function")
+
+
 class Actor(Section):
     """The policy update."""
 
@@ -181,6 +189,7 @@ class Actor(Section):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         Field("token-mean", description="how token losses become one number")
     )
+    policy_loss: PolicyLoss = PolicyLoss()
     entropy_coeff: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add the KL to the reference model to the loss")
     kl_loss_coef: float = Field(0.001, ge=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.loss import Loss
+from megarl.algorithms.registry import LOSSES
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
@@ -56,14 +57,7 @@ def prompt_sampler(inputs: Inputs) -> PromptSampler:
     return PromptSampler(len(inputs.train_prompts), data.train_batch_size, data.shuffle, data.seed, allow=allow)
 
 
-def policy_loss(config: Config) -> PolicyLoss:
+def policy_loss(config: Config) -> Loss:
     """The loss that the configuration asks for."""
     actor = config.actor_rollout_ref.actor
-    return PolicyLoss(
-        clip_low=actor.clip_low,
-        clip_high=actor.clip_high,
-        clip_c=actor.clip_ratio_c,
-        entropy_coeff=actor.entropy_coeff,
-        kl_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        kl_type=actor.kl_loss_type,
-    )
+    return LOSSES.load(actor.policy_loss.loss_mode)(actor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl.algorithms.registry import ESTIMATORS, LOSSES
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
@@ -70,6 +71,8 @@ def check_layouts(config: Config) -> Architecture:
 
 def _check_configuration(config: Config) -> None:
     ENGINES.check(config.actor_rollout_ref.rollout.name)
+    ESTIMATORS.check(config.algorithm.adv_estimator)
+    LOSSES.check(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     for name in config.trainer.logger:
         SINKS.check(name)
     layout = train_layout(config)

@@ -50,6 +50,12 @@ def identity_of(inputs: Inputs) -> Identity:
         "roles": {"reference": config.needs_reference},
         "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
     }
+    mode = actor.policy_loss.loss_mode
+    if mode != "vanilla":  # before there were others, checkpoints recorded none
+        identity["algorithm"]["actor.policy_loss.loss_mode"] = mode
+    for key, value in (("estimator file", config.algorithm.adv_estimator), ("loss file", mode)):
+        if code := file_digest(value.rpartition(":")[0]):
+            identity["algorithm"][key] = code
     if config.warmup.total_training_steps:
         warmup = config.warmup.model_dump(exclude={"train_files"})
         identity["warmup"] = {**_flat(warmup, "warmup."), "demonstrations": examples_digest(inputs.demonstrations)}
