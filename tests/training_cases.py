@@ -87,7 +87,7 @@ def actor_in(
         optim: keys of its optimizer.
     """
     from megarl.config.schema import ActorRolloutRef, Optim
-    from megarl.models.weights import random_source
+    from megarl.models.fill import random_source
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
     from megarl.roles.actor import Actor

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from megarl.config import Config
 from megarl.models.architecture import Architecture
+from megarl.models.fill import Source
 from megarl.models.tensors import Box, LogicalTensor
-from megarl.models.weights import Source
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, init_distributed
 from megarl.rewards import Reward

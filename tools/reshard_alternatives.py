@@ -13,10 +13,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from reshard_links import memory_at
 from torch import Tensor
 
+from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, transformer_config
 from megarl.models.placements import Placement, engine_placements, training_placements
 from megarl.models.tensors import EMBEDDING, Box, logical_tensors, volume
-from megarl.models.weights import local_view
 from megarl.parallel.layout import TrainLayout
 from megarl.roles.model import MegatronModel
 

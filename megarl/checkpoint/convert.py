@@ -24,8 +24,8 @@ from megarl.checkpoint.manifest import (
 )
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
 from megarl.models.families import read_architecture
+from megarl.models.fill import fill
 from megarl.models.tensors import Box, LogicalTensor, logical_tensors, volume
-from megarl.models.weights import fill
 from megarl.parallel.layout import TrainLayout
 
 Advance = Callable[[int, int], None]

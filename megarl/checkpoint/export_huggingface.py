@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megarl.checkpoint.huggingface_folder import INDEX, SINGLE
 from megarl.checkpoint.safetensors_file import SafetensorsWriter
+from megarl.models.fill import local_view
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, LogicalTensor, volume
-from megarl.models.weights import local_view
 from megarl.parallel.groups import join
 
 MAX_SHARD_BYTES = 5 * 10**9

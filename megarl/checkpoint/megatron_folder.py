@@ -39,9 +39,9 @@ from megarl.checkpoint.write_items import (
     tensor_item,
 )
 from megarl.models.architecture import Architecture
+from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
 from megarl.models.placements import Placement, training_placements
-from megarl.models.weights import local_view
 from megarl.parallel.groups import stand_in
 from megarl.parallel.layout import TrainLayout
 

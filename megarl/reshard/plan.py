@@ -7,6 +7,12 @@ planning costs the same at any data-parallel size.
 What several ranks of a node want from another node, because they have the same place in different replicas, each of
 them takes an even share of, and passes it on to the others: it travels between the nodes once.
 
+An example, TP2 x PP2 for training and TP2 for generation. Ranks 0 and 1 hold the first half of the layers, 2 and 3 the
+second; in each half, the first of the two has the first half of every matrix's rows. Rank 0 generates as the first of
+replica (0, 1), so it needs the first rows of all layers: those of the first half of the layers it has itself (a local
+copy, or none where the engine reads the training parameter), those of the second half it receives from rank 2. Rank 2
+generates as the first of replica (2, 3) and receives the first half of the layers from rank 0; 1 and 3 do likewise.
+
 Every rank of a block walks the same pieces in the same order (tensor, source box, destination placement) and keeps
 those it takes part in. So sender and receiver agree on the order of their pieces without talking.
 
@@ -198,7 +204,11 @@ class _Block:
         return (taker,) if self._node[taker] == self._node[source] else self._mates[taker]
 
     def asking(self, rank: int, held: Collection[int]) -> Sequence[int]:
-        """The ranks whose part of a box matters to `rank`: whom another alone serves does not, unless they share."""
+        """The ranks whose pieces of a box `rank` must enumerate.
+
+        If several ranks hold the box, or `rank` does, that is all of them. If one other rank alone holds it, only `rank`
+        and the ranks that it shares its part with can matter.
+        """
         if rank in held or len(held) > 1:
             return self.ranks
         (holder,) = held

@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.algorithms.loss import Loss
 from megarl.config.schema import Megatron, Model
 from megarl.models.architecture import Architecture
+from megarl.models.fill import Source, fill
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
 from megarl.models.heads import Head, LMHead
 from megarl.models.kernels import transformer_engine_available
@@ -23,7 +24,6 @@ from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
-from megarl.models.weights import Source, fill
 from megarl.parallel.groups import Groups
 from megarl.parallel.offload import Resident
 from megarl.phases import Item

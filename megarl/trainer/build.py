@@ -9,7 +9,7 @@ from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
 from megarl.config.schema import Optim
 from megarl.data.sampler import PromptSampler
-from megarl.models.weights import random_source
+from megarl.models.fill import random_source
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
 from megarl.roles.model import MegatronModel
