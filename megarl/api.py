@@ -46,6 +46,7 @@ def train(
 
     Raises:
         ValueError: the run cannot work as it is configured; the message is one line that says what to change.
+        SystemExit: with 128 + signal, after a signal that a launcher sent; what was trained is saved.
         RunStopped: something went wrong that more steps would not mend; the message says what, and what is saved.
     """
     enable_cpu_ranks()  # before Megatron-Core is imported
@@ -68,7 +69,7 @@ def train(
     lock = RunLock(chosen.trainer.run_dir) if os.environ.get("RANK", "0") == "0" else None
     rows: list[Mapping[str, float]] = []
     try:
-        run(inputs, flow, stop, [*callbacks, lambda loop, step, row: rows.append(row)])
+        stopped_by = run(inputs, flow, stop, [*callbacks, lambda loop, step, row: rows.append(row)])
     finally:
         if lock is not None:
             lock.release()
@@ -76,6 +77,8 @@ def train(
             from megarl.parallel.groups import leave_world
 
             leave_world()
+    if stopped_by is not None:
+        raise SystemExit(128 + stopped_by)
     return dict(rows[-1]) if rows else {}
 
 

@@ -206,8 +206,8 @@ class _Block:
     def asking(self, rank: int, held: Collection[int]) -> Sequence[int]:
         """The ranks whose pieces of a box `rank` must enumerate.
 
-        If several ranks hold the box, or `rank` does, that is all of them. If one other rank alone holds it, only `rank`
-        and the ranks that it shares its part with can matter.
+        If several ranks hold the box, or `rank` does, that is all of them. If one other rank alone holds it, only
+        `rank` and the ranks that it shares its part with can matter.
         """
         if rank in held or len(held) > 1:
             return self.ranks

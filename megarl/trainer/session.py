@@ -89,6 +89,8 @@ class Run:
 
     def generation(self, actor: TrainedModel) -> Generation:
         """The engine that the configuration names, around an actor that has joined."""
+        if actor not in self.models.values():
+            raise ValueError("an actor joins the run, with run.add, before an engine is built around it")
         ours = self.config.actor_rollout_ref
         self.generations.append(
             Generation(
@@ -160,9 +162,9 @@ class Run:
         if not self._announced:
             self._announce()
         done, self._steps_done = self._enter(loop, order), 0
-        self._before = before
         if done >= total:
             return
+        self._before = before
         shown = {"rl": "RL", "warmup": "warm-up"}.get(loop, loop)
         if validate is not None and validates_first and not done:
             metrics = self._validate(validate)
