@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything a change must pass: lint, types, tests. Usage: launch/test.sh [pytest arguments]
-# `-m "not slow"` leaves out the tests that start whole runs or vLLM: a few minutes instead of a quarter of an hour.
+# `-m "not slow"` leaves out whole runs, vLLM, real models and variations of other tests: a few minutes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 

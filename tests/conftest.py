@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ ROOT = Path(__file__).parents[1]
 
 FINGERPRINT = "import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n"
 """A reward whose mean is the same for the same responses only."""
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules stay: the collections during tests need not look at them
 
 
 @pytest.fixture(scope="session")

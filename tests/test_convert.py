@@ -33,6 +33,7 @@ def test_bits_survive_both_ways(tmp_path: Path, tp: int, pp: int) -> None:
         assert json.loads((back / "config.json").read_text()).items() >= CONFIGS[name].items()
 
 
+@pytest.mark.slow
 def test_a_real_model(ranks: Ranks, smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Cut for TP3 x PP2, read by TP1 x PP3, and back."""
     megatron, back = str(tmp_path / "megatron"), tmp_path / "back"

@@ -118,6 +118,7 @@ def wanted(smollm2: str) -> torch.Tensor:
     return torch.cat(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REAL_CASES, ids=lambda case: case.name)
 def test_a_real_model_agrees_with_transformers(ranks: Ranks, smollm2: str, wanted: torch.Tensor, case: Case) -> None:
     assert wanted.std() > 0.5

@@ -41,7 +41,7 @@ def plain(ranks: Ranks) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + "-".join(map(str, case.config)))
-@pytest.mark.parametrize("loss", ["supervised", "policy"])
+@pytest.mark.parametrize("loss", [pytest.param("supervised", marks=pytest.mark.slow), "policy"])
 def test_loss_and_gradient_norm_agree(
     ranks: Ranks, plain: dict[str, list[tuple[float, float]]], case: Case, loss: str
 ) -> None:

@@ -68,7 +68,7 @@ def _generate_and_compare(
         prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(5)]
         params = SamplingParams(temperature=temperature, max_tokens=9, stop_token_ids=(1,))
         for _ in range(2):  # the second time with other weights, after the engine gave its memory back
-            update(actor, fixed_batch())
+            update(actor, fixed_batch(), size=8)
             with hybrid.phase():
                 rollouts = hybrid.rollouts(prompts, 3, params, seed=1, round_=4)
         made = rollouts.to_batch()
@@ -87,7 +87,7 @@ def _engine_config(gen_tp: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
 def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: float) -> None:
     """And the same seed gives the same rollouts on any layout."""
     cases = [
