@@ -79,18 +79,25 @@ _CONFIGS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 @contextmanager
 def actor_in(
-    case: Case, arch: Architecture = ARCH, dtype: str = "float32", *, total_steps: int = 4, **optim: Any
+    case: Case,
+    arch: Architecture = ARCH,
+    dtype: str = "float32",
+    *,
+    role: str = "Actor",
+    total_steps: int = 4,
+    **optim: Any,
 ) -> Iterator[Any]:
     """An actor with the same random weights in every layout, inside an initialised world.
 
     Args:
+        role: another role that is trained.
         optim: keys of its optimizer.
     """
+    import megarl
     from megarl.config.schema import ActorRolloutRef, Optim
     from megarl.models.fill import random_source
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
-    from megarl.roles.actor import Actor
 
     world = dist.get_world_size()
     train = TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks)
@@ -104,14 +111,14 @@ def actor_in(
         }
     )
     try:
-        actor = Actor(
+        actor = getattr(megarl, role)(
             arch,
             groups,
             model=config.model,
             megatron=config.actor.megatron,
             optim=Optim(**optim),
             total_steps=total_steps,
-            initial=lambda policy: policy.load(random_source(arch, 1)),
+            initial=lambda model: model.load(random_source(model.arch, 1)),
         )
         _CONFIGS[actor] = config
         yield actor

@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from benchmark import finish, milliseconds, random_weights
+from benchmark import finish, milliseconds, random_weights, run_of, synthetic_inputs
 from extra_memory import ExtraMemory
 from reshard_alternatives import CopyEngines, Refit, TensorGather
 from reshard_figures import Figures, Reshard, Way, draw, print_table
@@ -166,7 +166,8 @@ class Bench:
     def __init__(self, config: Config, arch: Architecture, groups: Groups, links: Links) -> None:
         weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
         self.groups, self.links = groups, links
-        self.model = MegatronModel(arch, groups, model=ours.model, megatron=ours.actor.megatron)
+        run = run_of(synthetic_inputs(config, arch), groups)
+        self.model = run.add("actor", MegatronModel(arch, groups, model=ours.model, megatron=ours.actor.megatron))
         self.model.load(weights)
         leave = ours.actor.megatron.param_offload
         shared = SharedParameters(layouts_of(self.model), groups.rank, self.model.parameters(), none=leave)

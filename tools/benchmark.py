@@ -8,13 +8,14 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.config import Config
+from megarl.config.load import with_values
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source
 from megarl.models.tensors import Box, LogicalTensor
@@ -79,7 +80,8 @@ def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
 
 
 def run_of(inputs: Inputs, groups: Groups, callbacks: Sequence[Callback] = ()) -> Run:
-    """A run from its beginning, whatever its folder holds."""
+    """A run from its beginning that leaves no records, whatever its folder holds."""
+    inputs = replace(inputs, config=with_values(inputs.config, "trainer", logger=["console"], log_rollouts=0))
     report = Report(inputs, rank=groups.rank, first_step=1)
     return Run(inputs, groups, report, StopRequest(groups.rank), Start(), callbacks)
 
