@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# Everything a change must pass: lint, types, tests. Usage: launch/test.sh [pytest arguments]
-# `-m "not slow"` leaves out whole runs, vLLM, real models and variations of other tests: a few minutes.
+# What a change must pass: lint, types, tests. Usage: launch/test.sh [--all] [pytest arguments]
+# Without `--all` it leaves out the tests marked slow: whole runs, vLLM, real models and variations of other tests.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
 
+SELECTION=(-m "not slow")
+if [ "${1:-}" = --all ]; then
+    SELECTION=()
+    shift
+fi
 RESULTS=()
 STATUS=0
 
@@ -20,7 +25,7 @@ check() {
 
 check ruff "$PYTHON" -m ruff check .
 check mypy "$PYTHON" -m mypy
-check pytest "$PYTHON" -m pytest "$@"
+check pytest "$PYTHON" -m pytest ${SELECTION[@]+"${SELECTION[@]}"} "$@"
 echo "== summary"
 printf '%s\n' "${RESULTS[@]}"
 exit "$STATUS"
