@@ -36,13 +36,13 @@ class Seen:
     gap: float
 
 
-def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, alias: bool) -> Seen:
+def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, share: bool) -> Seen:
     """Greedy completions with three sets of weights, written into the actor's parameters in place, the engine asleep.
 
     Each time the engine's parameters are compared with the logical tensors, and the actor's weights with what they
     were before the engine was built, woke and went to sleep; all bit for bit.
     """
-    if not alias:
+    if not share:
         case = replace(case, config=case.config | {"actor": {"megatron": {"param_offload": True}}})
     with actor_in(case, arch, dtype) as actor:
         held = actor.parameters()
@@ -53,7 +53,7 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, ali
         _assert_same(held, before)
         engine = hybrid.engine.parameters()
         own = {name for name, p in engine.items() if p.untyped_storage().data_ptr() not in storages}
-        assert own == engine.keys() - hybrid.sync.shared.aliases.keys()
+        assert own == engine.keys() - hybrid.sync.shared.places.keys()
         assert not any(p.requires_grad for p in engine.values())
         r = actor.groups.generation.coords(actor.groups.rank).tp
         completions, gap = [], 0.0
@@ -71,7 +71,7 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, ali
                 _assert_same(engine, wanted)
             _assert_same(held, before)
             gap = max(gap, _gap(actor, made.to_batch()))
-        assert not alias or {name: p.data_ptr() for name, p in held.items()} == addresses
+        assert not share or {name: p.data_ptr() for name, p in held.items()} == addresses
         moved = hybrid.sync.resharder.statistics
         hybrid.close()
         _assert_same(held, before)
@@ -109,7 +109,7 @@ def move_a_parameter(case: Case, arch: Architecture) -> str:
         hybrid = hybrid_of(actor, max_model_len=32)
         with hybrid.phase():
             pass
-        parameter: Any = actor.parameters()[hybrid.sync.shared.aliases["model.norm.weight"].source]
+        parameter: Any = actor.parameters()[hybrid.sync.shared.places["model.norm.weight"].source]
         parameter.data = parameter.data.clone()
         try:
             with hybrid.phase():

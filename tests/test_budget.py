@@ -34,7 +34,7 @@ from megarl.models.sizes import BLOCK_SIZE, layer_activations, native_activation
 from megarl.models.tensors import logical_tensors, volume
 from megarl.parallel.layout import TrainLayout
 from megarl.phases import AWAY, Item, Phase
-from megarl.reshard.alias import plan_aliases
+from megarl.reshard.sharing import plan_shared
 
 # Llama-3-8B over TP2 x PP2: half of 16 layers and of an embedding; and norms, which every rank has
 LAYER = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336
@@ -154,7 +154,7 @@ def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, in
     for stage in range(train.pp):
         own = []
         for rank in (r for r in range(train.world_size) if train.coords(r).pp == stage):
-            shared = plan_aliases(considered.layouts, rank)
+            shared = plan_shared(considered.layouts, rank)
             wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, vocab_rows=rows)
             own.append(sum(volume(p.box) for p in wanted if p.param not in shared))
         assert own_engine_elements(considered, stage) == max(own)

@@ -55,7 +55,7 @@ TORCH_FREE = [
     "reshard/plan.py",
     "reshard/repeat.py",
     "reshard/traffic.py",
-    "reshard/alias.py",
+    "reshard/sharing.py",
     "reshard/transport/copies.py",
     "estimate",
     "trainer/stop.py",

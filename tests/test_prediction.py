@@ -43,7 +43,7 @@ def test_identical_layouts_copy_queries_keys_and_values() -> None:
     considered = job(gpus=1, tp=1, pp=1, generation_tp=1)
     (moved,) = reshard_of_some_ranks(considered).values()
     assert (moved.local, moved.received.total()) == (32 * 6144 * 4096, 0)
-    assert moved.aliased == parameter_count(LLAMA_3_8B) - moved.local
+    assert moved.shared == parameter_count(LLAMA_3_8B) - moved.local
     assert reshard_seconds(considered, H200, 0, moved) == pytest.approx(0.00076, abs=1e-5)
     for moved in reshard_of_some_ranks(job(tp=8, pp=1, generation_tp=8)).values():
         assert (moved.local, moved.received.total()) == (0, 0)
@@ -51,11 +51,11 @@ def test_identical_layouts_copy_queries_keys_and_values() -> None:
 
 def test_the_slowest_link_bounds_a_reshard() -> None:
     considered = job(gpus=16)
-    moved = Traffic(local=10**9, aliased=10**9, sent=Counter({1: 10**9}), received=Counter({1: 10**9, 8: 10**9}))
+    moved = Traffic(local=10**9, shared=10**9, sent=Counter({1: 10**9}), received=Counter({1: 10**9, 8: 10**9}))
     assert reshard_seconds(considered, H200, 0, moved) == 2e9 / 50e9
     assert reshard_seconds(considered, replace(H200, network_rate=1e15), 0, moved) == 2e9 / 374e9
     assert reshard_seconds(considered, replace(H200, memory_rate=1e9), 0, moved) == 4.0
-    moved = Traffic(local=0, aliased=0, sent=Counter({9: 10**9}), received=Counter())
+    moved = Traffic(local=0, shared=0, sent=Counter({9: 10**9}), received=Counter())
     assert reshard_seconds(considered, H200, 0, moved) == 2e9 / 50e9
 
 

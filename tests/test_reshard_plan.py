@@ -23,9 +23,9 @@ from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.models.placements import Placement
 from megarl.models.tensors import EMBEDDING, OUTPUT, Box, intersect, logical_tensors, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
-from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
+from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.traffic import reshard_traffic
 from megarl.reshard.views import StridedView, view_of
 
@@ -128,7 +128,7 @@ def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
             return out
 
         assert moved.local == sum(volume(piece.box) for piece in plan.local)
-        assert moved.aliased == 0
+        assert moved.shared == 0
         assert moved.sent == volumes(plan.sends, plan.relay_sends)
         assert moved.received == volumes(plan.receives, plan.relay_receives)
 
@@ -174,15 +174,15 @@ def test_aliases_are_the_parameters_that_copies_would_leave_in_order(case: Case)
             for param, numbers in source.items():
                 offset = int(first) - int(numbers.flatten()[0])
                 if 0 <= offset <= numbers.numel() - len(flat) and offset % 8 == 0:
-                    expected[name] = Alias(source=param, offset=offset)
-        found = plan_aliases(case.layouts, rank)
+                    expected[name] = SharedPlace(source=param, offset=offset)
+        found = plan_shared(case.layouts, rank)
         assert found == expected
-        of_first = plan_aliases(case.layouts, rank, first_layers=True)
+        of_first = plan_shared(case.layouts, rank, first_layers=True)
         assert of_first.items() <= found.items()
-        moved = reshard_traffic(case.layouts, rank, aliases=of_first)
+        moved = reshard_traffic(case.layouts, rank, places=of_first)
         left = plan.without(found)
         assert moved.local == sum(volume(piece.box) for piece in left.local)
-        assert moved.local + moved.aliased == sum(volume(piece.box) for piece in plan.local)
+        assert moved.local + moved.shared == sum(volume(piece.box) for piece in plan.local)
         assert (left.sends, left.receives) == (plan.sends, plan.receives)
 
 
@@ -192,7 +192,7 @@ def test_what_identical_layouts_share() -> None:
         arch = architecture(num_layers=2, vocab_size=16, num_key_value_heads=4, qk_norm=True, moe=moe)
         layouts = layouts_of(arch, TrainLayout(world_size=tp, tp=tp), tp)
         for rank in range(tp):
-            own = {p.param for p in layouts.wanted(rank)} - plan_aliases(layouts, rank).keys()
+            own = {p.param for p in layouts.wanted(rank)} - plan_shared(layouts, rank).keys()
             assert len(own) == 2 * ((tp < 4) + 2 * (moe is not None))
             assert all("qkv_proj" in name or "routed_experts" in name for name in own)
 

@@ -91,7 +91,7 @@ def _memory(case: Case, arch: Any, engine: str) -> tuple[int, int, int]:
                 pool = CuMemAllocator.get_instance().pointer_to_data.values()
                 taken = sum(data.handle[1] for data in pool if data.tag == "weights")
             whole = sum(p.nbytes for p in held.values())
-            own = sum(p.nbytes for name, p in held.items() if name not in hybrid.sync.shared.aliases)
+            own = sum(p.nbytes for name, p in held.items() if name not in hybrid.sync.shared.places)
         hybrid.close()
         return whole, own, taken
 

@@ -106,7 +106,7 @@ def test_a_parameter_that_moved_is_an_error(ranks: Ranks) -> None:
 def test_adopted_tensors_are_neither_allocated_nor_released() -> None:
     arch = ARCHITECTURES["qwen3"]
     given = {"model.norm.weight": torch.full((arch.hidden_size,), 0.5), "lm_head.weight": torch.randn(61, 32)}
-    engine = engine_of(arch, adopt=lambda shapes: {name: given[name] for name in shapes if name in given})
+    engine = engine_of(arch, share=lambda shapes: {name: given[name] for name in shapes if name in given})
     held = engine.parameters()
     assert all(held[name] is tensor for name, tensor in given.items())
     for _ in range(2):

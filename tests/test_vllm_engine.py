@@ -271,8 +271,8 @@ def test_weights_are_shared_where_the_layouts_coincide(
     arch = read_architecture(str(tmp_path))
     case = Case(**{**vars(case), "config": _config(str(tmp_path), case.gen_tp, "vllm")})
     shared, copied = (
-        vllm_ranks.run(case.world, generate_with_shared_weights, case, arch, "float32", alias)
-        for alias in (True, False)
+        vllm_ranks.run(case.world, generate_with_shared_weights, case, arch, "float32", share)
+        for share in (True, False)
     )
     for rank, (a, b) in enumerate(zip(shared, copied, strict=True)):
         assert a.completions == b.completions and len(set(map(str, a.completions))) == 3

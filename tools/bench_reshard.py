@@ -179,13 +179,13 @@ class Bench:
             dtype=self.model.dtype,
             max_model_len=LONGEST,
             decode=str,
-            adopt=shared.tensors,
+            share=shared.tensors,
         )
         self.engine.wake(weights_only=True)
         self.sync = WeightSync(self.model, self.engine, shared, ours.reshard)
         self.sync.release()
         self.parameters = self.engine.parameters()
-        self.own = [parameter for name, parameter in self.parameters.items() if name not in shared.aliases]
+        self.own = [parameter for name, parameter in self.parameters.items() if name not in shared.places]
         # training needs the group's communicator as well: it is no extra memory of a reshard
         dist.all_reduce(torch.zeros(1, device=groups.device), group=groups.model)
         self.reshard_of = cache(self._resharder)
@@ -227,7 +227,7 @@ class Bench:
         return Reshard(
             train=f"TP{train.tp} x PP{train.pp}" + (f" x {train.chunks} chunks" if train.chunks > 1 else ""),
             generation=f"TP{generation.tp} x {generation.replicas}",
-            shared_bytes=self._most(sum(self.parameters[name].nbytes for name in self.sync.shared.aliases)),
+            shared_bytes=self._most(sum(self.parameters[name].nbytes for name in self.sync.shared.places)),
             local_bytes=local,
             sent_bytes=sent,
             received_bytes=received,

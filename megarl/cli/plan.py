@@ -147,7 +147,7 @@ def _traffic_table(job: Job, traffic: dict[int, Traffic]) -> Table:
     for name in ("", "mean", "max"):
         table.add_column(name, justify="right" if name else "left")
     rows = {
-        "shared with training": [moved.aliased for moved in traffic.values()],
+        "shared with training": [moved.shared for moved in traffic.values()],
         "copied within the rank": [moved.local for moved in traffic.values()],
         "received": [moved.received.total() for moved in traffic.values()],
         "… from other nodes": [between_nodes(job, rank, moved.received) for rank, moved in traffic.items()],

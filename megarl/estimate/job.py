@@ -12,9 +12,9 @@ from megarl.models.placements import Placement, engine_placements, training_plac
 from megarl.models.sizes import BLOCK_SIZE, ITEMSIZE, kv_bytes_per_token
 from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.alias import Alias, plan_aliases
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
+from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.rollout.vllm import checks as vllm
 
 
@@ -117,14 +117,14 @@ def engine_elements(arch: Architecture, tp: int) -> int:
     return _elements(held, repetitions(arch))
 
 
-def aliases_of_first_layers(job: Job, rank: int) -> dict[str, Alias]:
+def shared_of_first_layers(job: Job, rank: int) -> dict[str, SharedPlace]:
     """The engine's parameters that read the rank's training weights in place; none if those leave the GPU.
 
     Of layers with equal placements only the first is listed.
     """
     if job.config.actor_rollout_ref.actor.megatron.param_offload:
         return {}
-    return plan_aliases(job.layouts, rank, first_layers=True)
+    return plan_shared(job.layouts, rank, first_layers=True)
 
 
 def own_engine_elements(job: Job, stage: int) -> int:
@@ -139,15 +139,15 @@ def own_engine_elements(job: Job, stage: int) -> int:
 
 
 def _own_elements(job: Job, rank: int) -> int:
-    aliases = aliases_of_first_layers(job, rank)
-    aliased_layers = {layer for name in aliases if (layer := layer_of(name)) is not None}
+    places = shared_of_first_layers(job, rank)
+    shared_layers = {layer for name in places if (layer := layer_of(name)) is not None}
 
     def held(layers: Container[int]) -> Iterator[Placement]:
         return job.layouts.wanted(job.generation.coords(rank).tp, layers=layers, experts=FIRST_EXPERT)
 
-    aliased = (placement for placement in held(aliased_layers) if placement.param in aliases)
+    shared = (placement for placement in held(shared_layers) if placement.param in places)
     in_chunk = repetitions(job.arch, chunks=job.train.pp * job.train.chunks)
-    return _elements(held((0,)), repetitions(job.arch)) - _elements(aliased, in_chunk)
+    return _elements(held((0,)), repetitions(job.arch)) - _elements(shared, in_chunk)
 
 
 def parameter_count(arch: Architecture) -> int:

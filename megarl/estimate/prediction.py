@@ -15,10 +15,10 @@ from megarl.estimate.budget import CacheRoom
 from megarl.estimate.job import (
     Job,
     active_parameter_count,
-    aliases_of_first_layers,
     engine_elements,
     expert_elements,
     parameter_count,
+    shared_of_first_layers,
 )
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
@@ -49,7 +49,7 @@ def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
     tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
     places = [(stage, tp) for stage in stages for tp in tp_ranks]
     ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
-    return {rank: reshard_traffic(job.layouts, rank, aliases=aliases_of_first_layers(job, rank)) for rank in ranks}
+    return {rank: reshard_traffic(job.layouts, rank, places=shared_of_first_layers(job, rank)) for rank in ranks}
 
 
 def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:

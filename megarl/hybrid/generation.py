@@ -67,7 +67,7 @@ class Generation:
             dtype=actor.dtype,
             max_model_len=max_model_len,
             decode=decode,
-            adopt=shared.tensors,
+            share=shared.tensors,
         )
         self.engine.wake(weights_only=True)
         actor.gather_parameters()

@@ -41,7 +41,7 @@ class WeightSync:
         destination = engine.parameters()
         layouts = replace(layouts_of(model), vocab_rows=len(destination[EMBEDDING]))
         self.resharder = Resharder(
-            plan_reshard(layouts, model.groups.rank).without(shared.aliases),
+            plan_reshard(layouts, model.groups.rank).without(shared.places),
             model.parameters(),
             destination,
             model.groups.model,

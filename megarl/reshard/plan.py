@@ -93,9 +93,9 @@ class Plan:
     relay_sends: dict[int, tuple[Piece, ...]]
     relay_receives: dict[int, tuple[Piece, ...]]
 
-    def without(self, aliased: Container[str]) -> Plan:
+    def without(self, shared: Container[str]) -> Plan:
         """What is left to do when these engine parameters are training parameters of the rank itself."""
-        return replace(self, local=tuple(p for p in self.local if p.destination.param not in aliased))
+        return replace(self, local=tuple(p for p in self.local if p.destination.param not in shared))
 
 
 def plan_reshard(layouts: Layouts, rank: int) -> Plan:

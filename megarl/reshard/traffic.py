@@ -18,33 +18,33 @@ class Traffic:
 
     Attributes:
         local: copied within the rank.
-        aliased: neither copied nor held twice, since the engine reads the training parameters.
+        shared: neither copied nor held twice, since the engine reads the training parameters.
         sent, received: by the other rank, to and from which.
     """
 
     local: int
-    aliased: int
+    shared: int
     sent: Counter[int]
     received: Counter[int]
 
 
-def reshard_traffic(layouts: Layouts, rank: int, *, aliases: Container[str] = ()) -> Traffic:
+def reshard_traffic(layouts: Layouts, rank: int, *, places: Container[str] = ()) -> Traffic:
     """The elements of the pieces of `plan_reshard`.
 
     Args:
-        aliases: names of engine parameters that are training parameters (`plan_aliases` of the first layers).
+        places: names of engine parameters that are training parameters (`plan_shared` of the first layers).
     """
     times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
-    local, aliased, sent, received = 0, 0, Counter[int](), Counter[int]()
+    local, shared, sent, received = 0, 0, Counter[int](), Counter[int]()
     for step in plan_once(layouts, rank):
         for piece in (*step.pieces, *step.relayed):
             elements = times.of(step.tensor) * volume(piece.box)
-            if piece.destination_rank == rank and piece.destination.param in aliases:
-                aliased += elements
+            if piece.destination_rank == rank and piece.destination.param in places:
+                shared += elements
             elif piece.source_rank == piece.destination_rank:
                 local += elements
             elif piece.destination_rank == rank:
                 received[piece.source_rank] += elements
             else:
                 sent[piece.destination_rank] += elements
-    return Traffic(local=local, aliased=aliased, sent=sent, received=received)
+    return Traffic(local=local, shared=shared, sent=sent, received=received)

@@ -11,7 +11,7 @@ from megarl.config.schema import Rollout
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.registry import Registry
-from megarl.rollout.engine import Adopt, Engine
+from megarl.rollout.engine import Engine, Share
 from megarl.rollout.stop_strings import Decode
 
 ENGINES: Registry[Callable[..., Engine]] = Registry(
@@ -34,7 +34,7 @@ def build_engine(
     dtype: torch.dtype,
     max_model_len: int,
     decode: Decode,
-    adopt: Adopt,
+    share: Share,
 ) -> Engine:
     """This rank's part of its replica's engine. Every rank calls it.
 
@@ -43,7 +43,7 @@ def build_engine(
         dtype: of weights, activations and KV cache.
         max_model_len: tokens of the longest prompt and response together.
         decode: token ids to text, for stop strings.
-        adopt: gives the weights that are not to be the engine's own.
+        share: gives the weights that are not to be the engine's own.
     """
     engine = ENGINES.load(rollout.name)
     settings: dict[str, Any] = {
@@ -54,7 +54,7 @@ def build_engine(
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "enforce_eager": rollout.enforce_eager,
         "decode": decode,
-        "adopt": adopt,
+        "share": share,
     }
     if rollout.name == "vllm":
         return engine(arch, path=path, groups=groups, sleeps=rollout.free_cache_engine, **settings)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.types import Completion, SamplingParams
 
-Adopt = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Tensor]]
+Share = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Tensor]]
 """Given the shapes of an engine's parameters by name, the tensors that some of them are to be.
 
 The engine takes no memory for these. Whoever gave them keeps them where they are and up to date; the engine neither
@@ -17,8 +17,8 @@ writes to them nor releases them.
 """
 
 
-def adopt_nothing(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
-    """An `Adopt`: all weights are the engine's own."""
+def share_nothing(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
+    """An `Share`: all weights are the engine's own."""
     del shapes
     return {}
 
@@ -36,7 +36,7 @@ class Engine(Protocol):
         wake()                       held                       held: ready to generate
 
     The values of released weights are lost: write them anew after waking. "Given back" is to the allocator of this
-    process, so training can use it at once. Adopted weights (`Adopt`) are always held.
+    process, so training can use it at once. Shared weights (`Share`) are always held.
     """
 
     def generate(

@@ -32,7 +32,7 @@ def start_line(
 def _engine(inputs: Inputs, generation: Generation) -> str:
     engine = generation.engine.parameters()
     moved = generation.sync.statistics
-    shared = sum(engine[name].nbytes for name in generation.sync.shared.aliases)
+    shared = sum(engine[name].nbytes for name in generation.sync.shared.places)
     pulled = f", {moved.pulled / 2**20:.1f} MiB of it straight out of their GPU memory" if moved.pulled else ""
     return (
         f", {inputs.config.actor_rollout_ref.rollout.name} engine, which shares {shared / 2**20:.1f} MiB of weights "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.rope import rope_table
-from megarl.rollout.engine import Adopt, adopt_nothing
+from megarl.rollout.engine import Share, share_nothing
 from megarl.rollout.native import kernels
 from megarl.rollout.native.attention import Attention, GatheredAttention, PrefillAttention
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
@@ -47,7 +47,7 @@ class NativeEngine:
         decode: token ids to text, for stop strings.
         enforce_eager: without CUDA graphs. So decode CPU ranks, GPUs without Triton, and mixtures of experts, which
             read back how many tokens each expert gets.
-        adopt: gives the weights that are not to be the engine's own.
+        share: gives the weights that are not to be the engine's own.
 
     Raises:
         ValueError: the architecture cannot be split over the group; on waking: the memory does not hold the cache of
@@ -67,7 +67,7 @@ class NativeEngine:
         decode: Decode,
         gpu_memory_utilization: float,
         enforce_eager: bool,
-        adopt: Adopt = adopt_nothing,
+        share: Share = share_nothing,
     ) -> None:
         self._tp = 1 if tp_group is None else tp_group.size()
         arch.check_generation(tp=self._tp)
@@ -76,14 +76,12 @@ class NativeEngine:
         self._max_model_len, self._gpu_memory_utilization = max_model_len, gpu_memory_utilization
         self._decode_text = decode
         shapes = parameter_shapes(arch, self._tp)
-        adopted = adopt(shapes)
-        assert all(p.dtype == dtype and p.shape == shapes[name] for name, p in adopted.items())
+        shared = share(shapes)
+        assert all(p.dtype == dtype and p.shape == shapes[name] for name, p in shared.items())
         self._own = {
-            name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, shape in shapes.items()
-            if name not in adopted
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items() if name not in shared
         }
-        self._parameters = {name: adopted[name] if name in adopted else self._own[name] for name in shapes}
+        self._parameters = {name: shared[name] if name in shared else self._own[name] for name in shapes}
         self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
         self._rope = rope_table(arch, max_model_len, self._device).to(dtype)
         self._cache: KVCache | None = None

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import kv_bytes_per_token, most_blocks
 from megarl.parallel.groups import Groups
-from megarl.rollout.engine import Adopt
+from megarl.rollout.engine import Share
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.rollout.vllm import internals
@@ -24,7 +24,7 @@ class VLLMEngine:
     """Implements `megarl.rollout.engine.Engine`. Starts awake, with meaningless weights. All ranks build it together.
 
     Prompts that share a beginning share its KV cache until the next `wake`. CUDA graphs are captured once and stay
-    valid, since the weights are written in place or adopted for good.
+    valid, since the weights are written in place or shared for good.
 
     Args:
         path: the model's folder, whose config.json vLLM builds it from.
@@ -38,7 +38,7 @@ class VLLMEngine:
         enforce_eager: without compiled kernels and CUDA graphs; CPU ranks always are.
         sleeps: whether `sleep` gives memory back; without it, it does nothing. CPU ranks have no sleep.
         decode: token ids to text, for stop strings.
-        adopt: gives the weights that are not to be the engine's own; vLLM's sleep leaves them alone.
+        share: gives the weights that are not to be the engine's own; vLLM's sleep leaves them alone.
 
     Attributes:
         llm: vLLM's own engine.
@@ -58,7 +58,7 @@ class VLLMEngine:
         enforce_eager: bool,
         sleeps: bool,
         decode: Decode,
-        adopt: Adopt,
+        share: Share,
     ) -> None:
         tp, on_cpu = groups.generation.tp, groups.device.type == "cpu"
         self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
@@ -70,7 +70,7 @@ class VLLMEngine:
             internals.prepare(groups)
             from vllm import LLM
 
-            with internals.adopting(adopt, groups.device), internals.kv_cache_at_most(kv_cache_bytes):
+            with internals.sharing(share, groups.device), internals.kv_cache_at_most(kv_cache_bytes):
                 self.llm = LLM(
                     model=path,
                     skip_tokenizer_init=True,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megarl.parallel.groups import Groups
-from megarl.rollout.engine import Adopt
+from megarl.rollout.engine import Share
 
 _ENVIRONMENT = {
     # the engine runs in this process, not in one of its own
@@ -129,8 +129,8 @@ def parameters_of(llm: Any) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def adopting(adopt: Adopt, device: torch.device) -> Iterator[None]:
-    """An `LLM` that is built meanwhile with load_format="dummy" has meaningless weights, but for what `adopt` gives.
+def sharing(share: Share, device: torch.device) -> Iterator[None]:
+    """An `LLM` that is built meanwhile with load_format="dummy" has meaningless weights, but for what `share` gives.
 
     It must have them from the start: it captures its CUDA graphs as it is built, and they keep the addresses. The name
     stays, because vLLM looks into the model's files for any it does not know.
@@ -146,11 +146,11 @@ def adopting(adopt: Adopt, device: torch.device) -> Iterator[None]:
         def load_weights(self, model: Any, model_config: Any) -> None:
             del model_config
             parameters = dict(model.named_parameters())
-            adopted = adopt({name: p.shape for name, p in parameters.items()})
+            shared = share({name: p.shape for name, p in parameters.items()})
             for name, p in parameters.items():
-                if name in adopted:
-                    assert adopted[name].dtype == p.dtype and adopted[name].shape == p.shape
-                    p.data = adopted[name]
+                if name in shared:
+                    assert shared[name].dtype == p.dtype and shared[name].shape == p.shape
+                    p.data = shared[name]
                     continue
                 if p.device.type != device.type:
                     p.data = torch.empty_like(p.data, device=device)

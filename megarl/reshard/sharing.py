@@ -22,7 +22,7 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alias:
+class SharedPlace:
     """Where an engine parameter lies, whole, within a training parameter of the same rank.
 
     Attributes:
@@ -34,7 +34,7 @@ class Alias:
     offset: int
 
 
-def plan_aliases(layouts: Layouts, rank: int, *, first_layers: bool = False) -> dict[str, Alias]:
+def plan_shared(layouts: Layouts, rank: int, *, first_layers: bool = False) -> dict[str, SharedPlace]:
     """The engine parameters of `rank` that are contiguous parts of its training parameters, by name.
 
     The rows of an engine parameter that no placement covers are vocabulary padding. They must be in the training
@@ -52,25 +52,25 @@ def plan_aliases(layouts: Layouts, rank: int, *, first_layers: bool = False) -> 
     room = _sizes(arch, held, arch.padded_vocab_size(train.tp) // train.tp)
     needed = _sizes(arch, wanted, layouts.vocab_rows or arch.padded_vocab_size(generation.tp) // generation.tp)
     return {
-        name: alias
-        for name, alias in _same_order(held, wanted).items()
-        if 0 <= alias.offset <= room[alias.source] - needed[name]
+        name: place
+        for name, place in _same_order(held, wanted).items()
+        if 0 <= place.offset <= room[place.source] - needed[name]
     }
 
 
-def _same_order(held: Iterable[Placement], wanted: Iterable[Placement]) -> dict[str, Alias]:
+def _same_order(held: Iterable[Placement], wanted: Iterable[Placement]) -> dict[str, SharedPlace]:
     """The engine parameters whose placements all lie in one training parameter, at the same distance."""
     sources: dict[str, list[Placement]] = {}
     for placement in held:
         sources.setdefault(placement.tensor, []).append(placement)
-    found: dict[str, Alias | None] = {}
+    found: dict[str, SharedPlace | None] = {}
     for placement in wanted:
-        alias = _within(sources.get(placement.tensor, ()), placement)
-        found[placement.param] = alias if found.get(placement.param, alias) == alias else None
-    return {name: alias for name, alias in found.items() if alias}
+        place = _within(sources.get(placement.tensor, ()), placement)
+        found[placement.param] = place if found.get(placement.param, place) == place else None
+    return {name: place for name, place in found.items() if place}
 
 
-def _within(sources: Iterable[Placement], wanted: Placement) -> Alias | None:
+def _within(sources: Iterable[Placement], wanted: Placement) -> SharedPlace | None:
     """Where the placement's elements lie in a training parameter, if they do so in the same order."""
     for source in sources:
         if all(lo <= first and last <= hi for (lo, hi), (first, last) in zip(source.box, wanted.box, strict=True)):
@@ -79,7 +79,7 @@ def _within(sources: Iterable[Placement], wanted: Placement) -> Alias | None:
             offset = start - wanted_start
             axes = zip(size, strides, wanted_strides, strict=True)
             if all(n == 1 or a == b for n, a, b in axes) and offset % ALIGNMENT == 0:
-                return Alias(source=source.param, offset=offset)
+                return SharedPlace(source=source.param, offset=offset)
     return None
 
 
