@@ -49,27 +49,26 @@ def train(
         SystemExit: with 128 + signal, after a signal that a launcher sent; what was trained is saved.
         RunStopped: something went wrong that more steps would not mend; the message says what, and what is saved.
     """
+    chosen = _with_ranks(load_config(config, overrides) if isinstance(config, str) else config)
+    if flow is not None:
+        chosen = with_values(chosen, "trainer", flow=flow if isinstance(flow, str) else _name(flow))
+    given = None
+    if reward is not None:
+        given = Reward(name=_name(reward), function=reward)
+        chosen = with_values(chosen, "reward", name=given.name)
+    launched, rank = "RANK" in os.environ, int(os.environ.get("RANK", "0"))
+    stop = StopRequest(rank)
+    if launched:  # in a notebook an interrupt is the notebook's
+        stop.install()
+    inputs = check_run(chosen, reward=given)
     enable_cpu_ranks()  # before Megatron-Core is imported
     from megarl.trainer.run import run
 
-    chosen = _with_ranks(load_config(config, overrides) if isinstance(config, str) else config)
-    if isinstance(flow, str):
-        chosen, flow = with_values(chosen, "trainer", flow=flow), FLOWS.load(flow)
-    elif flow is not None:
-        chosen = with_values(chosen, "trainer", flow=_name(flow))
-    else:
-        flow = FLOWS.load(chosen.trainer.flow)
-    if reward is not None:
-        chosen = with_values(chosen, "reward", name=_name(reward))
-    launched = "RANK" in os.environ
-    stop = StopRequest(int(os.environ.get("RANK", "0")))
-    if launched:  # in a notebook an interrupt is the notebook's
-        stop.install()
-    inputs = check_run(chosen, reward=Reward(name=_name(reward), function=reward) if reward is not None else None)
-    lock = RunLock(chosen.trainer.run_dir) if os.environ.get("RANK", "0") == "0" else None
+    chosen_flow = flow if callable(flow) else FLOWS.load(chosen.trainer.flow)
+    lock = RunLock(chosen.trainer.run_dir) if rank == 0 else None
     rows: list[Mapping[str, float]] = []
     try:
-        stopped_by = run(inputs, flow, stop, [*callbacks, lambda loop, step, row: rows.append(row)])
+        stopped_by = run(inputs, chosen_flow, stop, [*callbacks, lambda loop, step, row: rows.append(row)])
     finally:
         if lock is not None:
             lock.release()

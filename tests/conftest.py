@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks
-from tiny_run import FOUR_RANKS, TrainedRun, megarl, write_run
+from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run
 
 ROOT = Path(__file__).parents[1]
-
-FINGERPRINT = "import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n"
-"""A reward whose mean is the same for the same responses only."""
 
 
 def pytest_collection_finish() -> None:

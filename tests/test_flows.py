@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import ROOT, metrics_of, write_run
+from tiny_run import ROOT, metrics_of, numbers_of, write_run
 
 FLOW = Path(__file__).parent / "user_flow.py"
 SETTINGS: dict[str, Any] = {
@@ -28,22 +29,8 @@ SETTINGS: dict[str, Any] = {
 LOOPS = ["sft"] * 2 + ["judge"] * 2 + ["rl"] * 4 + ["best"] * 2  # the first row of "rl" is a validation
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {key: x for key, x in row.items() if not key.startswith(("timing/", "tokens_per_s"))}
-        for row in metrics_of(folder)
-    ]
-
-
 def _loop_of(row: dict[str, Any]) -> str:
     return next((loop for loop in ("sft", "judge", "best") if f"{loop}/step" in row), "rl")
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    from megatron.core import dist_checkpointing
-
-    loaded = dist_checkpointing.load_plain_tensors(str(folder))
-    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
 def _kill_after(rows: int, config: Path, folder: Path) -> None:
@@ -64,24 +51,24 @@ def test_a_users_flow_is_killed_and_goes_on(ranks: Ranks, tmp_path: Path) -> Non
         folder.mkdir()
     ended, said = ranks.run(2, run_here, str(write_run(whole, **SETTINGS)))[0]
     assert ended == "", said
-    rows = _rows(whole)
+    rows = numbers_of(whole)
     assert [(_loop_of(row), row["step"]) for row in rows] == [(loop, i) for i, loop in enumerate(LOOPS, 1)]
     assert all(row[name] > 0 for row in rows for name in row if name.endswith("grad_norm"))
 
     config = write_run(killed, **SETTINGS)
     _kill_after(6, config, killed)
-    assert len(_rows(killed)) < len(rows)
+    assert len(numbers_of(killed)) < len(rows)
     ended, said = ranks.run(2, run_here, str(config))[0]
     assert ended == "" and "resuming from" in said, said
-    assert _rows(killed) == rows
+    assert numbers_of(killed) == rows
     last = Path("run") / "checkpoints" / "best_step_2"
-    ours, theirs = (ranks.run(1, _tensors, folder / last)[0] for folder in (whole, killed))
+    ours, theirs = (tensors_of(str(folder / last)) for folder in (whole, killed))
     assert ours.keys() == theirs.keys() and any(key.startswith("judge.") for key in ours)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
     shutil.rmtree(killed)
     again, said = ranks.run(2, run_here, str(whole / "run.yaml"))[0]
-    assert again == "" and _rows(whole) == rows  # nothing is left to do
+    assert again == "" and numbers_of(whole) == rows  # nothing is left to do
 
 
 def test_a_checkpoint_of_another_flow_is_refused(ranks: Ranks, tmp_path: Path) -> None:

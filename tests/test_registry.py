@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from tiny_run import metrics_of, train_in, write_run
+from tiny_run import FINGERPRINT, metrics_of, numbers_of, train_in, write_run
 
 from megarl.config import load_config
 from megarl.registry import Registry
@@ -197,9 +197,7 @@ def test_a_run_with_an_engine_and_a_sink_of_the_users(tmp_path: Path, ranks: Ran
             f"trainer.logger=[jsonl,{tmp_path / 'sink.py'}:Lines]",
         ]
         train_in(ranks, 2, write_run(folder, **sections), *(of_mine if name == "mine" else []))
-        seen[name] = [
-            {k: v for k, v in row.items() if "timing" not in k and k != "tokens_per_s"} for row in metrics_of(folder)
-        ]
+        seen[name] = numbers_of(folder)
     assert seen["mine"] == seen["native"]
     calls = (tmp_path / "calls").read_text().split()
     assert calls.count("64") == 4  # two steps of 16 prompts x 4 samples, by both ranks of the replica
@@ -233,7 +231,7 @@ def test_a_users_estimator_and_loss_train(ranks: Ranks, tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         reward = tmp_path / "reward.py"
-        reward.write_text("import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n")
+        reward.write_text(FINGERPRINT)
         config = write_run(folder, reward__name=f"{reward}:score", trainer__test_freq=0)
         overrides = [text.format(tmp_path / "own.py") for text in own]
         overrides[1:] = [f"actor_rollout_ref.actor.policy_loss.loss_mode={text}" for text in overrides[1:]]

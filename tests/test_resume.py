@@ -14,7 +14,7 @@ import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import metrics_of, write_run
+from tiny_run import metrics_of, numbers_of, write_run
 
 from megarl.config import load_config
 from megarl.trainer.checks import check_run
@@ -63,10 +63,6 @@ def same(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def numbers(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if "timing" not in k and k != "tokens_per_s"} for row in metrics_of(folder)]
-
-
 @pytest.mark.parametrize("name", ["warmup_step_1", "warmup_step_2", "global_step_1"])
 def test_a_run_that_ended_anywhere_ends_with_the_same_bits(
     ranks: Ranks, first_run: Path, folder: Path, name: str
@@ -78,7 +74,7 @@ def test_a_run_that_ended_anywhere_ends_with_the_same_bits(
     ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
     assert ended == "" and f"resuming from {kept[0]}" in said
     assert same(checkpoint(folder, "global_step_3"), checkpoint(first_run, "global_step_3"))
-    assert numbers(folder) == numbers(first_run)
+    assert numbers_of(folder) == numbers_of(first_run)
 
 
 CHANGES = [

@@ -19,6 +19,9 @@ from ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 
+FINGERPRINT = "import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n"
+"""A reward whose mean is the same for the same responses only."""
+
 
 FOUR_RANKS: dict[str, Any] = {
     "actor_rollout_ref__actor__megatron": {
@@ -164,3 +167,11 @@ def _train(config: str, overrides: list[str]) -> str:
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers_of(folder: Path) -> list[dict[str, Any]]:
+    """The same without what a clock decides."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("timing/", "tokens_per_s"))}
+        for row in metrics_of(folder)
+    ]

@@ -59,42 +59,27 @@ class LMHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueHead:
-    """The value of the state before each trained token: a linear layer with one output, in fp32."""
+class ScalarHead:
+    """A linear layer with one output, in fp32.
 
-    per: ClassVar[Literal["token"]] = "token"
+    Attributes:
+        per: `token` gives the value of the state before each trained token, `sequence` one score, read at the last
+            token.
+    """
 
-    def outputs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> Tensor:
-        return _linear(_states(hidden, micro.predictors), weight)
-
-    def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, list[LossOutput]]:
-        return _whole(self.outputs(hidden, weight, micro), micro, loss)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreHead:
-    """One score per sequence, read at its last token: a linear layer with one output, in fp32."""
-
-    per: ClassVar[Literal["sequence"]] = "sequence"
+    per: Literal["token", "sequence"]
 
     def outputs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> Tensor:
-        return _linear(_states(hidden, micro.last), weight)
+        states = _states(hidden, micro.predictors if self.per == "token" else micro.last)
+        return torch.nn.functional.linear(states.float(), weight.float()).squeeze(-1)
 
     def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, list[LossOutput]]:
-        return _whole(self.outputs(hidden, weight, micro), micro, loss)
+        columns = dict(micro.columns)
+        output, weights = self.outputs(hidden, weight, micro), columns.pop("weights")
+        out = loss(LossInput(output=output, weights=weights, columns=columns))
+        return out.loss, [out]
 
 
 def _states(hidden: Tensor, positions: Tensor) -> Tensor:
     """[L, B, hidden] -> [R, hidden]; a position occurs once, so its gradient needs no sorting."""
     return hidden.flatten(0, 1).index_select(0, positions)
-
-
-def _linear(states: Tensor, weight: Tensor) -> Tensor:
-    """[R, hidden], [1, hidden] -> float32 [R]."""
-    return torch.nn.functional.linear(states.float(), weight.float()).squeeze(-1)
-
-
-def _whole(output: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, list[LossOutput]]:
-    columns = dict(micro.columns)
-    out = loss(LossInput(output=output, weights=columns.pop("weights"), columns=columns))
-    return out.loss, [out]

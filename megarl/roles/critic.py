@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megarl.models.heads import Head, ValueHead
+from megarl.models.heads import Head, ScalarHead
 from megarl.roles.trained import TrainedModel
 from megarl.types import Batch
 
@@ -17,7 +17,7 @@ class Critic(TrainedModel):
     scalar_output = True
 
     def make_head(self) -> Head:
-        return ValueHead()
+        return ScalarHead(per="token")
 
     def values(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """The value of the state before each trained token; float32 [T], 0 at prompt tokens, on every rank."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megarl.models.heads import Head, ScoreHead
+from megarl.models.heads import Head, ScalarHead
 from megarl.roles.trained import TrainedModel
 from megarl.types import Batch
 
@@ -17,7 +17,7 @@ class RewardModel(TrainedModel):
     scalar_output = True
 
     def make_head(self) -> Head:
-        return ScoreHead()
+        return ScalarHead(per="sequence")
 
     def scores(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
         """The score of each sequence, read at its last token; float32 [N], on every rank."""

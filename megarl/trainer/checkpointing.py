@@ -20,7 +20,6 @@ from megarl.trainer.stopped import RunRefused, RunStopped
 ACTOR = "actor"
 """The model whose tensors have no prefix in a checkpoint, and whose Hugging Face files are in it."""
 
-
 RESERVED = frozenset({"format", "identity", "loop", "models", "order", "phase", "rng", "row", "step", "world_size"})
 """Names in a checkpoint's small state that are the run's own."""
 
@@ -41,20 +40,21 @@ class Checkpointing:
     """Knows what is saved, and the latest checkpoint.
 
     Attributes:
+        models: what has joined, by name.
         latest: folder of the checkpoint that was written or read last.
         position: its position.
     """
 
     def __init__(self, inputs: Inputs, groups: Groups, start: Start, report: Report) -> None:
         self._inputs, self._config, self._groups, self._report = inputs, inputs.config, groups, report
-        self._models: dict[str, MegatronModel] = {}
+        self.models: dict[str, MegatronModel] = {}
         self._states: dict[str, Stateful] = {}
         self.latest, self.position = start.folder, start.position if start.folder else None
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
         self._check_name(name)
-        self._models[name] = model
+        self.models[name] = model
 
     def add_state(self, name: str, state: Stateful) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
@@ -72,7 +72,7 @@ class Checkpointing:
         """
         run_dir, control = self._config.trainer.run_dir, self._groups.control
         try:
-            sharded = {name: self._sharded(name, loading=False) for name in self._models}
+            sharded = {name: self._sharded(name, loading=False) for name in self.models}
         except ValueError as e:
             raise RunStopped(f"not saved: {e}; the last checkpoint is {self.latest or 'none'}") from e
         state = {name: joined.state() for name, joined in self._states.items()}
@@ -81,8 +81,8 @@ class Checkpointing:
                 run_dir,
                 position,
                 sharded,
-                {**state, "row": row, "models": sorted(self._models), "identity": self._inputs.identity},
-                write_model=partial(write_model_files, self._config, self._models.get(ACTOR)),
+                {**state, "row": row, "models": sorted(self.models), "identity": self._inputs.identity},
+                write_model=partial(write_model_files, self._config, self.models.get(ACTOR)),
                 control=control,
             )
         except SaveFailed as e:
@@ -103,17 +103,17 @@ class Checkpointing:
         Raises:
             RunRefused: the checkpoint cannot be read, or lacks another model.
         """
-        saved = {name for name in self._models if state is None or name in saved_models(state)}
-        copies = {name: model for name, model in self._models.items() if isinstance(model, Reference)}
-        for name in self._models.keys() - saved - copies.keys():
+        saved = {name for name in self.models if state is None or name in saved_models(state)}
+        copies = {name: model for name, model in self.models.items() if isinstance(model, Reference)}
+        for name in self.models.keys() - saved - copies.keys():
             raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
-        wanted = {name: self._sharded(name, loading=True) for name in self._models if name in saved}
+        wanted = {name: self._sharded(name, loading=True) for name in self.models if name in saved}
         try:
             loaded = load_checkpoint(folder, wanted, rng=True, control=self._groups.control)
         except ValueError as e:
             raise RunRefused(str(e)) from e
         for name in wanted:
-            self._models[name].load_sharded(loaded[name], _prefix(name))
+            self.models[name].load_sharded(loaded[name], _prefix(name))
         for name in copies.keys() - saved:
             copies[name].renew()
         for name, joined in self._states.items():
@@ -121,11 +121,11 @@ class Checkpointing:
                 joined.load_state(state[name])
 
     def _check_name(self, name: str) -> None:
-        if name in self._models or name in self._states or name in RESERVED:
+        if name in self.models or name in self._states or name in RESERVED:
             raise ValueError(f"what joins a run as '{name}' needs another name: this one is taken")
 
     def _sharded(self, name: str, *, loading: bool) -> dict[str, Any]:
-        return self._models[name].sharded_state(_prefix(name), loading=loading)
+        return self.models[name].sharded_state(_prefix(name), loading=loading)
 
 
 def saved_models(state: Mapping[str, Any]) -> set[str]:

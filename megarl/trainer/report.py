@@ -156,6 +156,11 @@ class Report:
             self._progress.advance(metrics)
 
 
+def title_of(loop: str) -> str:
+    """What people call a loop of a flow."""
+    return {"rl": "RL", "warmup": "warm-up"}.get(loop, loop)
+
+
 def _evenly(there_are: int, wanted: int) -> range:
     """At most `wanted` places of a list, evenly spread."""
     return range(0, there_are, max(1, there_are // wanted))[:wanted]

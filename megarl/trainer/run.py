@@ -17,7 +17,7 @@ from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.trainer.agreement import check_same_inputs
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.report import Report
+from megarl.trainer.report import Report, title_of
 from megarl.trainer.resume import Start, check_seen, choose_start, finished, last_row
 from megarl.trainer.session import Callback, Run
 from megarl.trainer.stop import StopRequest
@@ -103,7 +103,7 @@ def _say(groups: Groups, text: str) -> None:
 
 def _stop_line(session: Run, stopped_by: signal.Signals) -> str:
     position, settings = session.position, session.config.trainer
-    loop = "" if position.loop in ("rl", "") else f"{'warm-up' if position.loop == 'warmup' else position.loop} "
+    loop = "" if position.loop in ("rl", "") else f"{title_of(position.loop)} "
     stopped = f"stopped by {stopped_by.name} after {loop}step {position.step}"
     if session.checkpoints.position != position:
         return f"{stopped}; no checkpoint of it (trainer.save_freq = {settings.save_freq})"

@@ -21,7 +21,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory_report import MemoryReport
 from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
 from megarl.trainer.nonfinite import NonFiniteUpdates
-from megarl.trainer.report import Report
+from megarl.trainer.report import Report, title_of
 from megarl.trainer.resume import Start
 from megarl.trainer.start_line import start_line
 from megarl.trainer.step_metrics import StepMetrics
@@ -47,7 +47,8 @@ class Run:
     Attributes:
         inputs: what the run reads: data, tokenizer, reward.
         position: of the last step that is done, or of the one under way.
-        models, generations: what has joined.
+        generations: the engines that were built.
+        is_first_step: whether the step under way is the first of its loop in this process.
         resumes: whether the run goes on from a checkpoint, so that first weights need not be read.
     """
 
@@ -70,9 +71,8 @@ class Run:
         self._loops: list[str] = []  # begun or passed over
         self._open: str | None = None
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
-        self._steps_done = 0  # of the loop, by this process
+        self.is_first_step = True
         self._announced = False
-        self.models: dict[str, MegatronModel] = {}
         self.generations: list[Generation] = []
         stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
 
@@ -82,7 +82,6 @@ class Run:
         if isinstance(joining, MegatronModel):
             self.checkpoints.add_model(name, joining)
             self.residency.add(name, joining.memory)
-            self.models[name] = joining
         else:
             self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
         return joining
@@ -161,11 +160,11 @@ class Run:
             return
         if not self._announced:
             self._announce()
-        done, self._steps_done = self._enter(loop, order), 0
+        done, self.is_first_step = self._enter(loop, order), True
         if done >= total:
             return
         self._before = before
-        shown = {"rl": "RL", "warmup": "warm-up"}.get(loop, loop)
+        shown = title_of(loop)
         if validate is not None and validates_first and not done:
             metrics = self._validate(validate)
             self._report_step(Position(order, 0, loop), metrics)
@@ -186,11 +185,6 @@ class Run:
         """Whether ranks and engine are compared in the step under way: `trainer.agreement_freq`."""
         every = self.config.trainer.agreement_freq
         return every > 0 and (self.is_first_step or self.position.step % every == 0)
-
-    @property
-    def is_first_step(self) -> bool:
-        """Whether the step under way is the first of its loop in this process."""
-        return self._steps_done == 0
 
     def check_agreement(self, batch: Batch) -> None:
         """Stop if a rank computed another batch than the others, in the steps where that is checked."""
@@ -215,6 +209,11 @@ class Run:
         self.report.close()
         for generation in self.generations:
             generation.close()
+
+    @property
+    def models(self) -> Mapping[str, MegatronModel]:
+        """The roles that have joined, by name."""
+        return self.checkpoints.models
 
     @property
     def _trained(self) -> list[TrainedModel]:
@@ -266,7 +265,7 @@ class Run:
         raise RunInterrupted(asked)
 
     def _end_step(self, total: int, validate: Callable[[], Metrics] | None) -> None:
-        self._steps_done += 1
+        self.is_first_step = False
         metrics = self._metrics.collect()
         if validate is not None and _due(self.config.trainer.test_freq, self.position.step, total, at_end=True):
             metrics |= self._validate(validate)
