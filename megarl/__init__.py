@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megarl.algorithms.loss import LossInput as LossInput
     from megarl.algorithms.loss import LossOutput as LossOutput
     from megarl.algorithms.loss import Metric as Metric
-    from megarl.algorithms.policy_loss import PolicyLoss as PolicyLoss
+    from megarl.algorithms.losses.vanilla import PolicyClip as PolicyClip
     from megarl.api import train as train
     from megarl.config import Config as Config
     from megarl.config import ConfigError as ConfigError
@@ -62,7 +62,7 @@ _PLACES = {
     "LossOutput": "algorithms.loss",
     "Metric": "algorithms.loss",
     "Phase": "phases",
-    "PolicyLoss": "algorithms.policy_loss",
+    "PolicyClip": "algorithms.losses.vanilla",
     "Prompt": "types",
     "Reference": "roles.reference",
     "RewardModel": "roles.reward_model",

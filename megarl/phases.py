@@ -18,6 +18,9 @@ class Phase(str, Enum):
     REWARD = "reward"
     LOG_PROBS = "log_probs"
     REF = "ref"
+    TEACHER = "teacher"
+    VALUES = "values"
+    UPDATE_CRITIC = "update_critic"
     UPDATE = "update"
     VALIDATE = "validate"
     SAVE = "save"
@@ -38,16 +41,24 @@ class Item(str, Enum):
 
 
 _GENERATION = frozenset({Phase.OFFLOAD, Phase.RESHARD, Phase.GENERATE})
-_BACKWARD = frozenset({Phase.UPDATE})
-_FORWARD = frozenset({Phase.LOG_PROBS, Phase.REF})
+_CRITIC = frozenset({Phase.VALUES, Phase.UPDATE_CRITIC})
+_FORWARD = frozenset({Phase.LOG_PROBS, Phase.REF, Phase.TEACHER})
+_ALL = frozenset(Phase)
 
 AWAY: Mapping[str, Mapping[Item, frozenset[Phase]]] = {
     "actor": {
         Item.WEIGHTS: frozenset({Phase.GENERATE}),  # the reshard reads them
-        Item.GRADIENTS: _GENERATION | _FORWARD | {Phase.SAVE},
-        Item.OPTIMIZER: _GENERATION,
+        Item.GRADIENTS: _GENERATION | _FORWARD | _CRITIC | {Phase.SAVE},
+        Item.OPTIMIZER: _GENERATION | _CRITIC,
     },
-    "reference": {Item.WEIGHTS: _GENERATION | _BACKWARD},
+    "critic": {
+        Item.WEIGHTS: _ALL - _CRITIC - {Phase.SAVE},
+        Item.GRADIENTS: _ALL - {Phase.UPDATE_CRITIC},
+        Item.OPTIMIZER: _ALL - {Phase.UPDATE_CRITIC, Phase.SAVE},
+    },
+    "reference": {Item.WEIGHTS: _GENERATION | {Phase.UPDATE} | _CRITIC},
+    "reward_model": {Item.WEIGHTS: _ALL - {Phase.REWARD}},
+    "teacher": {Item.WEIGHTS: _ALL - {Phase.TEACHER}},
 }
 """Role -> its memory -> the phases in which it is not on the GPU, if the configuration lets it leave at all."""
 

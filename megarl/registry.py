@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -20,15 +21,27 @@ class Registry(Generic[T]):
     A value of the key is a registered name, or `path/to/file.py:name`.
     """
 
-    def __init__(self, key: str, noun: str, *, lazy: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        noun: str,
+        *,
+        lazy: Mapping[str, str] | None = None,
+        package: str | None = None,
+        attribute: str | None = None,
+    ) -> None:
         """
         Args:
             key: the configuration key, "reward.name", as refusals call it.
             noun: what it names: "function" or "class".
             lazy: registered name -> "module:attribute", imported when the name is loaded.
+            package: every module of it is a name too, for the attribute of the same name in it.
+            attribute: that attribute, where it is called alike in all modules.
         """
         self._key, self._noun = key, noun
         self._lazy = dict(lazy or {})
+        if package is not None:
+            self._lazy |= {name: f"{package}.{name}:{attribute or name}" for name in _modules(package)}
         self._registered: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -84,6 +97,13 @@ class Registry(Generic[T]):
             own = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
             raise ValueError(f"{self._key}: {path!r} has no {self._noun} {name!r}; it has {', '.join(own) or 'none'}")
         return cast(T, thing)
+
+
+def _modules(package: str) -> list[str]:
+    """Those of a package's folder, none of which is imported."""
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    return sorted(module.name for module in pkgutil.iter_modules(folders))
 
 
 def _import_file(path: str) -> ModuleType:

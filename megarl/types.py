@@ -63,6 +63,10 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
+PER_SEQUENCE = frozenset({"groups", "rewards", "greedy_rewards", "truncated", "labels", "kl_in_reward"})
+"""The fields of `Batch` with one value per sequence."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Sequences (prompt + response) of one step, the same on every rank.
@@ -78,10 +82,18 @@ class Batch:
         response_mask: bool [T], the tokens that are trained on.
         groups: int64 [N], which prompt a sequence belongs to.
         rewards: float32 [N], one score per sequence.
+        token_rewards: float32 [T], the score at the last trained token, less the KL at each if that is in the reward.
+        greedy_rewards: float32 [N], the score of the greedy response to the same prompt.
+        truncated: bool [N], whether the response was cut off at its greatest length.
+        labels: float32 [N], what a data set says of a sequence: the margin of its pair, or 1 for desirable and 0 for
+            not.
         rollout_logp: float32 [T], as the generation engine recorded it.
         importance: float32 [T], importance weights of the tokens, 0 for rejected ones; None: all 1.
         old_logp: float32 [T], by the training layout before the first update.
         ref_logp: float32 [T], by the reference model.
+        teacher_logp: float32 [T], by the teacher.
+        values: float32 [T], of the critic, for the state before each trained token.
+        returns: float32 [T], what the critic learns to predict.
         kl_in_reward: float32 [N], KL to the reference per sequence, when the reward contains it; nats.
         advantages: float32 [T].
         temperature: that the responses were sampled at; log-probabilities are those of the distribution at it.
@@ -92,10 +104,17 @@ class Batch:
     response_mask: Tensor
     groups: Tensor
     rewards: Tensor | None = None
+    token_rewards: Tensor | None = None
+    greedy_rewards: Tensor | None = None
+    truncated: Tensor | None = None
+    labels: Tensor | None = None
     rollout_logp: Tensor | None = None
     importance: Tensor | None = None
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    teacher_logp: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
     kl_in_reward: Tensor | None = None
     advantages: Tensor | None = None
     temperature: float = 1.0
@@ -117,6 +136,13 @@ class Batch:
     def response_lengths(self) -> Tensor:
         """int64 [N], trained tokens per sequence."""
         return self.sum_per_sequence(self.response_mask.long())
+
+    @property
+    def last_trained(self) -> Tensor:
+        """int64 [N], the place of each sequence's last trained token; -1 where there is none."""
+        places = torch.where(self.response_mask, torch.arange(len(self.tokens)), -1)
+        last = torch.full((len(self),), -1)
+        return last.scatter_reduce_(0, self.sequence_of_token, places, "amax")
 
     def sum_per_sequence(self, per_token: Tensor) -> Tensor:
         """[T] -> [N]."""
@@ -172,7 +198,8 @@ class Rollouts:
         )
         logp = torch.zeros(len(batch.tokens))
         logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(c.logp) for c in self.completions]))
-        batch = batch.with_(rollout_logp=logp, temperature=self.temperature)
+        truncated = torch.tensor([c.finish_reason == "length" for c in self.completions])
+        batch = batch.with_(rollout_logp=logp, truncated=truncated, temperature=self.temperature)
         if not self.rewards:
             return batch
         scored = torch.tensor([reward is not None for reward in self.rewards])

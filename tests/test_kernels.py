@@ -91,14 +91,14 @@ def _rows(x: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
 
 def _deviation(which: str) -> tuple[float, float]:
     """Largest |ratio - 1| of the first and of the second of two equal updates, in bf16."""
-    from megarl.algorithms.policy_loss import PolicyLoss
+    from megarl.algorithms.losses.vanilla import PolicyClip
 
     case = Case(config={"actor": {"megatron": {"transformer_engine": which}}})
     with actor_in(case, dtype="bfloat16", lr=1e-2) as actor:
         batch = fixed_batch().with_(temperature=0.8)
         old = actor.log_probs(batch, micro_batches_of(actor, 3))
         batch = batch.with_(old_logp=old, advantages=torch.ones_like(old))
-        loss = PolicyLoss(clip_low=0.2, clip_high=0.2)
+        loss = PolicyClip(clip_low=0.2, clip_high=0.2)
         first, second = (update(actor, batch, loss, size=3) for _ in range(2))
         return first["ratio_max_deviation"], second["ratio_max_deviation"]
 

@@ -21,6 +21,7 @@ from training_cases import (
     fixed_batch,
     hybrid_of,
     micro_batches_of,
+    policy_loss,
     reference_of,
     update,
 )
@@ -46,7 +47,6 @@ def _held(*tensors: Tensor) -> int:
 def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
     """Two steps as the trainer makes them: what they computed, and the bytes that were there in each phase."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.algorithms.policy_loss import PolicyLoss
     from megarl.config.schema import Algorithm
     from megarl.phases import Phase
     from megarl.types import Prompt, SamplingParams
@@ -90,7 +90,7 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
             enter(Phase.UPDATE)
             look("reference done")
             batch = compute_advantages(batch.with_(old_logp=old, ref_logp=ref), Algorithm(), 0.0)
-            loss = PolicyLoss(clip_low=0.2, clip_high=0.28, entropy_coeff=0.01, kl_coef=0.1)
+            loss = policy_loss(entropy_coeff=0.01, kl_coef=0.1)
             seen += [old, ref, update(actor, batch, loss, size=4)]
             look("update")
         enter(Phase.SAVE)

@@ -14,6 +14,7 @@ from training_cases import (
     fixed_batch,
     hybrid_of,
     micro_batches_of,
+    policy_loss,
     reference_of,
     update,
 )
@@ -27,7 +28,6 @@ OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_ga
 def _first_update(case: Case) -> tuple[dict[str, float], float]:
     """Metrics of the first mini-batch with a reference, and the largest |log p - log p_ref| before it."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.algorithms.policy_loss import PolicyLoss
     from megarl.config.schema import Algorithm
 
     with actor_in(case, lr=1e-2) as actor:
@@ -39,7 +39,7 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
         assert batch.old_logp is not None and batch.ref_logp is not None
         gap = float((batch.old_logp - batch.ref_logp).abs().max())
         batch = compute_advantages(batch, Algorithm(use_kl_in_reward=True), 0.5)
-        loss = PolicyLoss(clip_low=0.2, clip_high=0.2, kl_coef=0.1)
+        loss = policy_loss(kl_coef=0.1)
         first, second = (update(actor, batch, loss, size=3) for _ in range(2))
         assert second["ratio_max_deviation"] > 1e-3  # the policy has moved
         return first, gap

@@ -207,8 +207,8 @@ def test_a_run_with_an_engine_and_a_sink_of_the_users(tmp_path: Path, ranks: Ran
 
 OWN = """
 import torch
-from megarl.algorithms.grpo import grpo
-from megarl.algorithms.policy_loss import vanilla
+from megarl.algorithms.estimators.grpo import grpo
+from megarl.algorithms.losses.vanilla import vanilla
 
 def estimate(batch, config):
     return 2 * grpo(batch, config)

@@ -17,7 +17,7 @@ LENGTH, TRAINED = 20, 4
 
 def peak_of(sequences: int) -> int:
     """Bytes that log-probabilities and an update of one small micro-batch take at most, in a step of so many."""
-    from megarl.algorithms.policy_loss import PolicyLoss
+    from megarl.algorithms.losses.vanilla import PolicyClip
     from megarl.data.packing import MiniBatch
     from megarl.types import Batch
 
@@ -35,7 +35,7 @@ def peak_of(sequences: int) -> int:
             old = actor.log_probs(batch, chosen)
             batch = batch.with_(old_logp=old, ref_logp=old, advantages=torch.ones(len(tokens)))
             mini_batch = MiniBatch(sequences=chosen[0], micro_batches=chosen)
-            actor.update(batch, mini_batch, PolicyLoss(clip_low=0.2, clip_high=0.2), weights)
+            actor.update(batch, mini_batch, PolicyClip(clip_low=0.2, clip_high=0.2), weights)
         return torch.cuda.max_memory_allocated() - before
 
 

@@ -176,10 +176,19 @@ def update(actor: Any, batch: Batch, loss: Any = None, size: int = 2) -> dict[st
     return {name: float(metric.value) for name, metric in metrics.items()}
 
 
+def policy_loss(*, entropy_coeff: float = 0.0, kl_coef: float = 0.0, **clip: Any) -> Any:
+    """PPO's loss with entropy and the KL to a reference."""
+    from megarl.algorithms.loss import Sum
+    from megarl.algorithms.losses.vanilla import PolicyClip
+    from megarl.algorithms.regularizers import Entropy, KlToReference
+
+    surrogate = PolicyClip(**{"clip_low": 0.2, "clip_high": 0.28, **clip})
+    return Sum(surrogate, Entropy(coeff=entropy_coeff), KlToReference(coef=kl_coef, kind="k3"))
+
+
 def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; `loss` is "supervised" or "policy" (clipped, with entropy and reference)."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.algorithms.policy_loss import PolicyLoss
     from megarl.config.schema import Algorithm
 
     size = 2 if case.pp > 1 or case.world == 1 else 4  # fewer leave a pipeline no steady state
@@ -189,6 +198,6 @@ def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[
             old = actor.log_probs(batch, micro_batches_of(actor, size))
             batch = batch.with_(old_logp=old, ref_logp=old * 1.1)
             batch = compute_advantages(batch, Algorithm(), 0.0)
-            function = PolicyLoss(clip_low=0.2, clip_high=0.28, entropy_coeff=0.01, kl_coef=0.1)
+            function = policy_loss(entropy_coeff=0.01, kl_coef=0.1)
         updates = [update(actor, batch, function, size) for _ in range(steps)]
         return [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]

@@ -32,13 +32,13 @@ from rounds import Rounds
 
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.cross_entropy import cross_entropy
-from megarl.algorithms.loss import LossOutput
-from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.losses.vanilla import PolicyClip
 from megarl.config import Config, ConfigError, load_run_config
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.gpt import build_chunks
+from megarl.models.heads import Passed
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.parallel.groups import Groups
@@ -155,12 +155,13 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
     micro_batches = plan[groups.train.coords(groups.rank).dp][0]
     batch = batch.with_(old_logp=actor.log_probs(batch, micro_batches))
     weights = token_weights(batch, range(len(batch)), "token-mean", max(lengths))
-    loss = PolicyLoss(clip_low=0.2, clip_high=0.28)
+    loss = PolicyClip(clip_low=0.2, clip_high=0.28)
 
-    def step() -> list[LossOutput]:
+    def step() -> list[Passed]:
         return actor.accumulate_gradients(batch, micro_batches, weights, loss)
 
-    deviation = max((float(out.metrics["ratio_max_deviation"].value) for out in step()), default=0.0)
+    losses = [out for one in step() for out in one.losses]
+    deviation = max((float(out.metrics["ratio_max_deviation"].value) for out in losses), default=0.0)
     jobs: dict[str, Callable[[], object]] = {
         "forward + backward": step,
         "optimizer": lambda: actor.optimizer.step(loss=0.0),
@@ -280,7 +281,7 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
         def step() -> None:
             actor.packed = remove_padding
             outputs = actor.accumulate_gradients(batch, micro_batches, weights, cross_entropy)
-            losses[name] = sum(float(out.loss) for out in outputs)
+            losses[name] = sum(float(out.loss) for one in outputs for out in one.losses)
 
         return step
 

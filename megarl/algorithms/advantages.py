@@ -13,16 +13,29 @@ from megarl.types import Batch
 def compute_advantages(batch: Batch, config: Algorithm, kl_coef: float) -> Batch:
     """The batch with `advantages`: those of the scores, less the KL to the reference if that is in the reward.
 
-    A sequence without trained tokens (its response was not scored) has advantage 0.
+    A sequence without trained tokens (its response was not scored) has advantage 0. `token_rewards` are kept too.
 
     Args:
         kl_coef: weight of that KL; it is kept as `kl_in_reward`.
     """
     assert batch.rewards is not None
-    scores = batch.rewards
+    scores, batch = batch.rewards, with_token_rewards(batch)
     if config.use_kl_in_reward:
-        assert batch.old_logp is not None and batch.ref_logp is not None
-        kl = batch.sum_per_sequence(kl_estimate(batch.old_logp, batch.ref_logp, config.kl_penalty))
-        scores, batch = scores - kl_coef * kl, batch.with_(kl_in_reward=kl)
+        assert batch.old_logp is not None and batch.ref_logp is not None and batch.token_rewards is not None
+        per_token = torch.where(
+            batch.response_mask, kl_estimate(batch.old_logp, batch.ref_logp, config.kl_penalty), 0.0
+        )
+        kl = batch.sum_per_sequence(per_token)
+        batch = batch.with_(kl_in_reward=kl, token_rewards=batch.token_rewards - kl_coef * per_token)
+        scores = scores - kl_coef * kl
     estimated = ESTIMATORS.load(config.adv_estimator)(batch.with_(rewards=scores), config)
     return batch.with_(advantages=torch.where(batch.response_mask, estimated, 0.0))
+
+
+def with_token_rewards(batch: Batch) -> Batch:
+    """The batch with `token_rewards`: each score at its sequence's last trained token, 0 elsewhere."""
+    assert batch.rewards is not None
+    scored = batch.response_lengths > 0
+    rewards = torch.zeros(len(batch.tokens))
+    rewards[batch.last_trained[scored]] = batch.rewards[scored]
+    return batch.with_(token_rewards=rewards)

@@ -7,5 +7,4 @@ from megarl.algorithms.loss import LossInput, LossOutput
 
 def cross_entropy(x: LossInput) -> LossOutput:
     """Minus the log-probability of the tokens."""
-    x = x.weighted()
     return LossOutput(loss=-x.weights.dot(x.output))

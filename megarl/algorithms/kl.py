@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
+
+from megarl.config.schema import KlLoss, KlPenalty
 
 MAX_LOG_RATIO = 20.0
 """nats. The exponential of more overflows for a long sequence, and in a gradient 0 x infinity is NaN."""
-
-KlPenalty = Literal["k1", "abs", "k2", "k3"]
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: KlPenalty) -> Tensor:
@@ -27,6 +25,19 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, kind: KlPenalty) -> Tensor:
         return 0.5 * log_ratio.square()
     inverse = bounded(-log_ratio)
     return inverse.exp() - 1.0 - inverse
+
+
+def kl_loss(logp: Tensor, ref_logp: Tensor, kind: KlLoss) -> Tensor:
+    """The same as a loss, differentiable in `logp`.
+
+    On-policy the gradient of k2 is that of the KL, in expectation; that of k1 is 0, and that of k3 biased (Schulman, as
+    above; arXiv 2510.01555). `k1+` and `k3+` have the value of k1 and k3, and the gradient of k2.
+    """
+    if kind == "k1+" or kind == "k3+":
+        surrogate = kl_estimate(logp, ref_logp, "k2")
+        value = kl_estimate(logp.detach(), ref_logp, "k1" if kind == "k1+" else "k3")
+        return value + (surrogate - surrogate.detach())
+    return kl_estimate(logp, ref_logp, kind)
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

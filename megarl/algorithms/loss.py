@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from megarl.types import Batch
+
+Scope = Literal["token", "sequence", "pair"]
+"""What a loss must see at once: any of a mini-batch's tokens; whole sequences; or both responses of a pair, which are
+neighbours in the batch, the better one first."""
 
 Reduce = Literal["sum", "max", "first"]
 
@@ -29,30 +35,52 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInput:
-    """What a model's head computed for some of the tokens, or sequences, of a mini-batch.
+    """What a model's head computed for R of the trained tokens, or for S whole sequences, of a mini-batch.
+
+    Where a weight is 0, so is everything else: a token is rejected because its values are extreme, and 0 x infinity is
+    NaN, in a loss as in its gradient.
 
     Attributes:
-        output: float32 [R], differentiable: log-probabilities in nats of a language model's head, values of a value
-            head, scores (one per sequence) of a score head.
-        weights: float32 [R], their shares of the mini-batch's loss: the global denominator is in them.
+        output: float32, differentiable: [R] log-probabilities in nats of a language model's head, [R] values of a value
+            head, [S] scores of a score head.
+        weights: shape of the output, shares of the mini-batch's loss: the global denominator is in them.
         entropy: float32 [R], differentiable, nats; of a language model's head alone.
-        columns: float32 [R] each, the fields of `Batch` that the loss names.
+        columns: the fields of `Batch` that the loss names: float32 [R], or [S] for those with a value per sequence.
+        lengths: int64 [S], trained tokens per sequence; None if the loss has the scope of tokens.
     """
 
     output: Tensor
     weights: Tensor
     entropy: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    lengths: Tensor | None = None
+
+    @property
+    def old_logp(self) -> Tensor:
+        """[R], before the update; in the only update on a batch they are the log-probabilities themselves."""
+        old = self.columns.get("old_logp")
+        return self.output.detach() if old is None else old
+
+    def per_sequence(self, per_token: Tensor) -> Tensor:
+        """[R] -> [S], sums over the trained tokens of each sequence; differentiable, and always in the same order."""
+        assert self.lengths is not None, "only a loss with the scope of sequences sees whole ones"
+        return torch.segment_reduce(per_token, "sum", lengths=self.lengths, initial=0.0)
+
+    def sequence_weights(self) -> Tensor:
+        """[S], the shares of whole sequences."""
+        return self.per_sequence(self.weights)
+
+    def pairs(self, per_sequence: Tensor) -> tuple[Tensor, Tensor]:
+        """[S] -> those of the chosen and those of the rejected responses, [S / 2] each."""
+        chosen, rejected = per_sequence.view(-1, 2).unbind(1)
+        return chosen, rejected
 
     def weighted(self) -> LossInput:
-        """The same with 0 in place of every value of weight 0.
-
-        A token is rejected because its values are extreme, and 0 x infinity is NaN, in the loss as in its gradient.
-        """
+        """The same with 0 in place of every value of weight 0."""
         kept = self.weights != 0
 
         def only_kept(x: Tensor) -> Tensor:
-            return torch.where(kept, x, 0.0)
+            return torch.where(kept, x, 0.0) if x.shape == kept.shape else x
 
         return replace(
             self,
@@ -76,10 +104,48 @@ class LossOutput:
 
 
 Loss = Callable[[LossInput], LossOutput]
-"""May have an attribute `columns`, the names of the per-token fields of `Batch` that it reads; those that a batch has
-are in `LossInput.columns`."""
+"""May have these attributes:
+
+columns: names of the fields of `Batch` that it reads; those that a batch has are in `LossInput.columns`.
+scope: a `Scope`; "token" by default.
+prepare: (batch, sequences of the mini-batch) -> the batch with columns that depend on the whole mini-batch.
+"""
 
 
 def columns_of(loss: Loss) -> tuple[str, ...]:
     """The fields of `Batch` that a loss reads."""
     return tuple(getattr(loss, "columns", ()))
+
+
+def scope_of(loss: Loss) -> Scope:
+    """What a loss must see at once."""
+    scope: Scope = getattr(loss, "scope", "token")
+    return scope
+
+
+def prepared(loss: Loss, batch: Batch, sequences: Sequence[int]) -> Batch:
+    """The batch with what the loss wants to know of a whole mini-batch."""
+    prepare = getattr(loss, "prepare", None)
+    return prepare(batch, sequences) if prepare else batch
+
+
+class Sum:
+    """Several losses as one; metrics of the same name are those of the last."""
+
+    def __init__(self, *parts: Loss) -> None:
+        self.parts = parts
+        self.columns = tuple(dict.fromkeys(name for part in parts for name in columns_of(part)))
+        scopes: tuple[Scope, ...] = ("pair", "sequence", "token")
+        self.scope: Scope = next(scope for scope in scopes if scope in {scope_of(part) for part in parts})
+
+    def prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
+        for part in self.parts:
+            batch = prepared(part, batch, sequences)
+        return batch
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        outputs = [part(x) for part in self.parts]
+        metrics: dict[str, Metric] = {}
+        for out in outputs:
+            metrics |= out.metrics
+        return LossOutput(loss=sum((out.loss for out in outputs[1:]), start=outputs[0].loss), metrics=metrics)

@@ -1,4 +1,4 @@
-"""Names of advantage estimators and policy losses, and loading one from a user's file."""
+"""Names of advantage estimators and losses, and loading one from a user's file."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algorithms.loss import Loss
-    from megarl.config.schema import Actor, Algorithm
+    from megarl.config.schema import Actor, Algorithm, Preference
     from megarl.types import Batch
 
 ESTIMATORS: Registry[Callable[[Batch, Algorithm], Tensor]] = Registry(
-    "algorithm.adv_estimator", "function", lazy={"grpo": "megarl.algorithms.grpo:grpo"}
+    "algorithm.adv_estimator", "function", package="megarl.algorithms.estimators"
 )
-"""What `algorithm.adv_estimator` can name: (batch, the section `algorithm`) -> advantages, float32 [T].
-
-`Batch.rewards` are the scores, less the KL to the reference where that is in the reward. A sequence that was not scored
-has no trained tokens. Advantages at tokens that are not trained are ignored.
-"""
 
 LOSSES: Registry[Callable[[Actor], Loss]] = Registry(
-    "actor.policy_loss.loss_mode", "function", lazy={"vanilla": "megarl.algorithms.policy_loss:vanilla"}
+    "actor.policy_loss.loss_mode", "function", package="megarl.algorithms.losses"
 )
-"""What `actor.policy_loss.loss_mode` can name: the section `actor` -> the loss of a policy update."""
+
+PREFERENCES: Registry[Callable[[Preference], Loss]] = Registry(
+    "algorithm.preference.loss_mode", "function", package="megarl.algorithms.preferences"
+)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
+KlLoss = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Whole = Annotated[int, Field(le=2**31 - 1)]
 """Steps, tokens, seeds: what is counted in int32 somewhere, or would not come to its end in a lifetime."""
@@ -30,13 +32,28 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """Where prompts come from and how they are batched."""
+    """Where prompts and examples come from and how they are batched."""
 
+    format: Literal["auto", "prompts", "demonstrations", "preferences", "judged"] = Field(
+        "auto",
+        description="what a row is: a prompt to answer, a prompt or conversation with its answer, a chosen and a "
+        "rejected answer, or an answer with a label; auto is what trainer.flow reads",
+    )
     train_files: list[str] = Field(default_factory=list, description="jsonl or parquet files, globs allowed")
     val_files: list[str] = Field(default_factory=list, description="held-out files for validation, globs allowed")
     prompt_key: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer")
-    train_batch_size: Size = Field(64, ge=1, description="prompts per step, over all ranks")
+    messages_key: str = Field(
+        "", description="demonstrations: column with conversations, of which every turn of the assistant is learnt"
+    )
+    chosen_key: str = Field("chosen", description="preferences: column with the better answer")
+    rejected_key: str = Field("rejected", description="preferences: column with the other answer")
+    margin_key: str = Field("", description="preferences: column with how much better the chosen answer is, a number")
+    label_key: str = Field("label", description="judged: column that says whether the answer is desirable")
+    train_batch_size: Size = Field(64, ge=1, description="prompts, examples or pairs per step, over all ranks")
+    gen_batch_size: Size | None = Field(
+        None, ge=1, description="prompts per draw with algorithm.filter_groups; default train_batch_size"
+    )
     max_prompt_length: Whole = Field(512, ge=1, description="tokens; longer prompts follow `truncation`")
     max_response_length: Whole = Field(512, ge=1, description="tokens generated at most")
     filter_overlong_prompts: bool = Field(False, description="drop prompts over max_prompt_length instead")
@@ -86,12 +103,45 @@ class RolloutCorrection(Section):
         return 1 / self.rollout_rs_threshold if lower is None else lower
 
 
+class FilterGroups(Section):
+    """Dynamic sampling: prompts whose responses all score the same teach nothing, and others are drawn (DAPO)."""
+
+    enable: bool = False
+    metric: Literal["acc", "score", "seq_reward"] = Field(
+        "acc", description="what must differ within a group: score >= 1, the score, or the score with its penalties"
+    )
+    max_num_gen_batches: Size = Field(
+        10, ge=1, description="draws per step at most; then the batch is filled up with groups that were left out"
+    )
+
+
+class Preference(Section):
+    """The loss on pairs of answers, or on answers with a label."""
+
+    loss_mode: NonEmpty = Field("dpo", description="a name of `megarl algorithms`, or path/to/file.py:function")
+    beta: float = Field(0.1, gt=0, description="weight of the log-ratio to the reference (ORPO: of the odds ratio)")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs that are the wrong way round")
+    length_normalization: bool = Field(False, description="log-probabilities of an answer are means over its tokens")
+    gamma: float = Field(0.5, ge=0, description="SimPO: margin, as a share of beta")
+    sft_coef: float = Field(0.0, ge=0, description="weight of the chosen answers' cross-entropy beside it")
+    desirable_weight: float = Field(1.0, gt=0, description="KTO: weight of desirable answers")
+    undesirable_weight: float = Field(1.0, gt=0, description="KTO: weight of the others")
+
+
 class Algorithm(Section):
     """How rewards become advantages."""
 
     adv_estimator: NonEmpty = Field(
-        "grpo", description="how advantages are estimated: grpo, or path/to/file.py:function"
+        "grpo",
+        description="how advantages are estimated: a name of `megarl algorithms`, or path/to/file.py:function",
     )
+    gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE: decay per token of what values are corrected by")
+    filter_groups: FilterGroups = FilterGroups()
+    overlong_filtering: bool = Field(
+        False, description="responses that were cut off at max_response_length are left out of the loss"
+    )
+    preference: Preference = Preference()
     norm_adv_by_std_in_grpo: bool = Field(
         True, description="divide by the group's standard deviation (false: Dr. GRPO)"
     )
@@ -168,32 +218,51 @@ class Megatron(Section):
 class PolicyLoss(Section):
     """The form of the policy update."""
 
-    loss_mode: NonEmpty = Field("vanilla", description="vanilla is PPO's clipped loss; or path/to/file.py:function")
+    loss_mode: NonEmpty = Field(
+        "vanilla", description="a name of `megarl algorithms`: vanilla is PPO's; or path/to/file.py:function"
+    )
+    tau_pos: float = Field(1.0, gt=0, description="SAPO: temperature of the soft gate for advantages above 0")
+    tau_neg: float = Field(1.05, gt=0, description="SAPO: the same for the others")
+    clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="clip_cov: share of tokens without gradient")
+    clip_cov_lb: float = Field(1.0, description="clip_cov: they are drawn among those whose covariance is above this")
+    clip_cov_ub: float = Field(5.0, description="clip_cov: and below this")
+    kl_cov_ratio: float = Field(0.0002, gt=0, le=1, description="kl_cov: share of tokens with a KL penalty")
+    ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of that penalty")
 
 
-class Actor(Section):
-    """The policy update."""
+class Batching(Section):
+    """How many tokens or sequences go through a model at once."""
 
-    optim: Optim = Optim()
-    ppo_mini_batch_size: Size = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
     ppo_micro_batch_size_per_gpu: Size = Field(
         8, ge=1, description="sequences per forward pass; not with dynamic sizes"
     )
     use_dynamic_bsz: bool = Field(True, description="fill each micro-batch up to a number of tokens instead")
     ppo_max_token_len_per_gpu: Whole = Field(16_384, ge=1, description="tokens per micro-batch with use_dynamic_bsz")
+
+
+class Actor(Batching):
+    """The policy update."""
+
+    optim: Optim = Optim()
+    ppo_mini_batch_size: Size = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
     ppo_epochs: Size = Field(1, ge=1, description="passes over each batch of rollouts")
     clip_ratio: float = Field(0.2, gt=0, description="PPO clip range, both sides unless set apart below")
     clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="lower side; default clip_ratio")
     clip_ratio_high: float | None = Field(None, gt=0, description="upper side; default clip_ratio (DAPO: clip-higher)")
     clip_ratio_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; off by default")
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        Field("token-mean", description="how token losses become one number")
-    )
+    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
     policy_loss: PolicyLoss = PolicyLoss()
     entropy_coeff: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add the KL to the reference model to the loss")
     kl_loss_coef: float = Field(0.001, ge=0)
-    kl_loss_type: KlPenalty = Field("k3", description="per-token estimator of that KL")
+    kl_loss_type: KlLoss = Field(
+        "k3", description="per-token estimator of that KL; k1+ and k3+ have their value and the gradient of k2"
+    )
+    fused_old_log_probs: bool = Field(
+        True,
+        description="with one optimizer step per batch, the log-probabilities before it are those of its own forward "
+        "pass, where nothing needs them sooner: a pass less",
+    )
     megatron: Megatron = Megatron()
 
     @property
@@ -290,13 +359,75 @@ class ActorRolloutRef(Section):
     reshard: Reshard = Reshard()
 
 
+# ------------------------------------------------------------------------------------------------- other models
+
+
+class OtherModel(Section):
+    """The weights of a model beside the policy."""
+
+    path: str = Field("", description="directory with a Hugging Face config.json and safetensors files")
+    tokenizer_path: str = Field("", description="tokenizer directory or SentencePiece .model file; default: path")
+    random_init: bool = Field(False, description="start from random weights instead of those in path")
+
+
+class CriticOptim(Optim):
+    """The same, with a default of its own."""
+
+    lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
+
+
+class Critic(Batching):
+    """The model that predicts returns, for an estimator that needs values. Of its Megatron keys those that are not set
+    are the actor's."""
+
+    model: OtherModel = Field(
+        OtherModel(),
+        description="path: a language model, or one with a single label; default: as the policy begins",
+    )
+    optim: CriticOptim = CriticOptim()
+    ppo_mini_batch_size: Size | None = Field(None, ge=1, description="prompts per optimizer step; default the actor's")
+    ppo_epochs: Size = Field(1, ge=1, description="passes over each batch of rollouts")
+    cliprange_value: float | None = Field(0.5, gt=0, description="values move no further in a step; null: any distance")
+    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
+    lam: float | None = Field(None, ge=0, le=1, description="decay of its returns; default algorithm.lam")
+    megatron: Megatron = Megatron()
+
+
+class RewardModel(Batching):
+    """A model that scores responses, for reward.name=model. Of its Megatron keys those that are not set are the
+    actor's."""
+
+    model: OtherModel = Field(OtherModel(), description="path: a sequence classifier with one label")
+    megatron: Megatron = Megatron()
+
+
+class Teacher(Batching):
+    """A frozen language model with the policy's vocabulary, for an estimator that needs one. Of its Megatron keys those
+    that are not set are the actor's."""
+
+    model: OtherModel = OtherModel()
+    megatron: Megatron = Megatron()
+
+
 # --------------------------------------------------------------------------------------------- reward, trainer
+
+
+class OverlongBuffer(Section):
+    """The soft penalty for long responses (DAPO, arXiv 2503.14476, eq. 13)."""
+
+    enable: bool = False
+    len: Whole = Field(0, ge=0, description="tokens before max_response_length over which the penalty grows")
+    penalty_factor: float = Field(1.0, ge=0, description="penalty at max_response_length")
 
 
 class Reward(Section):
     """How a response is scored."""
 
-    name: str = Field("exact_match", description="a registered verifier, or path/to/file.py:function")
+    name: str = Field(
+        "exact_match",
+        description="a registered verifier, path/to/file.py:function, or model for the scores of `reward_model`",
+    )
+    overlong_buffer: OverlongBuffer = OverlongBuffer()
     on_error: Literal["fail", "drop"] = Field(
         "fail",
         description="when scoring a response fails, takes too long or gives no finite number: fail ends the run, drop "
@@ -329,7 +460,8 @@ class Trainer(Section):
     total_epochs: Whole = Field(
         1, ge=1, description="passes over the training prompts, unless total_training_steps is set"
     )
-    total_training_steps: Whole | None = Field(None, ge=1, description="RL steps; overrides total_epochs")
+    total_training_steps: Whole | None = Field(None, ge=1, description="steps; overrides total_epochs")
+    critic_warmup: Whole = Field(0, ge=0, description="first steps in which only the critic is trained")
     save_freq: Whole = Field(-1, ge=-1, description="steps between checkpoints; -1 saves only at the end, 0 never")
     max_ckpt_to_keep: Whole | None = Field(None, ge=1, description="older checkpoints are deleted; default keeps all")
     test_freq: Whole = Field(-1, ge=-1, description="steps between validations; -1 validates only at the end, 0 never")
@@ -390,11 +522,32 @@ class Config(Section):
     data: Data = Data()
     algorithm: Algorithm = Algorithm()
     actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
+    critic: Critic = Critic()
+    reward_model: RewardModel = RewardModel()
+    teacher: Teacher = Teacher()
     reward: Reward = Reward()
     warmup: Warmup = Warmup()
     trainer: Trainer = Trainer()
     checkpoint: Checkpoint = Checkpoint()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_actor(cls, values: Any) -> Any:
+        """Megatron keys of another model that are not set are the actor's."""
+        if not isinstance(values, dict):
+            return values
+        actor = values.get("actor_rollout_ref") or {}
+        own = (actor.get("actor") or {}).get("megatron") if isinstance(actor, dict) else None
+        if not isinstance(own, dict):
+            return values
+        others = {}
+        for name in ("critic", "reward_model", "teacher"):
+            section = values.get(name, {})
+            if isinstance(section, dict) and isinstance(section.get("megatron", {}), dict):
+                others[name] = {**section, "megatron": {**own, **section.get("megatron", {})}}
+        return {**values, **others}
+
     @property
     def needs_reference(self) -> bool:
+        """Whether keys ask for a reference; an algorithm may need one too."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.loss import Loss, LossInput, LossOutput
+from megarl.algorithms.loss import Loss, LossInput, LossOutput, scope_of
 from megarl.models.logprobs import VocabShard, token_log_probs, token_loss
 from megarl.models.microbatch import MicroBatch
 
@@ -26,36 +26,61 @@ class Head(Protocol):
         """Without gradients: float32 [R], or [S]."""
         ...
 
-    def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, list[LossOutput]]:
-        """The micro-batch's loss to differentiate, and its parts."""
+    def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
+        """The micro-batch's loss to differentiate, and what is told of it; among its columns are the `weights`."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What a pass tells of a micro-batch.
+
+    Attributes:
+        losses: of one part of the micro-batch after the other; none of a pass without a loss.
+        outputs: what the head computed, float32 [R] or [S].
+        places: int64, where those belong in the batch: tokens or sequences; on the host.
+    """
+
+    losses: list[LossOutput]
+    outputs: Tensor
+    places: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class LMHead:
     """Log-probabilities of the trained tokens at the batch's temperature, vocabulary split over the TP ranks.
 
-    A loss is called for one chunk of the micro-batch after the other, so that logits never outlive a chunk.
+    A loss with the scope of tokens is called for one chunk of the micro-batch after the other, while the chunk's logits
+    are there. Any other sees all tokens of the micro-batch, and the logits are computed again in the backward pass.
     """
 
     per: ClassVar[Literal["token"]] = "token"
     shard: VocabShard
 
     def outputs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> Tensor:
-        states = _states(hidden, micro.predictors)
-        return token_log_probs(states, weight, micro.labels, self.shard, temperature=micro.temperature)[0]
+        return self._log_probs(hidden, weight, micro)[0]
 
-    def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, list[LossOutput]]:
-        parts: list[LossOutput] = []
+    def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
+        if scope_of(loss) != "token":
+            logp, entropy = self._log_probs(hidden, weight, micro)
+            return _whole(loss, micro, logp, micro.index, entropy)
+        losses: list[LossOutput] = []
+        outputs = torch.empty(len(micro.labels), dtype=torch.float32, device=hidden.device)
 
         def of_chunk(logp: Tensor, entropy: Tensor, part: slice) -> Tensor:
+            outputs[part] = logp.detach()
             values = {name: column[part] for name, column in micro.columns.items()}
-            parts.append(loss(LossInput(output=logp, entropy=entropy, weights=values.pop("weights"), columns=values)))
-            return parts[-1].loss
+            x = LossInput(output=logp, entropy=entropy, weights=values.pop("weights"), columns=values)
+            losses.append(loss(x.weighted()))
+            return losses[-1].loss
 
         states = _states(hidden, micro.predictors)
         total = token_loss(states, weight, micro.labels, self.shard, of_chunk, temperature=micro.temperature)
-        return total, parts
+        return total, Passed(losses=losses, outputs=outputs, places=micro.index)
+
+    def _log_probs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        states = _states(hidden, micro.predictors)
+        return token_log_probs(states, weight, micro.labels, self.shard, temperature=micro.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +98,19 @@ class ScalarHead:
         states = _states(hidden, micro.predictors if self.per == "token" else micro.last)
         return torch.nn.functional.linear(states.float(), weight.float()).squeeze(-1)
 
-    def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, list[LossOutput]]:
-        columns = dict(micro.columns)
-        output, weights = self.outputs(hidden, weight, micro), columns.pop("weights")
-        out = loss(LossInput(output=output, weights=weights, columns=columns))
-        return out.loss, [out]
+    def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
+        places = micro.index if self.per == "token" else micro.sequences
+        return _whole(loss, micro, self.outputs(hidden, weight, micro), places)
+
+
+def _whole(
+    loss: Loss, micro: MicroBatch, output: Tensor, places: Tensor, entropy: Tensor | None = None
+) -> tuple[Tensor, Passed]:
+    columns = {**micro.columns, **micro.sequence_columns}
+    weights = columns.pop("weights")
+    x = LossInput(output=output, entropy=entropy, weights=weights, columns=columns, lengths=micro.trained)
+    out = loss(x.weighted())
+    return out.loss, Passed(losses=[out], outputs=output.detach(), places=places)
 
 
 def _states(hidden: Tensor, positions: Tensor) -> Tensor:

@@ -169,7 +169,8 @@ class _TokenLogProbs(torch.autograd.Function):
         if grad_logp is None:
             grad_logp = torch.zeros_like(entropy)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(head.weight, dtype=torch.float32)
+        main_grad: Tensor | None = getattr(head.weight, "main_grad", None)
+        grad_weight = torch.zeros_like(head.weight, dtype=torch.float32) if main_grad is None else main_grad
         for part in head.parts(len(hidden), ctx.chunk_size):
             grad_logits = head.grad_logits_(
                 head.logits(hidden[part]),
@@ -183,6 +184,8 @@ class _TokenLogProbs(torch.autograd.Function):
             add_weight_gradient(grad_weight, grad_logits, hidden[part])
             del grad_logits  # or the next chunk's logits would be a second one
         head.all_reduce(grad_hidden, dist.ReduceOp.SUM)
+        if main_grad is not None:
+            return grad_hidden, None, _arrived(head.weight), None, None
         return grad_hidden, None, grad_weight.to(head.weight.dtype), None, None
 
 
@@ -224,11 +227,14 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         weight: Tensor = ctx.weight
-        if ctx.grad_weight is None:
-            # it has arrived; autograd and Megatron-Core's hooks still want a gradient: zeros that take no memory
-            grad_weight = weight.new_zeros(()).expand_as(weight)
-        else:
-            grad_weight = ctx.grad_weight.mul_(grad_loss).to(weight.dtype)
+        own: Tensor | None = ctx.grad_weight
+        grad_weight = _arrived(weight) if own is None else own.mul_(grad_loss).to(weight.dtype)
         grad_hidden = ctx.grad_hidden.mul_(grad_loss)
         ctx.grad_hidden = ctx.grad_weight = None
         return grad_hidden, None, grad_weight, None, None, None
+
+
+def _arrived(weight: Tensor) -> Tensor:
+    """The gradient of a weight whose `main_grad` has it already: autograd and Megatron-Core's hooks still want one, so
+    zeros that take no memory."""
+    return weight.new_zeros(()).expand_as(weight)

@@ -26,7 +26,9 @@ class MicroBatch:
         index: int64 [R], their places in `Batch.tokens`; on the host.
         last: int64 [S], positions in the flattened hidden states of each sequence's last token.
         sequences: int64 [S], their places in the batch; on the host.
-        columns: float32 [R] each, or [S] each, values of the batch at those places.
+        trained: int64 [S], trained tokens of each sequence.
+        columns: float32 [R] each, values of the batch at those tokens.
+        sequence_columns: float32 [S] each, values of the batch for those sequences.
         temperature: `Batch.temperature`.
     """
 
@@ -38,7 +40,9 @@ class MicroBatch:
     index: Tensor
     last: Tensor
     sequences: Tensor
+    trained: Tensor
     columns: Mapping[str, Tensor]
+    sequence_columns: Mapping[str, Tensor]
     temperature: float
 
 
@@ -50,7 +54,7 @@ def make_micro_batch(
     multiple_of: int,
     device: torch.device,
     columns: Mapping[str, Tensor] | None = None,
-    per_sequence: bool = False,
+    sequence_columns: Mapping[str, Tensor] | None = None,
 ) -> MicroBatch:
     """Collate some sequences of a batch.
 
@@ -60,14 +64,14 @@ def make_micro_batch(
         multiple_of: L is a multiple of this (sequence parallelism splits it over the tensor-parallel ranks).
         columns: float32 [T] each, on the host, of which the micro-batch gets the values of its trained tokens: the
             whole step's would not fit on the device.
-        per_sequence: columns are [N], and the micro-batch gets the values of its sequences.
+        sequence_columns: [N] each, of which it gets the values of its sequences.
     """
     starts = [int(batch.cu_seqlens[i]) for i in sequences]
     lengths = [int(batch.cu_seqlens[i + 1]) - s for i, s in zip(sequences, starts, strict=True)]
     source = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)] or [torch.arange(0)])
     positions = torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)])
-    trained = batch.response_mask[source]
-    index = source[trained]
+    is_trained = batch.response_mask[source]
+    index = source[is_trained]
     if packed:
         total = -(-max(1, sum(lengths)) // multiple_of) * multiple_of
         padding = total - sum(lengths)
@@ -87,16 +91,18 @@ def make_micro_batch(
     flat = (column - 1) * shape[0] + row
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
     which = torch.tensor(list(sequences), dtype=torch.int64)
-    places = which if per_sequence else index
+    trained = batch.response_lengths[which]
     return MicroBatch(
         tokens=upload(tokens, device),
         position_ids=upload(position_ids, device),
         packed=described,
-        predictors=upload(flat[trained], device),
+        predictors=upload(flat[is_trained], device),
         labels=upload(batch.tokens[index], device),
         index=index,
         last=upload(flat[ends] + shape[0], device),
         sequences=which,
-        columns={name: upload(values[places], device) for name, values in (columns or {}).items()},
+        trained=upload(trained, device),
+        columns={name: upload(values[index], device) for name, values in (columns or {}).items()},
+        sequence_columns={name: upload(values[which], device) for name, values in (sequence_columns or {}).items()},
         temperature=batch.temperature,
     )

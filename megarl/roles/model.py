@@ -18,7 +18,7 @@ from megarl.config.schema import Megatron, Model
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, fill
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
-from megarl.models.heads import Head, LMHead
+from megarl.models.heads import Head, LMHead, Passed
 from megarl.models.kernels import transformer_engine_available
 from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
@@ -119,15 +119,8 @@ class MegatronModel:
                 packing gives the same bits, so that the first ratio is exactly 1.
         """
         self.gather_parameters()
-        per_sequence = self.head.per == "sequence"
         with torch.no_grad():
-            collected = self._run(batch, micro_batches, None, {})
-        out = torch.zeros(len(batch) if per_sequence else len(batch.tokens))
-        if self._reports and collected:
-            places, values = zip(*collected, strict=True)
-            out[torch.cat(places)] = torch.cat(values).cpu()
-        dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
-        return out
+            return self._gathered(batch, self._run(batch, micro_batches, None, {}, {}))
 
     def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
         """All of the model as Megatron-Core's sharded state dict, to save or to load into.
@@ -171,22 +164,30 @@ class MegatronModel:
         del train
         return list(self.chunks)
 
+    def _gathered(self, batch: Batch, trained: Sequence[Passed]) -> Tensor:
+        """Outputs of this rank's micro-batches -> those of the batch, on every rank: float32 [T], or [N]."""
+        out = torch.zeros(len(batch) if self.head.per == "sequence" else len(batch.tokens))
+        if self._reports and trained:
+            out[torch.cat([one.places for one in trained])] = torch.cat([one.outputs for one in trained]).cpu()
+        dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
+        return out
+
     def _run(
         self,
         batch: Batch,
         micro_batches: Sequence[Sequence[int]],
         loss: Loss | None,
         columns: Mapping[str, Tensor],
-    ) -> list[Any]:
+        sequence_columns: Mapping[str, Tensor],
+    ) -> list[Passed]:
         """Megatron-Core's 1F1B (or interleaved) schedule over micro-batches.
 
         Args:
             loss: what is differentiated; None is a forward pass.
-            columns: see `make_micro_batch`.
+            columns, sequence_columns: see `make_micro_batch`.
 
         Returns:
-            in order, of a forward pass (places in the batch, outputs) of each micro-batch, of a training pass its loss'
-            outputs; empty on the other stages.
+            what there is to tell of each micro-batch, in order; empty on the other stages.
         """
         train = loss is not None
         pad = self.groups.train.tp if self.transformer_config.sequence_parallel else 1
@@ -198,7 +199,7 @@ class MegatronModel:
                 multiple_of=pad,
                 device=self.groups.device,
                 columns=columns,
-                per_sequence=self.head.per == "sequence",
+                sequence_columns=sequence_columns,
             )
             for sequences in micro_batches
         ]
@@ -221,7 +222,7 @@ class MegatronModel:
             p2p_communicator=P2PCommunicator(self.groups.pgs.pp, self.transformer_config),
             pg_collection=self.groups.pgs,
         )
-        return [of_chunk for of_micro_batch in collected for of_chunk in of_micro_batch] if train else collected
+        return list(collected)
 
     def _forward_step(
         self, loss: Loss | None, inputs: Iterator[MicroBatch], model: Any
@@ -234,10 +235,10 @@ class MegatronModel:
             if loss is None:
                 assert non_loss_data
                 places = micro.sequences if self.head.per == "sequence" else micro.index
-                return places, self.head.outputs(hidden, weight, micro)
-            total, parts = self.head.loss(hidden, weight, micro, loss)
+                return Passed(losses=[], outputs=self.head.outputs(hidden, weight, micro), places=places)
+            total, trained = self.head.loss(hidden, weight, micro, loss)
             # the weights carry the denominator, so the number of tokens plays no part
-            return total, torch.zeros((), dtype=torch.int, device=total.device), parts
+            return total, torch.zeros((), dtype=torch.int, device=total.device), trained
 
         return hidden, finish
 

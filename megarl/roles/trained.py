@@ -14,17 +14,18 @@ from megatron.core.distributed import (
 from torch import Tensor
 
 from megarl.algorithms.aggregation import token_weights
-from megarl.algorithms.loss import Loss, LossOutput, Metric, Reduce, columns_of
-from megarl.config.schema import Megatron, Model, Optim
+from megarl.algorithms.loss import Loss, LossOutput, Metric, Reduce, columns_of, prepared, scope_of
+from megarl.config.schema import LossAggMode, Megatron, Model, Optim
 from megarl.data.packing import MiniBatch
 from megarl.models.architecture import Architecture
+from megarl.models.heads import Passed
 from megarl.models.kernels import layer_kernels
 from megarl.parallel.groups import Groups
 from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Resident
 from megarl.phases import Item
 from megarl.roles.model import MegatronModel
 from megarl.roles.optimizer import MegatronOptimizer
-from megarl.types import Batch
+from megarl.types import PER_SEQUENCE, Batch
 
 
 class TrainedModel(MegatronModel):
@@ -104,34 +105,54 @@ class TrainedModel(MegatronModel):
         Args:
             loss: what is minimised. It sees the fields of the batch that it names in `columns`.
             weights: float32, of the head's outputs in the loss, with the global denominator: [T] for one per token, [N]
-                for one per sequence. None: the mean over the mini-batch.
+                for one per sequence. None: the mean over the mini-batch's tokens, or over its sequences if the loss
+                sees whole ones.
 
         Returns:
             the metrics of the whole mini-batch, on every rank. `skipped` is 1 if its loss or its gradient was not
             finite, and nothing changed.
         """
+        return self._update(batch, mini_batch, loss, weights)[0]
+
+    def update_with_outputs(
+        self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None = None
+    ) -> tuple[dict[str, Metric], Tensor]:
+        """The same, and what `forward` would have given for the mini-batch before it: the update computes it anyway."""
+        metrics, passed = self._update(batch, mini_batch, loss, weights)
+        return metrics, self._gathered(batch, passed)
+
+    def _update(
+        self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None
+    ) -> tuple[dict[str, Metric], list[Passed]]:
         if weights is None:
-            weights = self._mean_over(batch, mini_batch.sequences)
-        outputs = self.accumulate_gradients(batch, mini_batch.micro_batches, weights, loss)
-        metrics = {"loss": Metric(value=0.0), **self._reduce(outputs if self._reports else [])}
+            weights = self._mean_over(batch, mini_batch.sequences, loss)
+        batch = prepared(loss, batch, mini_batch.sequences)
+        passed = self.accumulate_gradients(batch, mini_batch.micro_batches, weights, loss)
+        losses = [out for one in passed for out in one.losses] if self._reports else []
+        metrics = {"loss": Metric(value=0.0), **self._reduce(losses)}
         grad_norm, stepped = self.optimizer.step(loss=float(metrics["loss"].value))
         self.skipped.append(not stepped)
         metrics["grad_norm"] = Metric(value=grad_norm)
         metrics["lr"] = Metric(value=self.optimizer.lr)
         metrics["skipped"] = Metric(value=float(not stepped))
-        return metrics
+        return metrics, passed
 
     def accumulate_gradients(
         self, batch: Batch, micro_batches: Sequence[Sequence[int]], weights: Tensor, loss: Loss
-    ) -> list[LossOutput]:
+    ) -> list[Passed]:
         """The gradient of a mini-batch, reduced over data-parallel ranks; `update` without the optimizer's step."""
         for memory in self.memory[Item.WEIGHTS]:
             memory.restore()
         self._gradients.restore()
         self.optimizer.zero_grad()
-        columns = {name: getattr(batch, name) for name in columns_of(loss)}
-        present = {name: column for name, column in columns.items() if column is not None}
-        return self._run(batch, micro_batches, loss, {"weights": weights, **present})
+        columns: dict[str, Tensor] = {}
+        sequence_columns: dict[str, Tensor] = {}
+        (sequence_columns if self.head.per == "sequence" else columns)["weights"] = weights
+        for name in columns_of(loss):
+            column = getattr(batch, name)
+            if column is not None:
+                (sequence_columns if name in PER_SEQUENCE else columns)[name] = column
+        return self._run(batch, micro_batches, loss, columns, sequence_columns)
 
     def gather_parameters(self) -> None:
         """See `MegatronModel.gather_parameters`; ends what `overlap_param_gather` left to the next training pass.
@@ -163,9 +184,10 @@ class TrainedModel(MegatronModel):
     def _pass_chunks(self, *, train: bool) -> list[Any]:
         return list(self.ddp) if train else list(self.chunks)
 
-    def _mean_over(self, batch: Batch, sequences: Sequence[int]) -> Tensor:
+    def _mean_over(self, batch: Batch, sequences: Sequence[int], loss: Loss) -> Tensor:
         if self.head.per == "token":
-            return token_weights(batch, sequences)
+            mode: LossAggMode = "token-mean" if scope_of(loss) == "token" else "seq-mean-token-mean"
+            return token_weights(batch, sequences, mode)
         weights = torch.zeros(len(batch))
         weights[list(sequences)] = 1.0 / max(1, len(sequences))
         return weights

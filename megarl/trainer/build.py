@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.algorithms.loss import Loss
+from megarl.algorithms.loss import Loss, Sum
 from megarl.algorithms.registry import LOSSES
+from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
@@ -57,7 +58,14 @@ def prompt_sampler(inputs: Inputs) -> PromptSampler:
     return PromptSampler(len(inputs.train_prompts), data.train_batch_size, data.shuffle, data.seed, allow=allow)
 
 
-def policy_loss(config: Config) -> Loss:
-    """The loss that the configuration asks for."""
+def policy_loss(config: Config, *, reference: bool | None = None) -> Loss:
+    """The loss that the configuration asks for, with entropy, and the KL to a reference where there is one.
+
+    Args:
+        reference: whether `Batch.ref_logp` will be there; None: as the keys ask for one.
+    """
     actor = config.actor_rollout_ref.actor
-    return LOSSES.load(actor.policy_loss.loss_mode)(actor)
+    parts: list[Loss] = [LOSSES.load(actor.policy_loss.loss_mode)(actor), Entropy(coeff=actor.entropy_coeff)]
+    if config.needs_reference if reference is None else reference:
+        parts.append(KlToReference(coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0, kind=actor.kl_loss_type))
+    return Sum(*parts)

@@ -24,8 +24,6 @@ def identity_of(inputs: Inputs) -> Identity:
     """The parts that `trainer.resume_allow` names. Where files lie is no part of it, what they hold is."""
     config, roles = inputs.config, inputs.config.actor_rollout_ref
     data, actor, rollout = config.data, roles.actor, roles.rollout
-    loss = ("clip_low", "clip_high", "clip_ratio_c", "loss_agg_mode", "entropy_coeff", "use_kl_loss")
-    kl_loss = ("kl_loss_coef", "kl_loss_type") if actor.use_kl_loss else ()
     identity: Identity = {
         "model": {**asdict(inputs.arch), "dtype": roles.model.dtype},
         "tokenizer": {"files": tokenizer_digest(roles.model.tokenizer_path or roles.model.path)},
@@ -40,8 +38,7 @@ def identity_of(inputs: Inputs) -> Identity:
             "rollout.n": rollout.n,
         },
         "algorithm": {
-            **_flat(config.algorithm.model_dump(), "algorithm."),
-            **{f"actor.{key}": getattr(actor, key) for key in (*loss, *kl_loss)},
+            **_algorithm(config),
             **{f"rollout.{key}": getattr(rollout, key) for key in ("temperature", "top_p", "top_k")},
             "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
             "rollout.stop": sorted(rollout.stop),
@@ -50,10 +47,12 @@ def identity_of(inputs: Inputs) -> Identity:
         "roles": {"reference": config.needs_reference},
         "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
     }
-    mode = actor.policy_loss.loss_mode
-    if mode != "vanilla":  # before there were others, checkpoints recorded none
-        identity["algorithm"]["actor.policy_loss.loss_mode"] = mode
-    for key, value in (("estimator file", config.algorithm.adv_estimator), ("loss file", mode)):
+    files = {
+        "estimator file": config.algorithm.adv_estimator,
+        "loss file": actor.policy_loss.loss_mode,
+        "preference file": config.algorithm.preference.loss_mode,
+    }
+    for key, value in files.items():
         if code := file_digest(value.rpartition(":")[0]):
             identity["algorithm"][key] = code
     if config.warmup.total_training_steps:
@@ -77,12 +76,32 @@ def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()
 
 
 def _as_recorded_now(recorded: Identity) -> Identity:
-    """An architecture once said only whether its output layer is the embedding."""
+    """Keys that did not exist then had their defaults; an architecture once said only whether its output layer is the
+    embedding."""
+    recorded = dict(recorded)
+    if "algorithm" in recorded:
+        recorded["algorithm"] = {**_algorithm(Config()), **recorded["algorithm"]}
     model = dict(recorded.get("model", {}))
-    if "tie_word_embeddings" not in model:
-        return recorded
-    output = "tied" if model.pop("tie_word_embeddings") else "lm"
-    return {**recorded, "model": {**model, "output": output}}
+    if "tie_word_embeddings" in model:
+        output = "tied" if model.pop("tie_word_embeddings") else "lm"
+        recorded["model"] = {**model, "output": output}
+    return recorded
+
+
+def _algorithm(config: Config) -> dict[str, Any]:
+    """What decides on advantages and loss."""
+    actor = config.actor_rollout_ref.actor
+    loss = ("clip_low", "clip_high", "clip_ratio_c", "loss_agg_mode", "entropy_coeff", "use_kl_loss")
+    kl_loss = ("kl_loss_coef", "kl_loss_type") if actor.use_kl_loss else ()
+    values = {
+        **_flat(config.algorithm.model_dump(), "algorithm."),
+        **{f"actor.{key}": getattr(actor, key) for key in (*loss, *kl_loss)},
+        **_flat(actor.policy_loss.model_dump(), "actor.policy_loss."),
+        **_flat(config.reward.overlong_buffer.model_dump(), "reward.overlong_buffer."),
+        "trainer.critic_warmup": config.trainer.critic_warmup,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
 
 
 def configuration_digest(config: Config) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.algorithms.declaration import Needs, about
 from megarl.config.schema import Algorithm
 from megarl.types import Batch
 
 
+@about("GRPO, arXiv 2402.03300, section 4.1.2", keys=["algorithm.norm_adv_by_std_in_grpo"], needs=Needs(samples=2))
 def grpo(batch: Batch, config: Algorithm) -> Tensor:
     """`group_advantages` of the scored sequences, at each of their tokens; float32 [T]."""
     assert batch.rewards is not None

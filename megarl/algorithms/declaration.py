@@ -1,0 +1,82 @@
+"""What an algorithm says of itself: its source, the keys that it reads, and what a run must have for it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run must compute before the advantages or the loss are.
+
+    Attributes:
+        reference: log-probabilities of a frozen copy of the policy, `Batch.ref_logp`.
+        critic: values of a critic, `Batch.values`.
+        teacher: log-probabilities of a teacher, `Batch.teacher_logp`.
+        greedy: scores of the greedy responses, `Batch.greedy_rewards`.
+        old_logp: `Batch.old_logp` before the update begins. A loss that takes the ratio to them alone does not need
+            them: in the only update on a batch the ratio is 1.
+        samples: responses per prompt, at least.
+    """
+
+    reference: bool = False
+    critic: bool = False
+    teacher: bool = False
+    greedy: bool = False
+    old_logp: bool = False
+    samples: int = 1
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            reference=self.reference or other.reference,
+            critic=self.critic or other.critic,
+            teacher=self.teacher or other.teacher,
+            greedy=self.greedy or other.greedy,
+            old_logp=self.old_logp or other.old_logp,
+            samples=max(self.samples, other.samples),
+        )
+
+    def words(self) -> list[str]:
+        """For people: ["reference", "2 samples per prompt"]."""
+        named = {
+            "reference": self.reference,
+            "critic": self.critic,
+            "teacher": self.teacher,
+            "greedy responses": self.greedy,
+            f"{self.samples} samples per prompt": self.samples > 1,
+        }
+        return [name for name, needed in named.items() if needed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The declaration of an algorithm.
+
+    Attributes:
+        paper: where it comes from.
+        keys: configuration keys that it reads.
+    """
+
+    paper: str = ""
+    keys: tuple[str, ...] = ()
+    needs: Needs = Needs()
+
+
+def about(paper: str, *, keys: Sequence[str] = (), needs: Needs | None = None) -> Callable[[T], T]:
+    """Decorator: declares a function or class, for checks before a run and for `megarl algorithms`."""
+
+    def declare(thing: T) -> T:
+        thing.about = About(paper=paper, keys=tuple(keys), needs=needs or Needs())  # type: ignore[attr-defined]
+        return thing
+
+    return declare
+
+
+def about_of(thing: Any) -> About:
+    """The declaration; an empty one where there is none."""
+    declared = getattr(thing, "about", None)
+    return declared if isinstance(declared, About) else About()
