@@ -64,7 +64,7 @@ class LossInput:
     def per_sequence(self, per_token: Tensor) -> Tensor:
         """[R] -> [S], sums over the trained tokens of each sequence; differentiable, and always in the same order."""
         assert self.lengths is not None, "only a loss with the scope of sequences sees whole ones"
-        return torch.segment_reduce(per_token, "sum", lengths=self.lengths, initial=0.0)
+        return torch.segment_reduce(per_token, "sum", lengths=self.lengths, initial=0.0, unsafe=True)
 
     def sequence_weights(self) -> Tensor:
         """[S], the shares of whole sequences."""
