@@ -184,6 +184,26 @@ class Rollouts:
     temperature: float = 1.0
     rewards: Sequence[float | None] = field(default=())
 
+    def of_prompts(self, which: Sequence[int]) -> Rollouts:
+        """Those of some prompts, by place, with all their samples."""
+        samples = [i * self.n + j for i in which for j in range(self.n)]
+        return replace(
+            self,
+            prompts=tuple(self.prompts[i] for i in which),
+            completions=tuple(self.completions[i] for i in samples),
+            rewards=tuple(self.rewards[i] for i in samples) if self.rewards else (),
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Rollouts]) -> Rollouts:
+        """One after the other; of equal n and temperature."""
+        return replace(
+            parts[0],
+            prompts=tuple(prompt for part in parts for prompt in part.prompts),
+            completions=tuple(completion for part in parts for completion in part.completions),
+            rewards=tuple(reward for part in parts for reward in part.rewards),
+        )
+
     def prompt_of(self, sample: int) -> Prompt:
         return self.prompts[sample // self.n]
 

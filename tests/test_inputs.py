@@ -112,7 +112,7 @@ FIELD = "actor_rollout_ref.actor.megatron.override_transformer_config"
         (
             [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k1"],
             "actor.kl_loss_type=k1 regularises nothing: the expected gradient of a loss with k1 is zero on-policy; use "
-            "k2 or k3",
+            "k2, k3, or k1+, which has its value and the gradient of k2",
         ),
         (
             ["trainer.test_freq=1", "data.val_files=[]"],

@@ -77,6 +77,6 @@ def about(paper: str, *, keys: Sequence[str] = (), needs: Needs | None = None) -
 
 
 def about_of(thing: Any) -> About:
-    """The declaration; an empty one where there is none."""
+    """The declaration. What declares nothing may read whatever a run without other models has."""
     declared = getattr(thing, "about", None)
-    return declared if isinstance(declared, About) else About()
+    return declared if isinstance(declared, About) else About(needs=Needs(old_logp=True))

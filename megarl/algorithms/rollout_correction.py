@@ -22,7 +22,7 @@ def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
     Unchanged if no correction is asked for. The ratio is p_train / p_rollout of each sampled token; of a sequence,
     their product (`sequence`) or geometric mean (`geometric`).
     """
-    if config.rollout_is is None and config.rollout_rs is None and config.rollout_token_veto_threshold is None:
+    if not config.corrects:
         return batch
     log_ratio = log_ratios(batch)
     weights = batch.response_mask.float()
@@ -37,6 +37,13 @@ def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
         sequences = batch.sum_per_sequence(vetoed.float()) > 0
         weights = weights * ~sequences[batch.sequence_of_token]
     return batch.with_(importance=weights)
+
+
+def without_truncated(batch: Batch) -> Batch:
+    """The batch with weight 0 for the tokens of responses that were cut off (DAPO, arXiv 2503.14476, section 3.4)."""
+    assert batch.truncated is not None
+    weights = batch.response_mask.float() if batch.importance is None else batch.importance
+    return batch.with_(importance=torch.where(batch.truncated[batch.sequence_of_token], 0.0, weights))
 
 
 def log_ratios(batch: Batch) -> Tensor:

@@ -98,6 +98,11 @@ class RolloutCorrection(Section):
     )
 
     @property
+    def corrects(self) -> bool:
+        """Whether anything is corrected."""
+        return (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold) != (None, None, None)
+
+    @property
     def rs_lower(self) -> float:
         lower = self.rollout_rs_threshold_lower
         return 1 / self.rollout_rs_threshold if lower is None else lower

@@ -1,4 +1,4 @@
-"""The PPO family: generate, score, log-probabilities, advantages, update; a supervised warm-up may come before."""
+"""The PPO family: generate, score, log-probabilities, values, advantages, updates; supervised warm-up before it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,37 @@ from functools import partial
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.kl import AdaptiveKlController
-from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics
+from megarl.algorithms.loss import Loss
+from megarl.algorithms.returns import explained_variance, value_targets
+from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics, without_truncated
+from megarl.algorithms.value_loss import ValueLoss
 from megarl.flows.sft import sft
 from megarl.phases import Phase
-from megarl.trainer.build import build_actor, build_reference, policy_loss, prompt_sampler
-from megarl.trainer.engine_check import check_gap
+from megarl.roles.actor import Actor
+from megarl.roles.critic import Critic
+from megarl.trainer.build import (
+    build_actor,
+    build_critic,
+    build_reference,
+    build_teacher,
+    policy_loss,
+    prompt_sampler,
+)
+from megarl.trainer.engine_check import check_finite, check_gap
 from megarl.trainer.evaluate import evaluate
-from megarl.trainer.first_step import remarks_on
-from megarl.trainer.scoring import score
+from megarl.trainer.experience import collect
+from megarl.trainer.judging import scorer
+from megarl.trainer.micro_batches import StepPlan
+from megarl.trainer.needs import needs_of, one_forward_pass
 from megarl.trainer.session import Run
-from megarl.trainer.step_metrics import response_metrics, reward_metrics
-from megarl.types import Rollouts
+from megarl.types import Batch
 
 
 def flow(run: Run) -> None:
     """PPO's loop (arXiv 1707.06347, algorithm 1) with the configuration's advantages and loss."""
     inputs, config = run.inputs, run.config
-    data, roles, warmup = config.data, config.actor_rollout_ref, config.warmup
-    warming, control = warmup.total_training_steps, config.algorithm.kl_ctrl
-    loss, sampling = policy_loss(config), inputs.sampling(validation=False)
-    mini_batch_size = roles.actor.ppo_mini_batch_size * roles.rollout.n
+    roles, warmup, algorithm = config.actor_rollout_ref, config.warmup, config.algorithm
+    needs, warming = needs_of(config), warmup.total_training_steps
 
     optim, span = (warmup.optim, warming) if warming else (roles.actor.optim, inputs.optimizer_steps)
     actor = run.add("actor", build_actor(inputs, run.groups, optim=optim, total_steps=span, empty=run.resumes))
@@ -34,38 +45,52 @@ def flow(run: Run) -> None:
     sft(run, actor, "warmup", total=warming, batch_size=warmup.train_batch_size, before=-warming - 1)
     if warming:
         actor.restart_optimizer(roles.actor.optim, inputs.optimizer_steps)
-    reference = run.add("reference", build_reference(config, actor)) if config.needs_reference else None
+    reference = run.add("reference", build_reference(config, actor)) if needs.reference else None
+    critic = run.add("critic", build_critic(run, actor)) if needs.critic else None
+    teacher = run.add("teacher", build_teacher(run)) if needs.teacher else None
+    score, loss = scorer(run), policy_loss(config, reference=needs.reference)
+    control = algorithm.kl_ctrl
     kl = run.add("kl_coef", AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon))
     sampler = run.add("sampler", prompt_sampler(inputs))
-    held_out = partial(evaluate, run, generation) if inputs.val_prompts else None
+    held_out = partial(evaluate, run, generation, score) if inputs.val_prompts else None
 
     for step in run.steps("rl", inputs.total_steps, before=0, validate=held_out):
-        with generation.phase(verify=run.checks_agreement):
-            prompts = [inputs.train_prompts[i] for i in sampler.next()]
-            rollouts = generation.rollouts(prompts, roles.rollout.n, sampling, seed=data.seed, round_=step)
-        with run.phase(Phase.REWARD):
-            rollouts = score(rollouts, inputs, run.groups, run.report.say)
-        _show(run, rollouts)
-
-        batch = rollouts.to_batch()
-        plan = run.plan(batch, mini_batch_size)
-        with run.phase(Phase.LOG_PROBS):
-            batch = batch.with_(old_logp=actor.log_probs(batch, plan.micro_batches))
-        check_gap(batch, config, step)
+        batch = collect(run, generation, sampler, score, greedy=needs.greedy)
+        check_finite(batch, config, step)
+        plan = run.plan(batch, roles.actor.ppo_mini_batch_size * roles.rollout.n)
+        trains = step > config.trainer.critic_warmup
+        at_once = trains and one_forward_pass(config, needs)
+        if not at_once:
+            with run.phase(Phase.LOG_PROBS):
+                batch = batch.with_(old_logp=actor.log_probs(batch, plan.micro_batches))
+            check_gap(batch, config, step)
         if reference is not None:
             with run.phase(Phase.REF):
                 batch = batch.with_(ref_logp=reference.log_probs(batch, plan.micro_batches))
-        batch = correct_rollouts(batch, config.algorithm.rollout_correction)
-        batch = compute_advantages(batch, config.algorithm, kl.coefficient)
+        if teacher is not None:
+            with run.phase(Phase.TEACHER):
+                theirs = run.plan(batch, model=teacher, batching=config.teacher)
+                batch = batch.with_(teacher_logp=teacher.log_probs(batch, theirs.micro_batches))
+        if critic is not None:
+            with run.phase(Phase.VALUES):
+                theirs = run.plan(batch, model=critic, batching=config.critic)
+                batch = batch.with_(values=critic.values(batch, theirs.micro_batches))
+        batch = correct_rollouts(batch, algorithm.rollout_correction)
+        batch = compute_advantages(batch, algorithm, kl.coefficient)
         run.check_agreement(batch)
-        run.log("rollout", gap_metrics(batch))
-        run.log("", {"tokens": float(len(batch.tokens))})
 
-        with run.phase(Phase.UPDATE):
-            for mini_batch in plan.mini_batches * roles.actor.ppo_epochs:
-                mode = roles.actor.loss_agg_mode
-                weights = token_weights(batch, mini_batch.sequences, mode, data.max_response_length)
-                run.log("actor", actor.update(batch, mini_batch, loss, weights))
+        if critic is not None:
+            with run.phase(Phase.UPDATE_CRITIC):
+                update_critic(run, critic, batch)
+        if trains:
+            with run.phase(Phase.UPDATE):
+                batch = update_actor(run, actor, batch, plan, loss, at_once=at_once)
+        if at_once:
+            check_gap(batch, config, step)
+        run.log("rollout", gap_metrics(batch))
+        if batch.old_logp is not None and batch.teacher_logp is not None:
+            gap = (batch.old_logp - batch.teacher_logp)[batch.response_mask]
+            run.log("teacher", {"kl": float(gap.mean())})
         if batch.kl_in_reward is not None:
             scored = batch.kl_in_reward[batch.response_lengths > 0]
             run.log("reward", {"kl": float(scored.mean())})
@@ -73,11 +98,37 @@ def flow(run: Run) -> None:
                 kl.update(float(scored.mean()), len(scored))
 
 
-def _show(run: Run, rollouts: Rollouts) -> None:
-    """What people look at of a step's rollouts."""
-    run.report.samples(run.position.step, rollouts)
-    run.log("reward", reward_metrics(rollouts))
-    run.log("response", response_metrics(rollouts))
-    if run.is_first_step:
-        for remark in remarks_on(rollouts, run.inputs):
-            run.report.warn(f"step {run.position.step}: {remark}")
+def update_actor(run: Run, actor: Actor, batch: Batch, plan: StepPlan, loss: Loss, *, at_once: bool) -> Batch:
+    """The optimizer steps of a batch.
+
+    Args:
+        at_once: there is one of them, whose forward pass gives `old_logp`.
+
+    Returns:
+        the batch with `old_logp`.
+    """
+    settings, longest = run.config.actor_rollout_ref.actor, run.config.data.max_response_length
+    trained = without_truncated(batch) if run.config.algorithm.overlong_filtering else batch
+    for mini_batch in plan.mini_batches * settings.ppo_epochs:
+        weights = token_weights(trained, mini_batch.sequences, settings.loss_agg_mode, longest)
+        if at_once:
+            metrics, logp = actor.update_with_outputs(batch, mini_batch, loss, weights)
+            batch = batch.with_(old_logp=logp)
+        else:
+            metrics = actor.update(batch, mini_batch, loss, weights)
+        run.log("actor", metrics)
+    return batch
+
+
+def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
+    """The critic's optimizer steps towards the batch's returns."""
+    config, settings = run.config, run.config.critic
+    lam = config.algorithm.lam if settings.lam is None else settings.lam
+    batch = batch.with_(returns=value_targets(batch, gamma=config.algorithm.gamma, lam=lam))
+    run.log("critic", {"explained_variance": explained_variance(batch)})
+    size = settings.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    plan = run.plan(batch, size * config.actor_rollout_ref.rollout.n, model=critic, batching=settings)
+    loss = ValueLoss(cliprange=settings.cliprange_value)
+    for mini_batch in plan.mini_batches * settings.ppo_epochs:
+        weights = token_weights(batch, mini_batch.sequences, settings.loss_agg_mode, config.data.max_response_length)
+        run.log("critic", critic.update(batch, mini_batch, loss, weights))

@@ -100,15 +100,15 @@ class Generation:
                 weights.prefetch()
 
     def rollouts(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int, draw: int = 0
     ) -> Rollouts:
         """`n` completions of each prompt, on every rank; only inside `phase`.
 
         Args:
-            seed, round_: with the prompt's index and the sample's number they make each completion's seed.
+            seed, round_, draw: with the prompt's index and the sample's number they make each completion's seed.
         """
         with self._timers(Phase.GENERATE):
-            return generate_rollouts(self.engine, self._groups, prompts, n, params, seed=seed, round_=round_)
+            return generate_rollouts(self.engine, self._groups, prompts, n, params, seed=seed, round_=round_, draw=draw)
 
     def close(self) -> None:
         """Give the engine's memory and process groups back; while the world still stands."""

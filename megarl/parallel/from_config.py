@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from megarl.config import Config
+from megarl.config.schema import Megatron
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
 
-def train_layout(config: Config) -> TrainLayout:
-    """The training layout that the configuration asks for; raises ValueError if the ranks cannot be split that way."""
-    megatron = config.actor_rollout_ref.actor.megatron
+def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayout:
+    """The training layout of the actor, or of the model with other Megatron keys.
+
+    Raises:
+        ValueError: the ranks cannot be split that way.
+    """
+    megatron = megatron or config.actor_rollout_ref.actor.megatron
     return TrainLayout(
         world_size=config.trainer.world_size,
         tp=megatron.tensor_model_parallel_size,

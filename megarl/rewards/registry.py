@@ -8,6 +8,9 @@ from typing import Any
 
 from megarl.registry import Registry
 
+BY_MODEL = "model"
+"""The value of `reward.name` that leaves scoring to a reward model."""
+
 RewardFunction = Callable[[str, Mapping[str, Any]], float]
 """(decoded response, the prompt's row) -> score. The row holds the reference answer under "answer"."""
 

@@ -43,6 +43,8 @@ class Slot:
         for name in MOMENTS:
             if name not in state:
                 state[name] = torch.zeros_like(self.main, dtype=torch.float32)
+        if isinstance(self.adam, torch.optim.Adam):  # with any state it expects all of it
+            state.setdefault("step", torch.tensor(0.0))
         return {"main": self.main, **{name: state[name] for name in MOMENTS}}
 
 

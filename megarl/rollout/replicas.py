@@ -12,14 +12,22 @@ from megarl.types import Completion, Prompt, Rollouts, SamplingParams
 
 
 def generate_rollouts(
-    engine: Engine, groups: Groups, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int
+    engine: Engine,
+    groups: Groups,
+    prompts: Sequence[Prompt],
+    n: int,
+    params: SamplingParams,
+    *,
+    seed: int,
+    round_: int,
+    draw: int = 0,
 ) -> Rollouts:
     """`n` completions of each prompt, the same on every rank and for every generation layout.
 
     A replica takes every `replicas`-th prompt with all its samples, so that they share the prompt's prefill.
 
     Args:
-        seed, round_: with the prompt's index and the sample's number they make each completion's seed.
+        seed, round_, draw: with the prompt's index and the sample's number they make each completion's seed.
     """
     replicas = groups.generation.replicas
     at = groups.generation.coords(groups.rank)
@@ -27,7 +35,7 @@ def generate_rollouts(
     completions = engine.generate(
         [p.token_ids for p in mine for _ in range(n)],
         params,
-        [sample_seed(seed, round_, p.index, j) for p in mine for j in range(n)],
+        [sample_seed(seed, round_, p.index, j, draw) for p in mine for j in range(n)],
     )
     gathered = groups.all_gather(completions if at.tp == 0 else None, "all completions")
     by_replica: list[list[Completion]] = [part for part in gathered if part is not None]
@@ -40,7 +48,8 @@ def generate_rollouts(
     )
 
 
-def sample_seed(seed: int, round_: int, prompt: int, sample: int) -> int:
+def sample_seed(seed: int, round_: int, prompt: int, sample: int, draw: int = 0) -> int:
     """A 63-bit seed that depends on nothing but its arguments."""
-    digest = hashlib.blake2b(f"{seed}/{round_}/{prompt}/{sample}".encode(), digest_size=8).digest()
+    which = f"{seed}/{round_}/{prompt}/{sample}" + (f"/{draw}" if draw else "")
+    digest = hashlib.blake2b(which.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

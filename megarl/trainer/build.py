@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from megarl.algorithms.loss import Loss, Sum
 from megarl.algorithms.registry import LOSSES
 from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
-from megarl.config.schema import Optim
+from megarl.config.schema import Optim, OtherModel, RewardModel
+from megarl.config.schema import Teacher as TeacherKeys
 from megarl.data.sampler import PromptSampler
-from megarl.models.fill import random_source
+from megarl.models.architecture import Architecture
+from megarl.models.fill import Source, random_source
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
+from megarl.roles.critic import Critic
+from megarl.roles.frozen import FrozenModel, Judge, Teacher
 from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.other_models import architecture_of
+from megarl.trainer.session import Run
 
 
 def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: int, empty: bool = False) -> Actor:
@@ -52,10 +60,65 @@ def build_reference(config: Config, actor: Actor) -> Reference:
     return Reference(actor, model=roles.model, megatron=roles.actor.megatron, param_offload=offload)
 
 
+def build_critic(run: Run, actor: Actor) -> Critic:
+    """The critic with its first weights: those of `critic.model.path`, or the actor's as they are now. A head that is
+    in neither is 0. When the run resumes, all are 0: the checkpoint has them."""
+    inputs, config = run.inputs, run.config
+    settings, seed = config.critic, config.data.seed
+    arch = architecture_of(settings.model, inputs.arch)
+
+    def initial(critic: MegatronModel) -> None:
+        if run.resumes:
+            return
+        if settings.model.path or settings.model.random_init:
+            critic.load(_weights(settings.model, arch, seed))
+        else:
+            critic.copy_from(actor)
+
+    return Critic(
+        arch,
+        run.groups_of(settings.megatron),
+        model=config.actor_rollout_ref.model,
+        megatron=settings.megatron,
+        optim=settings.optim,
+        total_steps=inputs.critic_steps,
+        initial=initial,
+    )
+
+
+def build_teacher(run: Run) -> Teacher:
+    """The teacher, from its files."""
+    return _frozen(Teacher, run, run.config.teacher)
+
+
+def build_judge(run: Run) -> Judge:
+    """The reward model, from its files."""
+    return _frozen(Judge, run, run.config.reward_model)
+
+
+F = TypeVar("F", bound=FrozenModel)
+
+
+def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModel) -> F:
+    config, arch = run.config, architecture_of(settings.model, run.inputs.arch)
+    return kind(
+        arch,
+        run.groups_of(settings.megatron),
+        model=config.actor_rollout_ref.model,
+        megatron=settings.megatron,
+        initial=lambda model: model.load(_weights(settings.model, model.arch, config.data.seed)),
+    )
+
+
+def _weights(model: OtherModel, arch: Architecture, seed: int) -> Source:
+    return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.path, arch).box
+
+
 def prompt_sampler(inputs: Inputs) -> PromptSampler:
     """The order of the training prompts."""
     data, allow = inputs.config.data, inputs.config.trainer.resume_allow
-    return PromptSampler(len(inputs.train_prompts), data.train_batch_size, data.shuffle, data.seed, allow=allow)
+    size = data.gen_batch_size or data.train_batch_size
+    return PromptSampler(len(inputs.train_prompts), size, data.shuffle, data.seed, allow=allow)
 
 
 def policy_loss(config: Config, *, reference: bool | None = None) -> Loss:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.algorithms.registry import ESTIMATORS, LOSSES
+from megarl.algorithms.declaration import Needs
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
@@ -13,11 +13,14 @@ from megarl.models.families import read_architecture
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
+from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
 from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.memory import check_memory
+from megarl.trainer.needs import needs_of
+from megarl.trainer.other_models import check_other_models
 from megarl.trainer.resume import expected_start
 from megarl.trainer.run_folder import check_run_folder
 
@@ -41,6 +44,7 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         _check_shapes(config, inputs.arch)
         check_memory(config, inputs.arch)
         _check_model_files(inputs)
+        check_other_models(config, inputs.arch, needs_of(config))
         _check_rows(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
     except ValueError as e:
@@ -71,8 +75,7 @@ def check_layouts(config: Config) -> Architecture:
 
 def _check_configuration(config: Config) -> None:
     ENGINES.check(config.actor_rollout_ref.rollout.name)
-    ESTIMATORS.check(config.algorithm.adv_estimator)
-    LOSSES.check(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    needs = needs_of(config)
     for name in config.trainer.logger:
         SINKS.check(name)
     layout = train_layout(config)
@@ -82,8 +85,9 @@ def _check_configuration(config: Config) -> None:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
-    _check_batches(config)
+    _check_batches(config, needs)
     _check_optimization(config)
+    _check_dynamic_sampling(config)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         raise ValueError(
             f"trainer.test_freq = {config.trainer.test_freq} validates on nothing: name held-out files in "
@@ -93,7 +97,12 @@ def _check_configuration(config: Config) -> None:
 
 def _check_optimization(config: Config) -> None:
     actor = config.actor_rollout_ref.actor
-    for section, optim in (("actor.optim", actor.optim), ("warmup.optim", config.warmup.optim)):
+    sections = (
+        ("actor.optim", actor.optim),
+        ("critic.optim", config.critic.optim),
+        ("warmup.optim", config.warmup.optim),
+    )
+    for section, optim in sections:
         if optim.min_lr > optim.lr:
             raise ValueError(f"{section}.min_lr = {optim.min_lr:g} is more than {section}.lr = {optim.lr:g}")
     low, high = actor.clip_low, actor.clip_high
@@ -105,11 +114,29 @@ def _check_optimization(config: Config) -> None:
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
         raise ValueError(
             "actor.kl_loss_type=k1 regularises nothing: the expected gradient of a loss with k1 is zero on-policy; "
-            "use k2 or k3"
+            "use k2, k3, or k1+, which has its value and the gradient of k2"
         )
 
 
-def _check_batches(config: Config) -> None:
+def _check_dynamic_sampling(config: Config) -> None:
+    data, filtering, buffer = config.data, config.algorithm.filter_groups, config.reward.overlong_buffer
+    if data.gen_batch_size is not None and not filtering.enable:
+        raise ValueError(
+            "data.gen_batch_size is the size of a draw with algorithm.filter_groups.enable=true; leave it off"
+        )
+    if filtering.enable and config.reward.name == BY_MODEL:
+        raise ValueError(
+            "algorithm.filter_groups leaves out groups of equal scores, which a reward model does not give; "
+            "set algorithm.filter_groups.enable=false"
+        )
+    if buffer.enable and not 0 < buffer.len < data.max_response_length:
+        raise ValueError(
+            f"reward.overlong_buffer.len = {buffer.len} must be between 1 and data.max_response_length - 1 = "
+            f"{data.max_response_length - 1} tokens"
+        )
+
+
+def _check_batches(config: Config, needs: Needs) -> None:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     if prompts % mini:
@@ -126,8 +153,15 @@ def _check_batches(config: Config) -> None:
             "rollout.top_p and rollout.top_k sample from another distribution than the training log-probabilities; "
             "set algorithm.rollout_correction.rollout_is=token, which weighs by it, or leave them off"
         )
-    if rollout.n == 1 and config.algorithm.adv_estimator == "grpo":
-        raise ValueError("rollout.n = 1 leaves nothing to compare within a group; use 2 or more with grpo")
+    if rollout.n < needs.samples:
+        name = config.algorithm.adv_estimator
+        raise ValueError(
+            f"rollout.n = {rollout.n} leaves nothing to compare within a group; use {needs.samples} or more with {name}"
+        )
+    if config.algorithm.filter_groups.enable and rollout.n == 1:
+        raise ValueError("algorithm.filter_groups compares the responses to a prompt; set rollout.n to 2 or more")
+    if needs.critic and prompts % (size := config.critic.ppo_mini_batch_size or mini):
+        raise ValueError(f"data.train_batch_size = {prompts} is not a multiple of critic.ppo_mini_batch_size = {size}")
 
 
 def _check_shapes(config: Config, arch: Architecture) -> None:
@@ -197,7 +231,7 @@ def _check_rows(inputs: Inputs) -> None:
     _at_most("data.train_batch_size", data.train_batch_size, len(inputs.train_prompts), "data.train_files")
     if warmup.total_training_steps:
         _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
-    if (check_row := inputs.reward.check_row) is None:
+    if inputs.reward is None or (check_row := inputs.reward.check_row) is None:
         return
     for prompt in (*inputs.train_prompts, *inputs.val_prompts):
         try:

@@ -16,17 +16,22 @@ Measured gaps are below 1e-5 in float32 and 0.05 in bfloat16. An engine with oth
 """
 
 
+def check_finite(batch: Batch, config: Config, step: int) -> None:
+    """Raises RunStopped, on every rank alike, if the engine gave log-probabilities that are no numbers."""
+    assert batch.rollout_logp is not None
+    if not batch.rollout_logp.isfinite().all():
+        name = config.actor_rollout_ref.rollout.name
+        raise RunStopped(f"step {step}: the {name} engine gave log-probabilities that are not finite")
+
+
 def check_gap(batch: Batch, config: Config, step: int) -> None:
     """Raises RunStopped, on every rank alike, if the engine cannot have the actor's weights.
 
     With top_p or top_k the engine's log-probabilities are those of a narrower distribution, so that the gap says
-    nothing; they must be finite all the same.
+    nothing.
     """
-    assert batch.rollout_logp is not None
     rollout = config.actor_rollout_ref.rollout
     where = f"step {step}: the {rollout.name} engine"
-    if not batch.rollout_logp.isfinite().all():
-        raise RunStopped(f"{where} gave log-probabilities that are not finite")
     if rollout.top_p < 1 or rollout.top_k > 0 or not batch.response_mask.any():
         return
     gap = float(log_ratios(batch)[batch.response_mask].abs().mean())

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.data.examples import Example
+from megarl.trainer.needs import needs_of
+from megarl.trainer.other_models import beside_the_policy
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def identity_of(inputs: Inputs) -> Identity:
             "rollout.stop": sorted(rollout.stop),
         },
         "reward": {"reward.name": config.reward.name, "file": file_digest(config.reward.name.rpartition(":")[0])},
-        "roles": {"reference": config.needs_reference},
+        "roles": {"reference": config.needs_reference, **_other_models(config)},
         "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
     }
     files = {
@@ -86,6 +88,16 @@ def _as_recorded_now(recorded: Identity) -> Identity:
         output = "tied" if model.pop("tie_word_embeddings") else "lm"
         recorded["model"] = {**model, "output": output}
     return recorded
+
+
+def _other_models(config: Config) -> dict[str, Any]:
+    """The critic, whose state is in the checkpoint, and the models that scores and targets come from."""
+    found = {}
+    for beside in beside_the_policy(config, needs_of(config)):
+        model = beside.model
+        file = os.path.join(model.path, "config.json")
+        found[beside.role] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
+    return found
 
 
 def _algorithm(config: Config) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rewards import Reward, load_reward
+from megarl.rewards.registry import BY_MODEL
 from megarl.trainer.identity import Identity, identity_of
 from megarl.types import Prompt, SamplingParams
 
@@ -25,6 +26,7 @@ class Inputs:
         stop_tokens: ids that end a response: the tokenizer's end token, those of the model's folder and those of
             `rollout.stop_token_ids`, without repeats.
         demonstrations: what the warm-up learns from; empty without a warm-up.
+        reward: None if a reward model scores.
         remarks: what is allowed, but may not be meant; for the start of the run.
     """
 
@@ -32,7 +34,7 @@ class Inputs:
     arch: Architecture
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]
-    reward: Reward
+    reward: Reward | None
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     demonstrations: list[Example]
@@ -54,6 +56,13 @@ class Inputs:
         """Optimizer steps of the whole run."""
         actor = self.config.actor_rollout_ref.actor
         return self.total_steps * (self.config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+
+    @property
+    def critic_steps(self) -> int:
+        """Optimizer steps of the critic in the whole run."""
+        critic, actor = self.config.critic, self.config.actor_rollout_ref.actor
+        per_step = self.config.data.train_batch_size // (critic.ppo_mini_batch_size or actor.ppo_mini_batch_size)
+        return self.total_steps * per_step * critic.ppo_epochs
 
     @property
     def max_sequence_length(self) -> int:
@@ -96,7 +105,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
         arch=arch,
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(config, arch, tokenizer),
-        reward=reward or load_reward(config.reward.name),
+        reward=reward or (None if config.reward.name == BY_MODEL else load_reward(config.reward.name)),
         train_prompts=train,
         val_prompts=held_out,
         demonstrations=_demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],

@@ -10,6 +10,9 @@ from megarl.rewards.judge import Failure, RewardError, judge
 from megarl.trainer.inputs import Inputs
 from megarl.types import Rollouts
 
+Score = Callable[[Rollouts], Rollouts]
+"""Rollouts -> the same with `rewards`; every rank calls it."""
+
 
 def score(rollouts: Rollouts, inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> Rollouts:
     """The same rollouts with `rewards`; rank r scores every world-size-th completion, everybody gets all scores.
@@ -23,11 +26,12 @@ def score(rollouts: Rollouts, inputs: Inputs, groups: Groups, say: Callable[[str
     Raises:
         RewardError: a response could not be scored, with `reward.on_error=fail`, or none at all could.
     """
-    world, rules = groups.train.world_size, inputs.config.reward
+    world, rules, reward = groups.train.world_size, inputs.config.reward, inputs.reward
+    assert reward is not None, "a reward model scores by itself"
     mine: list[float | Failure] = []
     for i in range(groups.rank, len(rollouts.completions), world):
         response = inputs.tokenizer.decode(rollouts.completions[i].token_ids)
-        judged = judge(inputs.reward, response, rollouts.prompt_of(i), timeout=rules.timeout)
+        judged = judge(reward, response, rollouts.prompt_of(i), timeout=rules.timeout)
         if isinstance(judged, Failure) and rules.on_error == "fail":
             raise RewardError(f"{judged}\n(reward.on_error=drop leaves out the responses that cannot be scored)")
         mine.append(judged)

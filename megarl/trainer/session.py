@@ -8,10 +8,13 @@ from typing import TypeVar
 
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
+from megarl.config.schema import Batching, Megatron
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
-from megarl.parallel.groups import Groups
+from megarl.parallel.from_config import train_layout
+from megarl.parallel.groups import Groups, another_layout
 from megarl.phases import Phase
+from megarl.roles.frozen import FrozenModel
 from megarl.roles.model import MegatronModel
 from megarl.roles.trained import TrainedModel
 from megarl.telemetry.timers import PhaseTimers
@@ -73,14 +76,17 @@ class Run:
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
         self.is_first_step = True
         self._announced = False
+        self._layouts = {groups.train: groups}
         self.generations: list[Generation] = []
         stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
 
     def add(self, name: str, joining: T) -> T:
         """A role, or something small with `state()` and `load_state()`, joins the run under a name: from now on it is
-        in the checkpoints, and a role's memory goes and comes with the phases. Returns what joined."""
+        in the checkpoints, and a role's memory goes and comes with the phases. A frozen model is in none: it comes from
+        its files. Returns what joined."""
         if isinstance(joining, MegatronModel):
-            self.checkpoints.add_model(name, joining)
+            if not isinstance(joining, FrozenModel):
+                self.checkpoints.add_model(name, joining)
             self.residency.add(name, joining.memory)
         else:
             self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
@@ -105,6 +111,13 @@ class Run:
         )
         return self.generations[-1]
 
+    def groups_of(self, megatron: Megatron) -> Groups:
+        """The groups of a model with its own Megatron keys; those of models with the same layout are the same."""
+        layout = train_layout(self.config, megatron)
+        if layout not in self._layouts:
+            self._layouts[layout] = another_layout(self.groups, layout, seed=self.config.data.seed)
+        return self._layouts[layout]
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """A part of a step: it is timed, and what it has no use for leaves the GPU."""
@@ -112,9 +125,21 @@ class Run:
             self.residency.enter(phase)
             yield
 
-    def plan(self, batch: Batch, sequences: int | None = None) -> StepPlan:
-        """How a batch goes through the models: in mini-batches of so many sequences, or all in one."""
-        return plan_micro_batches(batch, self.config, self.groups, sequences=sequences)
+    def plan(
+        self,
+        batch: Batch,
+        sequences: int | None = None,
+        *,
+        model: MegatronModel | None = None,
+        batching: Batching | None = None,
+    ) -> StepPlan:
+        """How a batch goes through a model: in mini-batches of so many sequences, or all in one.
+
+        Args:
+            model, batching: a model with a layout of its own, and its keys; default: the actor's.
+        """
+        groups = model.groups if model else self.groups
+        return plan_micro_batches(batch, self.config, groups, sequences=sequences, batching=batching)
 
     def log(self, prefix: str, metrics: Mapping[str, Metric | float]) -> None:
         """Metrics of the step under way, as `{prefix}/{name}`; of one that is logged several times, what its `reduce`

@@ -1,0 +1,22 @@
+"""GRPO without the division by the group's standard deviation (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.declaration import Needs, about
+from megarl.algorithms.group_scores import at_tokens, group_scores
+from megarl.config.schema import Algorithm
+from megarl.types import Batch
+
+
+@about("Dr. GRPO, arXiv 2503.20783, section 3.2", needs=Needs(samples=2))
+def dr_grpo(batch: Batch, config: Algorithm) -> Tensor:
+    """Score - mean of its group.
+
+    Its loss has actor.loss_agg_mode=seq-mean-token-sum-norm.
+
+    Returns:
+        float32 [T]. A response alone in its group has advantage 0.
+    """
+    return at_tokens(batch, group_scores(batch).centred())

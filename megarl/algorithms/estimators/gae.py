@@ -1,0 +1,25 @@
+"""PPO's advantages, from a critic (GAE, arXiv 1506.02438, eq. 16)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.declaration import Needs, about
+from megarl.algorithms.returns import gae_advantages
+from megarl.algorithms.whitening import whitened
+from megarl.config.schema import Algorithm
+from megarl.types import Batch
+
+
+@about(
+    "GAE, arXiv 1506.02438, eq. 16; decoupled from the critic's: VC-PPO, 2503.01491",
+    keys=["algorithm.gamma", "algorithm.lam", "critic.lam"],
+    needs=Needs(critic=True),
+)
+def gae(batch: Batch, config: Algorithm) -> Tensor:
+    """Decaying sums of the critic's errors (temporal differences), whitened over the batch.
+
+    Returns:
+        float32 [T].
+    """
+    return whitened(batch, gae_advantages(batch, config.gamma, config.lam))

@@ -1,0 +1,23 @@
+"""Distillation on the policy's own responses (reverse KL: MiniLLM, arXiv 2306.08543; on-policy GKD, 2306.13649)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.declaration import Needs, about
+from megarl.config.schema import Algorithm
+from megarl.types import Batch
+
+
+@about("MiniLLM, arXiv 2306.08543, eq. 1; on-policy GKD, 2306.13649", needs=Needs(teacher=True, old_logp=True))
+def on_policy_distillation(batch: Batch, config: Algorithm) -> Tensor:
+    """Log-probability by the teacher - by the policy, of each token.
+
+    In expectation over the policy's responses it is minus the KL to the teacher. Scores play no part.
+
+    Returns:
+        float32 [T], nats.
+    """
+    assert batch.teacher_logp is not None and batch.old_logp is not None
+    return torch.where(batch.response_mask, batch.teacher_logp - batch.old_logp, 0.0)

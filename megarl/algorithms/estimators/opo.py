@@ -1,0 +1,21 @@
+"""On-policy RL with the reward baseline of least variance (OPO, arXiv 2505.23585)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.declaration import Needs, about
+from megarl.algorithms.group_scores import at_tokens, group_scores
+from megarl.config.schema import Algorithm
+from megarl.types import Batch
+
+
+@about("OPO, arXiv 2505.23585, optimal baseline weighted by length", needs=Needs(samples=2))
+def opo(batch: Batch, config: Algorithm) -> Tensor:
+    """Score - mean of its group, in which responses count by their trained tokens.
+
+    Returns:
+        float32 [T]. A response alone in its group has advantage 0.
+    """
+    lengths = batch.response_lengths
+    return at_tokens(batch, group_scores(batch).centred(lengths[lengths > 0].double()))

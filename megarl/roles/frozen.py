@@ -1,0 +1,62 @@
+"""A model that is only read: from its files at every start, and not in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megarl.config.schema import Megatron, Model
+from megarl.models.architecture import Architecture
+from megarl.models.heads import Head, ScalarHead
+from megarl.parallel.groups import Groups
+from megarl.parallel.offload import OnHost
+from megarl.phases import Item
+from megarl.roles.model import MegatronModel
+from megarl.types import Batch
+
+
+class FrozenModel(MegatronModel):
+    """With `param_offload` its weights wait in pinned host memory except in the phase that uses them.
+
+    Their `requires_grad` stays on, as a reference's does: frozen weights take another matmul, with other bits.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        groups: Groups,
+        *,
+        model: Model,
+        megatron: Megatron,
+        initial: Callable[[MegatronModel], None],
+    ) -> None:
+        """
+        Args:
+            initial: gives the model its weights.
+        """
+        super().__init__(arch, groups, model=model, megatron=megatron)
+        if megatron.param_offload:
+            self.memory[Item.WEIGHTS] = (OnHost(lambda: self.parameters().values(), constant=True),)
+        initial(self)
+
+
+class Teacher(FrozenModel):
+    """The language model that a policy is to become like."""
+
+    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """See `Actor.log_probs`."""
+        return self.forward(batch, micro_batches)
+
+
+class Judge(FrozenModel):
+    """A reward model that has been trained."""
+
+    scalar_output = True
+
+    def make_head(self) -> Head:
+        return ScalarHead(per="sequence")
+
+    def scores(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """See `RewardModel.scores`."""
+        return self.forward(batch, micro_batches)

@@ -1,0 +1,77 @@
+"""A step's rollouts: generated, scored, shown, and laid out as a batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megarl.data.sampler import PromptSampler
+from megarl.hybrid.generation import Generation
+from megarl.phases import Phase
+from megarl.trainer.dynamic_sampling import fill_batch
+from megarl.trainer.first_step import remarks_on
+from megarl.trainer.overlong import overlong_penalties
+from megarl.trainer.scoring import Score
+from megarl.trainer.session import Run
+from megarl.trainer.step_metrics import response_metrics, reward_metrics
+from megarl.types import Batch, Rollouts
+
+
+def collect(run: Run, generation: Generation, sampler: PromptSampler, score: Score, *, greedy: bool) -> Batch:
+    """Responses to the next prompts, with their rewards.
+
+    With `algorithm.filter_groups` they are scored while the engine is awake, so that more prompts can be drawn.
+
+    Args:
+        greedy: generate and score a greedy response to each prompt too.
+    """
+    inputs, config, step = run.inputs, run.config, run.position.step
+    seed, n, sampling = config.data.seed, config.actor_rollout_ref.rollout.n, inputs.sampling(validation=False)
+
+    def draw(number: int) -> Rollouts:
+        prompts = [inputs.train_prompts[i] for i in sampler.next()]
+        return generation.rollouts(prompts, n, sampling, seed=seed, round_=step, draw=number)
+
+    best_guess = None
+    with generation.phase(verify=run.checks_agreement):
+        if config.algorithm.filter_groups.enable:
+            rollouts, drawn = fill_batch(draw, score, run)
+        else:
+            rollouts = drawn = draw(0)
+        if greedy:
+            best_guess = generation.rollouts(
+                rollouts.prompts, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1), seed=seed, round_=step
+            )
+    with run.phase(Phase.REWARD):
+        if not rollouts.rewards:
+            rollouts = drawn = score(rollouts)
+        if best_guess is not None:
+            best_guess = score(best_guess)
+    _show(run, rollouts, drawn)
+    return _batch(run, rollouts, best_guess)
+
+
+def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
+    batch = rollouts.to_batch()
+    assert batch.rewards is not None
+    run.log("", {"tokens": float(len(batch.tokens))})
+    if run.config.reward.overlong_buffer.enable:
+        penalties = torch.tensor(overlong_penalties(rollouts, run.config)) * (batch.response_lengths > 0)
+        run.log("reward", {"overlong_penalty": float(penalties.mean())})
+        batch = batch.with_(rewards=batch.rewards + penalties)
+    if best_guess is not None:
+        scores = torch.tensor([0.0 if reward is None else reward for reward in best_guess.rewards])
+        run.log("reward", {"greedy": float(scores.mean())})
+        batch = batch.with_(greedy_rewards=scores[batch.groups])
+    return batch
+
+
+def _show(run: Run, rollouts: Rollouts, drawn: Rollouts) -> None:
+    """What people look at: samples of what is trained on, and numbers about all that was drawn."""
+    run.report.samples(run.position.step, rollouts)
+    run.log("reward", reward_metrics(drawn))
+    run.log("response", response_metrics(drawn))
+    if run.is_first_step:
+        for remark in remarks_on(drawn, run.inputs):
+            run.report.warn(f"step {run.position.step}: {remark}")

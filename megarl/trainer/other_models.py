@@ -1,0 +1,91 @@
+"""The models beside the policy: which of them a run has, and whether it can. No Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.algorithms.declaration import Needs
+from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
+from megarl.config import Config
+from megarl.config.schema import Batching, Critic, Megatron, OtherModel, RewardModel, Teacher
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.parallel.from_config import train_layout
+from megarl.rewards.registry import BY_MODEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A model beside the policy.
+
+    Attributes:
+        role: the configuration's section.
+        scalar: whether it ends in a value or a score.
+    """
+
+    role: str
+    settings: Critic | RewardModel | Teacher
+    scalar: bool
+
+    @property
+    def model(self) -> OtherModel:
+        return self.settings.model
+
+    @property
+    def megatron(self) -> Megatron:
+        return self.settings.megatron
+
+    @property
+    def batching(self) -> Batching:
+        return self.settings
+
+
+def beside_the_policy(config: Config, needs: Needs) -> Iterator[Beside]:
+    """Those of a run that generates, in the order in which they are made."""
+    if needs.critic:
+        yield Beside(role="critic", settings=config.critic, scalar=True)
+    if needs.teacher:
+        yield Beside(role="teacher", settings=config.teacher, scalar=False)
+    if config.reward.name == BY_MODEL:
+        yield Beside(role="reward_model", settings=config.reward_model, scalar=True)
+
+
+def architecture_of(model: OtherModel, policy: Architecture) -> Architecture:
+    """Of its folder, or the policy's where it names none."""
+    return read_architecture(model.path) if model.path else policy
+
+
+def check_other_models(config: Config, policy: Architecture, needs: Needs) -> None:
+    """Raises ValueError, with what to change, for a model that cannot be there."""
+    for beside in beside_the_policy(config, needs):
+        try:
+            _check(beside, config, policy)
+        except ValueError as e:
+            raise ValueError(f"{beside.role}: {str(e).removeprefix('actor_rollout_ref.')}") from e
+
+
+def _check(beside: Beside, config: Config, policy: Architecture) -> None:
+    model, megatron, batching = beside.model, beside.megatron, beside.batching
+    if not (model.path or model.random_init or beside.role == "critic"):
+        raise ValueError(f"set {beside.role}.model.path to the folder of its weights")
+    arch = architecture_of(model, policy)
+    if arch.vocab_size != policy.vocab_size and not (beside.role == "reward_model" and model.tokenizer_path):
+        raise ValueError(
+            f"its vocabulary has {arch.vocab_size} tokens, the policy's {policy.vocab_size}; it must read the same ones"
+        )
+    layout = train_layout(config, megatron)
+    arch.check_training(tp=layout.tp, pp=layout.pp, chunks=layout.chunks, sequence_parallel=megatron.sequence_parallel)
+    if layout.chunks > 1 and layout.pp == 1:
+        raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
+    longest = config.data.max_sequence_length
+    what = f"data.max_prompt_length + data.max_response_length = {longest}"
+    if longest > arch.max_position_embeddings:
+        raise ValueError(f"{what} is more than its {arch.max_position_embeddings} positions")
+    if batching.use_dynamic_bsz and longest > batching.ppo_max_token_len_per_gpu:
+        limit = f"{beside.role}.ppo_max_token_len_per_gpu = {batching.ppo_max_token_len_per_gpu}"
+        raise ValueError(f"{what} is more than {limit}")
+    if model.path:
+        refuse_remote_code(model.path)
+        if not model.random_init:
+            check_weights(model.path, arch.with_scalar_output() if beside.scalar else arch)

@@ -1,0 +1,248 @@
+"""Whole runs with what stands beside the policy: critic, teacher, reward model, greedy responses, dynamic sampling."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from full_weights import random_weights
+from kill_and_resume import tensors_of
+from ranks import Ranks
+from run_cases import run_here
+from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
+
+from megarl.config import load_config
+from megarl.trainer.checks import check_run
+
+QUIET: dict[str, Any] = {"trainer__logger": ["jsonl"], "trainer__test_freq": 0, "trainer__val_before_train": False}
+GAE = {"algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "critic__optim__lr": 1e-2}
+ONES = "def score(response, row):\n    return response.count('1') / 4\n"
+"""A reward that an untrained model's responses have little of."""
+
+
+def _run(ranks: Ranks, folder: Path, world: int, reward: str = FINGERPRINT, **sections: Any) -> list[dict[str, Any]]:
+    """The rows of a run that ends well."""
+    folder.mkdir(exist_ok=True)
+    (folder / "reward.py").write_text(reward)
+    sections = {**QUIET, "reward__name": f"{folder / 'reward.py'}:score", "trainer__save_freq": 1, **sections}
+    ended, said = ranks.run(world, run_here, str(write_run(folder, **sections)))[0]
+    assert ended == "", said
+    return metrics_of(folder)
+
+
+def _checkpoint(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return tensors_of(str(folder / "run" / "checkpoints" / f"global_step_{step}"))
+
+
+def test_one_forward_pass_gives_the_same_bits_as_two(ranks: Ranks, tmp_path: Path) -> None:
+    """With one optimizer step per batch the update's own pass gives the log-probabilities before it."""
+    one_step = {"actor_rollout_ref__actor__ppo_mini_batch_size": 16, "trainer__total_training_steps": 3}
+    rows = _run(ranks, tmp_path / "one", 2, **one_step)
+    two = _run(ranks, tmp_path / "two", 2, **one_step, actor_rollout_ref__actor__fused_old_log_probs=False)
+    assert all("timing/log_probs_s" not in row for row in rows) and all("timing/log_probs_s" in row for row in two)
+    assert numbers_of(tmp_path / "one") == numbers_of(tmp_path / "two")
+    assert all(0 < row["rollout/logp_gap_max"] < 1e-4 for row in rows)
+    ours, theirs = (_checkpoint(tmp_path / name, 3) for name in ("one", "two"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_an_engine_that_is_wrong_is_seen_with_one_forward_pass_too(ranks: Ranks, tmp_path: Path) -> None:
+    tmp_path.mkdir(exist_ok=True)
+    config = write_run(
+        tmp_path,
+        **QUIET,
+        actor_rollout_ref__actor__ppo_mini_batch_size=16,
+        actor_rollout_ref__actor__megatron={"tensor_model_parallel_size": 2},
+        actor_rollout_ref__reshard={},
+        trainer__agreement_freq=0,
+        trainer__total_training_steps=5,
+    )
+    for ended, _ in ranks.run(2, run_here, str(config), [], "no_reshard_from_the_second_on"):
+        assert "does not generate with the actor's weights" in ended
+
+
+@pytest.fixture(scope="module")
+def with_a_critic(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("critic")
+    reward = ONES.replace("return ", "return 0.5 + ")
+    _run(ranks, folder, 2, reward, **GAE, trainer__total_training_steps=6, trainer__critic_warmup=2)
+    return folder
+
+
+def test_a_critic_learns_and_its_first_steps_leave_the_policy_alone(with_a_critic: Path) -> None:
+    rows = metrics_of(with_a_critic)
+    assert ["actor/loss" in row for row in rows] == [False, False, True, True, True, True]
+    assert rows[-1]["critic/vf_loss"] < 0.5 * rows[0]["critic/vf_loss"]
+    assert rows[-1]["critic/explained_variance"] > rows[0]["critic/explained_variance"]
+    first, second, third = (_checkpoint(with_a_critic, step) for step in (1, 2, 3))
+    own = [name for name in first if not name.startswith("critic.") and "optimizer" not in name]
+    assert own and all(torch.equal(first[name], second[name]) for name in own)
+    assert not all(torch.equal(second[name], third[name]) for name in own)
+    assert any(name.startswith("critic.") and "output_layer" in name for name in first)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_run_with_a_critic_goes_on_where_it_ended(
+    ranks: Ranks, with_a_critic: Path, tmp_path: Path, world: int
+) -> None:
+    """With as many ranks to the same bits, with others to the same numbers."""
+    from shutil import copytree
+
+    copytree(with_a_critic / "run" / "checkpoints", tmp_path / "run" / "checkpoints")
+    for step in (4, 5, 6):
+        folder = tmp_path / "run" / "checkpoints" / f"global_step_{step}"
+        for file in sorted(folder.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        folder.rmdir()
+    (tmp_path / "run" / "checkpoints" / "latest").unlink(missing_ok=True)
+    sections = {**GAE, "trainer__total_training_steps": 6, "trainer__critic_warmup": 2}
+    if world == 4:
+        sections |= {"actor_rollout_ref__actor__megatron": {"tensor_model_parallel_size": 2}}
+    _run(ranks, tmp_path, world, ONES, **sections, reward__name=f"{with_a_critic / 'reward.py'}:score")
+    rows, whole = numbers_of(tmp_path), numbers_of(with_a_critic)[3:]
+    assert [row["step"] for row in rows] == [4, 5, 6]
+    if world == 2:
+        assert rows == whole
+    else:
+        for row, other in zip(rows, whole, strict=True):
+            assert row["critic/vf_loss"] == pytest.approx(other["critic/vf_loss"], rel=1e-3)
+
+
+def test_a_critic_in_a_layout_of_its_own_trains_alike(ranks: Ranks, tmp_path: Path) -> None:
+    rows = {}
+    for name, megatron in {"same": {}, "own": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}.items():
+        sections = {**GAE, "critic__megatron": megatron, "trainer__total_training_steps": 3}
+        rows[name] = _run(ranks, tmp_path / name, 2, ONES, **sections)
+    for ours, theirs in zip(rows["own"], rows["same"], strict=True):
+        for key in ("critic/vf_loss", "critic/grad_norm", "actor/grad_norm", "reward/mean"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["rloo", "reinforce_plus_plus", "remax", "opo", "raft"])
+def test_every_estimator_trains(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    rows = _run(ranks, tmp_path, 2, ONES, algorithm__adv_estimator=mode, trainer__total_training_steps=8)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.1
+    assert ("reward/greedy" in rows[0]) == (mode == "remax")
+
+
+FIRST_RIGHT = "def score(response, row):\n    return float(response[:1] == row['answer'][:1])\n"
+
+
+def test_dynamic_sampling_trains_on_groups_that_differ(ranks: Ranks, tmp_path: Path) -> None:
+    sections = {
+        "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 6},
+        "data__gen_batch_size": 12,
+        "trainer__total_training_steps": 4,
+        "trainer__log_rollouts": 64,
+    }
+    rows = _run(ranks, tmp_path / "kept", 2, FIRST_RIGHT, **sections)
+    assert any(1 < row["filter_groups/draws"] < 6 for row in rows)
+    assert all(0 < row["filter_groups/kept"] <= 1 for row in rows)
+    for step, row in enumerate(rows, 1):
+        if row["filter_groups/draws"] == 6:
+            continue
+        lines = (tmp_path / "kept" / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        groups: dict[str, set[float]] = {}
+        for sample in map(json.loads, lines):
+            groups.setdefault(sample["prompt"], set()).add(sample["reward"])
+        assert len(lines) == 64 and all(len(rewards) == 2 for rewards in groups.values())
+    again = _run(ranks, tmp_path / "again", 1, FIRST_RIGHT, **sections)
+    assert [row["filter_groups/draws"] for row in again] == [row["filter_groups/draws"] for row in rows]
+
+
+def test_dynamic_sampling_fills_up_a_batch_where_nothing_differs(ranks: Ranks, tmp_path: Path) -> None:
+    constant = "def score(response, row):\n    return 0.3\n"
+    filtering = {"enable": True, "metric": "score", "max_num_gen_batches": 2}
+    rows = _run(ranks, tmp_path, 2, constant, algorithm__filter_groups=filtering)
+    assert [row["filter_groups/draws"] for row in rows] == [2, 2] and rows[0]["actor/grad_norm"] == 0
+
+
+def test_long_responses_lose_reward_and_cut_off_ones_are_not_trained_on(ranks: Ranks, tmp_path: Path) -> None:
+    constant = "def score(response, row):\n    return 1.0\n"
+    buffer = {"enable": True, "len": 3, "penalty_factor": 0.5}
+    rows = _run(ranks, tmp_path / "soft", 2, constant, reward__overlong_buffer=buffer, trainer__total_training_steps=8)
+    assert rows[0]["reward/mean"] == 1.0 and rows[0]["reward/overlong_penalty"] < -0.1
+    assert rows[-1]["response/length_mean"] < rows[0]["response/length_mean"]
+    whole = _run(ranks, tmp_path / "whole", 2, ONES, trainer__total_training_steps=1)
+    rows = _run(
+        ranks, tmp_path / "filtered", 2, ONES, trainer__total_training_steps=1, algorithm__overlong_filtering=True
+    )
+    assert rows[0]["response/truncated"] > 0.1 and rows[0]["actor/grad_norm"] != whole[0]["actor/grad_norm"]
+
+
+def _model_folder(folder: Path, run: Path, *, scalar: bool) -> str:
+    """The tiny run's architecture with random weights, as Hugging Face has them."""
+    from safetensors.torch import save_file
+
+    from megarl.models.families import read_architecture
+
+    folder.mkdir()
+    config = json.loads((run / "config.json").read_text())
+    if scalar:
+        config |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = random_weights(read_architecture(str(folder)), 3)
+    save_file({name: value.contiguous() for name, value in weights.items()}, str(folder / "model.safetensors"))
+    return str(folder)
+
+
+def test_a_reward_model_scores(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a Hugging Face folder, in two layouts, offloaded or not: the same scores, which the policy learns to get."""
+    write_run(tmp_path)
+    path = _model_folder(tmp_path / "judge", tmp_path, scalar=True)
+    rows = {}
+    for name, megatron in {"same": {}, "own": {"tensor_model_parallel_size": 2, "param_offload": True}}.items():
+        sections = {"reward__name": "model", "reward_model": {"model": {"path": path}, "megatron": megatron}}
+        rows[name] = _run(ranks, tmp_path / name, 2, **sections, trainer__total_training_steps=6, trainer__test_freq=6)
+    assert rows["same"][-1]["reward/mean"] > rows["same"][0]["reward/mean"] + 0.1
+    assert "val/reward" in rows["same"][-1]
+    for ours, theirs in zip(rows["own"], rows["same"], strict=True):
+        assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-4, abs=1e-5)
+
+
+def test_a_policy_becomes_like_its_teacher(ranks: Ranks, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = _model_folder(tmp_path / "teacher", tmp_path, scalar=False)
+    rows = _run(
+        ranks,
+        tmp_path / "run",
+        2,
+        algorithm__adv_estimator="on_policy_distillation",
+        teacher={"model": {"path": path}},
+        actor_rollout_ref__actor__optim={"lr": 1e-2},
+        trainer__total_training_steps=20,
+    )
+    assert rows[-1]["teacher/kl"] < 0.5 * rows[0]["teacher/kl"]
+
+
+REFUSED = [
+    (
+        ["algorithm.adv_estimator=on_policy_distillation"],
+        "teacher: set teacher.model.path to the folder of its weights",
+    ),
+    (["reward.name=model"], "reward_model: set reward_model.model.path to the folder of its weights"),
+    (["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare"),
+    (["data.gen_batch_size=8"], "data.gen_batch_size is the size of a draw with algorithm.filter_groups.enable=true"),
+    (["reward.overlong_buffer.enable=true"], "reward.overlong_buffer.len = 0 must be between 1 and"),
+    (
+        ["algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=3"],
+        "critic: 1 ranks cannot be split into tensor x pipeline x context = 3 x 1 x 1",
+    ),
+    (["algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=8"], "critic: data.max_prompt_length + data"),
+    (
+        ["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=5"],
+        "data.train_batch_size = 16 is not a multiple",
+    ),
+    (["algorithm.adv_estimator=gae", "critic.model.path=/nowhere"], "critic: model.path: no config.json in '/nowhere'"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED, ids=lambda value: str(value)[:50])
+def test_what_cannot_be_is_refused_before_the_ranks_start(tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        check_run(load_config(str(write_run(tmp_path)), overrides))
+    assert str(refused.value).startswith(said)
