@@ -24,7 +24,7 @@ from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
-from megarl.parallel.groups import Groups
+from megarl.parallel.groups import Groups, in_its_layout
 from megarl.parallel.offload import Resident
 from megarl.phases import Item
 from megarl.roles.writers import spread_over_replicas
@@ -66,7 +66,10 @@ class MegatronModel:
             transformer_engine=self.transformer_engine,
             overrides=megatron.override_transformer_config,
         )
-        self.chunks = build_chunks(arch, self.transformer_config, groups, transformer_engine=self.transformer_engine)
+        with groups.active():
+            self.chunks = build_chunks(
+                arch, self.transformer_config, groups, transformer_engine=self.transformer_engine
+            )
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
         at = groups.train.coords(groups.rank)
         last_stage = at.pp == groups.train.pp - 1
@@ -138,6 +141,7 @@ class MegatronModel:
         """Take over what was read through `sharded_state` with the same prefix."""
         self.load_weights(state, prefix)
 
+    @in_its_layout
     def sharded_weights(self, prefix: str = "") -> dict[str, Any]:
         """The weights alone."""
         self.gather_parameters()
@@ -172,6 +176,7 @@ class MegatronModel:
         dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
         return out
 
+    @in_its_layout
     def _run(
         self,
         batch: Batch,
