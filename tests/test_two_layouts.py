@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ from training_cases import (
     actor_in,
     beside,
     fixed_batch,
+    layout_of,
     micro_batches_of,
     update,
     with_targets,
 )
 
 from megarl.checkpoint.folder import rl_step
+from megarl.config import Config, build_config
 from megarl.models.architecture import Architecture
+from megarl.parallel.layout import GenerationLayout, TrainLayout
 
 STEPS = 3
 ROLES = {"Actor": "log_probs", "Critic": "values"}
@@ -48,14 +52,17 @@ SQUARE = Case(tp=2, pp=2)
 PAIRS = [
     Pair(actor=SQUARE, critic=Case(dp=4)),
     Pair(actor=SQUARE, critic=Case(tp=4, sequence_parallel=True, config=RECOMPUTE)),
+    Pair(actor=SQUARE, critic=Case(pp=2, dp=2, chunks=2, config=OVERLAP)),
+    Pair(actor=Case(dp=4), critic=SQUARE),
+]
+MORE_PAIRS = [
     Pair(actor=Case(tp=2, pp=2, sequence_parallel=True), critic=Case(tp=2, dp=2, config=OVERLAP)),
     Pair(actor=SQUARE, critic=Case(pp=2, dp=2)),
-    Pair(actor=SQUARE, critic=Case(pp=2, dp=2, chunks=2, config=OVERLAP)),
     Pair(actor=Case(pp=2, dp=2, chunks=2), critic=SQUARE),
-    Pair(actor=Case(dp=4), critic=SQUARE),
     Pair(actor=Case(dp=4), critic=Case(tp=2, dp=2, sequence_parallel=True), arch=WITH_EXPERTS),
     Pair(actor=Case(tp=2, pp=2, sequence_parallel=True), critic=Case(dp=2, pp=2), arch=WITH_EXPERTS),
 ]
+ALL_PAIRS = [*PAIRS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)]
 
 History = list[tuple[torch.Tensor, float, float]]
 """Of each step what the model says before it, its loss and the norm of its gradient."""
@@ -96,7 +103,7 @@ def plain(ranks: Ranks) -> dict[tuple[Architecture, str], History]:
     return {(arch, role): ranks.run(1, _alone, Case(), role, arch)[0] for arch, role in wanted}
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", ALL_PAIRS, ids=lambda pair: pair.name)
 def test_both_train_as_on_one_rank(ranks: Ranks, plain: dict[Any, History], pair: Pair) -> None:
     for histories in ranks.run(4, _together, pair):
         for role, history in histories.items():
@@ -108,7 +115,7 @@ def test_both_train_as_on_one_rank(ranks: Ranks, plain: dict[Any, History], pair
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", PAIRS + MORE_PAIRS, ids=lambda pair: pair.name)
 def test_neither_changes_a_bit_of_the_other(ranks: Ranks, pair: Pair) -> None:
     """Each gives what it gives alone in the same layout."""
     together = ranks.run(4, _together, pair)
@@ -180,8 +187,7 @@ def _save_and_load(pair: Pair, other: Case, run_dir: str) -> dict[str, Any]:
 
 SAVED = [
     (Pair(actor=SQUARE, critic=Case(dp=4)), Case(tp=2, dp=2, sequence_parallel=True)),
-    (Pair(actor=Case(dp=4), critic=SQUARE), Case(tp=4)),
-    (Pair(actor=SQUARE, critic=Case(pp=2, dp=2, chunks=2)), SQUARE),
+    (Pair(actor=Case(dp=4), critic=SQUARE), Case(pp=2, dp=2, chunks=2)),
 ]
 
 
@@ -195,3 +201,38 @@ def test_a_checkpoint_of_both(ranks: Ranks, tmp_path: Path, pair: Pair, other: C
         tensors, same, ours, theirs = found["elsewhere"]
         assert tensors == 4 * parameters and same
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------- micro-batches
+
+
+def _plans(pair: Pair, config: Config) -> dict[str, Any]:
+    """Micro-batches of both models."""
+    from megarl.parallel.groups import add_layout, build_groups, destroy_groups
+    from megarl.trainer.micro_batches import plan_micro_batches
+
+    first, second = layout_of(pair.actor), layout_of(pair.critic)
+    actor = build_groups(first, GenerationLayout(world_size=first.world_size))
+    plans = {
+        role: plan_micro_batches(fixed_batch(), config, groups, sequences=8).mini_batches
+        for role, groups in (("Actor", actor), ("Critic", add_layout(actor, second)))
+    }
+    destroy_groups(actor)
+    return plans
+
+
+def test_each_layout_has_its_micro_batches(ranks: Ranks) -> None:
+    """The data-parallel ranks of a layout share the sequences, and the others of it have the same ones."""
+    config = build_config({"actor_rollout_ref": {"actor": {"ppo_micro_batch_size_per_gpu": 2}}})
+    pair = Pair(actor=Case(tp=2, dp=2), critic=Case(pp=2, dp=2, chunks=2))
+    found = ranks.run(4, _plans, pair, config)
+    for role, case in (("Actor", pair.actor), ("Critic", pair.critic)):
+        layout = TrainLayout(world_size=4, tp=case.tp, pp=case.pp, chunks=case.chunks)
+        plans = [plan[role] for plan in found]
+        for rank, other in itertools.combinations(range(4), 2):
+            same = layout.coords(rank).dp == layout.coords(other).dp
+            assert (plans[rank] == plans[other]) == same
+        for k in range(2):
+            shares = [plans[layout.rank(tp=0, dp=dp, pp=0)][k].micro_batches for dp in range(2)]
+            held = [i for share in shares for micro in share for i in micro]
+            assert sorted(held) == list(range(8 * k, 8 * k + 8))

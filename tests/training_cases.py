@@ -115,7 +115,7 @@ def actor_in(
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, closest_stride
 
-    world, train = dist.get_world_size(), _layout(case)
+    world, train = dist.get_world_size(), layout_of(case)
     stride = closest_stride(train, case.gen_tp)
     groups = build_groups(train, GenerationLayout(world_size=world, tp=case.gen_tp, stride=stride))
     try:
@@ -128,11 +128,11 @@ def beside(actor: Any, case: Case, arch: Architecture = ARCH, *, role: str = "Cr
     """Another model that is trained, over the ranks of the actor, in a layout of its own."""
     from megarl.parallel.groups import add_layout
 
-    groups = add_layout(actor.groups, _layout(case))
+    groups = add_layout(actor.groups, layout_of(case))
     return _model_in(groups, case, arch, "float32", role=role, total_steps=4, **optim)
 
 
-def _layout(case: Case) -> TrainLayout:
+def layout_of(case: Case) -> TrainLayout:
     return TrainLayout(world_size=dist.get_world_size(), tp=case.tp, pp=case.pp, chunks=case.chunks)
 
 

@@ -156,7 +156,7 @@ def init_distributed(timeout_minutes: float = 30) -> None:
 
 
 def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1) -> Groups:
-    """Create the groups of one layout each in the already initialised world. Every rank must call it.
+    """Create the groups of the two layouts in the already initialised world. Every rank must call it.
 
     The groups wait as long as `init_distributed` was told.
 
