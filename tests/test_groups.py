@@ -46,6 +46,97 @@ def test_ranks_are_where_megatron_puts_them(ranks: Ranks, tp: int, pp: int, dp: 
         assert found["left"] == 0
 
 
+NAMES = ("tp", "pp", "dp", "mp", "embd", "expt_dp", "tp_ep_pp")
+
+
+def _present() -> tuple[Any, ...]:
+    """What Megatron-Core's functions say of the layout, whoever asks."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    pgs = ProcessGroupCollection.use_mpu_process_groups()
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return (
+        *(getattr(pgs, name) for name in NAMES),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        parallel_state.get_data_parallel_rank(),
+        {name: state.tolist() for name, state in tracker.items()},
+    )
+
+
+def _tracker_alone(train: TrainLayout) -> Any:
+    from megarl.parallel.groups import build_groups, destroy_groups
+
+    groups = build_groups(train, GenerationLayout(world_size=train.world_size), seed=5)
+    tracker = _present()[-1]
+    destroy_groups(groups)
+    return tracker
+
+
+def _layouts_beside(first: TrainLayout, second: TrainLayout) -> dict[str, Any]:
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megarl.parallel.groups import add_layout, build_groups, destroy_groups
+
+    world = dist.distributed_c10d._world.pg_map
+    before, tracker_alone = len(world), _tracker_alone(second)
+    groups = build_groups(first, GenerationLayout(world_size=first.world_size))
+    of_one, of_first, numbers = len(world), _present(), torch.get_rng_state()
+    beside = add_layout(groups, second, seed=5)
+    of_both = len(world)
+    assert torch.equal(torch.get_rng_state(), numbers) and _present() == of_first
+    assert add_layout(groups, first) is groups and add_layout(beside, second) is beside
+    assert add_layout(groups, second) == beside and add_layout(beside, first) == groups
+    assert len(world) == of_both > of_one
+    assert (beside.control, beside.watch) == (groups.control, groups.watch)
+
+    with beside.active():
+        of_second = _present()
+        with beside.active(), groups.active():
+            assert _present() == of_first
+            with beside.active():
+                assert _present() == of_second
+        assert _present() == of_second
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            torch.rand(1)
+        tracker, buffer = _present()[-1], parallel_state.get_global_memory_buffer()
+    assert tracker != of_second[-1] == tracker_alone
+    with groups.active():
+        assert _present() == of_first and parallel_state.get_global_memory_buffer() is buffer
+    with pytest.raises(ZeroDivisionError), beside.active():
+        assert _present()[-1] == tracker  # it goes on where it was
+        _ = 1 / 0
+    assert _present() == of_first
+
+    found = {name: dist.get_process_group_ranks(getattr(beside.pgs, name)) for name in ("tp", "pp", "dp", "mp")}
+    found["sizes"] = of_second[len(NAMES) : -1]
+    assert all(group is getattr(beside.pgs, name) for name, group in zip(NAMES, of_second, strict=False))
+    destroy_groups(beside)
+    found["left"] = len(world) - before
+    return found
+
+
+BESIDE = [
+    (TrainLayout(world_size=4, tp=2, pp=2), TrainLayout(world_size=4)),
+    (TrainLayout(world_size=4), TrainLayout(world_size=4, pp=2, chunks=2)),
+    (TrainLayout(world_size=4, tp=2, pp=2, chunks=2), TrainLayout(world_size=4, tp=4)),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), BESIDE)
+def test_a_layout_beside_another(ranks: Ranks, first: TrainLayout, second: TrainLayout) -> None:
+    for rank, found in enumerate(ranks.run(4, _layouts_beside, first, second)):
+        at = second.coords(rank)
+        assert found["tp"] == [second.rank(tp=i, dp=at.dp, pp=at.pp) for i in range(second.tp)]
+        assert found["pp"] == [second.rank(tp=at.tp, dp=at.dp, pp=i) for i in range(second.pp)]
+        assert found["dp"] == [second.rank(tp=at.tp, dp=i, pp=at.pp) for i in range(second.dp)]
+        assert tuple(found["mp"]) == second.model_ranks(rank)
+        assert found["sizes"] == (at.tp, second.pp, second.chunks if second.chunks > 1 else None, at.dp)
+        assert found["left"] == 0
+
+
 def _time_limits(store: str) -> set[float]:
     """Seconds that each group of a run waits, also one whose maker names no limit."""
     from megarl.parallel.groups import build_groups, destroy_groups, init_distributed

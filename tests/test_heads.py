@@ -11,9 +11,8 @@ from full_weights import random_weights, source_of
 from hugging_face import hugging_face
 from ranks import Ranks
 from tiny_families import ARCHITECTURES
-from training_cases import SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of, update
+from training_cases import SEQUENCES, Case, Squares, actor_in, fixed_batch, micro_batches_of, update, with_targets
 
-from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.types import Batch, batch_of
 
 OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}}}
@@ -29,27 +28,11 @@ HEADS = {"Critic": ("values", "advantages"), "RewardModel": ("scores", "rewards"
 """Role -> its outputs, and the field of the batch that they are trained towards."""
 
 
-class Squares:
-    """Squared distance from a field of the batch."""
-
-    def __init__(self, field: str) -> None:
-        self.columns = (field,)
-
-    def __call__(self, x: LossInput) -> LossOutput:
-        return LossOutput(loss=x.weights.dot((x.output - x.columns[self.columns[0]]).square()))
-
-
-def _targets() -> Batch:
-    batch = fixed_batch()
-    generator = torch.Generator().manual_seed(5)
-    return batch.with_(advantages=torch.randn(len(batch.tokens), generator=generator))
-
-
 def _train(case: Case, role: str) -> tuple[torch.Tensor, list[tuple[float, float]]]:
     """What the head says before any update, and loss and gradient norm of three."""
     method, target = HEADS[role]
     with actor_in(case, role=role, lr=3e-3) as model:
-        batch = _targets()
+        batch = with_targets()
         before = getattr(model, method)(batch, micro_batches_of(model))
         updates = [update(model, batch, Squares(target)) for _ in range(3)]
         return before, [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]

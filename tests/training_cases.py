@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from tiny_engines import text_of
 
+from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.parallel.layout import TrainLayout
 from megarl.types import Batch, batch_of
 
 ARCH = Architecture(
@@ -74,6 +76,23 @@ def fixed_batch() -> Batch:
     return batch.with_(rewards=torch.rand(SEQUENCES, generator=generator))
 
 
+def with_targets() -> Batch:
+    """The fixed batch with a number per token to train values towards, as its advantages."""
+    batch = fixed_batch()
+    generator = torch.Generator().manual_seed(5)
+    return batch.with_(advantages=torch.randn(len(batch.tokens), generator=generator))
+
+
+class Squares:
+    """Squared distance from a field of the batch."""
+
+    def __init__(self, field: str) -> None:
+        self.columns = (field,)
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        return LossOutput(loss=x.weights.dot((x.output - x.columns[self.columns[0]]).square()))
+
+
 _CONFIGS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -93,16 +112,37 @@ def actor_in(
         role: another role that is trained.
         optim: keys of its optimizer.
     """
+    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.layout import GenerationLayout, closest_stride
+
+    world, train = dist.get_world_size(), layout_of(case)
+    stride = closest_stride(train, case.gen_tp)
+    groups = build_groups(train, GenerationLayout(world_size=world, tp=case.gen_tp, stride=stride))
+    try:
+        yield _model_in(groups, case, arch, dtype, role=role, total_steps=total_steps, **optim)
+    finally:
+        destroy_groups(groups)
+
+
+def beside(actor: Any, case: Case, arch: Architecture = ARCH, *, role: str = "Critic", **optim: Any) -> Any:
+    """Another model that is trained, over the ranks of the actor, in a layout of its own."""
+    from megarl.parallel.groups import add_layout
+
+    groups = add_layout(actor.groups, layout_of(case))
+    return _model_in(groups, case, arch, "float32", role=role, total_steps=4, **optim)
+
+
+def layout_of(case: Case) -> TrainLayout:
+    return TrainLayout(world_size=dist.get_world_size(), tp=case.tp, pp=case.pp, chunks=case.chunks)
+
+
+def _model_in(
+    groups: Any, case: Case, arch: Architecture, dtype: str, *, role: str, total_steps: int, **optim: Any
+) -> Any:
     import megarl
     from megarl.config.schema import ActorRolloutRef, Optim
     from megarl.models.fill import random_source
-    from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
-    world = dist.get_world_size()
-    train = TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks)
-    stride = closest_stride(train, case.gen_tp)
-    groups = build_groups(train, GenerationLayout(world_size=world, tp=case.gen_tp, stride=stride))
     config = ActorRolloutRef.model_validate(
         {
             "model": {"dtype": dtype, "use_remove_padding": case.packed},
@@ -110,20 +150,17 @@ def actor_in(
             **case.config,
         }
     )
-    try:
-        actor = getattr(megarl, role)(
-            arch,
-            groups,
-            model=config.model,
-            megatron=config.actor.megatron,
-            optim=Optim(**optim),
-            total_steps=total_steps,
-            initial=lambda model: model.load(random_source(model.arch, 1)),
-        )
-        _CONFIGS[actor] = config
-        yield actor
-    finally:
-        destroy_groups(groups)
+    model = getattr(megarl, role)(
+        arch,
+        groups,
+        model=config.model,
+        megatron=config.actor.megatron,
+        optim=Optim(**optim),
+        total_steps=total_steps,
+        initial=lambda model: model.load(random_source(model.arch, 1)),
+    )
+    _CONFIGS[model] = config
+    return model
 
 
 def reference_of(actor: Any) -> Any:

@@ -1,14 +1,20 @@
-"""Process groups of both layouts. The only place that touches Megatron-Core's `parallel_state`."""
+"""Process groups of the training and generation layouts. The only place that touches Megatron-Core's `parallel_state`.
+
+Megatron-Core knows one training layout: parts of it read its groups and sizes from module globals, whatever they are
+passed. A second model may have a layout of its own over the same ranks; while it is built or runs, the globals are
+those of its layout (`Groups.active`).
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,16 +27,33 @@ from megarl.parallel.watch import Watch
 if TYPE_CHECKING:  # Megatron-Core is imported where ranks begin: after the CPU redirection, which changes torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class MegatronState:
+    """What Megatron-Core has of one training layout.
+
+    Attributes:
+        pgs: its groups.
+        set_aside: what its modules' globals are in this layout, while they are those of another; None: they are in
+            place.
+    """
+
+    pgs: ProcessGroupCollection
+    set_aside: dict[str, Any] | None = None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Who talks to whom, for one rank.
+    """Who talks to whom, for one rank and the models of one training layout.
 
     Attributes:
         rank: this process's global rank.
         device: where its tensors live.
         train, generation: the two layouts.
-        pgs: Megatron-Core's groups of the training layout, passed explicitly to everything below.
+        layouts: of every training layout over these ranks, `train` among them.
         ranks_per_node: consecutive ranks that share a machine.
         generation_tp: the ranks of this rank's generation replica.
         control: all ranks, over gloo: small Python objects (token ids, scores), never weights.
@@ -42,10 +65,30 @@ class Groups:
     train: TrainLayout
     generation: GenerationLayout
     ranks_per_node: int
-    pgs: ProcessGroupCollection
+    layouts: dict[TrainLayout, MegatronState] = field(repr=False)
     generation_tp: dist.ProcessGroup
     control: dist.ProcessGroup
     watch: Watch = field(default_factory=Watch)
+
+    @property
+    def pgs(self) -> ProcessGroupCollection:
+        """Megatron-Core's groups of the training layout, passed explicitly to everything below."""
+        return self.layouts[self.train].pgs
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it Megatron-Core's globals are those of this layout; afterwards those of before again.
+
+        Outside they are those of the first layout, so for it nothing changes. It may be entered within itself, and
+        within that of another layout.
+        """
+        own = self.layouts[self.train]
+        before = _in_place(self.layouts)
+        _exchange(before, own)
+        try:
+            yield
+        finally:
+            _exchange(own, before)
 
     @property
     def model(self) -> dist.ProcessGroup:
@@ -76,6 +119,18 @@ class Groups:
             dist.barrier(self.control)
 
 
+def in_its_layout(method: Callable[P, T]) -> Callable[P, T]:
+    """A method of an object with `groups` that runs while these are active."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        owner: Any = args[0]
+        with owner.groups.active():
+            return method(*args, **kwargs)
+
+    return run
+
+
 def init_distributed(timeout_minutes: float = 30) -> None:
     """Join the job's ranks (environment set by the launcher, torchrun or srun): NCCL where there is a GPU, else gloo.
 
@@ -101,7 +156,7 @@ def init_distributed(timeout_minutes: float = 30) -> None:
 
 
 def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1) -> Groups:
-    """Create the groups of both layouts in the already initialised world. Every rank must call it.
+    """Create the groups of the two layouts in the already initialised world. Every rank must call it.
 
     The groups wait as long as `init_distributed` was told.
 
@@ -109,7 +164,7 @@ def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1
         seed: of Megatron-Core's tensor-parallel random number tracker (dropout).
     """
     assert dist.get_world_size() == train.world_size == generation.world_size
-    pgs = _megatron_groups(train, seed)
+    layouts = {train: MegatronState(pgs=_megatron_groups(train, seed))}
     rank = dist.get_rank()
     on_gpu = torch.cuda.is_available()
     replicas = [dist.new_group(generation.ranks(i)) for i in range(generation.replicas)]
@@ -119,16 +174,35 @@ def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1
         train=train,
         generation=generation,
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", train.world_size)),
-        pgs=pgs,
+        layouts=layouts,
         generation_tp=replicas[generation.coords(rank).replica],
         control=dist.new_group(backend="gloo"),
     )
 
 
-def another_layout(groups: Groups, train: TrainLayout, seed: int = 1) -> Groups:
-    """Placeholder."""
-    assert train == groups.train
-    return groups
+def add_layout(groups: Groups, train: TrainLayout, seed: int = 1) -> Groups:
+    """The same ranks in another training layout, for a model beside the first. Every rank must call it.
+
+    Only the groups of the training layout are made; one that is there already is used again. The layout has its own
+    tensor-parallel random number tracker, as if it were the only one. The default generator serves all layouts and
+    stays as it is.
+
+    Args:
+        seed: of the layout's tracker (dropout).
+    """
+    from megatron.core import parallel_state
+
+    if train not in groups.layouts:
+        assert train.world_size == groups.train.world_size
+        present = _in_place(groups.layouts)
+        present.set_aside, numbers = _megatron_globals(), torch.cuda.get_rng_state()
+        parallel_state.destroy_model_parallel()  # forgets the groups; they stay
+        made = groups.layouts[train] = MegatronState(pgs=_megatron_groups(train, seed))
+        # one buffer for all layouts: nothing of what a layer gathers into it is needed when another model runs
+        parallel_state._GLOBAL_MEMORY_BUFFER = present.set_aside["_GLOBAL_MEMORY_BUFFER"]
+        torch.cuda.set_rng_state(numbers)
+        _exchange(made, present)
+    return groups if train == groups.train else replace(groups, train=train)
 
 
 @contextmanager
@@ -157,7 +231,7 @@ def stand_in(train: TrainLayout, rank: int, device: torch.device) -> Iterator[Gr
             train=train,
             generation=generation,
             ranks_per_node=train.world_size,
-            pgs=pgs,
+            layouts={train: MegatronState(pgs=pgs)},
             generation_tp=pgs.tp,
             control=pgs.tp,
         )
@@ -183,6 +257,35 @@ def _megatron_groups(train: TrainLayout, seed: int) -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
+def _in_place(layouts: dict[TrainLayout, MegatronState]) -> MegatronState:
+    """The one that Megatron-Core's globals hold."""
+    return next(state for state in layouts.values() if state.set_aside is None)
+
+
+def _megatron_globals() -> dict[str, Any]:
+    """Groups, sizes and ranks of the layout in place, by name, and its tracker's states under "rng"."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    values = {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if (name.startswith("_") and name.isupper()) or name == "_global_process_group_list"
+    }
+    return {**values, "rng": tensor_parallel.get_cuda_rng_tracker().get_states()}
+
+
+def _exchange(present: MegatronState, wanted: MegatronState) -> None:
+    """Set the layout in place aside, and put another one in its place."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    if present is wanted:
+        return
+    assert present.set_aside is None and wanted.set_aside is not None
+    present.set_aside, values, wanted.set_aside = _megatron_globals(), wanted.set_aside, None
+    tensor_parallel.get_cuda_rng_tracker().set_states(values["rng"])
+    vars(parallel_state).update({name: value for name, value in values.items() if name != "rng"})
+
+
 def join(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give the group its communicator; every rank of it calls this.
 
@@ -200,10 +303,12 @@ def leave_world() -> None:
 
 
 def destroy_groups(groups: Groups) -> None:
-    """Leave the groups of both layouts; the world stays."""
+    """Leave the groups of all layouts; the world stays."""
     from megatron.core import parallel_state
 
-    made = {group for group in parallel_state._global_process_group_list or () if group is not None}
+    aside = [state.set_aside for state in groups.layouts.values() if state.set_aside is not None]
+    lists = [values["_global_process_group_list"] for values in (vars(parallel_state), *aside)]
+    made = {group for listed in lists for group in listed or () if group is not None}
     parallel_state.destroy_model_parallel()  # forgets them: their communicators would stay
     for group in made | {groups.generation_tp, groups.control}:
         if group != dist.GroupMember.NON_GROUP_MEMBER:

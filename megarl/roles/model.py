@@ -24,9 +24,10 @@ from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
-from megarl.parallel.groups import Groups
+from megarl.parallel.groups import Groups, in_its_layout
 from megarl.parallel.offload import Resident
 from megarl.phases import Item
+from megarl.roles.copying import copy_weights
 from megarl.roles.writers import spread_over_replicas
 from megarl.types import Batch
 
@@ -66,7 +67,10 @@ class MegatronModel:
             transformer_engine=self.transformer_engine,
             overrides=megatron.override_transformer_config,
         )
-        self.chunks = build_chunks(arch, self.transformer_config, groups, transformer_engine=self.transformer_engine)
+        with groups.active():
+            self.chunks = build_chunks(
+                arch, self.transformer_config, groups, transformer_engine=self.transformer_engine
+            )
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
         at = groups.train.coords(groups.rank)
         last_stage = at.pp == groups.train.pp - 1
@@ -84,14 +88,17 @@ class MegatronModel:
         self._rewritten()
 
     def copy_from(self, other: MegatronModel) -> None:
-        """Take over the weights of a model in the same layout; an output layer of another form stays as it is."""
+        """Take over the weights of a model of the same ranks; an output layer of another form stays as it is."""
         self.gather_parameters()
         other.gather_parameters()
-        theirs = other.parameters()
-        with torch.no_grad():
-            for name, parameter in self.parameters().items():
-                if name in theirs and theirs[name].shape == parameter.shape:
-                    parameter.copy_(theirs[name])
+        if other.groups.train == self.groups.train:
+            theirs = other.parameters()
+            with torch.no_grad():
+                for name, parameter in self.parameters().items():
+                    if name in theirs and theirs[name].shape == parameter.shape:
+                        parameter.copy_(theirs[name])
+        else:
+            copy_weights(other, self)
         self._rewritten()
 
     def placements(self) -> list[Any]:
@@ -138,6 +145,7 @@ class MegatronModel:
         """Take over what was read through `sharded_state` with the same prefix."""
         self.load_weights(state, prefix)
 
+    @in_its_layout
     def sharded_weights(self, prefix: str = "") -> dict[str, Any]:
         """The weights alone."""
         self.gather_parameters()
@@ -172,6 +180,7 @@ class MegatronModel:
         dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
         return out
 
+    @in_its_layout
     def _run(
         self,
         batch: Batch,

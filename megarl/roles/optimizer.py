@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.config.schema import Megatron, Optim
 from megarl.models.kernels import adam_kernels
-from megarl.parallel.groups import Groups
+from megarl.parallel.groups import Groups, in_its_layout
 from megarl.parallel.megatron_internals import storage_identity
 from megarl.parallel.offload import OnHost, Resident, storages
 from megarl.roles.optimizer_state import (
@@ -33,6 +33,7 @@ class MegatronOptimizer:
     """Owns fp32 weights, moments and the learning-rate schedule of one model.
 
     Attributes:
+        groups: those of its model.
         masters, moments: their memory; the masters are the fp32 weights beside those of the model. Methods bring back
             what they need.
     """
@@ -42,12 +43,13 @@ class MegatronOptimizer:
         Args:
             ddp: the model's chunks in Megatron-Core's DistributedDataParallel, of which it steps the weights.
         """
-        self._ddp, self._groups, self._config, self._megatron = list(ddp), groups, config, megatron
+        self.groups, self._ddp, self._config, self._megatron = groups, list(ddp), config, megatron
         self.masters: Resident = OnHost(self._own_masters) if megatron.optimizer_offload else Resident()
         self.moments: Resident = OnHost(lambda: moments(self._adam)) if megatron.optimizer_offload else Resident()
         self._adam: Any = None
         self._schedule: Any = None
 
+    @in_its_layout
     def restart(self, optim: Optim, total_steps: int) -> None:
         """A fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
         self._adam = self._schedule = None
@@ -68,7 +70,7 @@ class MegatronOptimizer:
             ),
             self._ddp,
             use_gloo_process_groups=False,
-            pg_collection=self._groups.pgs,
+            pg_collection=self.groups.pgs,
         )
         self._schedule = OptimizerParamScheduler(
             self._adam,
@@ -102,6 +104,7 @@ class MegatronOptimizer:
             model.zero_grad_buffer()
         self._adam.zero_grad()
 
+    @in_its_layout
     def step(self, *, loss: float) -> tuple[float, bool]:
         """One step along the accumulated gradient, unless the gradient or the loss is not finite.
 
@@ -145,9 +148,9 @@ class MegatronOptimizer:
         """
         self.masters.restore()
         self.moments.restore()
-        data_parallel = self._groups.pgs.dp_cp
+        data_parallel = self.groups.pgs.dp_cp
         if not loading:
-            refuse_nonfinite(self._adam, weights, self._groups.control)
+            refuse_nonfinite(self._adam, weights, self.groups.control)
             weights = spread_over_replicas(weights, data_parallel)
         split = data_parallel if self._megatron.use_distributed_optimizer else None
         state = sharded_optimizer_state(self._adam, weights, split, loading=loading)

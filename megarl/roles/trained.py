@@ -65,12 +65,13 @@ class TrainedModel(MegatronModel):
             overlap_grad_reduce=megatron.overlap_grad_reduce,
             overlap_param_gather=megatron.overlap_param_gather,
         )
-        self.ddp = [
-            DistributedDataParallel(
-                self.transformer_config, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pgs
-            )
-            for i, chunk in enumerate(self.chunks)
-        ]
+        with groups.active():
+            self.ddp = [
+                DistributedDataParallel(
+                    self.transformer_config, ddp, chunk, disable_bucketing=i > 0, pg_collection=groups.pgs
+                )
+                for i, chunk in enumerate(self.chunks)
+            ]
         self.transformer_config.finalize_model_grads_func = _finalize_without_token_count
         self.transformer_config.grad_scale_func = None
         if megatron.overlap_grad_reduce:

@@ -12,7 +12,7 @@ from megarl.config.schema import Batching, Megatron
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
 from megarl.parallel.from_config import train_layout
-from megarl.parallel.groups import Groups, another_layout
+from megarl.parallel.groups import Groups, add_layout
 from megarl.phases import Phase
 from megarl.roles.frozen import FrozenModel
 from megarl.roles.model import MegatronModel
@@ -76,7 +76,6 @@ class Run:
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
         self.is_first_step = True
         self._announced = False
-        self._layouts = {groups.train: groups}
         self.generations: list[Generation] = []
         stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
 
@@ -113,10 +112,7 @@ class Run:
 
     def groups_of(self, megatron: Megatron) -> Groups:
         """The groups of a model with its own Megatron keys; those of models with the same layout are the same."""
-        layout = train_layout(self.config, megatron)
-        if layout not in self._layouts:
-            self._layouts[layout] = another_layout(self.groups, layout, seed=self.config.data.seed)
-        return self._layouts[layout]
+        return add_layout(self.groups, train_layout(self.config, megatron), self.config.data.seed)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
