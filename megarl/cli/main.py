@@ -3,6 +3,7 @@
 megarl train --nproc N CONFIG key=value...   checks the run in this process, then starts its ranks on this machine
 megarl train --nnodes 4 --node-rank K --master-addr HOST --master-port P CONFIG ...   on each of four nodes
 megarl plan --gpus N CONFIG key=value...     memory, traffic and time of a run, without any GPU
+megarl algorithms [NAME]                     advantage estimators and losses, with their papers and keys
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from dataclasses import replace
 
 import megarl
-from megarl.cli import plan
+from megarl.cli import algorithms, plan
 from megarl.config import load_config
 
 
@@ -29,11 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     for command in (training, planning):
         command.add_argument("config", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys to set")
+    listing = commands.add_parser("algorithms", help="advantage estimators and losses, with their papers and keys")
+    listing.add_argument("name", nargs="?", help="one of them; default all")
     args, after_options = parser.parse_known_args(argv)  # argparse leaves out overrides that follow an option
-    if unknown := [word for word in after_options if word.startswith("-")]:
+    takes_overrides = args.command != "algorithms"
+    if unknown := [word for word in after_options if word.startswith("-") or not takes_overrides]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    overrides = [*args.overrides, *after_options]
     try:
+        if not takes_overrides:
+            return algorithms.algorithms(args.name)
+        overrides = [*args.overrides, *after_options]
         if args.command == "plan":
             return plan.plan(args, overrides)
         return _train(args, overrides)

@@ -12,7 +12,7 @@ from megarl.types import Batch
 
 
 @about(
-    "pass@k objective, arXiv 2503.19595, leave-one-out advantage",
+    "pass@k objective, leave-one-out, arXiv 2503.19595",
     keys=["algorithm.norm_adv_by_std_in_grpo"],
     needs=Needs(samples=2),
 )

@@ -10,7 +10,7 @@ from megarl.config.schema import Algorithm
 from megarl.types import Batch
 
 
-@about("OPO, arXiv 2505.23585, optimal baseline weighted by length", needs=Needs(samples=2))
+@about("OPO, arXiv 2505.23585", needs=Needs(samples=2))
 def opo(batch: Batch, config: Algorithm) -> Tensor:
     """Score - mean of its group, in which responses count by their trained tokens.
 

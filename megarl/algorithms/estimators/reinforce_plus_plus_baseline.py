@@ -5,17 +5,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
-from megarl.algorithms.group_scores import at_tokens, group_scores
+from megarl.algorithms.group_scores import group_scores
+from megarl.algorithms.returns import at_trained
 from megarl.algorithms.whitening import whitened
 from megarl.config.schema import Algorithm
 from megarl.types import Batch
 
 
-@about("REINFORCE++-baseline, arXiv 2501.03262, advantage normalisation", needs=Needs(samples=2))
+@about("REINFORCE++-baseline, arXiv 2501.03262", needs=Needs(samples=2))
 def reinforce_plus_plus_baseline(batch: Batch, config: Algorithm) -> Tensor:
     """Score - mean of its group, whitened over the batch.
 
     Returns:
         float32 [T]. A response alone in its group counts as its mean does: 0 before whitening.
     """
-    return whitened(batch, at_tokens(batch, group_scores(batch).centred()))
+    lengths = batch.response_lengths
+    centred = group_scores(batch).centred().repeat_interleave(lengths[lengths > 0])
+    return at_trained(batch, whitened(centred))

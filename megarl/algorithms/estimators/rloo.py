@@ -10,7 +10,7 @@ from megarl.config.schema import Algorithm
 from megarl.types import Batch
 
 
-@about("RLOO, arXiv 2402.14740, RLOO estimator", needs=Needs(samples=2))
+@about("RLOO, arXiv 2402.14740", needs=Needs(samples=2))
 def rloo(batch: Batch, config: Algorithm) -> Tensor:
     """Score - mean of the other scores of its group.
 

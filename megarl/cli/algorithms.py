@@ -1,0 +1,69 @@
+"""`megarl algorithms [NAME]`: the algorithms that a configuration can name, as the code declares them.
+
+Imports torch, but not Megatron.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.algorithms.declaration import About, about_of
+from megarl.algorithms.registry import ESTIMATORS, LOSSES, PREFERENCES
+from megarl.registry import Registry
+from megarl.telemetry.progress import print_table
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "actor.policy_loss.loss_mode": LOSSES,
+    "algorithm.preference.loss_mode": PREFERENCES,
+}
+"""Configuration key -> what it can name."""
+
+
+def algorithms(name: str | None) -> int:
+    """Prints all algorithms, one line each, or all about those of a name; returns the exit code.
+
+    Raises:
+        ValueError: no algorithm has the name.
+    """
+    if name is None:
+        for key, registry in REGISTRIES.items():
+            if registry.names():
+                print_table(_table(key, registry))
+        return 0
+    found = {key: registry.load(name) for key, registry in REGISTRIES.items() if name in registry.names()}
+    if not found:
+        names = sorted({known for registry in REGISTRIES.values() for known in registry.names()})
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
+        raise ValueError(f"no algorithm is called {name!r}; {rest}")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for key, algorithm in found.items():
+        about = about_of(algorithm)
+        console.print(f"{key}={name}\n\n{inspect.getdoc(algorithm)}\n")
+        console.print("\n".join(f"{label}: {text}" for label, text in _declared(about).items() if text))
+    return 0
+
+
+def first_line(algorithm: Any) -> str:
+    """Of its docstring."""
+    return (inspect.getdoc(algorithm) or "").partition("\n")[0]
+
+
+def _table(key: str, registry: Registry[Any]) -> Table:
+    table = Table(title=key, title_justify="left", show_lines=False)
+    for column in ("name", "what it is", *_declared(About())):
+        table.add_column(column, no_wrap=column == "name")
+    for name in registry.names():
+        algorithm = registry.load(name)
+        table.add_row(name, first_line(algorithm), *_declared(about_of(algorithm)).values())
+    return table
+
+
+def _declared(about: About) -> dict[str, str]:
+    return {"paper": about.paper, "keys": ", ".join(about.keys), "needs": ", ".join(about.needs.words())}
