@@ -112,10 +112,10 @@ def update_actor(run: Run, actor: Actor, batch: Batch, plan: StepPlan, loss: Los
     for mini_batch in plan.mini_batches * settings.ppo_epochs:
         weights = token_weights(trained, mini_batch.sequences, settings.loss_agg_mode, longest)
         if at_once:
-            metrics, logp = actor.update_with_outputs(batch, mini_batch, loss, weights)
+            metrics, logp = actor.update_with_outputs(trained, mini_batch, loss, weights)
             batch = batch.with_(old_logp=logp)
         else:
-            metrics = actor.update(batch, mini_batch, loss, weights)
+            metrics = actor.update(trained, mini_batch, loss, weights)
         run.log("actor", metrics)
     return batch
 
