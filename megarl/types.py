@@ -96,6 +96,7 @@ class Batch:
         returns: float32 [T], what the critic learns to predict.
         kl_in_reward: float32 [N], KL to the reference per sequence, when the reward contains it; nats.
         advantages: float32 [T].
+        selected: float32 [T], 1 at the tokens that a loss has chosen among those of its mini-batch, 0 elsewhere.
         temperature: that the responses were sampled at; log-probabilities are those of the distribution at it.
     """
 
@@ -117,6 +118,7 @@ class Batch:
     returns: Tensor | None = None
     kl_in_reward: Tensor | None = None
     advantages: Tensor | None = None
+    selected: Tensor | None = None
     temperature: float = 1.0
 
     def __len__(self) -> int:

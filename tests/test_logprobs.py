@@ -102,6 +102,57 @@ def test_per_token_loss_has_the_gradients_of_the_general_one(
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def _output_weight_errors(temperature: float) -> dict[str, float]:
+    """The output weight's gradient over four micro-batches of bf16, as a share of its norm away from float64."""
+    from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
+
+    group = dist.group.WORLD
+    assert group is not None
+    rows = -(-VOCAB // group.size())
+    shard = vocab_shard(VOCAB, rows * group.size(), group)
+    own = slice(group.rank() * rows, min(VOCAB, (group.rank() + 1) * rows))
+    _, weight, _, _ = _inputs(torch.bfloat16)
+    generator = torch.Generator().manual_seed(11)
+    batches = [
+        (
+            torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16(),
+            torch.randint(VOCAB, (TOKENS,), generator=generator),
+            torch.randn(TOKENS, generator=generator),
+        )
+        for _ in range(4)
+    ]
+    exact = weight.double().requires_grad_()
+    for hidden, labels, pull in batches:
+        log_p = torch.log_softmax(hidden.double() @ exact.t() / temperature, -1)
+        (log_p.gather(-1, labels[:, None])[:, 0] * pull).sum().backward()
+    assert exact.grad is not None
+    errors = {}
+    for name in ("by chunks", "whole", "whole without main_grad"):
+        mine = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16)
+        mine[: own.stop - own.start] = weight[own]
+        mine.requires_grad_()
+        if name != "whole without main_grad":
+            mine.main_grad = torch.zeros(mine.shape)
+        for hidden, labels, pull in batches:
+            head = hidden.clone().requires_grad_(), mine, labels, shard
+            if name == "by chunks":
+                loss = lambda logp, entropy, part, pull=pull: logp.dot(pull[part])  # noqa: E731
+                token_loss(*head, loss, temperature=temperature, chunk_size=10).backward()
+            else:
+                token_log_probs(*head, temperature=temperature, chunk_size=10)[0].dot(pull).backward()
+        got = getattr(mine, "main_grad", mine.grad)[: own.stop - own.start]
+        errors[name] = float((got.double() - exact.grad[own]).norm() / exact.grad[own].norm())
+    return errors
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_output_weights_gradient_in_bf16(ranks: Ranks, tp: int) -> None:
+    """A loss that sees whole sequences adds it to `main_grad` in fp32, as one that is a sum over tokens does."""
+    for errors in ranks.run(tp, _output_weight_errors, 0.7):
+        assert errors["whole"] <= errors["by chunks"] < 0.01
+        assert errors["whole"] < errors["whole without main_grad"]
+
+
 def _empty() -> tuple[float, float]:
     from megarl.models.logprobs import token_log_probs, vocab_shard
 

@@ -1,4 +1,4 @@
-"""The ratio of the policy's probabilities to those before the update, and what is told about it."""
+"""The ratio of the policy's probabilities to those before the update, its clipping, and what is told about it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import bounded
-from megarl.algorithms.loss import LossInput, Metric
+from megarl.algorithms.loss import LossInput, LossOutput, Metric
+
+CLIP_KEYS = ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high")
+"""The configuration keys of `Actor.clip_low` and `Actor.clip_high`."""
 
 
 def log_ratio(x: LossInput) -> Tensor:
@@ -14,20 +17,45 @@ def log_ratio(x: LossInput) -> Tensor:
     return bounded(x.output - x.old_logp)
 
 
-def ratio_metrics(x: LossInput, log_ratios: Tensor, clipped: Tensor) -> dict[str, Metric]:
-    """What a policy update reports.
+def mean_per_sequence(x: LossInput, per_token: Tensor) -> Tensor:
+    """[R] -> [S], means over the tokens whose weight is not 0, each counted once; 0 for a sequence without any.
 
     Args:
-        log_ratios: float32 [R].
-        clipped: bool [R], whose gradient the loss leaves out or changes.
+        per_token: 0 where the weight is 0, as all that is computed from `LossInput.weighted`.
     """
-    w, log_ratios = x.weights, log_ratios.detach()
-    metrics = {
-        "clipfrac": Metric(value=w.dot(clipped.to(w.dtype))),
-        "ppo_kl": Metric(value=-w.dot(log_ratios)),
-    }
+    counted = x.per_sequence((x.weights != 0).to(per_token.dtype))
+    return x.per_sequence(per_token) / counted.clamp_min(1.0)
+
+
+def clipped_surrogate(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """The larger of cost x ratio and cost x clipped ratio (PPO, arXiv 1707.06347, eq. 7).
+
+    Args:
+        cost: minus the advantages, [R] or [S].
+        ratio: the same shape; it is clipped to [1 - clip_low, 1 + clip_high].
+
+    Returns:
+        the surrogate, and bool where the ratio is outside its range.
+    """
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return (cost * ratio).maximum(cost * clipped), clipped != ratio
+
+
+def policy_output(x: LossInput, loss: Tensor, log_ratios: Tensor, clipfrac: Tensor | None = None) -> LossOutput:
+    """A policy's loss with what an update reports.
+
+    Args:
+        loss: scalar, differentiable.
+        log_ratios: float32 [R], nats.
+        clipfrac: scalar, the share of the weights whose gradient the loss leaves out or changes; None if it has no
+            clip.
+    """
+    log_ratios = log_ratios.detach()
+    metrics = {"pg_loss": Metric(value=loss.detach()), "ppo_kl": Metric(value=-x.weights.dot(log_ratios))}
+    if clipfrac is not None:
+        metrics["clipfrac"] = Metric(value=clipfrac)
     if len(log_ratios):
         furthest = torch.expm1(log_ratios).abs().max()
         metrics["ratio_max_deviation"] = Metric(value=furthest, reduce="max")
         metrics["first_ratio_max_deviation"] = Metric(value=furthest, reduce="first")
-    return metrics
+    return LossOutput(loss=loss, metrics=metrics)

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megarl.algorithms.declaration import about
-from megarl.algorithms.loss import LossInput, LossOutput, Metric
-from megarl.algorithms.ratio import log_ratio, ratio_metrics
+from megarl.algorithms.loss import LossInput, LossOutput
+from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, policy_output
 from megarl.config.schema import Actor
-
-KEYS = ("actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high")
 
 
 @about(
     "PPO, arXiv 1707.06347, eq. 7; dual clip: 1912.09729, eq. 5; clip-higher: 2503.14476, eq. 10",
-    keys=(*KEYS, "actor.clip_ratio_c"),
+    keys=(*CLIP_KEYS, "actor.clip_ratio_c"),
 )
 def vanilla(actor: Actor) -> PolicyClip:
     """The surrogate of probability ratio and advantage, clipped on both sides, each with its own range."""
@@ -25,6 +23,9 @@ def vanilla(actor: Actor) -> PolicyClip:
 @dataclass(frozen=True, kw_only=True)
 class PolicyClip:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7).
+
+    With importance weights of the tokens it is decoupled PPO (arXiv 2110.00641; 2505.24298, eq. 5): the policy
+    before the update is the proximal one, the engine's the behaviour policy.
 
     Attributes:
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high] (arXiv 2503.14476, eq. 10).
@@ -39,14 +40,8 @@ class PolicyClip:
 
     def __call__(self, x: LossInput) -> LossOutput:
         cost, log_ratios = -x.columns["advantages"], log_ratio(x)
-        ratio = log_ratios.exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        surrogate = (cost * ratio).maximum(cost * clipped)
+        surrogate, clipped = clipped_surrogate(cost, log_ratios.exp(), self.clip_low, self.clip_high)
         if self.clip_c is not None:
             capped = surrogate.minimum(cost * self.clip_c)
             surrogate = capped.where(cost > 0, surrogate)
-        loss = x.weights.dot(surrogate)
-        return LossOutput(
-            loss=loss,
-            metrics={"pg_loss": Metric(value=loss.detach()), **ratio_metrics(x, log_ratios, clipped != ratio)},
-        )
+        return policy_output(x, x.weights.dot(surrogate), log_ratios, x.weights.dot(clipped.to(cost.dtype)))
