@@ -10,7 +10,9 @@ from torch import Tensor
 
 from megarl.algorithms.loss import LossInput, columns_of
 from megarl.algorithms.overlong import soft_overlong_penalty
+from megarl.algorithms.returns import explained_variance
 from megarl.algorithms.value_loss import ValueLoss
+from megarl.types import batch_of
 
 
 def given_values(new: list[float], old: list[float], returns: list[float], weights: list[float]) -> LossInput:
@@ -101,3 +103,11 @@ def test_soft_overlong_penalty_by_hand() -> None:
         torch.tensor([0, 80, 85, 100, 120]), max_response_length=100, buffer_len=20, penalty_factor=1.0
     )
     assert got.tolist() == [0.0, 0.0, -0.25, -1.0, -1.0]
+
+
+def test_explained_variance() -> None:
+    """Returns 0, 2, 4 of variance 8/3; values off by 0, 1, -1 explain 3/4 of it."""
+    batch = batch_of([[1], [1]], [[2, 3], [4]], [0, 1])
+    batch = batch.with_(returns=torch.tensor([9.0, 0.0, 2.0, 9.0, 4.0]), values=torch.tensor([0.0, 0.0, 3.0, 0.0, 3.0]))
+    assert explained_variance(batch) == pytest.approx(0.75)
+    assert explained_variance(batch.with_(returns=torch.ones(5))) == 0.0
