@@ -63,7 +63,9 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
-PER_SEQUENCE = frozenset({"groups", "rewards", "greedy_rewards", "truncated", "labels", "kl_in_reward"})
+PER_SEQUENCE = frozenset(
+    {"groups", "rewards", "greedy_rewards", "truncated", "labels", "reference_point", "kl_in_reward"}
+)
 """The fields of `Batch` with one value per sequence."""
 
 
@@ -87,6 +89,7 @@ class Batch:
         truncated: bool [N], whether the response was cut off at its greatest length.
         labels: float32 [N], what a data set says of a sequence: the margin of its pair, or 1 for desirable and 0 for
             not.
+        reference_point: float32 [N], KL to the reference that KTO measures answers from; nats, the same for all.
         rollout_logp: float32 [T], as the generation engine recorded it.
         importance: float32 [T], importance weights of the tokens, 0 for rejected ones; None: all 1.
         old_logp: float32 [T], by the training layout before the first update.
@@ -109,6 +112,7 @@ class Batch:
     greedy_rewards: Tensor | None = None
     truncated: Tensor | None = None
     labels: Tensor | None = None
+    reference_point: Tensor | None = None
     rollout_logp: Tensor | None = None
     importance: Tensor | None = None
     old_logp: Tensor | None = None

@@ -16,7 +16,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.schema import Data
-from megarl.data.examples import make_examples
+from megarl.data.load import load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.readers import Row, read_rows, require_column
 from megarl.data.sampler import PromptSampler
@@ -217,16 +217,16 @@ def test_a_misspelt_answer_key_does_not_mean_another_column(tmp_path: Path, toke
 def test_examples_end_with_the_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1+2", "answer": 3}, {"prompt": "4+5", "answer": "10"}])
     prompts = load_prompts(Data(), [file], tokenizer)
-    examples = make_examples(Data(max_response_length=3), prompts, tokenizer)
-    prompt_ids, response_ids = examples[0]
+    examples = load_examples(Data(max_response_length=3), "demonstrations", [file], tokenizer)
+    ((prompt_ids, response_ids),) = examples[0].sequences
     assert prompt_ids == prompts[0].token_ids
     assert response_ids == (*tokenizer.encode("3"), tokenizer.eos_id)
-    assert message(lambda: make_examples(Data(max_response_length=2), prompts, tokenizer)) == (
+    assert message(lambda: load_examples(Data(max_response_length=2), "demonstrations", [file], tokenizer)) == (
         f"{file}:2: the answer in column 'answer' has 3 tokens with its end token, "
         "more than data.max_response_length = 2"
     )
     assert f"data.answer_key = 'solution': no such column in {file}:1; columns: prompt, answer" in message(
-        lambda: make_examples(Data(answer_key="solution"), prompts, tokenizer)
+        lambda: load_examples(Data(answer_key="solution"), "demonstrations", [file], tokenizer)
     )
 
 
@@ -242,8 +242,7 @@ def test_answers_that_nothing_can_be_learnt_from(
     tmp_path: Path, tokenizer: Tokenizer, answer: object, said: str
 ) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1", "answer": 0.5}, {"prompt": "2", "answer": answer}])
-    prompts = load_prompts(Data(), [file], tokenizer)
-    assert message(lambda: make_examples(Data(), prompts, tokenizer)) == f"{file}:2: {said}"
+    assert message(lambda: load_examples(Data(), "demonstrations", [file], tokenizer)) == f"{file}:2: {said}"
 
 
 # ---------------------------------------------------------------------------------------------------- sampler

@@ -19,7 +19,7 @@ from typing import Any
 
 from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, read_header
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import EMBEDDING, OUTPUT, logical_tensors
+from megarl.models.tensors import EMBEDDING, OUTPUT, SCORE, logical_tensors
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -36,7 +36,8 @@ _COMPANIONS = re.compile(
 def check_weights(folder: str, arch: Architecture) -> None:
     """Raises ValueError if the folder's weights are not exactly those of the architecture; reads headers only.
 
-    A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte.
+    A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte. A scalar output
+    may be absent, and then a language model's output, which is left out, may be there.
     """
     found, wanted = weight_entries(folder), logical_tensors(arch)
     if arch.tied and OUTPUT in found and EMBEDDING in found:
@@ -46,6 +47,9 @@ def check_weights(folder: str, arch: Architecture) -> None:
                 f"set it to false to keep both"
             )
         del found[OUTPUT]
+    if arch.output == "scalar" and SCORE not in found:
+        del wanted[SCORE]
+        found.pop(OUTPUT, None)
     _refuse(folder, "the files lack", (name for name in wanted if name not in found))
     _refuse(folder, "the architecture has no", (n for n in found if n not in wanted and not _COMPUTED.search(n)))
     entries = {name: found[name] for name in wanted}
@@ -128,14 +132,21 @@ def end_tokens(folder: str, vocab_size: int) -> list[int]:
     return list(found)
 
 
-def copy_model_files(source: str, tokenizer: str, target: str, *, dtype: str | None = None) -> None:
+def copy_model_files(
+    source: str, tokenizer: str, target: str, *, dtype: str | None = None, classifier: bool = False
+) -> None:
     """Copy all but the weights: `config.json`, the tokenizer and the generation settings.
 
     Args:
         tokenizer: folder of the tokenizer, or a SentencePiece .model file.
         dtype: of the weights, such as "bfloat16", to be written into `config.json`; None leaves what is there.
+        classifier: the target is a sequence classifier with one label, whatever the source is.
     """
     config = read_config(source)
+    if classifier:
+        names = config.get("architectures") or []
+        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     with open(os.path.join(target, CONFIG), "w", encoding="utf-8") as f:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from megarl.checkpoint.file_slice import file_slice
 from megarl.checkpoint.huggingface_folder import weight_entries
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import Box, LogicalTensor, logical_tensors
+from megarl.models.tensors import SCORE, Box, LogicalTensor, logical_tensors
 
 
 class HuggingFaceWeights:
-    """The weights of a folder that `check_weights` has passed, by logical name; the files are memory-mapped."""
+    """The weights of a folder that `check_weights` has passed, by logical name; the files are memory-mapped.
+
+    A scalar output that the folder lacks is 0.
+    """
 
     def __init__(self, folder: str, arch: Architecture) -> None:
         self.tensors = logical_tensors(arch)
@@ -24,10 +28,12 @@ class HuggingFaceWeights:
     @property
     def dtypes(self) -> set[str]:
         """The types of the weights, in safetensors' words."""
-        return {self._entries[name].dtype for name in self.tensors}
+        return {self._entries[name].dtype for name in self.tensors if name in self._entries}
 
     def box(self, tensor: LogicalTensor, box: Box) -> Tensor:
         """A box of a logical tensor, in the file's type; a view of the mapped file, which holds no memory."""
+        if tensor.name == SCORE and SCORE not in self._entries:
+            return torch.zeros([hi - lo for lo, hi in box])
         at = file_slice(tensor, box)
         file = self._entries[tensor.name].file
         if file not in self._files:

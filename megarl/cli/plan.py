@@ -54,6 +54,10 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         ValueError: the run cannot work; what to change, in one line.
     """
     config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
+    from megarl.data.formats import generates
+
+    if not generates(config):
+        raise ValueError(f"megarl plan predicts runs that generate, and trainer.flow = {config.trainer.flow} does not")
     from megarl.trainer.checks import check_layouts  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.memory import job_of
 

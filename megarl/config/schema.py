@@ -56,7 +56,9 @@ class Data(Section):
     )
     max_prompt_length: Whole = Field(512, ge=1, description="tokens; longer prompts follow `truncation`")
     max_response_length: Whole = Field(512, ge=1, description="tokens generated at most")
-    filter_overlong_prompts: bool = Field(False, description="drop prompts over max_prompt_length instead")
+    filter_overlong_prompts: bool = Field(
+        False, description="drop prompts over max_prompt_length, and answers over max_response_length, instead"
+    )
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error", description="what happens to a prompt over max_prompt_length: which part is cut, or an error"
     )
@@ -517,7 +519,10 @@ class Trainer(Section):
 class Checkpoint(Section):
     """What a checkpoint holds beside what resuming needs."""
 
-    save_hf: bool = Field(False, description="the actor as a Hugging Face folder, global_step_N/huggingface")
+    save_hf: bool = Field(
+        False,
+        description="the actor, or what a reward_model run trains, as a Hugging Face folder, global_step_N/huggingface",
+    )
     verify: bool = Field(True, description="compare every file with the checkpoint's manifest before it is loaded")
 
 

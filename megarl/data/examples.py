@@ -1,45 +1,61 @@
-"""Prompt and reference answer as examples for supervised training."""
+"""What is learnt from answers that the data holds: one sequence, or a better and a worse one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from megarl.config.schema import Data
-from megarl.data.prompts import encode_text
-from megarl.data.readers import Row, require_column
-from megarl.data.tokenizer import Tokenizer
-from megarl.types import Prompt
+import torch
 
+from megarl.types import Batch, batch_of
 
-class Example(NamedTuple):
-    """Token ids of a prompt and of the response to learn, its end-of-sequence token included."""
-
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
+Turns = tuple[tuple[int, ...], ...]
+"""Token ids of a sequence in turns: the first, third ... are only read, the second, fourth ... are learnt. A prompt
+with its answer has two."""
 
 
-def make_examples(data: Data, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Example]:
-    """One example per prompt: its row's `data.answer_key`, tokenised on its own, and the end-of-sequence token.
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """What one row of the data teaches.
 
-    Raises:
-        ValueError: a row without an answer, an answer that is neither text nor a number, or one over
-            `data.max_response_length` tokens.
+    Attributes:
+        sequences: one, or two: the chosen first, then the rejected. Each begins with a turn of one token or more that
+            is only read, and ends with one that is learnt.
+        label: the margin of a pair; 1 for an answer that is desirable, 0 for one that is not.
+        source: file and line of the row, "train.jsonl:17", for messages.
     """
-    require_column([Row(prompt.source, prompt.row) for prompt in prompts], data.answer_key, "data.answer_key")
-    examples = []
-    for prompt in prompts:
-        answer = prompt.row[data.answer_key]
-        if not isinstance(answer, str | int | float):  # str(None) would teach the model to say "None"
-            raise ValueError(
-                f"{prompt.source}: the answer in column '{data.answer_key}' must be text or a number, "
-                f"not {'null' if answer is None else type(answer).__name__}"
-            )
-        response = (*encode_text(str(answer), prompt.source, tokenizer), tokenizer.eos_id)
-        if len(response) > data.max_response_length:
-            raise ValueError(
-                f"{prompt.source}: the answer in column '{data.answer_key}' has {len(response)} tokens with its "
-                f"end token, more than data.max_response_length = {data.max_response_length}"
-            )
-        examples.append(Example(prompt.token_ids, response))
-    return examples
+
+    sequences: tuple[Turns, ...]
+    label: float = 0.0
+    source: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Of all its sequences."""
+        return sum(len(turn) for turns in self.sequences for turn in turns)
+
+
+def batch_of_examples(examples: Sequence[Example]) -> Batch:
+    """Their sequences one after another; `groups` says which example a sequence is of, `labels` repeats its label."""
+    turns = [sequence for example in examples for sequence in example.sequences]
+    groups = [i for i, example in enumerate(examples) for _ in example.sequences]
+    batch = batch_of([_joined(t) for t in turns], [()] * len(turns), groups)
+    learnt = [torch.tensor([i % 2 == 1 for i, turn in enumerate(t) for _ in turn]) for t in turns]
+    labels = torch.tensor([example.label for example in examples], dtype=torch.float32)
+    return batch.with_(response_mask=torch.cat(learnt), labels=labels[batch.groups])
+
+
+def mismatched(batch: Batch) -> Batch:
+    """Each answer behind the next sequence's prompt, the last behind the first's: an answer that nobody gave to it.
+
+    Args:
+        batch: sequences of a prompt and its answer.
+    """
+    parts = list(zip(*(x.split(batch.lengths.tolist()) for x in (batch.tokens, batch.response_mask)), strict=True))
+    prompts = [tokens[~learnt].tolist() for tokens, learnt in parts]
+    answers = [tokens[learnt].tolist() for tokens, learnt in parts]
+    return batch_of([*prompts[1:], prompts[0]], answers, batch.groups.tolist())
+
+
+def _joined(turns: Turns) -> tuple[int, ...]:
+    return tuple(token for turn in turns for token in turn)

@@ -37,6 +37,7 @@ def pack_by_tokens(
     max_tokens: int,
     multiple_of: int = 1,
     balance: bool = True,
+    together: int = 1,
 ) -> Plan:
     """Micro-batches of at most `max_tokens` tokens, as few as the fullest dp rank needs, nearly equal in tokens.
 
@@ -47,25 +48,31 @@ def pack_by_tokens(
         max_tokens: tokens per micro-batch at most (ppo_max_token_len_per_gpu).
         multiple_of: round the number of micro-batches up to a multiple (interleaved pipelines need one of their size).
         balance: even out tokens over the dp ranks; false: equal counts, in order.
+        together: so many neighbours, from the first sequence on, share a micro-batch and stay neighbours in it: 2 for
+            the pairs (0, 1), (2, 3) ... A mini-batch must hold them whole, in order.
 
     Raises:
-        ValueError: a sequence is longer than `max_tokens`.
+        ValueError: a sequence, or such neighbours together, are longer than `max_tokens`.
     """
-    for i, length in enumerate(lengths):
+    units = _units(lengths, together)
+    for i, length in enumerate(units):
         if length > max_tokens:
+            who = f"sequence {i} has" if together == 1 else f"sequences {i * together} to {(i + 1) * together - 1} have"
+            most = "data.max_prompt_length + data.max_response_length"
             raise ValueError(
-                f"sequence {i} has {length} tokens, more than ppo_max_token_len_per_gpu = {max_tokens}: "
-                "raise it to data.max_prompt_length + data.max_response_length"
+                f"{who} {length} tokens, more than ppo_max_token_len_per_gpu = {max_tokens}: raise it to "
+                f"{most if together == 1 else f'{together} x ({most})'}"
             )
-    return _plan(
-        lengths,
-        mini_batches,
+    plan = _plan(
+        units,
+        [_unit_indices(sequences, together) for sequences in mini_batches],
         dp=dp,
         multiple_of=multiple_of,
         balance=balance,
-        fewest=lambda share: len(_fewest_bins(lengths, share, max_tokens)),
-        fill=lambda share, count: _bins(lengths, share, count, max_tokens),
+        fewest=lambda share: len(_fewest_bins(units, share, max_tokens)),
+        fill=lambda share, count: _bins(units, share, count, max_tokens),
     )
+    return _sequences_of(plan, together)
 
 
 def pack_by_count(
@@ -76,20 +83,45 @@ def pack_by_count(
     micro_batch_size: int,
     multiple_of: int = 1,
     balance: bool = True,
+    together: int = 1,
 ) -> Plan:
     """Micro-batches of at most `micro_batch_size` sequences (ppo_micro_batch_size_per_gpu), cut in order, equally.
 
     The other arguments are those of `pack_by_tokens`.
+
+    Raises:
+        ValueError: fewer than `together`.
     """
-    return _plan(
-        lengths,
-        mini_batches,
+    if micro_batch_size < together:
+        raise ValueError(f"ppo_micro_batch_size_per_gpu = {micro_batch_size} is less than the {together} of a pair")
+    plan = _plan(
+        _units(lengths, together),
+        [_unit_indices(sequences, together) for sequences in mini_batches],
         dp=dp,
         multiple_of=multiple_of,
         balance=balance,
-        fewest=lambda share: -(-len(share) // micro_batch_size),
+        fewest=lambda share: -(-len(share) // (micro_batch_size // together)),
         fill=_slices,
     )
+    return _sequences_of(plan, together)
+
+
+def _units(lengths: Sequence[int], together: int) -> Sequence[int]:
+    """Tokens of each run of `together` neighbours."""
+    return [sum(lengths[i : i + together]) for i in range(0, len(lengths), together)]
+
+
+def _unit_indices(sequences: Sequence[int], together: int) -> list[int]:
+    return [i // together for i in sequences[::together]]
+
+
+def _sequences_of(plan: Plan, together: int) -> Plan:
+    """A plan of such runs as one of their sequences: with 2 together [1, 4] becomes [2, 3, 8, 9]."""
+
+    def expanded(units: Sequence[int]) -> list[int]:
+        return [unit * together + k for unit in units for k in range(together)]
+
+    return [[[expanded(micro) for micro in mini_batch] for mini_batch in rank] for rank in plan]
 
 
 def _plan(

@@ -7,11 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config.schema import Data
-from megarl.data.readers import read_rows, require_column
+from megarl.data.readers import Row, read_rows, require_column
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
 _log = logging.getLogger(__name__)
+
+
+class TooLong(ValueError):
+    """Of a row that is dropped instead with `data.filter_overlong_prompts`."""
 
 
 def load_prompts(
@@ -32,16 +36,17 @@ def load_prompts(
     require_column(rows, data.prompt_key, "data.prompt_key")
     if data.answer_key != Data().answer_key:  # misspelt, another column called "answer" would be taken for it
         require_column(rows, data.answer_key, "data.answer_key")
-    limit = data.max_prompt_length
     prompts = []
     for index, row in enumerate(rows):
-        ids = _encode(row.columns[data.prompt_key], row.source, data.prompt_key, tokenizer)
-        if len(ids) > limit:
-            if data.filter_overlong_prompts:
-                continue
-            ids = _truncate(ids, row.source, data)
+        try:
+            ids = prompt_ids(row, data, tokenizer)
+        except TooLong:
+            if not data.filter_overlong_prompts:
+                raise
+            continue
         columns = _with_answer(row.columns, data.answer_key)
-        prompts.append(Prompt(index=index, token_ids=tuple(ids), row=columns, source=row.source))
+        prompts.append(Prompt(index=index, token_ids=ids, row=columns, source=row.source))
+    limit = data.max_prompt_length
     if not prompts:
         raise ValueError(f"{what}: none of the {len(rows)} prompts has at most data.max_prompt_length = {limit} tokens")
     if len(prompts) < len(rows):
@@ -58,22 +63,41 @@ def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
         raise _refused(source, e) from e
 
 
-def _encode(text: object, source: str, key: str, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(text, list) and text and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in text):
-        try:
-            ids = tokenizer.encode_chat(text)
-        except Exception as e:  # libraries raise what they like
-            raise _refused(source, e) from e
-    elif isinstance(text, str):
-        ids = encode_text(text, source, tokenizer)
+def encode_messages(
+    messages: Sequence[Mapping[str, str]], source: str, tokenizer: Tokenizer, *, reply: bool = True
+) -> list[int]:
+    """`Tokenizer.encode_chat`; raises ValueError, naming the row, where that fails."""
+    try:
+        return tokenizer.encode_chat(messages, reply=reply)
+    except Exception as e:  # libraries raise what they like
+        raise _refused(source, e) from e
+
+
+def are_messages(value: object) -> bool:
+    """Whether it is a list of messages with role and content."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
+    )
+
+
+def prompt_ids(row: Row, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of the row's prompt, cut as the section says; raises ValueError for one that cannot be used."""
+    require_column([row], data.prompt_key, "data.prompt_key")
+    value, key = row.columns[data.prompt_key], data.prompt_key
+    if are_messages(value):
+        ids = encode_messages(value, row.source, tokenizer)
+    elif isinstance(value, str):
+        ids = encode_text(value, row.source, tokenizer)
     else:
         raise ValueError(
-            f"{source}: column '{key}' must hold text or a list of messages with role and content, "
-            f"not {type(text).__name__}"
+            f"{row.source}: column '{key}' must hold text or a list of messages with role and content, "
+            f"not {type(value).__name__}"
         )
     if not ids:
-        raise ValueError(f"{source}: the prompt in column '{key}' is empty")
-    return ids
+        raise ValueError(f"{row.source}: the prompt in column '{key}' is empty")
+    return cut_prompt(ids, row.source, data)
 
 
 def _refused(source: str, error: Exception) -> ValueError:
@@ -81,19 +105,18 @@ def _refused(source: str, error: Exception) -> ValueError:
     return ValueError(f"{source}: {kind}{' '.join(str(error).split())[:200]}")
 
 
-def _truncate(ids: list[int], source: str, data: Data) -> list[int]:
+def cut_prompt(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
+    """At most `data.max_prompt_length` of a prompt's tokens; raises TooLong if none may be cut."""
     limit = data.max_prompt_length
-    if data.truncation == "left":
-        return ids[-limit:]
-    if data.truncation == "right":
-        return ids[:limit]
-    if data.truncation == "middle":
-        head = limit // 2
-        return ids[:head] + ids[len(ids) - (limit - head) :]
-    raise ValueError(
-        f"{source}: the prompt has {len(ids)} tokens, more than data.max_prompt_length = {limit}; raise it, set "
-        "data.truncation to left, right or middle, or set data.filter_overlong_prompts=true"
-    )
+    if len(ids) > limit:
+        if data.filter_overlong_prompts or data.truncation == "error":
+            raise TooLong(
+                f"{source}: the prompt has {len(ids)} tokens, more than data.max_prompt_length = {limit}; raise it, "
+                "set data.truncation to left, right or middle, or set data.filter_overlong_prompts=true"
+            )
+        head = {"left": 0, "right": limit, "middle": limit // 2}[data.truncation]
+        ids = [*ids[:head], *ids[len(ids) - (limit - head) :]]
+    return tuple(ids)
 
 
 def _with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:

@@ -24,11 +24,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids, without special tokens."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the chat template, up to where the assistant's reply begins.
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
+        """Token ids of a conversation in the chat template.
 
         Args:
             messages: `role` and `content` each.
+            reply: up to where the assistant's reply begins; false: up to where the last message ends.
 
         Raises:
             ValueError: there is no chat template, or it refuses the messages.

@@ -32,12 +32,12 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in '{self._directory}' has no chat template: give prompts as plain text")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=reply
             )
         except Exception as e:  # templates are programs and raise what they like
             raise ValueError(f"the chat template refuses the messages: {' '.join(str(e).split())[:200]}") from e

@@ -27,7 +27,8 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
+        del messages, reply
         raise ValueError("a SentencePiece model has no chat template: give prompts as plain text")
 
     def decode(self, ids: Sequence[int]) -> str:

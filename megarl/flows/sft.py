@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.data.sampler import PromptSampler
-from megarl.phases import Phase
+from megarl.flows.learn import learn, update_on
 from megarl.roles.actor import Actor
+from megarl.trainer.build import build_actor
 from megarl.trainer.session import Run
-from megarl.types import batch_of
+
+
+def flow(run: Run) -> None:
+    """Each learnt token of a batch weighs the same, whoever's answer it is in."""
+    optim, total = run.config.actor_rollout_ref.actor.optim, run.inputs.total_steps
+    actor = build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes)
+    learn(run, run.add("actor", actor), cross_entropy)
 
 
 def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, before: int | None = None) -> None:
-    """A loop of `total` optimizer steps on batches of the run's demonstrations.
+    """A loop of `total` optimizer steps on batches of the run's demonstrations, within another flow.
 
     Args:
         loop, before: see `Run.steps`.
@@ -22,8 +29,4 @@ def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, befor
     if total:
         sampler = run.add(f"{loop}_sampler", PromptSampler(len(examples), batch_size, True, seed, allow=allow))
     for _ in run.steps(loop, total, before=before):
-        chosen = [examples[i] for i in sampler.next()]
-        batch = batch_of([e.prompt_ids for e in chosen], [e.response_ids for e in chosen], range(len(chosen)))
-        (mini_batch,) = run.plan(batch).mini_batches
-        with run.phase(Phase.UPDATE):
-            run.log(loop, actor.update(batch, mini_batch, cross_entropy))
+        run.log(loop, update_on(run, actor, cross_entropy, [examples[i] for i in sampler.next()]))

@@ -91,7 +91,8 @@ def make_micro_batch(
     flat = (column - 1) * shape[0] + row
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
     which = torch.tensor(list(sequences), dtype=torch.int64)
-    trained = batch.response_lengths[which]
+    of_sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+    trained = torch.zeros_like(which).index_add_(0, of_sequence, is_trained.long())
     return MicroBatch(
         tokens=upload(tokens, device),
         position_ids=upload(position_ids, device),

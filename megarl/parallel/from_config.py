@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.config import Config
 from megarl.config.schema import Megatron
+from megarl.data.formats import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
 
@@ -23,7 +24,12 @@ def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayou
 
 
 def generation_layout(config: Config) -> GenerationLayout:
-    """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide."""
+    """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide.
+
+    Every rank is a replica of its own in a run that generates nothing.
+    """
+    if not generates(config):
+        return GenerationLayout(world_size=config.trainer.world_size, tp=1, stride=1)
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says

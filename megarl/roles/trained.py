@@ -14,7 +14,7 @@ from megatron.core.distributed import (
 from torch import Tensor
 
 from megarl.algorithms.aggregation import token_weights
-from megarl.algorithms.loss import Loss, LossOutput, Metric, Reduce, columns_of, prepared, scope_of
+from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, columns_of, prepared, scope_of
 from megarl.config.schema import LossAggMode, Megatron, Model, Optim
 from megarl.data.packing import MiniBatch
 from megarl.models.architecture import Architecture
@@ -115,6 +115,28 @@ class TrainedModel(MegatronModel):
         """
         return self._update(batch, mini_batch, loss, weights)[0]
 
+    def evaluate(self, batch: Batch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
+        """The loss of a batch and its metrics, without gradients; the same on every rank.
+
+        Args:
+            micro_batches: see `MegatronModel.forward`.
+            loss: as in `update`. There is no entropy.
+        """
+        everything = range(len(batch))
+        outputs, weights = self.forward(batch, micro_batches), self._mean_over(batch, everything, loss)
+        columns, sequence_columns = self._columns(prepared(loss, batch, everything), loss)
+        trained = batch.response_mask
+        if self.head.per == "token":
+            outputs, weights = outputs[trained], weights[trained]
+        x = LossInput(
+            output=outputs,
+            weights=weights,
+            columns={**{name: column[trained] for name, column in columns.items()}, **sequence_columns},
+            lengths=batch.response_lengths,
+        )
+        out = loss(x.weighted())
+        return {"loss": float(out.loss), **{name: float(metric.value) for name, metric in out.metrics.items()}}
+
     def update_with_outputs(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None = None
     ) -> tuple[dict[str, Metric], Tensor]:
@@ -146,13 +168,8 @@ class TrainedModel(MegatronModel):
             memory.restore()
         self._gradients.restore()
         self.optimizer.zero_grad()
-        columns: dict[str, Tensor] = {}
-        sequence_columns: dict[str, Tensor] = {}
+        columns, sequence_columns = self._columns(batch, loss)
         (sequence_columns if self.head.per == "sequence" else columns)["weights"] = weights
-        for name in columns_of(loss):
-            column = getattr(batch, name)
-            if column is not None:
-                (sequence_columns if name in PER_SEQUENCE else columns)[name] = column
         return self._run(batch, micro_batches, loss, columns, sequence_columns)
 
     def gather_parameters(self) -> None:
@@ -184,6 +201,16 @@ class TrainedModel(MegatronModel):
 
     def _pass_chunks(self, *, train: bool) -> list[Any]:
         return list(self.ddp) if train else list(self.chunks)
+
+    def _columns(self, batch: Batch, loss: Loss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a loss reads of a batch: per token, and per sequence."""
+        columns: dict[str, Tensor] = {}
+        sequence_columns: dict[str, Tensor] = {}
+        for name in columns_of(loss):
+            column = getattr(batch, name)
+            if column is not None:
+                (sequence_columns if name in PER_SEQUENCE else columns)[name] = column
+        return columns, sequence_columns
 
     def _mean_over(self, batch: Batch, sequences: Sequence[int], loss: Loss) -> Tensor:
         if self.head.per == "token":

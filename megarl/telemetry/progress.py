@@ -18,6 +18,8 @@ from rich.text import Text
 # metric -> (label, how it is written); anything else in a row goes to the metric files only
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "warmup/loss": ("loss", lambda x: f"{x:.4f}"),
+    "train/loss": ("loss", lambda x: f"{x:.4f}"),
+    "val/loss": ("held-out loss", lambda x: f"{x:.4f}"),
     "reward/mean": ("reward", lambda x: f"{x:.3f}"),
     "val/accuracy": ("accuracy", lambda x: f"{x:.1%}"),
     "tokens_per_s": ("tokens/s", lambda x: f"{x:,.0f}"),

@@ -82,9 +82,9 @@ def _inputs(inputs: Inputs) -> Mapping[str, str]:
         "architecture (config.json)": json.dumps(asdict(inputs.arch), default=str),
         "tokenizer": json.dumps(identity["tokenizer"]),
         "training prompts (data.train_files)": json.dumps(identity["data"]),
-        "held-out prompts (data.val_files)": prompts_digest(inputs.val_prompts),
+        "held-out prompts (data.val_files)": prompts_digest(inputs.val_prompts) + examples_digest(inputs.val_examples),
         "demonstrations (warmup.train_files)": examples_digest(inputs.demonstrations),
-        "reward": json.dumps(identity["reward"]),
+        "reward": json.dumps(identity.get("reward")),
         "engine (rollout.name)": str(file_digest(inputs.config.actor_rollout_ref.rollout.name.rpartition(":")[0])),
     }
 

@@ -10,7 +10,8 @@ from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
-from megarl.config.schema import Optim, OtherModel, RewardModel
+from megarl.config.schema import Optim, OtherModel
+from megarl.config.schema import RewardModel as RewardModelKeys
 from megarl.config.schema import Teacher as TeacherKeys
 from megarl.data.sampler import PromptSampler
 from megarl.models.architecture import Architecture
@@ -21,6 +22,7 @@ from megarl.roles.critic import Critic
 from megarl.roles.frozen import FrozenModel, Judge, Teacher
 from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
+from megarl.roles.reward_model import RewardModel
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import architecture_of
 from megarl.trainer.session import Run
@@ -49,6 +51,28 @@ def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: in
 
     megatron = config.actor_rollout_ref.actor.megatron
     return Actor(
+        inputs.arch, groups, model=model, megatron=megatron, optim=optim, total_steps=total_steps, initial=initial
+    )
+
+
+def build_reward_model(
+    inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: int, empty: bool = False
+) -> RewardModel:
+    """A reward model that begins as the language model, or the sequence classifier, of `actor_rollout_ref.model`.
+
+    The other arguments are those of `build_actor`.
+    """
+    config = inputs.config
+    model = config.actor_rollout_ref.model
+
+    def initial(scorer: MegatronModel) -> None:
+        if empty:
+            return
+        source = random_source(scorer.arch, config.data.seed)
+        scorer.load(source if model.random_init else HuggingFaceWeights(model.path, scorer.arch).box)
+
+    megatron = config.actor_rollout_ref.actor.megatron
+    return RewardModel(
         inputs.arch, groups, model=model, megatron=megatron, optim=optim, total_steps=total_steps, initial=initial
     )
 
@@ -99,7 +123,7 @@ def build_judge(run: Run) -> Judge:
 F = TypeVar("F", bound=FrozenModel)
 
 
-def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModel) -> F:
+def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModelKeys) -> F:
     config, arch = run.config, architecture_of(settings.model, run.inputs.arch)
     return kind(
         arch,
@@ -115,10 +139,13 @@ def _weights(model: OtherModel, arch: Architecture, seed: int) -> Source:
 
 
 def prompt_sampler(inputs: Inputs) -> PromptSampler:
-    """The order of the training prompts."""
+    """The order of the training prompts, or examples."""
     data, allow = inputs.config.data, inputs.config.trainer.resume_allow
-    size = data.gen_batch_size or data.train_batch_size
-    return PromptSampler(len(inputs.train_prompts), size, data.shuffle, data.seed, allow=allow)
+    if inputs.train_examples:
+        size, rows = data.train_batch_size, len(inputs.train_examples)
+    else:
+        size, rows = data.gen_batch_size or data.train_batch_size, len(inputs.train_prompts)
+    return PromptSampler(rows, size, data.shuffle, data.seed, allow=allow)
 
 
 def policy_loss(config: Config, *, reference: bool | None = None) -> Loss:

@@ -20,6 +20,9 @@ from megarl.trainer.stopped import RunRefused, RunStopped
 ACTOR = "actor"
 """The model whose tensors have no prefix in a checkpoint, and whose Hugging Face files are in it."""
 
+REWARD_MODEL = "reward_model"
+"""Whose Hugging Face files are in a checkpoint without an actor."""
+
 RESERVED = frozenset({"format", "identity", "loop", "models", "order", "phase", "rng", "row", "step", "world_size"})
 """Names in a checkpoint's small state that are the run's own."""
 
@@ -75,6 +78,7 @@ class Checkpointing:
             sharded = {name: self._sharded(name, loading=False) for name in self.models}
         except ValueError as e:
             raise RunStopped(f"not saved: {e}; the last checkpoint is {self.latest or 'none'}") from e
+        exported = self.models.get(ACTOR, self.models.get(REWARD_MODEL))
         state = {name: joined.state() for name, joined in self._states.items()}
         try:
             self.latest = save_checkpoint(
@@ -82,7 +86,7 @@ class Checkpointing:
                 position,
                 sharded,
                 {**state, "row": row, "models": sorted(self.models), "identity": self._inputs.identity},
-                write_model=partial(write_model_files, self._config, self.models.get(ACTOR)),
+                write_model=partial(write_model_files, self._config, exported),
                 control=control,
             )
         except SaveFailed as e:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.declaration import Needs
+from megarl.algorithms.registry import PREFERENCES
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
+from megarl.data.formats import check_format, generates
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.from_config import generation_layout, train_layout
@@ -42,9 +44,11 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         check_megatron_core()
         inputs = read_inputs(config, reward=reward)
         _check_shapes(config, inputs.arch)
-        check_memory(config, inputs.arch)
+        if generates(config):
+            check_memory(config, inputs.arch)
         _check_model_files(inputs)
-        check_other_models(config, inputs.arch, needs_of(config))
+        if generates(config):
+            check_other_models(config, inputs.arch, needs_of(config))
         _check_rows(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
     except ValueError as e:
@@ -74,8 +78,14 @@ def check_layouts(config: Config) -> Architecture:
 
 
 def _check_configuration(config: Config) -> None:
-    ENGINES.check(config.actor_rollout_ref.rollout.name)
-    needs = needs_of(config)
+    """Keys that only generation or a policy update reads are not looked at where neither happens."""
+    check_format(config)
+    if generates(config):
+        ENGINES.check(config.actor_rollout_ref.rollout.name)
+        _check_batches(config, needs_of(config))
+        _check_dynamic_sampling(config)
+    elif config.trainer.flow == "preference":
+        PREFERENCES.check(config.algorithm.preference.loss_mode)
     for name in config.trainer.logger:
         SINKS.check(name)
     layout = train_layout(config)
@@ -85,9 +95,7 @@ def _check_configuration(config: Config) -> None:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
         raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
-    _check_batches(config, needs)
     _check_optimization(config)
-    _check_dynamic_sampling(config)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         raise ValueError(
             f"trainer.test_freq = {config.trainer.test_freq} validates on nothing: name held-out files in "
@@ -96,15 +104,14 @@ def _check_configuration(config: Config) -> None:
 
 
 def _check_optimization(config: Config) -> None:
-    actor = config.actor_rollout_ref.actor
-    sections = (
-        ("actor.optim", actor.optim),
-        ("critic.optim", config.critic.optim),
-        ("warmup.optim", config.warmup.optim),
-    )
-    for section, optim in sections:
+    actor, used = config.actor_rollout_ref.actor, {"actor.optim": config.actor_rollout_ref.actor.optim}
+    if generates(config):
+        used |= {"critic.optim": config.critic.optim, "warmup.optim": config.warmup.optim}
+    for section, optim in used.items():
         if optim.min_lr > optim.lr:
             raise ValueError(f"{section}.min_lr = {optim.min_lr:g} is more than {section}.lr = {optim.lr:g}")
+    if not generates(config):
+        return
     low, high = actor.clip_low, actor.clip_high
     if max(low, high) > 100 * min(low, high):
         raise ValueError(
@@ -173,7 +180,7 @@ def _check_shapes(config: Config, arch: Architecture) -> None:
         chunks=layout.chunks,
         sequence_parallel=actor.megatron.sequence_parallel,
     )
-    arch.check_generation(tp=config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    arch.check_generation(tp=generation_layout(config).tp)
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
@@ -207,11 +214,17 @@ def _check_model_files(inputs: Inputs) -> None:
         refuse_remote_code(model.path)
     except ValueError as e:
         raise ValueError(f"actor_rollout_ref.model.path: {e}") from e
-    if rollout.name == "vllm":
+    if rollout.name == "vllm" and generates(inputs.config):
         check_vllm(arch, path=model.path, tp=rollout.tensor_model_parallel_size, on_gpu=torch.cuda.is_available())
     if inputs.tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"
+        )
+    scores = inputs.config.trainer.flow == "reward_model"
+    if model.checkpoint and scores:
+        raise ValueError(
+            "actor_rollout_ref.model.checkpoint: a reward model begins as a Hugging Face folder; set "
+            "actor_rollout_ref.model.path to the checkpoint's huggingface/ (checkpoint.save_hf)"
         )
     if model.checkpoint:
         try:
@@ -220,7 +233,7 @@ def _check_model_files(inputs: Inputs) -> None:
             raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
     elif not model.random_init:
         try:
-            check_weights(model.path, arch)
+            check_weights(model.path, arch.with_scalar_output() if scores else arch)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
 
@@ -228,8 +241,10 @@ def _check_model_files(inputs: Inputs) -> None:
 def _check_rows(inputs: Inputs) -> None:
     """Enough rows, and responses to every one of them can be scored: not found out when it is drawn, hours later."""
     data, warmup = inputs.config.data, inputs.config.warmup
-    _at_most("data.train_batch_size", data.train_batch_size, len(inputs.train_prompts), "data.train_files")
-    if warmup.total_training_steps:
+    _at_most("data.train_batch_size", data.train_batch_size, inputs.train_rows, "data.train_files")
+    if not generates(inputs.config):
+        _check_examples(inputs)
+    elif warmup.total_training_steps:
         _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
     if inputs.reward is None or (check_row := inputs.reward.check_row) is None:
         return
@@ -238,6 +253,25 @@ def _check_rows(inputs: Inputs) -> None:
             check_row(prompt.row)
         except ValueError as e:
             raise ValueError(f"{prompt.source}: reward {inputs.reward.name} {e}") from e
+
+
+def _check_examples(inputs: Inputs) -> None:
+    """Whether every pair fits into a micro-batch, and what the flow asks of a batch."""
+    config, actor = inputs.config, inputs.config.actor_rollout_ref.actor
+    longest = max((*inputs.train_examples, *inputs.val_examples), key=lambda example: example.tokens)
+    limit, together = actor.ppo_max_token_len_per_gpu, len(longest.sequences)
+    if actor.use_dynamic_bsz and longest.tokens > limit:
+        raise ValueError(
+            f"{longest.source}: the pair has {longest.tokens} tokens, more than actor.ppo_max_token_len_per_gpu = "
+            f"{limit}, and its two answers are compared within one micro-batch; raise the key"
+        )
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu < together:
+        raise ValueError("actor.ppo_micro_batch_size_per_gpu = 1 holds no pair; set it to 2 or more")
+    if config.trainer.flow == "kto" and 1 in (config.data.train_batch_size, len(inputs.val_examples)):
+        raise ValueError(
+            "kto compares each answer with those to other prompts: data.train_batch_size, and the rows of "
+            "data.val_files, must be 2 or more"
+        )
 
 
 def _at_most(key: str, size: int, there_are: int, files: str) -> None:

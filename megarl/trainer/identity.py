@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.data.examples import Example
+from megarl.data.formats import format_of, generates
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import beside_the_policy
 from megarl.types import Prompt
@@ -26,12 +27,12 @@ def identity_of(inputs: Inputs) -> Identity:
     """The parts that `trainer.resume_allow` names. Where files lie is no part of it, what they hold is."""
     config, roles = inputs.config, inputs.config.actor_rollout_ref
     data, actor, rollout = config.data, roles.actor, roles.rollout
+    if not generates(config):
+        return _without_generation(inputs)
     identity: Identity = {
-        "model": {**asdict(inputs.arch), "dtype": roles.model.dtype},
-        "tokenizer": {"files": tokenizer_digest(roles.model.tokenizer_path or roles.model.path)},
+        **_of_every_run(inputs),
         "data": {"rows": len(inputs.train_prompts), "contents": prompts_digest(inputs.train_prompts)},
         "warmup": {},
-        "seed": {"data.seed": data.seed, "data.shuffle": data.shuffle},
         "batch": {
             "data.train_batch_size": data.train_batch_size,
             "data.max_response_length": data.max_response_length,
@@ -47,26 +48,64 @@ def identity_of(inputs: Inputs) -> Identity:
         },
         "reward": {"reward.name": config.reward.name, "file": file_digest(config.reward.name.rpartition(":")[0])},
         "roles": {"reference": config.needs_reference, **_other_models(config)},
-        "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
     }
     files = {
         "estimator file": config.algorithm.adv_estimator,
         "loss file": actor.policy_loss.loss_mode,
         "preference file": config.algorithm.preference.loss_mode,
     }
-    for key, value in files.items():
-        if code := file_digest(value.rpartition(":")[0]):
-            identity["algorithm"][key] = code
+    identity["algorithm"] |= _user_code(files)
     if config.warmup.total_training_steps:
         warmup = config.warmup.model_dump(exclude={"train_files"})
         identity["warmup"] = {**_flat(warmup, "warmup."), "demonstrations": examples_digest(inputs.demonstrations)}
-    plain: Identity = json.loads(json.dumps(identity))  # as it is read back: no tuples
+    return _as_read_back(identity)
+
+
+def _without_generation(inputs: Inputs) -> Identity:
+    """Of a run that learns from answers in its data: what belongs to generation and to rewards is no part of it."""
+    data, preference = inputs.config.data, inputs.config.algorithm.preference
+    return _as_read_back(
+        {
+            **_of_every_run(inputs),
+            "data": {
+                "rows": len(inputs.train_examples),
+                "contents": examples_digest(inputs.train_examples),
+                "data.format": format_of(inputs.config),
+            },
+            "batch": {"data.train_batch_size": data.train_batch_size},
+            "algorithm": {
+                **_flat(preference.model_dump(), "algorithm.preference."),
+                **_user_code({"preference file": preference.loss_mode}),
+            },
+        }
+    )
+
+
+def _of_every_run(inputs: Inputs) -> Identity:
+    config, model = inputs.config, inputs.config.actor_rollout_ref.model
+    return {
+        "model": {**asdict(inputs.arch), "dtype": model.dtype},
+        "tokenizer": {"files": tokenizer_digest(model.tokenizer_path or model.path)},
+        "seed": {"data.seed": config.data.seed, "data.shuffle": config.data.shuffle},
+        "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
+    }
+
+
+def _user_code(values: Mapping[str, str]) -> dict[str, str]:
+    """Digests of the files that keys name, path/to/file.py:function."""
+    found = {key: file_digest(value.rpartition(":")[0]) for key, value in values.items()}
+    return {key: code for key, code in found.items() if code}
+
+
+def _as_read_back(identity: Identity) -> Identity:
+    """No tuples."""
+    plain: Identity = json.loads(json.dumps(identity))
     return plain
 
 
 def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()) -> dict[str, str]:
     """Part -> how it differs, in words, of the parts that both have."""
-    recorded, found = _as_recorded_now(recorded), {}
+    recorded, found = _as_recorded_now(recorded, now), {}
     for part in recorded.keys() & now.keys() - set(ignore):
         old, new = recorded[part], now[part]
         changed = [key for key in (*old, *(k for k in new if k not in old)) if old.get(key) != new.get(key)]
@@ -77,12 +116,13 @@ def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()
     return {part: found[part] for part in now if part in found}
 
 
-def _as_recorded_now(recorded: Identity) -> Identity:
+def _as_recorded_now(recorded: Identity, now: Identity) -> Identity:
     """Keys that did not exist then had their defaults; an architecture once said only whether its output layer is the
     embedding."""
     recorded = dict(recorded)
     if "algorithm" in recorded:
-        recorded["algorithm"] = {**_algorithm(Config()), **recorded["algorithm"]}
+        defaults = {key: value for key, value in _algorithm(Config()).items() if key in now.get("algorithm", {})}
+        recorded["algorithm"] = {**defaults, **recorded["algorithm"]}
     model = dict(recorded.get("model", {}))
     if "tie_word_embeddings" in model:
         output = "tied" if model.pop("tie_word_embeddings") else "lm"
@@ -128,7 +168,14 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def examples_digest(examples: Sequence[Example]) -> str:
-    return digest(json.dumps(example).encode() for example in examples)
+    """Of token ids, in order; and of what pairs and labels add to them."""
+    return digest(json.dumps(_recorded(example)).encode() for example in examples)
+
+
+def _recorded(example: Example) -> Any:
+    """A prompt with its answer is recorded as the two alone."""
+    (first, *more), label = example.sequences, example.label
+    return [*example.sequences, label] if more or label else first
 
 
 def tokenizer_digest(path: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
-from megarl.data.examples import Example, make_examples
+from megarl.data.examples import Example
+from megarl.data.formats import format_of, generates
+from megarl.data.load import load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
@@ -25,8 +28,10 @@ class Inputs:
     Attributes:
         stop_tokens: ids that end a response: the tokenizer's end token, those of the model's folder and those of
             `rollout.stop_token_ids`, without repeats.
+        train_prompts, val_prompts: rows to answer; empty where `data.format` is another.
         demonstrations: what the warm-up learns from; empty without a warm-up.
-        reward: None if a reward model scores.
+        reward: None if a reward model scores, or nothing is scored.
+        train_examples, val_examples: rows with answers to learn from; empty where `data.format` is prompts.
         remarks: what is allowed, but may not be meant; for the start of the run.
     """
 
@@ -38,6 +43,8 @@ class Inputs:
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     demonstrations: list[Example]
+    train_examples: list[Example] = field(default_factory=list)
+    val_examples: list[Example] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
 
     @cached_property
@@ -46,14 +53,19 @@ class Inputs:
         return identity_of(self)
 
     @property
+    def train_rows(self) -> int:
+        """Rows of `data.train_files`, whatever they are."""
+        return len(self.train_prompts) or len(self.train_examples)
+
+    @property
     def total_steps(self) -> int:
-        """RL steps of the whole run."""
+        """Steps of the whole run, without those of a warm-up."""
         trainer, data = self.config.trainer, self.config.data
-        return trainer.total_training_steps or trainer.total_epochs * (len(self.train_prompts) // data.train_batch_size)
+        return trainer.total_training_steps or trainer.total_epochs * (self.train_rows // data.train_batch_size)
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of an RL run."""
         actor = self.config.actor_rollout_ref.actor
         return self.total_steps * (self.config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
 
@@ -95,22 +107,49 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     Raises:
         ValueError: what is missing or wrong, and what to change, in one line.
     """
-    model, data = config.actor_rollout_ref.model, config.data
+    model = config.actor_rollout_ref.model
     arch = read_architecture(model.path)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
-    train = load_prompts(data, data.train_files, tokenizer)
-    held_out = load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else []
+    rows = _prompts(config, tokenizer) if generates(config) else _examples(config, tokenizer)
+    by_function = generates(config) and config.reward.name != BY_MODEL
     return Inputs(
         config=config,
         arch=arch,
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(config, arch, tokenizer),
-        reward=reward or (None if config.reward.name == BY_MODEL else load_reward(config.reward.name)),
-        train_prompts=train,
-        val_prompts=held_out,
-        demonstrations=_demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
-        remarks=_remarks(train, held_out),
+        reward=reward or (load_reward(config.reward.name) if by_function else None),
+        **rows,
     )
+
+
+def _prompts(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Fields of `Inputs`, for a run that generates."""
+    data = config.data
+    train = load_prompts(data, data.train_files, tokenizer)
+    held_out = load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else []
+    seen = {prompt.token_ids for prompt in train}
+    return {
+        "train_prompts": train,
+        "val_prompts": held_out,
+        "demonstrations": _demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
+        "remarks": _remarks(sum(prompt.token_ids in seen for prompt in held_out), len(held_out), "prompts"),
+    }
+
+
+def _examples(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The same, for one that learns from answers in its data."""
+    data, format = config.data, format_of(config)
+    train = load_examples(data, format, data.train_files, tokenizer)
+    held_out = load_examples(data, format, data.val_files, tokenizer, "data.val_files") if data.val_files else []
+    seen = {example.sequences for example in train}
+    return {
+        "train_prompts": [],
+        "val_prompts": [],
+        "demonstrations": [],
+        "train_examples": train,
+        "val_examples": held_out,
+        "remarks": _remarks(sum(example.sequences in seen for example in held_out), len(held_out), "examples"),
+    }
 
 
 def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -124,16 +163,14 @@ def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tu
     return tuple(dict.fromkeys((tokenizer.eos_id, *theirs, *own)))
 
 
-def _remarks(train: list[Prompt], held_out: list[Prompt]) -> tuple[str, ...]:
-    trained_on = {prompt.token_ids for prompt in train}
-    both = sum(prompt.token_ids in trained_on for prompt in held_out)
+def _remarks(both: int, held_out: int, noun: str) -> tuple[str, ...]:
     if not both:
         return ()
-    return (f"remark: {both} of the {len(held_out)} prompts of data.val_files are training prompts",)
+    return (f"remark: {both} of the {held_out} {noun} of data.val_files are training {noun}",)
 
 
 def _demonstrations(config: Config, tokenizer: Tokenizer) -> list[Example]:
     files, what = config.warmup.train_files, "warmup.train_files"
     if not files:
         files, what = config.data.train_files, "data.train_files"
-    return make_examples(config.data, load_prompts(config.data, files, tokenizer, what), tokenizer)
+    return load_examples(config.data, "demonstrations", files, tokenizer, what)

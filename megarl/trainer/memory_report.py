@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config import Config
+from megarl.data.formats import generates
 from megarl.estimate.budget import StageBudget, budget
 from megarl.estimate.budget_table import measured_table, predicted_table
 from megarl.estimate.fit import what_may_not_fit
@@ -20,7 +21,7 @@ class MemoryReport:
     """Compares what a run uses with what was predicted. On CPU ranks it does nothing.
 
     Attributes:
-        predicted: of every pipeline stage; empty on CPU ranks.
+        predicted: of every pipeline stage; empty on CPU ranks, and for a run that generates nothing.
     """
 
     def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
@@ -29,13 +30,13 @@ class MemoryReport:
         self._steps = 0
         self._accelerator = this_accelerator()
         self.predicted: list[StageBudget] = []
-        if self._accelerator:
+        if self._accelerator and generates(config):
             received = max(moved.received.total() for moved in reshard_of_some_ranks(self._job).values())
             self.predicted = budget(self._job, self._accelerator, moved=self._job.itemsize * received)
 
     def predict(self) -> None:
         """Print the table, and what may turn out to be too much."""
-        if self._accelerator:
+        if self._accelerator and self.predicted:
             self._report.show(predicted_table(self._job, self.predicted, self._accelerator))
             for line in what_may_not_fit(self._job, self._accelerator, self.predicted):
                 self._report.say(f"warning: if the estimates are right, {line}")
@@ -59,6 +60,6 @@ class MemoryReport:
                 phase = Phase(name)
                 most[phase] = max(most.get(phase, 0), nbytes)
         self._steps += 1
-        if self._steps == 2:
+        if self._steps == 2 and self.predicted:
             self._report.show(measured_table(self.predicted, most, self._accelerator))
         return {f"memory/{phase}_gib": nbytes / 2**30 for phase, nbytes in most.items()}

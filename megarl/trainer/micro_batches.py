@@ -30,6 +30,7 @@ def plan_micro_batches(
     *,
     sequences: int | None = None,
     batching: Batching | None = None,
+    together: int = 1,
 ) -> StepPlan:
     """How a batch goes through a model.
 
@@ -37,6 +38,7 @@ def plan_micro_batches(
         groups: of the model's layout.
         sequences: per mini-batch; None: all of them in one.
         batching: of the model; default: the actor's.
+        together: neighbours that stay together: 2 for pairs.
     """
     batching, layout = batching or config.actor_rollout_ref.actor, groups.train
     size = sequences or max(1, len(batch))
@@ -47,12 +49,24 @@ def plan_micro_batches(
     if batching.use_dynamic_bsz:
         limit = batching.ppo_max_token_len_per_gpu
         plan = pack_by_tokens(
-            lengths, mini_batches, dp=layout.dp, max_tokens=limit, multiple_of=multiple_of, balance=balance
+            lengths,
+            mini_batches,
+            dp=layout.dp,
+            max_tokens=limit,
+            multiple_of=multiple_of,
+            balance=balance,
+            together=together,
         )
     else:
         count = batching.ppo_micro_batch_size_per_gpu
         plan = pack_by_count(
-            lengths, mini_batches, dp=layout.dp, micro_batch_size=count, multiple_of=multiple_of, balance=balance
+            lengths,
+            mini_batches,
+            dp=layout.dp,
+            micro_batch_size=count,
+            multiple_of=multiple_of,
+            balance=balance,
+            together=together,
         )
     mine = plan[layout.coords(groups.rank).dp]
     return StepPlan(

@@ -158,7 +158,7 @@ class Report:
 
 def title_of(loop: str) -> str:
     """What people call a loop of a flow."""
-    return {"rl": "RL", "warmup": "warm-up"}.get(loop, loop)
+    return {"rl": "RL", "warmup": "warm-up", "train": "training"}.get(loop, loop)
 
 
 def _evenly(there_are: int, wanted: int) -> range:

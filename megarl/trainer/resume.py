@@ -23,6 +23,7 @@ from megarl.checkpoint.folder import (
 )
 from megarl.config import Config
 from megarl.config.schema import Trainer
+from megarl.data.formats import OF_FLOWS
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.trainer.identity import Identity, differences
 from megarl.trainer.inputs import Inputs
@@ -77,11 +78,13 @@ def expected_start(inputs: Inputs) -> Start:
 
 def finished(inputs: Inputs, start: Start) -> str | None:
     """What to say of a run that has nothing left to do; None if it has."""
-    if inputs.config.trainer.flow != "ppo" or start.position < rl_step(inputs.total_steps):
+    flow, total = inputs.config.trainer.flow, inputs.total_steps
+    last = rl_step(total) if flow == "ppo" else Position(0, total, "train") if flow in OF_FLOWS else None
+    if last is None or start.position < last:
         return None
     return (
         f"nothing to do: {start.folder} has step {start.position.step}, and the run ends with step "
-        f"{inputs.total_steps}; raise trainer.total_training_steps or trainer.total_epochs to train on"
+        f"{total}; raise trainer.total_training_steps or trainer.total_epochs to train on"
     )
 
 

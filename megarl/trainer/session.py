@@ -128,14 +128,16 @@ class Run:
         *,
         model: MegatronModel | None = None,
         batching: Batching | None = None,
+        together: int = 1,
     ) -> StepPlan:
         """How a batch goes through a model: in mini-batches of so many sequences, or all in one.
 
         Args:
             model, batching: a model with a layout of its own, and its keys; default: the actor's.
+            together: neighbours that must stay together: 2 for the pairs of a loss that compares them.
         """
         groups = model.groups if model else self.groups
-        return plan_micro_batches(batch, self.config, groups, sequences=sequences, batching=batching)
+        return plan_micro_batches(batch, self.config, groups, sequences=sequences, batching=batching, together=together)
 
     def log(self, prefix: str, metrics: Mapping[str, Metric | float]) -> None:
         """Metrics of the step under way, as `{prefix}/{name}`; of one that is logged several times, what its `reduce`
@@ -191,6 +193,8 @@ class Run:
             self._report_step(Position(order, 0, loop), metrics)
             if "val/accuracy" in metrics:
                 self.report.say(f"held-out accuracy before the first {shown} step: {metrics['val/accuracy']:.1%}")
+            elif "val/loss" in metrics:
+                self.report.say(f"held-out loss before the first {shown} step: {metrics['val/loss']:.4f}")
         nonfinite = NonFiniteUpdates(self.config.trainer.on_nonfinite, done)
         self._forget()
         with self.report.progress(shown, total, done=done):

@@ -37,7 +37,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
 
 
 def read_architecture(path: str) -> Architecture:
-    """The architecture described by `path/config.json`.
+    """The architecture described by `path/config.json`; of a sequence classifier, that of the language model under it.
 
     Raises:
         ValueError: no such file, unknown architecture (the supported ones are listed), or a missing field.
@@ -51,9 +51,10 @@ def read_architecture(path: str) -> Architecture:
         names = config.get("architectures") or ["(none)"]
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as e:
         raise ValueError(f"'{file}' is not a JSON object: {e}") from e
-    if names[0] not in FAMILIES:
+    name = str(names[0]).replace("ForSequenceClassification", "ForCausalLM")
+    if name not in FAMILIES:
         raise ValueError(f"'{file}': architecture {names[0]} is not supported; supported: {', '.join(FAMILIES)}")
     try:
-        return FAMILIES[names[0]](config)
+        return FAMILIES[name](config)
     except KeyError as e:
         raise ValueError(f"'{file}': field {e} is missing") from e

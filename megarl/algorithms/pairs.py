@@ -1,0 +1,63 @@
+"""What losses on pairs share: a reward per sequence, how chosen and rejected compare, and what is told about it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megarl.algorithms.loss import LossInput, Metric
+
+
+def log_probs_of_sequences(x: LossInput, per_token: Tensor, *, mean: bool) -> Tensor:
+    """[R] -> [S], sums over the trained tokens of each sequence, or means over them; nats."""
+    total = x.per_sequence(per_token)
+    if not mean:
+        return total
+    assert x.lengths is not None
+    return total / x.lengths
+
+
+def pair_weights(x: LossInput, per_sequence: Tensor) -> Tensor:
+    """[S] -> [S / 2], the shares of pairs from those of sequences."""
+    chosen, rejected = x.pairs(per_sequence)
+    return chosen + rejected
+
+
+def preferred(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Minus the log-probability that the chosen answer wins, logistic in the margin of its reward (Bradley and Terry).
+
+    Args:
+        label_smoothing: the share of pairs that are the wrong way round; the cross-entropy against it is "conservative"
+            DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, eq. 3).
+    """
+    right, wrong = logsigmoid(margin), logsigmoid(-margin)
+    return -(1.0 - label_smoothing) * right - label_smoothing * wrong
+
+
+def chosen_cross_entropy(x: LossInput, weights: Tensor) -> Tensor:
+    """Scalar: minus the mean log-probability per token of each chosen answer, averaged over the pairs.
+
+    Args:
+        weights: float32 [S / 2], shares of the pairs.
+    """
+    chosen, _ = x.pairs(log_probs_of_sequences(x, x.output, mean=True))
+    return -weights.dot(chosen)
+
+
+def pair_metrics(x: LossInput, rewards: Tensor, weights: Tensor) -> dict[str, Metric]:
+    """Means over the pairs: chosen_reward, rejected_reward, their difference `margin`, and `accuracy`, the share of
+    pairs whose chosen answer has the higher reward.
+
+    Args:
+        rewards: float32 [S].
+        weights: float32 [S / 2], their shares.
+    """
+    chosen, rejected = x.pairs(rewards.detach())
+    means = {
+        "accuracy": (chosen > rejected).to(weights.dtype),
+        "margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+    }
+    return {name: Metric(value=torch.dot(weights, value)) for name, value in means.items()}

@@ -1,0 +1,49 @@
+"""Identity preference optimization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from megarl.algorithms.declaration import Needs, about
+from megarl.algorithms.loss import LossInput, LossOutput
+from megarl.algorithms.pairs import chosen_cross_entropy, log_probs_of_sequences, pair_metrics, pair_weights
+from megarl.config.schema import Preference
+
+_KEYS = ("beta", "length_normalization", "sft_coef")
+
+
+@about(
+    "IPO, arXiv 2310.12036, eq. 17; beta is its tau",
+    keys=[f"algorithm.preference.{key}" for key in _KEYS],
+    needs=Needs(reference=True),
+)
+def ipo(preference: Preference) -> Ipo:
+    """The squared distance of the pair's difference of log-ratios from 1 / (2 beta): it has an end."""
+    return Ipo(beta=preference.beta, length_normalization=preference.length_normalization, sft_coef=preference.sft_coef)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ipo:
+    """(r_chosen - r_rejected - 1 / (2 beta))^2, r = log pi / pi_ref of an answer (arXiv 2310.12036, eq. 17).
+
+    Attributes:
+        length_normalization: r is the mean over the answer's tokens, not the sum.
+        sft_coef: weight of `chosen_cross_entropy` beside it.
+    """
+
+    columns: ClassVar = ("ref_logp",)
+    scope: ClassVar[Literal["pair"]] = "pair"
+
+    beta: float
+    length_normalization: bool = False
+    sft_coef: float = 0.0
+
+    def __call__(self, x: LossInput) -> LossOutput:
+        weights = pair_weights(x, x.sequence_weights())
+        log_ratios = log_probs_of_sequences(x, x.output - x.columns["ref_logp"], mean=self.length_normalization)
+        chosen, rejected = x.pairs(log_ratios)
+        loss = weights.dot((chosen - rejected - 0.5 / self.beta).square())
+        if self.sft_coef:
+            loss = loss + self.sft_coef * chosen_cross_entropy(x, weights)
+        return LossOutput(loss=loss, metrics=pair_metrics(x, self.beta * log_ratios, weights))

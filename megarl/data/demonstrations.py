@@ -1,0 +1,45 @@
+"""Rows with a prompt and its answer, or with a whole conversation."""
+
+from __future__ import annotations
+
+from megarl.config.schema import Data
+from megarl.data.answers import answer_ids
+from megarl.data.conversations import turns_of
+from megarl.data.examples import Example
+from megarl.data.prompts import TooLong, are_messages, prompt_ids
+from megarl.data.readers import Row, require_column
+from megarl.data.tokenizer import Tokenizer
+
+
+def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+    """What is learnt of a row: its answer or, with `data.messages_key`, every message of the assistant.
+
+    Raises:
+        ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.
+    """
+    if data.messages_key:
+        return _conversation(row, data, tokenizer)
+    prompt = prompt_ids(row, data, tokenizer)
+    answer = answer_ids(row, data.answer_key, "data.answer_key", data, tokenizer)
+    return Example(sequences=((prompt, answer),), source=row.source)
+
+
+def _conversation(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+    key = data.messages_key
+    require_column([row], key, "data.messages_key")
+    messages = row.columns[key]
+    if not are_messages(messages):
+        raise ValueError(
+            f"{row.source}: column '{key}' must hold a list of messages with role and content, "
+            f"not {'null' if messages is None else type(messages).__name__}"
+        )
+    learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not learnt:
+        raise ValueError(f"{row.source}: the conversation in column '{key}' has no message of the assistant")
+    example = Example(sequences=(turns_of(messages, learnt, row.source, tokenizer),), source=row.source)
+    if example.tokens > data.max_sequence_length:
+        raise TooLong(
+            f"{row.source}: the conversation in column '{key}' has {example.tokens} tokens, more than "
+            f"data.max_prompt_length + data.max_response_length = {data.max_sequence_length}"
+        )
+    return example

@@ -1,0 +1,27 @@
+"""Rows with an answer that is said to be desirable or not."""
+
+from __future__ import annotations
+
+from megarl.config.schema import Data
+from megarl.data.answers import answer_ids
+from megarl.data.examples import Example
+from megarl.data.prompts import prompt_ids
+from megarl.data.readers import Row, require_column
+from megarl.data.tokenizer import Tokenizer
+
+
+def judged(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+    """An answer with the label 1 for desirable, 0 for not.
+
+    Raises:
+        ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.
+    """
+    require_column([row], data.label_key, "data.label_key")
+    label = row.columns[data.label_key]
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        raise ValueError(
+            f"{row.source}: the label in column '{data.label_key}' must be true, false, 1 or 0, not {label!r:.40}"
+        )
+    prompt = prompt_ids(row, data, tokenizer)
+    answer = answer_ids(row, data.answer_key, "data.answer_key", data, tokenizer)
+    return Example(sequences=((prompt, answer),), label=float(label), source=row.source)

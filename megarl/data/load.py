@@ -1,0 +1,53 @@
+"""Files to examples, whatever their rows are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from megarl.config.schema import Data
+from megarl.data.demonstrations import demonstration
+from megarl.data.examples import Example
+from megarl.data.formats import Format
+from megarl.data.judged import judged
+from megarl.data.preferences import preference
+from megarl.data.prompts import TooLong
+from megarl.data.readers import Row, read_rows
+from megarl.data.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_OF_ROW: Mapping[Format, Callable[[Row, Data, Tokenizer], Example]] = {
+    "demonstrations": demonstration,
+    "preferences": preference,
+    "judged": judged,
+}
+
+
+def load_examples(
+    data: Data, format: Format, files: Sequence[str], tokenizer: Tokenizer, what: str = "data.train_files"
+) -> list[Example]:
+    """Read and tokenise the examples of some files, one per row.
+
+    Args:
+        data: column names and lengths; rows that are too long are dropped with `data.filter_overlong_prompts`.
+        what: the key that names the files, for messages.
+
+    Raises:
+        ValueError: unreadable files, a row that cannot be used, or no row left after filtering.
+    """
+    rows, examples = read_rows(files, what), []
+    for row in rows:
+        try:
+            examples.append(_OF_ROW[format](row, data, tokenizer))
+        except TooLong:
+            if not data.filter_overlong_prompts:
+                raise
+    if not examples:
+        raise ValueError(
+            f"{what}: none of the {len(rows)} rows keeps to data.max_prompt_length = {data.max_prompt_length} and "
+            f"data.max_response_length = {data.max_response_length} tokens"
+        )
+    if len(examples) < len(rows):
+        _log.info("%s: %d of %d rows dropped, too long", what, len(rows) - len(examples), len(rows))
+    return examples

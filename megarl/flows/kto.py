@@ -1,0 +1,36 @@
+"""KTO (arXiv 2402.01306): training on answers that are said to be desirable or not."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.algorithms.kto import kto
+from megarl.data.examples import mismatched
+from megarl.data.packing import MicroBatches
+from megarl.flows.learn import learn
+from megarl.phases import Phase
+from megarl.trainer.build import build_actor, build_reference
+from megarl.trainer.session import Run
+from megarl.types import Batch
+
+
+def flow(run: Run) -> None:
+    """The loss measures answers from the KL to the policy as it began, estimated on answers to other prompts."""
+    config, optim = run.config, run.config.actor_rollout_ref.actor.optim
+    total = run.inputs.total_steps
+    actor = build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes)
+    run.add("actor", actor)
+    reference = run.add("reference", build_reference(config, actor))
+
+    def with_reference(batch: Batch, micro_batches: MicroBatches) -> Batch:
+        others = mismatched(batch)
+        theirs = run.plan(others, config.data.train_batch_size).micro_batches
+        with run.phase(Phase.LOG_PROBS):
+            logp = actor.log_probs(others, theirs)
+        with run.phase(Phase.REF):
+            log_ratios = others.sum_per_sequence(logp - reference.log_probs(others, theirs))
+            ref_logp = reference.log_probs(batch, micro_batches)
+        kl = log_ratios.mean().clamp_min(0.0)  # section 4.1: an estimate below 0 is none
+        return batch.with_(ref_logp=ref_logp, reference_point=torch.full((len(batch),), float(kl)))
+
+    learn(run, actor, kto(config.algorithm.preference), with_reference)

@@ -1,0 +1,61 @@
+"""Learning from answers that the data holds: a batch of examples, an update, over and over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from megarl.algorithms.cross_entropy import cross_entropy
+from megarl.algorithms.loss import Loss, Metric
+from megarl.data.examples import Example, batch_of_examples
+from megarl.data.packing import MicroBatches
+from megarl.phases import Phase
+from megarl.roles.trained import TrainedModel
+from megarl.trainer.build import prompt_sampler
+from megarl.trainer.session import Run
+from megarl.types import Batch
+
+Columns = Callable[[Batch, MicroBatches], Batch]
+"""The batch with what the loss wants of other models, by passes over these micro-batches of this rank."""
+
+
+def learn(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> None:
+    """The loop "train": one update for each batch of training examples, validated on all held-out ones."""
+    inputs, sampler = run.inputs, run.add("sampler", prompt_sampler(run.inputs))
+
+    def validate() -> dict[str, float]:
+        metrics = held_out(run, model, loss, columns)
+        return {f"val/{name}": value for name, value in metrics.items()}
+
+    for _ in run.steps("train", inputs.total_steps, validate=validate if inputs.val_examples else None):
+        examples = [inputs.train_examples[i] for i in sampler.next()]
+        run.log("train", update_on(run, model, loss, examples, columns))
+
+
+def update_on(
+    run: Run, model: TrainedModel, loss: Loss, examples: Sequence[Example], columns: Columns | None = None
+) -> Mapping[str, Metric]:
+    """One optimizer step on all of the examples; returns its metrics."""
+    batch = batch_of_examples(examples)
+    plan = run.plan(batch, together=len(examples[0].sequences))
+    if columns is not None:
+        batch = columns(batch, plan.micro_batches)
+    run.check_agreement(batch)
+    run.log("", {"tokens": float(len(batch.tokens))})
+    (mini_batch,) = plan.mini_batches
+    with run.phase(Phase.UPDATE):
+        return model.update(batch, mini_batch, loss)
+
+
+def held_out(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> dict[str, float]:
+    """The loss and its metrics over all of `data.val_files`, without gradients."""
+    examples = run.inputs.val_examples
+    batch, together = batch_of_examples(examples), len(examples[0].sequences)
+    plan = run.plan(batch, together * run.config.data.train_batch_size, together=together)
+    if columns is not None:
+        batch = columns(batch, plan.micro_batches)
+    metrics = model.evaluate(batch, plan.micro_batches, loss)
+    if loss is cross_entropy:
+        metrics["perplexity"] = float(torch.tensor(metrics["loss"]).exp())
+    return metrics

@@ -1,0 +1,30 @@
+"""Training on pairs of answers, one of which is better: DPO, IPO, SimPO, ORPO."""
+
+from __future__ import annotations
+
+from megarl.algorithms.declaration import about_of
+from megarl.algorithms.registry import PREFERENCES
+from megarl.data.packing import MicroBatches
+from megarl.flows.learn import learn
+from megarl.phases import Phase
+from megarl.trainer.build import build_actor, build_reference
+from megarl.trainer.session import Run
+from megarl.types import Batch
+
+
+def flow(run: Run) -> None:
+    """The loss that `algorithm.preference.loss_mode` names; the reference, where it needs one, is the first policy."""
+    config, preference = run.config, run.config.algorithm.preference
+    optim, total = config.actor_rollout_ref.actor.optim, run.inputs.total_steps
+    factory = PREFERENCES.load(preference.loss_mode)
+    actor = build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes)
+    run.add("actor", actor)
+    if not about_of(factory).needs.reference:
+        return learn(run, actor, factory(preference))
+    reference = run.add("reference", build_reference(config, actor))
+
+    def with_reference(batch: Batch, micro_batches: MicroBatches) -> Batch:
+        with run.phase(Phase.REF):
+            return batch.with_(ref_logp=reference.log_probs(batch, micro_batches))
+
+    return learn(run, actor, factory(preference), with_reference)
