@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,11 +17,13 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.schema import Data
+from megarl.data.examples import Example, Turns, batch_of_examples, mismatched
 from megarl.data.load import load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.readers import Row, read_rows, require_column
 from megarl.data.sampler import PromptSampler
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.trainer.identity import digest, examples_digest
 from tools.prepare_reasoning_gym import main, train_tokenizer
 
 Refusal = Callable[[], object]
@@ -243,6 +246,120 @@ def test_answers_that_nothing_can_be_learnt_from(
 ) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1", "answer": 0.5}, {"prompt": "2", "answer": answer}])
     assert message(lambda: load_examples(Data(), "demonstrations", [file], tokenizer)) == f"{file}:2: {said}"
+
+
+# ---------------------------------------------------------------------------------------------------- examples
+
+LETTERS = {"<e>": 0, "u": 1, "a": 2, ":": 3, "7": 4, "+": 5, "?": 6, "8": 7, "s": 8, "/": 9}
+TURNS = "{% for m in messages %}{{ m['role'][0] }} : {{ m['content'] }} <e> / {% endfor %}"
+REPLY = "{% if add_generation_prompt %}a : {% endif %}"
+
+
+def chat_tokenizer(folder: Path, template: str) -> Tokenizer:
+    """Tokens are the words of `LETTERS`; a turn ends with <e>, and "/" stands where templates have a newline."""
+    words = RustTokenizer(models.WordLevel(LETTERS, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", unk_token="?")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return load_tokenizer(str(folder))
+
+
+def spelled(turns: Turns) -> list[str]:
+    names = {number: name for name, number in LETTERS.items()}
+    return [" ".join(names[i] for i in turn) for turn in turns]
+
+
+def chat(*contents: str, system: bool = False) -> list[dict[str, str]]:
+    roles = ["system"] * system + ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def test_every_turn_of_the_assistant_is_learnt(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, TURNS + REPLY)
+    rows: list[dict[str, object]] = [
+        {"chat": chat("7", "8 8", "7 + 7", "8")},
+        {"chat": chat("+", "7", "8", "7 7", system=True)},  # ends with the user, whom nobody answers
+    ]
+    file = write_jsonl(tmp_path / "c.jsonl", rows)
+    data = Data(messages_key="chat")
+    first, second = load_examples(data, "demonstrations", [file], tokenizer)
+    assert spelled(first.sequences[0]) == ["u : 7 <e> / a :", "8 8 <e>", "/ u : 7 + 7 <e> / a :", "8 <e>"]
+    assert spelled(second.sequences[0]) == ["s : + <e> / u : 7 <e> / a :", "8 <e>"]
+    batch = batch_of_examples([first, second])
+    learnt = [[LETTERS[word] for word in text.split()] for text in ("8 8 <e> 8 <e>", "8 <e>")]
+    assert batch.tokens[batch.response_mask].tolist() == [*learnt[0], *learnt[1]]
+    assert batch.response_lengths.tolist() == [5, 2] and batch.groups.tolist() == [0, 1]
+    whole = tokenizer.encode_chat(chat("7", "8 8", "7 + 7", "8"), reply=False)
+    assert batch.tokens[: first.tokens].tolist() == whole[:-1]  # all but what follows the last end token
+
+
+@pytest.mark.parametrize(
+    ("template", "rows", "said"),
+    [
+        (TURNS + REPLY, chat("7"), "the conversation in column 'chat' has no message of the assistant"),
+        (TURNS + REPLY, chat("7", *"8" * 9), "the conversation in column 'chat' has 60 tokens, more than data.max_pr"),
+        (TURNS + REPLY, "7", "column 'chat' must hold a list of messages with role and content, not str"),
+        (
+            "{% for m in messages %}{% if loop.last %}+ {% endif %}{{ m['role'][0] }} : {{ m['content'] }} <e> "
+            "{% endfor %}" + REPLY,
+            chat("7", "8", "7", "8"),
+            "the chat template writes what comes before message 2 otherwise than in the whole conversation",
+        ),
+        ("{% if messages[0] %}u{% endif %}", chat("7", "8"), "the chat template writes nothing for message 2"),
+    ],
+)
+def test_conversations_that_cannot_be_learnt(tmp_path: Path, template: str, rows: object, said: str) -> None:
+    tokenizer = chat_tokenizer(tmp_path, template)
+    file = write_jsonl(tmp_path / "c.jsonl", [{"chat": rows}])
+    data = Data(messages_key="chat", max_prompt_length=10, max_response_length=10)
+    assert message(lambda: load_examples(data, "demonstrations", [file], tokenizer)).startswith(f"{file}:1: {said}")
+
+
+def test_pairs_of_conversations(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, TURNS + REPLY)
+    before = chat("7", "8", "7")
+    rows: list[dict[str, object]] = [
+        {"chosen": chat("7", "8", "7", "8 8"), "rejected": chat("7", "8", "7", "+"), "by": 2},
+        {"prompt": before, "chosen": chat("", "8 8")[1:], "rejected": chat("", "+")[1:], "by": 0.5},
+    ]
+    file = write_jsonl(tmp_path / "p.jsonl", rows)
+    one, other = load_examples(Data(margin_key="by"), "preferences", [file], tokenizer)
+    assert one.sequences == other.sequences and (one.label, other.label) == (2.0, 0.5)
+    prompt = "u : 7 <e> / a : 8 <e> / u : 7 <e> / a :"
+    assert [spelled(turns) for turns in one.sequences] == [[prompt, "8 8 <e>"], [prompt, "+ <e>"]]
+    batch = batch_of_examples([one, other])
+    assert batch.groups.tolist() == [0, 0, 1, 1] and batch.labels is not None
+    assert batch.labels.tolist() == [2.0, 2.0, 0.5, 0.5]
+    rows[1] = {"chosen": chat("7", "8"), "rejected": chat("8", "8")}
+    assert (
+        "p.jsonl:2: the conversations in columns 'chosen' and 'rejected' differ before their last message"
+        in message(lambda: load_examples(Data(), "preferences", [write_jsonl(tmp_path / "p.jsonl", rows)], tokenizer))
+    )
+    cut = load_examples(Data(max_prompt_length=3, truncation="left"), "preferences", [file], tokenizer)
+    assert spelled(cut[0].sequences[1]) == ["/ a :", "+ <e>"]
+
+
+def test_judged_answers_and_mismatched_ones(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows: list[dict[str, object]] = [
+        {"prompt": "1+2", "answer": 3, "label": True},
+        {"prompt": "4", "answer": "56", "label": 0},
+        {"prompt": "78", "answer": "9", "label": 1.0},
+    ]
+    examples = load_examples(Data(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer)
+    assert [example.label for example in examples] == [1.0, 0.0, 1.0]
+    others = mismatched(batch_of_examples(examples))
+    parts = zip(others.tokens.split(others.lengths.tolist()), others.response_mask.split(others.lengths.tolist()))
+    told = [(tokenizer.decode(t[~learnt].tolist()), tokenizer.decode(t[learnt].tolist())) for t, learnt in parts]
+    assert told == [("4", "3"), ("78", "56"), ("1+2", "9")]
+
+
+def test_digests_of_demonstrations_are_those_of_prompt_and_answer() -> None:
+    """As checkpoints have recorded them: what a run began with is the same."""
+    example = Example(sequences=(((1, 2), (3,)),), source="a.jsonl:1")
+    assert examples_digest([example]) == digest([b"[[1, 2], [3]]"])
+    others = [replace(example, label=1.0), replace(example, sequences=example.sequences * 2)]
+    assert len({examples_digest([one]) for one in (example, *others)}) == 3
 
 
 # ---------------------------------------------------------------------------------------------------- sampler

@@ -120,3 +120,42 @@ def test_fixed_size_cuts_in_order() -> None:
 def test_a_sequence_over_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="sequence 1 has 11 tokens, more than ppo_max_token_len_per_gpu = 10"):
         pack_by_tokens([3, 11], [range(2)], dp=1, max_tokens=10)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, MAX_TOKENS // 3), min_size=3, max_size=42).map(lambda x: x[: len(x) // 3 * 3]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(3, 10),
+)
+def test_neighbours_stay_together(
+    lengths: list[int], dp: int, multiple_of: int, balance: bool, size: int, count: int
+) -> None:
+    """Three at a time, in order, next to each other; whole within the budget of tokens, or of sequences."""
+    mini_batches = [range(i, min(i + 3 * size, len(lengths))) for i in range(0, len(lengths), 3 * size)]
+    layout = {"dp": dp, "multiple_of": multiple_of, "balance": balance, "together": 3}
+    by_tokens = pack_by_tokens(lengths, mini_batches, max_tokens=MAX_TOKENS, **layout)  # type: ignore[arg-type]
+    by_count = pack_by_count(lengths, mini_batches, micro_batch_size=count, **layout)  # type: ignore[arg-type]
+    for plan in (by_tokens, by_count):
+        for k, mini_batch in enumerate(mini_batches):
+            micros = [micro for rank in plan for micro in rank[k]]
+            assert sorted(i for micro in micros for i in micro) == list(mini_batch)
+            assert len({len(rank[k]) for rank in plan}) == 1 and len(plan[0][k]) % multiple_of == 0
+            for micro in micros:
+                assert all(
+                    micro[i] % 3 == 0 and micro[i : i + 3] == [*range(micro[i], micro[i] + 3)]
+                    for i in range(0, len(micro), 3)
+                )
+    assert all(sum(lengths[i] for i in micro) <= MAX_TOKENS for rank in by_tokens for m in rank for micro in m)
+    assert all(len(micro) <= count for rank in by_count for m in rank for micro in m)
+
+
+def test_pairs_over_the_budget_are_refused() -> None:
+    said = "sequences 2 to 3 have 11 tokens, more than ppo_max_token_len_per_gpu = 10: raise it to 2 x "
+    with pytest.raises(ValueError, match=said):
+        pack_by_tokens([5, 5, 3, 8], [range(4)], dp=1, max_tokens=10, together=2)
+    with pytest.raises(ValueError, match="ppo_micro_batch_size_per_gpu = 1 is less than the 2 of a pair"):
+        pack_by_count([5, 5], [range(2)], dp=1, micro_batch_size=1, together=2)

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from megarl.phases import Phase
 from megarl.telemetry.sinks.jsonl import read_row
@@ -40,7 +40,8 @@ _WARMUP_WIDTH = 0.22  # of the RL steps' width
 def plot_learning_curve(metrics_file: str, out_png: str) -> None:
     """Draw held-out accuracy and training reward over RL steps and, below, the seconds of each phase of a step.
 
-    Rows of a supervised warm-up are drawn as a shaded band left of the RL steps, with their loss.
+    A run without rewards has its losses in their place, and accuracies on a scale of their own. Rows of a supervised
+    warm-up are drawn as a shaded band left of the RL steps, with their loss.
 
     Args:
         metrics_file: a run's `metrics.jsonl`.
@@ -57,7 +58,8 @@ def plot_learning_curve(metrics_file: str, out_png: str) -> None:
     figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     scores, times = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _draw_scores(scores, steps)
+    reinforced = any("reward/mean" in row for row in steps)
+    (_draw_scores if reinforced else _draw_losses)(scores, steps)
     _draw_times(times, [row for row in steps if row["step"] > 0])
     left, right = steps[0]["step"], max(steps[-1]["step"], steps[0]["step"] + 1)
     if warmup:
@@ -65,10 +67,11 @@ def plot_learning_curve(metrics_file: str, out_png: str) -> None:
     for panel in (scores, times):
         _dress(panel)
     times.set_xlim(left, right + 0.5)
-    times.set_xlabel("RL step", color=_INK)
+    times.set_xlabel("RL step" if reinforced else "step", color=_INK)
     times.xaxis.set_major_locator(MaxNLocator(integer=True))
     times.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if x >= 0 else ""))
-    figure.suptitle(_headline(steps), color=_INK, fontsize=14, fontweight="bold")
+    headline = _headline(steps) if reinforced else _loss_headline(steps)
+    figure.suptitle(headline, color=_INK, fontsize=14, fontweight="bold")
     figure.savefig(out_png)
 
 
@@ -96,6 +99,33 @@ def _draw_scores(axes: Axes, steps: Sequence[Row]) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0), max(high, 1.02))
     axes.set_ylabel("accuracy, reward", color=_INK)
+
+
+def _draw_losses(axes: Axes, steps: Sequence[Row]) -> None:
+    """Losses by their names in the rows, training ones smoothed; accuracies beside them, dashed."""
+    names = list(dict.fromkeys(name for row in steps for name in row if name.endswith(("/loss", "/accuracy"))))
+    accuracies = [name for name in names if name.endswith("/accuracy")]
+    beside = axes.twinx() if accuracies else axes
+    for i, name in enumerate(names):
+        x, y = _series(steps, name)
+        panel, style = (beside, "--") if name in accuracies else (axes, "-")
+        line: dict[str, Any] = {"color": f"C{i}", "linewidth": 2, "linestyle": style, "label": name.replace("/", " ")}
+        if name.startswith("val/"):
+            line |= {"marker": "o", "markersize": 4, "zorder": 3}
+        else:
+            panel.plot(x, y, color=f"C{i}", linewidth=1, alpha=0.3)
+            y = _moving_average(y, 1 + len(y) // 16)
+        panel.plot(x, y, **line)
+    axes.set_ylabel("loss", color=_INK)
+    if accuracies:
+        beside.set_ylim(0, 1.02)
+        for side in ("top", "left", "right", "bottom"):
+            beside.spines[side].set_visible(False)
+        beside.tick_params(axis="y", colors=_INK, length=0, pad=-26)  # inside: the legend is on the right
+        beside.yaxis.set_major_formatter(PercentFormatter(1.0))
+        for drawn in beside.get_lines():  # one legend for both scales
+            if drawn.get_linestyle() == "--":
+                axes.plot([], [], color=drawn.get_color(), linestyle="--", linewidth=2, label=drawn.get_label())
 
 
 def _draw_times(axes: Axes, steps: Sequence[Row]) -> None:
@@ -172,6 +202,16 @@ def _headline(steps: Sequence[Row]) -> str:
     if len(accuracy) < 2:
         return f"Training reward over {steps[-1]['step']} RL steps"
     return f"Held-out accuracy {accuracy[0]:.1%} → {accuracy[-1]:.1%} over {steps[-1]['step']} RL steps"
+
+
+def _loss_headline(steps: Sequence[Row]) -> str:
+    for what in ("val/accuracy", "val/loss"):
+        _, y = _series(steps, what)
+        if len(y) > 1:
+            shown = "{:.1%}" if what == "val/accuracy" else "{:.3f}"
+            name = what.replace("val/", "Held-out ")
+            return f"{name} {shown.format(y[0])} → {shown.format(y[-1])} over {steps[-1]['step']} steps"
+    return f"Training loss over {steps[-1]['step']} steps"
 
 
 def _dress(axes: Axes) -> None:
