@@ -298,7 +298,7 @@ def test_every_turn_of_the_assistant_is_learnt(tmp_path: Path) -> None:
     ("template", "rows", "said"),
     [
         (TURNS + REPLY, chat("7"), "the conversation in column 'chat' has no message of the assistant"),
-        (TURNS + REPLY, chat("7", *"8" * 9), "the conversation in column 'chat' has 60 tokens, more than data.max_pr"),
+        (TURNS + REPLY, chat("7", *"8" * 9), "the conversation in column 'chat' has 49 tokens, more than data.max_pr"),
         (TURNS + REPLY, "7", "column 'chat' must hold a list of messages with role and content, not str"),
         (
             "{% for m in messages %}{% if loop.last %}+ {% endif %}{{ m['role'][0] }} : {{ m['content'] }} <e> "
@@ -349,7 +349,8 @@ def test_judged_answers_and_mismatched_ones(tmp_path: Path, tokenizer: Tokenizer
     examples = load_examples(Data(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer)
     assert [example.label for example in examples] == [1.0, 0.0, 1.0]
     others = mismatched(batch_of_examples(examples))
-    parts = zip(others.tokens.split(others.lengths.tolist()), others.response_mask.split(others.lengths.tolist()))
+    lengths = others.lengths.tolist()
+    parts = zip(others.tokens.split(lengths), others.response_mask.split(lengths), strict=True)
     told = [(tokenizer.decode(t[~learnt].tolist()), tokenizer.decode(t[learnt].tolist())) for t, learnt in parts]
     assert told == [("4", "3"), ("78", "56"), ("1+2", "9")]
 
