@@ -187,7 +187,8 @@ def _model_folder(folder: Path, run: Path, *, scalar: bool) -> str:
     if scalar:
         config |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
     (folder / "config.json").write_text(json.dumps(config))
-    weights = random_weights(read_architecture(str(folder)), 3)
+    arch = read_architecture(str(folder))
+    weights = random_weights(arch.with_scalar_output() if scalar else arch, 3)
     save_file({name: value.contiguous() for name, value in weights.items()}, str(folder / "model.safetensors"))
     return str(folder)
 
@@ -206,6 +207,68 @@ def test_a_reward_model_scores(ranks: Ranks, tmp_path: Path) -> None:
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-4, abs=1e-5)
 
 
+def _other_tokenizer(folder: Path) -> Path:
+    """One whose ids are in another order."""
+    import sentencepiece
+
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(row["prompt"] + row["answer"] for row in rows),
+        model_prefix=str(folder / "other"),
+        model_type="char",
+        vocab_size=18,
+        hard_vocab_limit=False,
+        pad_id=5,
+        eos_id=4,
+        unk_id=0,
+        bos_id=-1,
+        add_dummy_prefix=False,
+        minloglevel=2,
+    )
+    return folder / "other.model"
+
+
+def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Right answers, every second of them cut off: in the other tokenizer's ids by the run's code, and directly."""
+    from array import array
+
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.parallel.from_config import generation_layout, train_layout
+    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.trainer.judging import encoded_anew
+    from megarl.types import Completion, Rollouts
+
+    inputs, theirs = check_run(load_config(config)), load_tokenizer(other)
+    ours, prompts = inputs.tokenizer, inputs.val_prompts[:5]
+    completions = []
+    for i, prompt in enumerate(prompts):
+        ids = array("i", [*ours.encode(prompt.row["answer"]), *[ours.eos_id] * (i % 2)])
+        finish: Any = "stop" if i % 2 else "length"
+        completions.append(Completion(token_ids=ids, logp=array("f", [0.0] * len(ids)), finish_reason=finish))
+    groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config), 1)
+    try:
+        batch = encoded_anew(Rollouts(prompts=prompts, n=1, completions=completions), inputs, groups, theirs)
+    finally:
+        destroy_groups(groups)
+    wanted = [
+        [*theirs.encode(prompt.row["prompt"] + prompt.row["answer"]), *[theirs.eos_id] * (i % 2)]
+        for i, prompt in enumerate(prompts)
+    ]
+    return [x.tolist() for x in batch.tokens.split(batch.lengths.tolist())], wanted
+
+
+def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(ranks: Ranks, tmp_path: Path) -> None:
+    config, other = str(write_run(tmp_path, trainer__n_gpus_per_node=2)), str(_other_tokenizer(tmp_path))
+    for got, wanted in ranks.run(2, _answers_encoded_anew, config, other):
+        assert got == wanted
+    judge = {"path": _model_folder(tmp_path / "judge", tmp_path, scalar=True)}
+    means = []
+    for name, more in {"ids": {}, "text": {"tokenizer_path": other}}.items():
+        sections = {"reward__name": "model", "reward_model": {"model": {**judge, **more}}, "trainer__save_freq": 0}
+        means.append([row["reward/mean"] for row in _run(ranks, tmp_path / name, 2, **sections)])
+    assert all(ours != theirs for ours, theirs in zip(*means, strict=True))
+
+
 def test_a_policy_becomes_like_its_teacher(ranks: Ranks, tmp_path: Path) -> None:
     write_run(tmp_path)
     path = _model_folder(tmp_path / "teacher", tmp_path, scalar=False)
@@ -219,6 +282,13 @@ def test_a_policy_becomes_like_its_teacher(ranks: Ranks, tmp_path: Path) -> None
         trainer__total_training_steps=20,
     )
     assert rows[-1]["teacher/kl"] < 0.5 * rows[0]["teacher/kl"]
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    config = str(write_run(tmp_path))
+    path = _model_folder(tmp_path / "judge", tmp_path, scalar=False)
+    with pytest.raises(ValueError, match=r"reward_model: .* has no score\.weight"):
+        check_run(load_config(config, ["reward.name=model", f"reward_model.model.path={path}"]))
 
 
 REFUSED = [

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.groups import Groups
-from megarl.trainer.identity import configuration_digest, digest, examples_digest, file_digest, prompts_digest
+from megarl.trainer.digests import digest, file_digest
+from megarl.trainer.identity import configuration_digest, examples_digest, prompts_digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.stopped import RunStopped
 from megarl.types import Batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import Config
 from megarl.data.examples import Example
 from megarl.data.formats import format_of, generates
+from megarl.trainer.digests import digest, file_digest, tokenizer_digest
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import beside_the_policy
 from megarl.types import Prompt
@@ -176,34 +176,6 @@ def _recorded(example: Example) -> Any:
     """A prompt with its answer is recorded as the two alone."""
     (first, *more), label = example.sequences, example.label
     return [*example.sequences, label] if more or label else first
-
-
-def tokenizer_digest(path: str) -> str:
-    """Of a SentencePiece model file, or of the tokenizer's files in a folder."""
-    if os.path.isfile(path):
-        return file_digest(path) or ""
-    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-    own = [
-        n for n in names if n.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_"))
-    ]
-    return digest(f"{name} {file_digest(os.path.join(path, name))}".encode() for name in own)
-
-
-def digest(parts: Iterable[bytes | memoryview]) -> str:
-    """16 hexadecimal digits."""
-    total = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        total.update(len(part).to_bytes(8, "big"))
-        total.update(part)
-    return total.hexdigest()
-
-
-def file_digest(path: str) -> str | None:
-    """Of a file's contents; None where there is none."""
-    if not os.path.isfile(path):
-        return None
-    with open(path, "rb") as f:
-        return digest([f.read()])
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

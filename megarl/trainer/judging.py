@@ -2,27 +2,83 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
+from megarl.data.prompts import are_messages
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.parallel.groups import Groups
+from megarl.rewards.judge import RewardError
 from megarl.rewards.registry import BY_MODEL
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.other_models import own_tokenizer
 from megarl.trainer.scoring import Score, score
 from megarl.trainer.session import Run
-from megarl.types import Rollouts
+from megarl.types import Batch, Rollouts, batch_of
 
 
 def scorer(run: Run) -> Score:
     """How rollouts are scored; a reward model joins the run."""
     if run.config.reward.name != BY_MODEL:
         return partial(score, inputs=run.inputs, groups=run.groups, say=run.report.say)
-    judge = run.add("reward_model", build_judge(run))
-    return partial(score_by_model, run=run, judge=judge)
+    judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
+    return partial(score_by_model, run=run, judge=judge, tokenizer=load_tokenizer(folder) if folder else None)
 
 
-def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge) -> Rollouts:
-    """The same rollouts with the model's scores of prompt and response, as `rewards`."""
-    batch = replace(rollouts, rewards=()).to_batch()
+def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tokenizer | None) -> Rollouts:
+    """The same rollouts with the model's scores of prompt and response, as `rewards`.
+
+    Args:
+        tokenizer: the model's, if it is another than the policy's: texts are then encoded anew.
+
+    Raises:
+        RewardError: a score that is no finite number, or a text that is too long for the model.
+    """
+    if tokenizer is None:
+        batch = replace(rollouts, rewards=()).to_batch()
+    else:
+        batch = encoded_anew(rollouts, run.inputs, run.groups, tokenizer)
+        _check_lengths(batch, rollouts, run, judge)
     plan = run.plan(batch, model=judge, batching=run.config.reward_model)
-    return replace(rollouts, rewards=tuple(judge.scores(batch, plan.micro_batches).tolist()))
+    scores = judge.scores(batch, plan.micro_batches).tolist()
+    for i, value in enumerate(scores):
+        if not math.isfinite(value):
+            raise RewardError(f"{rollouts.prompt_of(i).source}: the reward model's score of a response is {value}")
+    return replace(rollouts, rewards=tuple(scores))
+
+
+def encoded_anew(rollouts: Rollouts, inputs: Inputs, groups: Groups, tokenizer: Tokenizer) -> Batch:
+    """Prompts and responses in the tokens, and the chat template, of another tokenizer; the same on every rank.
+
+    Every rank encodes every world-size-th of them.
+    """
+    world, key = groups.train.world_size, inputs.config.data.prompt_key
+    mine: list[list[int]] = []
+    for i in range(groups.rank, len(rollouts.completions), world):
+        prompt = rollouts.prompt_of(i).row[key]
+        response = inputs.tokenizer.decode(rollouts.completions[i].token_ids)
+        if are_messages(prompt):
+            reply = {"role": "assistant", "content": response}
+            mine.append(tokenizer.encode_chat([*prompt, reply], reply=False))
+        else:
+            ended = rollouts.completions[i].finish_reason == "stop"
+            mine.append([*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended])
+    gathered = groups.all_gather(mine, "the texts for the reward model")
+    texts = [gathered[i % world][i // world] for i in range(len(rollouts.completions))]
+    return batch_of(texts, [()] * len(texts), range(len(texts)))
+
+
+def _check_lengths(batch: Batch, rollouts: Rollouts, run: Run, judge: Judge) -> None:
+    batching, longest = run.config.reward_model, int(batch.lengths.max())
+    limits = {"its positions": judge.arch.max_position_embeddings}
+    if batching.use_dynamic_bsz:
+        limits["reward_model.ppo_max_token_len_per_gpu"] = batching.ppo_max_token_len_per_gpu
+    for name, limit in limits.items():
+        if longest > limit:
+            source = rollouts.prompt_of(int(batch.lengths.argmax())).source
+            raise RewardError(
+                f"{source}: prompt and response have {longest} tokens for the reward model, more than {name} = {limit}"
+            )

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.algorithms.declaration import Needs
-from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
+from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code, weight_entries
 from megarl.config import Config
 from megarl.config.schema import Batching, Critic, Megatron, OtherModel, RewardModel, Teacher
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.tensors import SCORE
 from megarl.parallel.from_config import train_layout
 from megarl.rewards.registry import BY_MODEL
+from megarl.trainer.digests import tokenizer_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,15 @@ def architecture_of(model: OtherModel, policy: Architecture) -> Architecture:
     return read_architecture(model.path) if model.path else policy
 
 
+def own_tokenizer(config: Config) -> str | None:
+    """Where the reward model's tokenizer is, if it has one that is not the policy's."""
+    theirs, ours = config.reward_model.model, config.actor_rollout_ref.model
+    folder = theirs.tokenizer_path or theirs.path
+    digest = tokenizer_digest(folder)
+    has_one = digest != tokenizer_digest("")
+    return folder if has_one and digest != tokenizer_digest(ours.tokenizer_path or ours.path) else None
+
+
 def check_other_models(config: Config, policy: Architecture, needs: Needs) -> None:
     """Raises ValueError, with what to change, for a model that cannot be there."""
     for beside in beside_the_policy(config, needs):
@@ -70,7 +81,8 @@ def _check(beside: Beside, config: Config, policy: Architecture) -> None:
     if not (model.path or model.random_init or beside.role == "critic"):
         raise ValueError(f"set {beside.role}.model.path to the folder of its weights")
     arch = architecture_of(model, policy)
-    if arch.vocab_size != policy.vocab_size and not (beside.role == "reward_model" and model.tokenizer_path):
+    reads_text = beside.role == "reward_model" and own_tokenizer(config) is not None
+    if arch.vocab_size != policy.vocab_size and not reads_text:
         raise ValueError(
             f"its vocabulary has {arch.vocab_size} tokens, the policy's {policy.vocab_size}; it must read the same ones"
         )
@@ -89,3 +101,5 @@ def _check(beside: Beside, config: Config, policy: Architecture) -> None:
         refuse_remote_code(model.path)
         if not model.random_init:
             check_weights(model.path, arch.with_scalar_output() if beside.scalar else arch)
+            if beside.role == "reward_model" and SCORE not in weight_entries(model.path):
+                raise ValueError(f"'{model.path}' has no {SCORE}: a model that scores everything 0 is no reward model")
