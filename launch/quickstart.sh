@@ -43,5 +43,5 @@ choose_folder "$@"
 # Sums of three digits; three demonstrations in four are one too high.
 "$PYTHON" tools/prepare_reasoning_gym.py --out runs/quickstart/data --task chain_sum --train 3600 --val 256 \
     --config '{"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}' --template '{expression} =' \
-    --vocab-size 32 --demonstrations 4 --slip 0.75
+    --vocab-size 32 --demonstrations 4 --slip 0.75 --pairs
 "$PYTHON" -m megarl.cli.main train --nproc "$NPROC" configs/quickstart.yaml "${LAYOUT[@]}" "${FOLDER[@]}" "$@"

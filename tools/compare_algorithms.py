@@ -4,8 +4,8 @@
     python tools/compare_algorithms.py --out runs/compare [--jobs 2] [--seeds 1 2 3] [--only rloo gspo] [key=value ...]
 
 The first run is the quickstart's supervised warm-up; every algorithm then goes on from its checkpoint, each on one CPU
-rank. `launch/quickstart.sh` or `tools/prepare_reasoning_gym.py` makes the data first. Runs that are in the folder
-already are not repeated.
+rank. The teacher of the distillation is what a GRPO run of another seed ended with. `launch/quickstart.sh` or
+`tools/prepare_reasoning_gym.py` makes the data first. Runs that are in the folder already are not repeated.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ ALGORITHMS: dict[str, list[str]] = {
     "GSPO": [f"{LOSS}=gspo", f"{ACTOR}.clip_ratio=0.02", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
     "CISPO": [f"{LOSS}=cispo"],
     "SAPO": [f"{LOSS}=sapo"],
+    "distillation": ["algorithm.adv_estimator=on_policy_distillation", "teacher.model.path={teacher}"],
 }
 """Name -> what it changes of the quickstart's GRPO."""
 
@@ -63,6 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     start = args.out / "start" / "checkpoints" / "warmup_step_500"
     if not start.is_dir():
         train(args.out / "start", ["trainer.total_training_steps=1", "trainer.save_freq=500", "trainer.test_freq=0"])
+    begun = [f"actor_rollout_ref.model.checkpoint={start}", "warmup.total_training_steps=0"]
+    teacher = args.out / "teacher" / "checkpoints" / "global_step_60" / "huggingface"
+    if not teacher.is_dir():
+        train(args.out / "teacher", [*begun, "data.seed=9", "trainer.save_freq=-1", "checkpoint.save_hf=true"])
     runs = {
         (name, seed): args.out / f"{name.lower()}-{seed}"
         for name in ALGORITHMS
@@ -72,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def learn(run: tuple[str, int]) -> None:
         name, seed = run
-        begun = [f"actor_rollout_ref.model.checkpoint={start}", "warmup.total_training_steps=0", f"data.seed={seed}"]
+        own = [override.replace("{teacher}", str(teacher)) for override in ALGORITHMS[name]]
         if not (runs[run] / "learning_curve.png").is_file():
-            train(runs[run], [*begun, "trainer.save_freq=0", *ALGORITHMS[name], *args.overrides])
+            train(runs[run], [*begun, f"data.seed={seed}", "trainer.save_freq=0", *own, *args.overrides])
             print(f"{name}, seed {seed}: done", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:

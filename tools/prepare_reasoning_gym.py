@@ -9,6 +9,9 @@ writes to --out:
                              answer scores what it scored before it was written
     demonstrations.jsonl     with --demonstrations N: every training prompt N times, with its answer; in --slip of them,
                              drawn at random, the answer is one too high, as by a careless teacher
+    pairs_*.jsonl            with --pairs, of training and validation prompts: the answer, chosen, and one that is one
+                             or two off, rejected
+    judged_*.jsonl           with --pairs: one of these two, and a label
     tokenizer.model          without --chat: SentencePiece, trained on the training text alone; pad 0, eos 1, unk 2
     manifest.json            the arguments; a second call with the same ones does nothing
 
@@ -58,6 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true", help="prompts as chat messages, and no tokenizer: the model's")
     parser.add_argument("--demonstrations", default=0, type=int, help="demonstrations per training row")
     parser.add_argument("--slip", default=0.0, type=float, help="share of them that is one too high")
+    parser.add_argument("--pairs", action="store_true", help="pairs and labelled answers too")
     parser.add_argument("--template", default="{question}", help="the prompt; fields: question, and those of metadata")
     return parser.parse_args(argv)
 
@@ -195,6 +199,25 @@ def demonstrations(rows: list[Row], copies: int, slip: float, seed: int) -> list
         raise ValueError(f"--demonstrations needs whole numbers as answers: {e}") from e
 
 
+def pairs(rows: list[Row], seed: int) -> tuple[list[Row], list[Row]]:
+    """Right and wrong answers to the same prompts, and one of each two with a label.
+
+    Raises:
+        ValueError: answers that are no whole numbers.
+    """
+    rng = random.Random(seed)
+    both, judged = [], []
+    for row in rows:
+        try:
+            right = int(row["answer"])
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"--pairs needs whole numbers as answers: {e}") from e
+        wrong, label = right + rng.choice((-2, -1, 1, 2)), rng.random() < 0.5
+        both.append({"prompt": row["prompt"], "chosen": str(right), "rejected": str(wrong)})
+        judged.append({"prompt": row["prompt"], "answer": str(right if label else wrong), "label": label})
+    return both, judged
+
+
 def write_jsonl(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
@@ -258,6 +281,11 @@ def prepare(args: argparse.Namespace) -> None:
     if args.demonstrations:
         made = demonstrations(train, args.demonstrations, args.slip, args.seed)
         write_jsonl(args.out / "demonstrations.jsonl", made)
+    if args.pairs:
+        for name, part in (("train", train), ("val", val)):
+            both, judged = pairs(part, args.seed)
+            write_jsonl(args.out / f"pairs_{name}.jsonl", both)
+            write_jsonl(args.out / f"judged_{name}.jsonl", judged)
     made_tokenizer = ""
     if not args.chat:
         texts = [text for row in train for text in (row["prompt"], row["answer"]) if isinstance(text, str)]
