@@ -156,6 +156,14 @@ def test_dynamic_sampling_trains_on_groups_that_differ(ranks: Ranks, tmp_path: P
     assert [row["filter_groups/draws"] for row in again] == [row["filter_groups/draws"] for row in rows]
 
 
+def test_a_run_with_dynamic_sampling_goes_on_with_the_prompts_that_come_next(ranks: Ranks, tmp_path: Path) -> None:
+    sections = {"algorithm__filter_groups__enable": True, "data__gen_batch_size": 12}
+    for name, totals in {"whole": [4], "halves": [2, 4]}.items():
+        for total in totals:
+            _run(ranks, tmp_path / name, 2, FIRST_RIGHT, **sections, trainer__total_training_steps=total)
+    assert numbers_of(tmp_path / "whole") == numbers_of(tmp_path / "halves")
+
+
 def test_dynamic_sampling_fills_up_a_batch_where_nothing_differs(ranks: Ranks, tmp_path: Path) -> None:
     constant = "def score(response, row):\n    return 0.3\n"
     filtering = {"enable": True, "metric": "score", "max_num_gen_batches": 2}
