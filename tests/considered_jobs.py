@@ -77,4 +77,5 @@ def job(
         arch=arch,
         train=TrainLayout(world_size=gpus, tp=tp, pp=pp, chunks=chunks),
         generation=GenerationLayout(world_size=gpus, tp=generation_tp),
+        reference=config.needs_reference,
     )

@@ -15,7 +15,6 @@ from megarl.estimate.budget import (
     cache_room,
     engine_activations,
     host_bytes,
-    layers_in_flight,
     reshard_buffers,
 )
 from megarl.estimate.budget_table import measured_table, size
@@ -28,6 +27,7 @@ from megarl.estimate.job import (
     parameter_count,
     training_elements,
 )
+from megarl.estimate.model_memory import layers_in_flight
 from megarl.models.architecture import Architecture
 from megarl.models.placements import engine_placements, training_placements
 from megarl.models.sizes import BLOCK_SIZE, layer_activations, native_activation_bytes, prefill_activations
@@ -161,11 +161,11 @@ def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, in
 
 
 def test_layers_in_flight() -> None:
-    assert [layers_in_flight(job(pp=4, tp=1), stage) for stage in range(4)] == [4 * 8, 3 * 8, 2 * 8, 8]
+    assert [layers_in_flight(job(pp=4, tp=1).actor, stage) for stage in range(4)] == [4 * 8, 3 * 8, 2 * 8, 8]
     # 2 x 3 + 4 + 1 of the chunks of 4 layers, 2 x 2 + 5, ...; the paper's L (1 + (p - 1) / (p m)) for the first stage
-    assert [layers_in_flight(job(pp=4, tp=1, chunks=2), stage) for stage in range(4)] == [44, 36, 28, 20]
+    assert [layers_in_flight(job(pp=4, tp=1, chunks=2).actor, stage) for stage in range(4)] == [44, 36, 28, 20]
     few = dict(actor__ppo_mini_batch_size=2, actor__use_dynamic_bsz=False)  # 8 sequences a rank: one micro-batch
-    assert layers_in_flight(job(pp=4, tp=1, **few), 0) == 8
+    assert layers_in_flight(job(pp=4, tp=1, **few).actor, 0) == 8
 
 
 def test_experts_keep_the_activations_of_every_copy_of_a_token() -> None:

@@ -106,7 +106,7 @@ def test_generation_holds_what_the_budget_says_and_all_comes_back(ranks: Ranks, 
             }
         )
         train, generation = TrainLayout(world_size=case.world), GenerationLayout(world_size=case.world)
-        job = Job(config=config, arch=LARGER, train=train, generation=generation)
+        job = Job(config=config, arch=LARGER, train=train, generation=generation, reference=True)
         predicted[moving] = budget(job, H200, moved=0)[0].total("generate")
         found = ranks.run(case.world, _one_step, case, dtype, moving)
         held[moving] = max(rank["held"] for rank in found)

@@ -61,21 +61,21 @@ def test_the_slowest_link_bounds_a_reshard() -> None:
 
 def test_flops() -> None:
     weights = 2 * 1000 * active_parameter_count(LLAMA_3_8B)
-    assert forward_flops(job(), 1000) == weights + 2 * 1000**2 * 32 * 4096
+    assert forward_flops(LLAMA_3_8B, 1000) == weights + 2 * 1000**2 * 32 * 4096
 
 
 def test_bubbles() -> None:
-    assert bubble(job(pp=1), LENGTHS) == 0
+    assert bubble(job(pp=1).actor, LENGTHS, 256) == 0
     # 32 x 8 sequences over two ranks in micro-batches of two: 64, and one stage's wait
-    assert bubble(job(), LENGTHS) == 1 / 65
-    assert bubble(job(), LENGTHS, mini_batches=2) == 1 / 129
-    assert bubble(job(chunks=2), LENGTHS) == 1 / 129
+    assert bubble(job().actor, LENGTHS, 256) == 1 / 65
+    assert bubble(job().actor, LENGTHS, 256, mini_batches=2) == 1 / 129
+    assert bubble(job(chunks=2).actor, LENGTHS, 256) == 1 / 129
 
 
 def test_a_decode_step_reads_weights_and_keys() -> None:
     """64 prompts over four replicas, 16 x 8 sequences each, all at once."""
     considered = job()
-    prefill = 16 * forward_flops(considered, 1024) / (2 * 0.4 * 989e12)
+    prefill = 16 * forward_flops(LLAMA_3_8B, 1024) / (2 * 0.4 * 989e12)
     read = 2 * engine_elements(LLAMA_3_8B, 2) + 128 * (1024 + 1536) * 65_536
     expected = prefill + 3072 * read / 4226e9
     assert generation_seconds(considered, H200, LENGTHS, ROOM) == pytest.approx(expected)
@@ -99,7 +99,7 @@ def test_a_step() -> None:
     considered = job(model__enable_gradient_checkpointing=True, actor__use_kl_loss=True)
     seconds = step_seconds(considered, H200, LENGTHS, ROOM, reshard_of_some_ranks(considered))
     assert list(seconds) == ["reshard", "generate", "log_probs", "ref", "update"]
-    forward = 512 * forward_flops(considered, 4096) / (8 * 0.4 * 989e12)
+    forward = 512 * forward_flops(LLAMA_3_8B, 4096) / (8 * 0.4 * 989e12)
     assert seconds["log_probs"] == seconds["ref"] == pytest.approx(forward / (1 - 1 / 129))
     assert seconds["update"] == pytest.approx(4 * forward / (1 - 1 / 65))
 

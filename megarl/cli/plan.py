@@ -1,6 +1,6 @@
 """`megarl plan CONFIG --gpus N [key=value...]`: what a run will hold, move and take, before there is any GPU.
 
-Reads the configuration and the model's config.json; neither weights, tokenizer nor data files. Exit code 0 if the run
+Reads the configuration and the models' config.json; neither weights, tokenizer nor data files. Exit code 0 if the run
 fits, 1 if some GPU's memory is too small, 2 if `megarl train` would refuse the layout.
 """
 

@@ -1,10 +1,8 @@
 """Which bytes are on a GPU in which phase of a step, before anything runs. Torch-free.
 
-Weights are counted from the placements of both layouts, and once where the engine reads the training weights. Optimizer
-state and gradients are Megatron-Core's: fp32 gradient buffers (`grad_reduce_in_fp32`), fp32 master weights and two
-moments, the latter three split over the data-parallel ranks by the distributed optimizer.
-
-Activations are those of `megarl.models.sizes`.
+Weights are counted from the placements of both layouts, and once where the engine reads the training weights. What a
+model holds of gradients, optimizer state and activations is in `megarl.estimate.model_memory`; what the models beside
+the policy do, in `megarl.estimate.beside`.
 
 A memory mode (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) takes its item off
 the GPU in the phases that `megarl.phases.AWAY` names. The phases are those that a run times.
@@ -15,9 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.job import Job, own_engine_elements, training_elements
+from megarl.estimate.beside import passes_beside, state_beside
+from megarl.estimate.job import Job, own_engine_elements
+from megarl.estimate.model import item_name
+from megarl.estimate.model_memory import Items, MemoryMode, forward, forward_and_backward, modes_of, state_of
 from megarl.models.sizes import (
-    LOGITS_CHUNK_BYTES,
     blocks_for,
     layer_activations,
     most_blocks,
@@ -29,9 +29,6 @@ from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 
 TILE_ENTRY = 8
 """Bytes for a tile of the copy kernel: the numbers of the copy and of the tile within it."""
-
-Items = dict[str, int]
-"""Bytes by what they are for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,140 +78,55 @@ def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudge
     return [_stage_budget(job, accelerator, stage, moved, cache) for stage in range(job.train.pp)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryMode:
-    """A key that takes an item off the GPU in some phases.
-
-    Attributes:
-        key: below `actor_rollout_ref`.
-        item: its name among a stage's items.
-        without: the phases in which the item is not on the GPU if the mode is on.
-        on: whether the configuration says so.
-        kept: whether the item waits on the host; otherwise nothing is kept of it.
-    """
-
-    key: str
-    item: str
-    without: frozenset[Phase]
-    on: bool
-    kept: bool
-
-
 def memory_modes(job: Job) -> list[MemoryMode]:
     """All modes, also those that are off. The reference's mode is among them even if the run has no reference."""
-    actor, ref = job.config.actor_rollout_ref.actor.megatron, job.config.actor_rollout_ref.ref.megatron
-    return [
-        MemoryMode(
-            key="actor.megatron.grad_offload",
-            item="gradients",
-            without=away("actor", Item.GRADIENTS),
-            on=actor.grad_offload,
-            kept=False,
-        ),
-        MemoryMode(
-            key="actor.megatron.optimizer_offload",
-            item="optimizer state",
-            without=away("actor", Item.OPTIMIZER),
-            on=actor.optimizer_offload,
-            kept=True,
-        ),
-        MemoryMode(
-            key="actor.megatron.param_offload",
-            item="training weights",
-            without=away("actor", Item.WEIGHTS),
-            on=actor.param_offload,
-            kept=job.itemsize == 4,  # others are rebuilt from the optimizer's
-        ),
-        MemoryMode(
-            key="ref.megatron.param_offload",
-            item="reference weights",
-            without=away("reference", Item.WEIGHTS),
-            on=ref.param_offload,
-            kept=True,
-        ),
-    ]
+    reference = MemoryMode(
+        key="ref.megatron.param_offload",
+        item=item_name("reference", Item.WEIGHTS),
+        without=away("reference", Item.WEIGHTS),
+        on=job.config.actor_rollout_ref.ref.megatron.param_offload,
+        kept=True,
+    )
+    return [*modes_of(job.actor), reference, *(mode for model in job.beside for mode in modes_of(model))]
 
 
 def host_bytes(job: Job, stage: int) -> int:
     """Pinned host memory of a rank of a stage."""
-    state = _training_state(job, stage)
+    state = _state(job, stage)
     return sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
 
 
 def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, cache_bytes: int) -> StageBudget:
     context = {"CUDA context, NCCL": int(accelerator.runtime)}
-    state, modes = _training_state(job, stage), memory_modes(job)
+    state, modes = _state(job, stage), memory_modes(job)
     weights = {"engine weights": job.itemsize * own_engine_elements(job, stage)}
     cache = {"KV cache": cache_bytes}
     awake = {} if job.config.actor_rollout_ref.rollout.free_cache_engine else weights | cache
-    forward = awake | _forward(job, stage)
+    passes = {
+        **({Phase.LOG_PROBS: forward(job.actor, stage)} if job.log_probs else {}),
+        **({Phase.REF: forward(job.actor, stage)} if job.reference else {}),
+        **dict(passes_beside(job)),
+        Phase.UPDATE: forward_and_backward(job.actor, stage),
+    }
     phases = {
         Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
         Phase.GENERATE: weights | cache | {"engine activations": engine_activations(job)},
-        Phase.LOG_PROBS: forward,
-        **({Phase.REF: forward} if job.config.needs_reference else {}),
-        Phase.UPDATE: awake | _forward_and_backward(job, stage),
+        **{phase: awake | items for phase, items in passes.items()},
     }
 
     def held(phase: Phase) -> Items:
         absent = {mode.item for mode in modes if mode.on and phase in mode.without}
         return context | {item: 0 if item in absent else nbytes for item, nbytes in state.items()}
 
-    return StageBudget(stage=stage, phases={phase: held(phase) | items for phase, items in phases.items()})
+    return StageBudget(stage=stage, phases={phase: held(phase) | phases[phase] for phase in Phase if phase in phases})
 
 
-def _training_state(job: Job, stage: int) -> Items:
-    """Weights, gradients, optimizer state and reference weights of a rank of the stage, with every memory mode off."""
-    elements = training_elements(job.arch, job.train, job.train.rank(tp=0, dp=0, pp=stage))
-    split = job.train.dp * job.train.cp if job.config.actor_rollout_ref.actor.megatron.use_distributed_optimizer else 1
-    moments = 2 * 4
-    master = 0 if job.itemsize == 4 else 4  # fp32 weights are their own master copy
-    items = {
-        "training weights": job.itemsize * elements,
-        "gradients": 4 * elements,
-        "optimizer state": -(-(master + moments) * elements // split),
-    }
-    return items | ({"reference weights": job.itemsize * elements} if job.config.needs_reference else {})
-
-
-def layers_in_flight(job: Job, stage: int) -> int:
-    """Layers of a stage, counted once per micro-batch, whose activations are alive at the schedule's peak.
-
-    1F1B holds pp - stage micro-batches; the interleaved schedule runs 2 (pp - stage - 1) + (chunks - 1) pp chunks ahead
-    (arXiv 2104.04473, section 2.2; 2205.05198, section 4.2.3).
-    """
-    train = job.train
-    ahead = train.pp - stage - 1
-    chunks = ahead + 1 if train.chunks == 1 else 2 * ahead + (train.chunks - 1) * train.pp + 1
-    all_chunks = job.micro_batches(job.max_sequence_length) * train.chunks
-    return min(chunks, all_chunks) * (job.arch.num_layers // (train.pp * train.chunks))
-
-
-def _forward_and_backward(job: Job, stage: int) -> Items:
-    config, alive = job.config.actor_rollout_ref, layers_in_flight(job, stage)
-    layer = layer_activations(job.arch, tp=job.train.tp, sequence_parallel=job.sequence_parallel)
-    if config.model.enable_gradient_checkpointing:
-        # every layer's input, and all of the layer that is being recomputed
-        kept = alive * job.arch.hidden_size / (job.train.tp if job.sequence_parallel else 1) + layer
-    else:
-        kept = alive * layer
-    items = {"activations": int(job.itemsize * job.micro_batch_tokens * kept)}
-    return items | _logits_of_a_chunk(job, stage)
-
-
-def _forward(job: Job, stage: int) -> Items:
-    """Without gradients a layer's activations are gone when the next one has run."""
-    layer = layer_activations(job.arch, tp=job.train.tp, sequence_parallel=job.sequence_parallel)
-    items = {"activations": int(job.itemsize * job.micro_batch_tokens * layer)}
-    return items | _logits_of_a_chunk(job, stage)
-
-
-def _logits_of_a_chunk(job: Job, stage: int) -> Items:
-    """Only the last stage has logits. The output weight's gradient goes straight into the buffer of all gradients."""
-    if stage < job.train.pp - 1:
-        return {}
-    columns = job.arch.padded_vocab_size(job.train.tp) // job.train.tp
-    return {"logits of a chunk": min(LOGITS_CHUNK_BYTES, job.itemsize * job.micro_batch_tokens * columns)}
+def _state(job: Job, stage: int) -> Items:
+    """What all models hold on a rank of the policy's stage, with every memory mode off."""
+    actor = state_of(job.actor, stage)
+    copy = actor[item_name("actor", Item.WEIGHTS)]
+    reference = {item_name("reference", Item.WEIGHTS): copy} if job.reference else {}
+    return actor | reference | state_beside(job)
 
 
 def engine_activations(job: Job) -> int:

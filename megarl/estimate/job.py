@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.config import Config
+from megarl.estimate.model import ModelJob
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement, engine_placements, training_placements
-from megarl.models.sizes import BLOCK_SIZE, ITEMSIZE, kv_bytes_per_token
+from megarl.models.sizes import BLOCK_SIZE, kv_bytes_per_token
 from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.layouts import Layouts
@@ -20,12 +20,45 @@ from megarl.rollout.vllm import checks as vllm
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A configuration with its model and layouts, which `megarl.trainer.checks.check_layouts` has passed."""
+    """A configuration with its models and layouts, which `megarl.trainer.checks.check_layouts` has passed.
+
+    Attributes:
+        arch, train, generation: of the policy.
+        beside: the models beside it that have a layout of their own.
+        reference: whether there is a reference, in the policy's layout.
+        log_probs: whether the log-probabilities before an update are a pass of their own. They are also in the steps
+            that train the critic alone, which are not predicted.
+    """
 
     config: Config
     arch: Architecture
     train: TrainLayout
     generation: GenerationLayout
+    beside: tuple[ModelJob, ...] = ()
+    reference: bool = False
+    log_probs: bool = True
+
+    @property
+    def actor(self) -> ModelJob:
+        """The policy in its training layout."""
+        actor = self.config.actor_rollout_ref.actor
+        sequences = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        return ModelJob(
+            config=self.config,
+            role="actor",
+            arch=self.arch,
+            layout=self.train,
+            megatron=actor.megatron,
+            batching=actor,
+            forward_batch=sequences,
+            mini_batch=sequences,
+            epochs=actor.ppo_epochs,
+        )
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
 
     @property
     def gpus_per_node(self) -> int:
@@ -35,7 +68,7 @@ class Job:
     @property
     def itemsize(self) -> int:
         """Bytes of a weight or an activation."""
-        return ITEMSIZE[self.config.actor_rollout_ref.model.dtype]
+        return self.actor.itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -74,33 +107,6 @@ class Job:
     def max_sequence_length(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.config.data.max_sequence_length
-
-    @property
-    def sequence_parallel(self) -> bool:
-        return self.config.actor_rollout_ref.actor.megatron.sequence_parallel and self.train.tp > 1
-
-    @property
-    def sequences_per_mini_batch(self) -> int:
-        """On one data-parallel rank."""
-        actor = self.config.actor_rollout_ref.actor
-        return actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n // self.train.dp
-
-    def micro_batches(self, tokens_per_sequence: float) -> int:
-        """Micro-batches in a mini-batch of sequences of that length."""
-        actor = self.config.actor_rollout_ref.actor
-        per_micro_batch = actor.ppo_micro_batch_size_per_gpu
-        if actor.use_dynamic_bsz:
-            per_micro_batch = max(1, int(actor.ppo_max_token_len_per_gpu / tokens_per_sequence))
-        return math.ceil(self.sequences_per_mini_batch / per_micro_batch)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Tokens of the largest micro-batch."""
-        actor = self.config.actor_rollout_ref.actor
-        limit = actor.ppo_max_token_len_per_gpu
-        if not actor.use_dynamic_bsz:
-            limit = actor.ppo_micro_batch_size_per_gpu * self.max_sequence_length
-        return min(limit, self.sequences_per_mini_batch * self.max_sequence_length)
 
 
 def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int:
@@ -160,7 +166,8 @@ def active_parameter_count(arch: Architecture) -> int:
     times = repetitions(arch)
     if arch.moe:
         times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)
-    held = engine_placements(arch, 1, 0, layers=(0,), experts=FIRST_EXPERT)
+    whole = TrainLayout(world_size=1)  # no engine has a scalar output
+    held = training_placements(arch, whole, 0, transformer_engine=True, layers=(0,), experts=FIRST_EXPERT)
     return _elements((p for p in held if p.tensor != EMBEDDING or arch.tied), times)
 
 

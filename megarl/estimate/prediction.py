@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.beside import FORWARD
 from megarl.estimate.budget import CacheRoom
 from megarl.estimate.job import (
     Job,
@@ -20,6 +22,8 @@ from megarl.estimate.job import (
     parameter_count,
     shared_of_first_layers,
 )
+from megarl.estimate.model import ModelJob
+from megarl.models.architecture import Architecture
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
@@ -71,37 +75,43 @@ def between_nodes(job: Job, rank: int, elements: Counter[int]) -> int:
     return sum(n for peer, n in elements.items() if peer // job.gpus_per_node != node)
 
 
-def forward_flops(job: Job, tokens: float) -> float:
+def forward_flops(arch: Architecture, tokens: float) -> float:
     """FLOPs of a sequence's forward pass: 2 per weight and token, and causal attention's 2 x tokens^2 per query channel
     and layer (half of what the full matrix would take; arXiv 2205.05198, appendix A)."""
-    arch = job.arch
     attention = 2 * tokens * arch.num_layers * arch.num_attention_heads * arch.head_dim
     return tokens * (2 * active_parameter_count(arch) + attention)
 
 
-def bubble(job: Job, lengths: Lengths, mini_batches: int = 1) -> float:
+def bubble(model: ModelJob, lengths: Lengths, sequences: int, mini_batches: int = 1) -> float:
     """Part of a pipelined pass in which a stage waits: (pp - 1) / (chunks m + pp - 1) with m micro-batches
     (arXiv 2104.04473, section 2.2).
 
     Args:
+        sequences: of a mini-batch, over all ranks.
         mini_batches: that go through the pipeline without a pause.
     """
-    idle = job.train.pp - 1
-    return idle / (job.train.chunks * mini_batches * job.micro_batches(lengths.total) + idle)
+    idle, chunks = model.layout.pp - 1, model.layout.chunks
+    return idle / (chunks * mini_batches * model.micro_batches(sequences, lengths.total) + idle)
 
 
-def pass_seconds(job: Job, accelerator: Accelerator, lengths: Lengths) -> float:
-    """Seconds that the training layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not
-    counted."""
-    config = job.config
-    sequences = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    return sequences * forward_flops(job, lengths.total) / (job.train.world_size * _flops(job, accelerator))
+def forward_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
+    """Of a forward pass over all sequences of a step."""
+    waiting = bubble(model, lengths, model.forward_batch, mini_batches=job.sequences // model.forward_batch)
+    return _busy_seconds(job, model, accelerator, lengths) / (1 - waiting)
 
 
-def update_passes(job: Job) -> float:
-    """Forward passes that an update costs: forward, backward (twice that), and forward again if recomputed."""
-    recomputed = job.config.actor_rollout_ref.model.enable_gradient_checkpointing
-    return job.config.actor_rollout_ref.actor.ppo_epochs * (4 if recomputed else 3)
+def update_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
+    """Of a model's optimizer steps, each sequence forward, backward (twice that), and forward again if recomputed."""
+    assert model.mini_batch is not None, "a model that is only read has no update"
+    passes = model.epochs * (4 if job.config.actor_rollout_ref.model.enable_gradient_checkpointing else 3)
+    waiting = bubble(model, lengths, model.mini_batch)
+    return passes * _busy_seconds(job, model, accelerator, lengths) / (1 - waiting)
+
+
+def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
+    """Seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not counted."""
+    flops = job.sequences * forward_flops(model.arch, lengths.total)
+    return flops / (model.layout.world_size * _flops(job, accelerator))
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
@@ -109,7 +119,7 @@ def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cac
     sequences' keys and values, half of the response being there on average. inf if no sequence fits."""
     rollout, prompts = job.config.actor_rollout_ref.rollout, job.config.data.train_batch_size
     per_replica = math.ceil(prompts / job.generation.replicas)
-    prefill = per_replica * forward_flops(job, lengths.prompt) / (job.generation.tp * _flops(job, accelerator))
+    prefill = per_replica * forward_flops(job.arch, lengths.prompt) / (job.generation.tp * _flops(job, accelerator))
     sequences = per_replica * rollout.n
     context = lengths.prompt + lengths.response / 2
     together = min(rollout.max_num_seqs, sequences, int(cache.tokens / context))
@@ -138,35 +148,33 @@ def step_seconds(
     job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom, traffic: dict[int, Traffic]
 ) -> dict[Phase, float]:
     """Seconds of each phase of a step."""
-    actor = job.config.actor_rollout_ref.actor
-    mini_batches = job.config.data.train_batch_size // actor.ppo_mini_batch_size
-    forward = pass_seconds(job, accelerator, lengths)
-    log_probs = forward / (1 - bubble(job, lengths, mini_batches))
-    return {
+    log_probs = forward_seconds(job, job.actor, accelerator, lengths)
+    seconds = {
         Phase.RESHARD: max(reshard_seconds(job, accelerator, rank, moved) for rank, moved in traffic.items()),
         Phase.GENERATE: generation_seconds(job, accelerator, lengths, cache),
-        Phase.LOG_PROBS: log_probs,
-        **({Phase.REF: log_probs} if job.config.needs_reference else {}),
-        Phase.UPDATE: update_passes(job) * forward / (1 - bubble(job, lengths)),
+        **({Phase.LOG_PROBS: log_probs} if job.log_probs else {}),
+        **({Phase.REF: log_probs} if job.reference else {}),
+        Phase.UPDATE: update_seconds(job, job.actor, accelerator, lengths),
     }
+    for model in job.beside:
+        seconds[FORWARD[model.role]] = forward_seconds(job, model, accelerator, lengths)
+        if model.mini_batch is not None:
+            seconds[Phase.UPDATE_CRITIC] = update_seconds(job, model, accelerator, lengths)
+    return {phase: seconds[phase] for phase in Phase if phase in seconds}
 
 
 def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom) -> list[str]:
     """What works, but wastes GPUs, one line each."""
     train, generation, rollout = job.train, job.generation, job.config.actor_rollout_ref.rollout
     warnings = []
-    for what, tp in (("training", train.tp), ("generation", generation.tp)):
+    others = ((model.name, model.layout.tp) for model in job.beside)
+    for what, tp in (("training", train.tp), ("generation", generation.tp), *others):
         if job.gpus_per_node % tp and train.world_size > job.gpus_per_node:
             warnings.append(
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )
-    waiting = bubble(job, lengths)
-    if waiting > MOST_BUBBLE:
-        micro_batches = job.micro_batches(lengths.total)
-        warnings.append(
-            f"pipeline stages wait {waiting:.0%} of an update: {micro_batches} micro-batches for {train.pp} stages; "
-            f"raise actor.ppo_mini_batch_size, or lower actor.ppo_max_token_len_per_gpu or pipeline_model_parallel_size"
-        )
+    for model in (job.actor, *job.beside):
+        warnings += _pipeline_warnings(model, lengths)
     if generation.replicas > job.config.data.train_batch_size:
         warnings.append(
             f"{generation.replicas} generation replicas share data.train_batch_size = "
@@ -178,3 +186,18 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom) -> list[str]:
             f"rollout.max_num_seqs = {rollout.max_num_seqs}"
         )
     return warnings
+
+
+def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
+    sequences, stages = model.mini_batch or model.forward_batch, model.layout.pp
+    waiting = bubble(model, lengths, sequences)
+    if waiting <= MOST_BUBBLE:
+        return
+    whose = "" if model.role == "actor" else f" of the {model.name}"
+    work, larger = f"a pass{whose}", ""
+    if model.mini_batch is not None:
+        work, larger = f"an update{whose}", f"raise {model.role}.ppo_mini_batch_size, or "
+    yield (
+        f"pipeline stages wait {waiting:.0%} of {work}: {model.micro_batches(sequences, lengths.total)} micro-batches "
+        f"for {stages} stages; {larger}lower {model.role}.ppo_max_token_len_per_gpu or pipeline_model_parallel_size"
+    )

@@ -22,7 +22,7 @@ from megarl.telemetry.sinks import SINKS
 from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
-from megarl.trainer.other_models import check_other_models
+from megarl.trainer.other_models import check_other_files, check_other_layouts
 from megarl.trainer.resume import expected_start
 from megarl.trainer.run_folder import check_run_folder
 
@@ -48,7 +48,7 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
             check_memory(config, inputs.arch)
         _check_model_files(inputs)
         if generates(config):
-            check_other_models(config, inputs.arch, needs_of(config))
+            check_other_files(config, inputs.arch, needs_of(config))
         _check_rows(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
     except ValueError as e:
@@ -63,7 +63,10 @@ def _readable(message: str) -> str:
 
 
 def check_layouts(config: Config) -> Architecture:
-    """The part of `check_run` that needs nothing but the configuration and the model's config.json, which it returns.
+    """The part of `check_run` that needs nothing but the configuration and the models' config.json.
+
+    Returns:
+        the policy's architecture.
 
     Raises:
         ValueError: the first thing that is wrong, in one line.
@@ -172,7 +175,7 @@ def _check_batches(config: Config, needs: Needs) -> None:
 
 
 def _check_shapes(config: Config, arch: Architecture) -> None:
-    """Whether the layouts can hold the model, and the model the sequences."""
+    """Whether the layouts can hold the models, and the models the sequences."""
     layout, actor = train_layout(config), config.actor_rollout_ref.actor
     arch.check_training(
         tp=layout.tp,
@@ -188,6 +191,8 @@ def _check_shapes(config: Config, arch: Architecture) -> None:
     _check_overrides(config, arch)
     if actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
         raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
+    if generates(config):
+        check_other_layouts(config, arch, needs_of(config))
 
 
 def _check_overrides(config: Config, arch: Architecture) -> None:

@@ -8,12 +8,16 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
+from megarl.config.schema import Critic
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
 from megarl.estimate.job import Job
+from megarl.estimate.model import ModelJob
 from megarl.models.architecture import Architecture
 from megarl.parallel.from_config import generation_layout, train_layout
+from megarl.trainer.needs import needs_of, one_forward_pass
+from megarl.trainer.other_models import Beside, architecture_of, beside_the_policy
 
 
 def check_memory(config: Config, arch: Architecture) -> None:
@@ -25,8 +29,40 @@ def check_memory(config: Config, arch: Architecture) -> None:
 
 
 def job_of(config: Config, arch: Architecture) -> Job:
-    """Raises ValueError if the ranks cannot be split as the configuration asks."""
-    return Job(config=config, arch=arch, train=train_layout(config), generation=generation_layout(config))
+    """The job of a run that generates.
+
+    Raises:
+        ValueError: the ranks cannot be split as the configuration asks.
+    """
+    needs = needs_of(config)
+    return Job(
+        config=config,
+        arch=arch,
+        train=train_layout(config),
+        generation=generation_layout(config),
+        beside=tuple(_model_job(beside, config, arch) for beside in beside_the_policy(config, needs)),
+        reference=needs.reference,
+        log_probs=not one_forward_pass(config, needs),
+    )
+
+
+def _model_job(beside: Beside, config: Config, policy: Architecture) -> ModelJob:
+    """Its forward pass goes through all sequences of a step in one plan."""
+    settings, actor, arch = beside.settings, config.actor_rollout_ref.actor, architecture_of(beside.model, policy)
+    n, mini_batch, epochs = config.actor_rollout_ref.rollout.n, None, 1
+    if isinstance(settings, Critic):
+        mini_batch, epochs = (settings.ppo_mini_batch_size or actor.ppo_mini_batch_size) * n, settings.ppo_epochs
+    return ModelJob(
+        config=config,
+        role=beside.role,
+        arch=arch.with_scalar_output() if beside.scalar else arch,
+        layout=train_layout(config, beside.megatron),
+        megatron=beside.megatron,
+        batching=beside.batching,
+        forward_batch=config.data.train_batch_size * n,
+        mini_batch=mini_batch,
+        epochs=epochs,
+    )
 
 
 def this_accelerator() -> Accelerator | None:

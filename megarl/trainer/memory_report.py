@@ -26,17 +26,17 @@ class MemoryReport:
 
     def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
         self._groups, self._report = groups, report
-        self._job = job_of(config, arch)
         self._steps = 0
         self._accelerator = this_accelerator()
+        self._job = job_of(config, arch) if self._accelerator and generates(config) else None
         self.predicted: list[StageBudget] = []
-        if self._accelerator and generates(config):
+        if self._accelerator and self._job:
             received = max(moved.received.total() for moved in reshard_of_some_ranks(self._job).values())
             self.predicted = budget(self._job, self._accelerator, moved=self._job.itemsize * received)
 
     def predict(self) -> None:
         """Print the table, and what may turn out to be too much."""
-        if self._accelerator and self.predicted:
+        if self._accelerator and self._job:
             self._report.show(predicted_table(self._job, self.predicted, self._accelerator))
             for line in what_may_not_fit(self._job, self._accelerator, self.predicted):
                 self._report.say(f"warning: if the estimates are right, {line}")

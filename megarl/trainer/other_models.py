@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megarl.algorithms.declaration import Needs
@@ -67,25 +67,31 @@ def own_tokenizer(config: Config) -> str | None:
     return folder if has_one and digest != tokenizer_digest(ours.tokenizer_path or ours.path) else None
 
 
-def check_other_models(config: Config, policy: Architecture, needs: Needs) -> None:
-    """Raises ValueError, with what to change, for a model that cannot be there."""
+def check_other_layouts(config: Config, policy: Architecture, needs: Needs) -> None:
+    """Raises ValueError, with what to change, for a model whose keys or config.json do not let it be there."""
+    _check_each(config, needs, lambda beside: _check_layout(beside, config, policy))
+
+
+def check_other_files(config: Config, policy: Architecture, needs: Needs) -> None:
+    """The same for a model whose folder is not what its role needs: code of its own, no weights, another tokenizer."""
+    _check_each(config, needs, lambda beside: _check_files(beside, config, policy))
+
+
+def _check_each(config: Config, needs: Needs, check: Callable[[Beside], None]) -> None:
     for beside in beside_the_policy(config, needs):
         try:
-            _check(beside, config, policy)
+            check(beside)
         except ValueError as e:
             raise ValueError(f"{beside.role}: {str(e).removeprefix('actor_rollout_ref.')}") from e
 
 
-def _check(beside: Beside, config: Config, policy: Architecture) -> None:
+def _check_layout(beside: Beside, config: Config, policy: Architecture) -> None:
     model, megatron, batching = beside.model, beside.megatron, beside.batching
     if not (model.path or model.random_init or beside.role == "critic"):
         raise ValueError(f"set {beside.role}.model.path to the folder of its weights")
     arch = architecture_of(model, policy)
-    reads_text = beside.role == "reward_model" and own_tokenizer(config) is not None
-    if arch.vocab_size != policy.vocab_size and not reads_text:
-        raise ValueError(
-            f"its vocabulary has {arch.vocab_size} tokens, the policy's {policy.vocab_size}; it must read the same ones"
-        )
+    if beside.role != "reward_model":
+        _check_vocabulary(arch, policy)
     layout = train_layout(config, megatron)
     arch.check_training(tp=layout.tp, pp=layout.pp, chunks=layout.chunks, sequence_parallel=megatron.sequence_parallel)
     if layout.chunks > 1 and layout.pp == 1:
@@ -97,9 +103,23 @@ def _check(beside: Beside, config: Config, policy: Architecture) -> None:
     if batching.use_dynamic_bsz and longest > batching.ppo_max_token_len_per_gpu:
         limit = f"{beside.role}.ppo_max_token_len_per_gpu = {batching.ppo_max_token_len_per_gpu}"
         raise ValueError(f"{what} is more than {limit}")
+
+
+def _check_files(beside: Beside, config: Config, policy: Architecture) -> None:
+    model, arch = beside.model, architecture_of(beside.model, policy)
+    scores = beside.role == "reward_model"
+    if scores and own_tokenizer(config) is None:
+        _check_vocabulary(arch, policy)
     if model.path:
         refuse_remote_code(model.path)
         if not model.random_init:
             check_weights(model.path, arch.with_scalar_output() if beside.scalar else arch)
-            if beside.role == "reward_model" and SCORE not in weight_entries(model.path):
+            if scores and SCORE not in weight_entries(model.path):
                 raise ValueError(f"'{model.path}' has no {SCORE}: a model that scores everything 0 is no reward model")
+
+
+def _check_vocabulary(arch: Architecture, policy: Architecture) -> None:
+    if arch.vocab_size != policy.vocab_size:
+        raise ValueError(
+            f"its vocabulary has {arch.vocab_size} tokens, the policy's {policy.vocab_size}; it must read the same ones"
+        )

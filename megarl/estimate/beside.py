@@ -1,0 +1,37 @@
+"""The bytes of the models beside the policy, phase by phase. Torch-free.
+
+A rank's pipeline stage in another model's layout is not its stage in the policy's: every rank is counted as one of the
+other model's fullest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from megarl.estimate.job import Job
+from megarl.estimate.model import ModelJob
+from megarl.estimate.model_memory import Items, forward, forward_and_backward, masters_of, state_of
+from megarl.phases import Phase
+
+FORWARD = {"reward_model": Phase.REWARD, "teacher": Phase.TEACHER, "critic": Phase.VALUES}
+"""Role -> the phase of its forward pass."""
+
+
+def state_beside(job: Job) -> Items:
+    """What all of them hold with every memory mode off."""
+    return {item: nbytes for model in job.beside for item, nbytes in _fullest(model, state_of).items()}
+
+
+def passes_beside(job: Job) -> Iterator[tuple[Phase, Items]]:
+    """What their passes hold beside that."""
+    for model in job.beside:
+        phase = FORWARD[model.role]
+        yield phase, _fullest(model, forward) | _fullest(model, partial(masters_of, phase=phase))
+        if model.mini_batch is not None:
+            yield Phase.UPDATE_CRITIC, _fullest(model, forward_and_backward)
+
+
+def _fullest(model: ModelJob, items_of: Callable[[ModelJob, int], Items]) -> Items:
+    """Of the stage that has most of them together."""
+    return max((items_of(model, stage) for stage in range(model.layout.pp)), key=lambda items: sum(items.values()))

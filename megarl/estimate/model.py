@@ -1,0 +1,80 @@
+"""A model of a run in its training layout, before the run starts. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.config import Config
+from megarl.config.schema import Batching, Megatron
+from megarl.models.architecture import Architecture
+from megarl.models.sizes import ITEMSIZE
+from megarl.parallel.layout import TrainLayout
+from megarl.phases import Item
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelJob:
+    """A model with its layout and keys, and how many sequences go through it.
+
+    Attributes:
+        config: of the run.
+        role: as `megarl.phases.AWAY` names it.
+        arch: with the output that the role has.
+        layout, megatron, batching: its own.
+        forward_batch: sequences whose forward pass is planned at once, over all ranks.
+        mini_batch: sequences of an optimizer step, over all ranks; None: it is only read.
+        epochs: passes over the sequences of a step in its update.
+    """
+
+    config: Config
+    role: str
+    arch: Architecture
+    layout: TrainLayout
+    megatron: Megatron
+    batching: Batching
+    forward_batch: int
+    mini_batch: int | None = None
+    epochs: int = 1
+
+    @property
+    def name(self) -> str:
+        """For people: "reward model"."""
+        return _name(self.role)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight or an activation."""
+        return ITEMSIZE[self.config.actor_rollout_ref.model.dtype]
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.megatron.sequence_parallel and self.layout.tp > 1
+
+    def micro_batches(self, sequences: int, tokens_per_sequence: float) -> int:
+        """Micro-batches on a data-parallel rank, of so many sequences of that length over all ranks."""
+        per_micro_batch = self.batching.ppo_micro_batch_size_per_gpu
+        if self.batching.use_dynamic_bsz:
+            per_micro_batch = max(1, int(self.batching.ppo_max_token_len_per_gpu / tokens_per_sequence))
+        return math.ceil(self._on_a_rank(sequences) / per_micro_batch)
+
+    def micro_batch_tokens(self, sequences: int) -> int:
+        """Tokens of the largest micro-batch of so many sequences over all ranks."""
+        longest, limit = self.config.data.max_sequence_length, self.batching.ppo_max_token_len_per_gpu
+        if not self.batching.use_dynamic_bsz:
+            limit = self.batching.ppo_micro_batch_size_per_gpu * longest
+        return min(limit, self._on_a_rank(sequences) * longest)
+
+    def _on_a_rank(self, sequences: int) -> int:
+        return math.ceil(sequences / self.layout.dp)
+
+
+def item_name(role: str, item: Item) -> str:
+    """What tables and messages call the memory of a role: "gradients", "reward model weights"."""
+    if role == "actor":
+        return "training weights" if item is Item.WEIGHTS else str(item)
+    return f"{_name(role)} {item}"
+
+
+def _name(role: str) -> str:
+    return role.replace("_", " ")

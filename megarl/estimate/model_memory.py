@@ -1,0 +1,151 @@
+"""What a GPU holds of a model in its training layout, and beside it during a pass. Torch-free.
+
+Optimizer state and gradients are Megatron-Core's: fp32 gradient buffers (`grad_reduce_in_fp32`), fp32 master weights
+and two moments, the latter three split over the data-parallel ranks by the distributed optimizer.
+
+Activations are those of `megarl.models.sizes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.estimate.job import training_elements
+from megarl.estimate.model import ModelJob, item_name
+from megarl.models.sizes import LOGITS_CHUNK_BYTES, layer_activations
+from megarl.phases import Item, Phase, away
+
+Items = dict[str, int]
+"""Bytes by what they are for."""
+
+FP32 = 4
+"""Bytes of a master weight, of a moment and of a gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryMode:
+    """A key that takes an item off the GPU in some phases.
+
+    Attributes:
+        key: the configuration's; of the policy and the reference without `actor_rollout_ref.`.
+        item: its name among a stage's items.
+        without: the phases in which the item is not on the GPU if the mode is on.
+        on: whether the configuration says so.
+        kept: whether the item waits on the host; otherwise nothing is kept of it.
+    """
+
+    key: str
+    item: str
+    without: frozenset[Phase]
+    on: bool
+    kept: bool
+
+
+def modes_of(model: ModelJob) -> list[MemoryMode]:
+    """The memory modes of a model, also those that are off."""
+    megatron, trained = model.megatron, model.mini_batch is not None
+    rebuilt = trained and model.itemsize < FP32  # from the optimizer's
+    found = [("param_offload", Item.WEIGHTS, megatron.param_offload, not rebuilt)]
+    if trained:
+        found = [
+            ("grad_offload", Item.GRADIENTS, megatron.grad_offload, False),
+            ("optimizer_offload", Item.OPTIMIZER, megatron.optimizer_offload, True),
+            *found,
+        ]
+    return [
+        MemoryMode(
+            key=f"{model.role}.megatron.{key}",
+            item=item_name(model.role, item),
+            without=away(model.role, item),
+            on=on,
+            kept=kept,
+        )
+        for key, item, on, kept in found
+    ]
+
+
+def state_of(model: ModelJob, stage: int) -> Items:
+    """What a rank of a stage holds, with every memory mode off: weights and, of a trained model, gradients and
+    optimizer state."""
+    elements = _elements(model, stage)
+    items = {Item.WEIGHTS: model.itemsize * elements}
+    if model.mini_batch is not None:
+        moments = 2 * FP32
+        items[Item.GRADIENTS] = FP32 * elements
+        items[Item.OPTIMIZER] = -(-(_master(model) + moments) * elements // _split(model))
+    return {item_name(model.role, item): nbytes for item, nbytes in items.items()}
+
+
+def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
+    """The fp32 weights from which others are rebuilt at the beginning of a phase that does without the optimizer.
+
+    A critic's, before its values. The policy's weights come back in a phase that has all of the optimizer's state.
+    """
+    megatron = model.megatron
+    moved = megatron.param_offload and megatron.optimizer_offload and phase in away(model.role, Item.OPTIMIZER)
+    if model.mini_batch is None or not moved or not _master(model):
+        return {}
+    return {f"{model.role} fp32 weights": -(-_master(model) * _elements(model, stage) // _split(model))}
+
+
+def _elements(model: ModelJob, stage: int) -> int:
+    return training_elements(model.arch, model.layout, model.layout.rank(tp=0, dp=0, pp=stage))
+
+
+def _master(model: ModelJob) -> int:
+    """Bytes of a master weight; fp32 weights are their own."""
+    return FP32 if model.itemsize < FP32 else 0
+
+
+def _split(model: ModelJob) -> int:
+    """Ranks over which the optimizer's state is split."""
+    return model.layout.dp * model.layout.cp if model.megatron.use_distributed_optimizer else 1
+
+
+def layers_in_flight(model: ModelJob, stage: int) -> int:
+    """Layers of a stage, counted once per micro-batch, whose activations are alive at the peak of an update.
+
+    1F1B holds pp - stage micro-batches; the interleaved schedule runs 2 (pp - stage - 1) + (chunks - 1) pp chunks ahead
+    (arXiv 2104.04473, section 2.2; 2205.05198, section 4.2.3).
+    """
+    assert model.mini_batch is not None, "a model that is only read keeps no layer's activations"
+    layout, longest = model.layout, model.config.data.max_sequence_length
+    ahead = layout.pp - stage - 1
+    chunks = ahead + 1 if layout.chunks == 1 else 2 * ahead + (layout.chunks - 1) * layout.pp + 1
+    all_chunks = model.micro_batches(model.mini_batch, longest) * layout.chunks
+    return min(chunks, all_chunks) * (model.arch.num_layers // (layout.pp * layout.chunks))
+
+
+def forward_and_backward(model: ModelJob, stage: int) -> Items:
+    """Beside the state, in an update."""
+    assert model.mini_batch is not None, "a model that is only read has no update"
+    alive, layer = layers_in_flight(model, stage), _layer(model)
+    if model.config.actor_rollout_ref.model.enable_gradient_checkpointing:
+        # every layer's input, and all of the layer that is being recomputed
+        kept = alive * model.arch.hidden_size / (model.layout.tp if model.sequence_parallel else 1) + layer
+    else:
+        kept = alive * layer
+    return _pass(model, stage, model.mini_batch, kept)
+
+
+def forward(model: ModelJob, stage: int) -> Items:
+    """Beside the state, in a pass without gradients: a layer's activations are gone when the next one has run."""
+    return _pass(model, stage, model.forward_batch, _layer(model))
+
+
+def _layer(model: ModelJob) -> float:
+    return layer_activations(model.arch, tp=model.layout.tp, sequence_parallel=model.sequence_parallel)
+
+
+def _pass(model: ModelJob, stage: int, sequences: int, kept: float) -> Items:
+    """
+    Args:
+        kept: elements per token.
+    """
+    tokens = model.micro_batch_tokens(sequences)
+    items = {"activations": int(model.itemsize * tokens * kept)}
+    if stage < model.layout.pp - 1 or model.arch.output == "scalar":
+        return items
+    # only the last stage has logits; the output weight's gradient goes straight into the buffer of all gradients
+    columns = model.arch.padded_vocab_size(model.layout.tp) // model.layout.tp
+    return items | {"logits of a chunk": min(LOGITS_CHUNK_BYTES, model.itemsize * tokens * columns)}
