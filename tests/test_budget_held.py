@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from ranks import Ranks
-from training_cases import ARCH, Case, actor_in
+from test_offload import _held
+from training_cases import (
+    ARCH,
+    Case,
+    Squares,
+    actor_in,
+    beside,
+    fixed_batch,
+    layout_of,
+    micro_batches_of,
+    update,
+    with_targets,
+)
 
+from megarl.config import build_config
+from megarl.estimate.accelerator import H200
+from megarl.estimate.budget import budget
 from megarl.estimate.job import training_elements
 from megarl.parallel.layout import TrainLayout
+from megarl.phases import Phase
+from megarl.trainer.memory import job_of
 
 WIDER = replace(ARCH, hidden_size=128, ffn_hidden_size=256)
 """So that the padding of vocabulary and buffers is a small part."""
@@ -46,3 +64,92 @@ def test_megatron_holds_what_the_budget_says(ranks: Ranks, case: Case, dtype: st
     # a rank's share of the optimizer's state need not be even: buffers are cut into equal parts, padding included
     total = sum(training_elements(WIDER, layout, rank) for rank in range(case.world))
     assert sum(found["optimizer"] for found in held) == pytest.approx((8 + master) * total / case.dp, rel=0.01)
+
+
+MODES = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+ACTOR, CRITIC, JUDGE = Case(tp=2, pp=2), Case(pp=2, dp=2), Case(tp=2, dp=2)
+"""Each in a layout of its own."""
+
+STEP = (
+    Phase.RESHARD,
+    Phase.GENERATE,
+    Phase.REWARD,
+    Phase.LOG_PROBS,
+    Phase.VALUES,
+    Phase.UPDATE_CRITIC,
+    Phase.UPDATE,
+)
+
+
+def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str, int]]:
+    """What this rank holds of a critic and a reward model in each phase of the second step."""
+    from megarl.config.schema import Megatron, Model
+    from megarl.hybrid.residency import Residency
+    from megarl.models.fill import random_source
+    from megarl.parallel.groups import add_layout
+    from megarl.roles.frozen import Judge
+
+    moving = {"actor": {"megatron": modes}}
+    with actor_in(replace(ACTOR, config=moving), WIDER, dtype) as actor:
+        critic = beside(actor, replace(CRITIC, config=moving), WIDER, dtype)
+        judge = Judge(
+            WIDER,
+            add_layout(actor.groups, layout_of(JUDGE)),
+            model=Model(dtype=dtype),
+            megatron=Megatron(param_offload=bool(modes)),
+            initial=lambda model: model.load(random_source(model.arch, 2)),
+        )
+        residency = Residency()
+        for name, model in {"actor": actor, "critic": critic, "reward_model": judge}.items():
+            residency.add(name, model.memory)
+        batch, targets = fixed_batch(), with_targets()
+        work = {
+            Phase.REWARD: lambda: judge.scores(batch, micro_batches_of(judge)),
+            Phase.LOG_PROBS: lambda: actor.log_probs(batch, micro_batches_of(actor)),
+            Phase.VALUES: lambda: critic.values(batch, micro_batches_of(critic)),
+            Phase.UPDATE_CRITIC: lambda: update(critic, targets, Squares("advantages")),
+            Phase.UPDATE: lambda: update(actor, batch),
+        }
+        held = {}
+        for _ in range(2):
+            for phase in STEP:
+                residency.enter(phase)
+                work.get(phase, lambda: None)()
+                held[phase] = {**_state(critic), "reward model weights": _held(*judge.parameters().values())}
+        return held
+
+
+def _state(critic: Any) -> dict[str, int]:
+    weights, state = list(critic.parameters().values()), critic.optimizer.tensors()
+    own = {p.untyped_storage()._cdata for p in weights}
+    masters = [m for m in state["masters"] if m.untyped_storage()._cdata not in own]
+    return {
+        "critic weights": _held(*weights),
+        "critic gradients": _held(*critic._gradient_buffers()),
+        "critic optimizer state": _held(*masters, *state["moments"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "modes"), [("bfloat16", {}), ("bfloat16", MODES), ("float32", MODES)], ids=["resident", "moving", "fp32"]
+)
+def test_models_beside_the_policy_hold_what_the_budget_says(ranks: Ranks, dtype: str, modes: dict[str, bool]) -> None:
+    """On the rank that holds most. fp32 weights that come back before the optimizer's other state are part of it."""
+    config = build_config(
+        {
+            "algorithm": {"adv_estimator": "gae"},
+            "actor_rollout_ref": {"model": {"dtype": dtype}, "actor": {"fused_old_log_probs": False}},
+            "critic": {"megatron": {"pipeline_model_parallel_size": 2, **modes}},
+            "reward": {"name": "model"},
+            "reward_model": {"megatron": {"tensor_model_parallel_size": 2, "param_offload": bool(modes)}},
+            "trainer": {"n_gpus_per_node": 4},
+        }
+    )
+    found = ranks.run(4, _bytes_in_phases, dtype, modes)
+    predicted = budget(job_of(config, WIDER), H200, moved=0)[0].phases
+    for phase in STEP:
+        items = predicted[phase]
+        want = {name: items[name] for name in found[0][phase]}
+        want["critic optimizer state"] += items.get("critic fp32 weights", 0)
+        most = {name: max(held[phase][name] for held in found) for name in want}
+        assert most == pytest.approx(want, rel=0.01), phase

@@ -14,6 +14,7 @@ from megarl.cli.main import main
 from megarl.cli.plan import bytes_of, size
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+PPO = str(ROOT / "configs" / "ppo_smollm2_135m.yaml")
 
 
 @pytest.fixture
@@ -68,6 +69,35 @@ def test_replicas_of_a_node_share_what_comes_from_the_other(llama: str, capsys: 
     assert stages == pytest.approx([8.03e9 / 2 * 2 / 4 / 2 / 2**20] * 2, rel=0.02)
 
 
+def test_a_run_with_a_critic(capsys: pytest.CaptureFixture[str]) -> None:
+    """A Llama-3-8B over TP8, and a critic that begins as it in a layout of its own, over PP2 x DP4."""
+    words = [
+        f"actor_rollout_ref.model.path={ROOT / 'configs' / 'models' / 'llama3_8b'}",
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=8",
+        "critic.megatron.tensor_model_parallel_size=1",
+        "critic.megatron.pipeline_model_parallel_size=2",
+        "critic.megatron.optimizer_offload=true",
+    ]
+    assert main(["plan", PPO, "--gpus", "8", *words]) == 0
+    out = capsys.readouterr().out
+    tables = _cells(out)
+    rows = {cells[0]: cells[1:] for cells in tables}
+    assert tables[0][1:] == ["reshard", "generate", "log_probs", "values", "update_critic", "update"]
+    elements = (8_030_261_248 - 2 * 128_256 * 4096 - 4096) / 2 + 128_256 * 4096
+    weights, gradients, optimizer = (size(n * elements) for n in (2, 4, 3))
+    assert rows["critic weights"] == [weights] * 6
+    assert rows["critic gradients"] == [gradients] * 6
+    assert rows["critic optimizer state"] == ["", "", "", "", optimizer, ""]
+    assert f"and {optimizer} of pinned host memory per GPU" in out
+    assert [len(rows[phase]) for phase in ("values", "update_critic")] == [1, 1]  # their times
+
+
+def _cells(out: str) -> list[list[str]]:
+    """The cells of all tables' rows; a column that is too narrow ends its text with "…"."""
+    lines = (re.split("[│┃]", line)[1:-1] for line in out.splitlines())
+    return [[cell.strip() for cell in line] for line in lines if line]
+
+
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--gpus", "2", "--gpu-memory", "80GB"]) == 1
     assert "does not fit: generate needs " in capsys.readouterr().out
@@ -81,6 +111,15 @@ def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str
         (["data.train_bach_size=64"], "unknown key 'data.train_bach_size'; did you mean 'data.train_batch_size'?"),
         (["actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare within a group"),
         (["actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path: no config.json in '/nowhere'"),
+        (
+            [
+                "algorithm.adv_estimator=gae",
+                "critic.megatron.tensor_model_parallel_size=1",
+                "critic.megatron.pipeline_model_parallel_size=4",
+            ],
+            "critic: pipeline_model_parallel_size = 4 does not divide the model's 2 layers",
+        ),
+        (["algorithm.adv_estimator=gae", "critic.model.path=/nowhere"], "critic: model.path: no config.json in '/nowh"),
         (["data.max_response_length=200"], "data.max_prompt_length + data.max_response_length = 216 is more than the"),
         (
             ["--gpus", "8", "actor_rollout_ref.rollout.tensor_model_parallel_size=8"],

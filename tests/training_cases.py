@@ -124,12 +124,14 @@ def actor_in(
         destroy_groups(groups)
 
 
-def beside(actor: Any, case: Case, arch: Architecture = ARCH, *, role: str = "Critic", **optim: Any) -> Any:
+def beside(
+    actor: Any, case: Case, arch: Architecture = ARCH, dtype: str = "float32", *, role: str = "Critic", **optim: Any
+) -> Any:
     """Another model that is trained, over the ranks of the actor, in a layout of its own."""
     from megarl.parallel.groups import add_layout
 
     groups = add_layout(actor.groups, layout_of(case))
-    return _model_in(groups, case, arch, "float32", role=role, total_steps=4, **optim)
+    return _model_in(groups, case, arch, dtype, role=role, total_steps=4, **optim)
 
 
 def layout_of(case: Case) -> TrainLayout:

@@ -79,7 +79,8 @@ def state_of(model: ModelJob, stage: int) -> Items:
 def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
     """The fp32 weights from which others are rebuilt at the beginning of a phase that does without the optimizer.
 
-    A critic's, before its values. The policy's weights come back in a phase that has all of the optimizer's state.
+    A critic's, before its values. The policy's weights are back by then; where its log-probabilities are no pass of
+    their own, its fp32 weights stand in for them until the update, which is not counted.
     """
     megatron = model.megatron
     moved = megatron.param_offload and megatron.optimizer_offload and phase in away(model.role, Item.OPTIMIZER)
