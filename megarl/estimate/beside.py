@@ -1,7 +1,7 @@
 """The bytes of the models beside the policy, phase by phase. Torch-free.
 
 A rank's pipeline stage in another model's layout is not its stage in the policy's: every rank is counted as one of the
-other model's fullest stage.
+other model's fullest stage. A reward model with a tokenizer of its own is counted with the policy's tokens.
 """
 
 from __future__ import annotations
