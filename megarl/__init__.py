@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from megarl.algorithms.advantages import compute_advantages as compute_advantages
     from megarl.algorithms.aggregation import token_weights as token_weights
     from megarl.algorithms.cross_entropy import cross_entropy as cross_entropy
+    from megarl.algorithms.declaration import Needs as Needs
+    from megarl.algorithms.declaration import about as about
     from megarl.algorithms.loss import Loss as Loss
     from megarl.algorithms.loss import LossInput as LossInput
     from megarl.algorithms.loss import LossOutput as LossOutput
     from megarl.algorithms.loss import Metric as Metric
+    from megarl.algorithms.loss import Sum as Sum
     from megarl.algorithms.losses.vanilla import PolicyClip as PolicyClip
     from megarl.api import train as train
     from megarl.config import Config as Config
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from megarl.phases import Phase as Phase
     from megarl.roles.actor import Actor as Actor
     from megarl.roles.critic import Critic as Critic
+    from megarl.roles.frozen import Judge as Judge
+    from megarl.roles.frozen import Teacher as Teacher
     from megarl.roles.reference import Reference as Reference
     from megarl.roles.reward_model import RewardModel as RewardModel
     from megarl.trainer.build import build_actor as build_actor
@@ -57,10 +62,12 @@ _PLACES = {
     "ConfigError": "config",
     "Critic": "roles.critic",
     "Generation": "hybrid.generation",
+    "Judge": "roles.frozen",
     "Loss": "algorithms.loss",
     "LossInput": "algorithms.loss",
     "LossOutput": "algorithms.loss",
     "Metric": "algorithms.loss",
+    "Needs": "algorithms.declaration",
     "Phase": "phases",
     "PolicyClip": "algorithms.losses.vanilla",
     "Prompt": "types",
@@ -70,6 +77,9 @@ _PLACES = {
     "Run": "trainer.session",
     "RunStopped": "trainer.stopped",
     "SamplingParams": "types",
+    "Sum": "algorithms.loss",
+    "Teacher": "roles.frozen",
+    "about": "algorithms.declaration",
     "batch_of": "types",
     "build_actor": "trainer.build",
     "build_config": "config",
