@@ -113,6 +113,19 @@ def test_a_run_with_a_critic_goes_on_where_it_ended(
             assert row["critic/vf_loss"] == pytest.approx(other["critic/vf_loss"], rel=1e-3)
 
 
+def test_a_critic_begins_as_the_policy_where_a_run_goes_on_in_its_warm_up(ranks: Ranks, tmp_path: Path) -> None:
+    """The checkpoint is from before there was a critic."""
+    from shutil import copytree
+
+    warmup = {"total_training_steps": 2, "train_batch_size": 16}
+    _run(ranks, tmp_path / "whole", 2, ONES, **GAE, warmup=warmup)
+    (tmp_path / "again").mkdir()
+    for part in ("warmup_step_1",):
+        copytree(*(tmp_path / name / "run" / "checkpoints" / part for name in ("whole", "again")))
+    _run(ranks, tmp_path / "again", 2, ONES, **GAE, warmup=warmup, reward__name=f"{tmp_path / 'whole/reward.py'}:score")
+    assert numbers_of(tmp_path / "again") == numbers_of(tmp_path / "whole")[1:]
+
+
 def test_a_critic_in_a_layout_of_its_own_trains_alike(ranks: Ranks, tmp_path: Path) -> None:
     rows = {}
     for name, megatron in {"same": {}, "own": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}.items():
@@ -307,6 +320,18 @@ REFUSED = [
     (["reward.name=model"], "reward_model: set reward_model.model.path to the folder of its weights"),
     (["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare"),
     (["data.gen_batch_size=8"], "data.gen_batch_size is the size of a draw with algorithm.filter_groups.enable=true"),
+    (
+        ["algorithm.filter_groups={enable: true, max_num_gen_batches: 1}", "data.gen_batch_size=8"],
+        "1 draws of data.gen_batch_size = 8 prompts are fewer than data.train_batch_size = 16",
+    ),
+    (
+        ["algorithm.filter_groups.enable=true", "data.gen_batch_size=99"],
+        "data.gen_batch_size = 99 is more than the 80 rows of data.train_files",
+    ),
+    (
+        ["algorithm.adv_estimator=gae", "critic.megatron.overlap_param_gather=true"],
+        "critic: overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true",
+    ),
     (["reward.overlong_buffer.enable=true"], "reward.overlong_buffer.len = 0 must be between 1 and"),
     (
         ["algorithm.adv_estimator=gae", "critic.megatron.tensor_model_parallel_size=3"],

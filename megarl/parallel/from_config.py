@@ -23,6 +23,14 @@ def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayou
     )
 
 
+def check_megatron(megatron: Megatron) -> None:
+    """Raises ValueError, with what to change, for keys that do not go together."""
+    if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
+        raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
+    if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
+        raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
+
+
 def generation_layout(config: Config) -> GenerationLayout:
     """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide.
 

@@ -86,13 +86,13 @@ def build_reference(config: Config, actor: Actor) -> Reference:
 
 def build_critic(run: Run, actor: Actor) -> Critic:
     """The critic with its first weights: those of `critic.model.path`, or the actor's as they are now. A head that is
-    in neither is 0. When the run resumes, all are 0: the checkpoint has them."""
+    in neither is 0. All are 0 where the checkpoint that the run goes on from has them."""
     inputs, config = run.inputs, run.config
     settings, seed = config.critic, config.data.seed
     arch = architecture_of(settings.model, inputs.arch)
 
     def initial(critic: MegatronModel) -> None:
-        if run.resumes:
+        if run.restores("critic"):
             return
         if settings.model.path or settings.model.random_init:
             critic.load(_weights(settings.model, arch, seed))

@@ -12,7 +12,7 @@ from megarl.config import Config
 from megarl.data.formats import check_format, generates
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.parallel.from_config import generation_layout, train_layout
+from megarl.parallel.from_config import check_megatron, generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
 from megarl.rewards.registry import BY_MODEL
@@ -91,13 +91,9 @@ def _check_configuration(config: Config) -> None:
         PREFERENCES.check(config.algorithm.preference.loss_mode)
     for name in config.trainer.logger:
         SINKS.check(name)
-    layout = train_layout(config)
+    train_layout(config)
     generation_layout(config)
-    if layout.chunks > 1 and layout.pp == 1:
-        raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
-    megatron = config.actor_rollout_ref.actor.megatron
-    if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
-        raise ValueError("overlap_param_gather needs use_distributed_optimizer=true and overlap_grad_reduce=true")
+    check_megatron(config.actor_rollout_ref.actor.megatron)
     _check_optimization(config)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         raise ValueError(
@@ -133,6 +129,12 @@ def _check_dynamic_sampling(config: Config) -> None:
     if data.gen_batch_size is not None and not filtering.enable:
         raise ValueError(
             "data.gen_batch_size is the size of a draw with algorithm.filter_groups.enable=true; leave it off"
+        )
+    drawn = (data.gen_batch_size or data.train_batch_size) * filtering.max_num_gen_batches
+    if filtering.enable and drawn < data.train_batch_size:
+        raise ValueError(
+            f"{filtering.max_num_gen_batches} draws of data.gen_batch_size = {data.gen_batch_size} prompts are fewer "
+            f"than data.train_batch_size = {data.train_batch_size}; raise one of the two"
         )
     if filtering.enable and config.reward.name == BY_MODEL:
         raise ValueError(
@@ -247,6 +249,7 @@ def _check_rows(inputs: Inputs) -> None:
     """Enough rows, and responses to every one of them can be scored: not found out when it is drawn, hours later."""
     data, warmup = inputs.config.data, inputs.config.warmup
     _at_most("data.train_batch_size", data.train_batch_size, inputs.train_rows, "data.train_files")
+    _at_most("data.gen_batch_size", data.gen_batch_size or 0, inputs.train_rows, "data.train_files")
     if not generates(inputs.config):
         _check_examples(inputs)
     elif warmup.total_training_steps:

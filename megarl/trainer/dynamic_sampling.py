@@ -24,7 +24,7 @@ def fill_batch(draw: Callable[[int], Rollouts], score: Score, run: Run) -> tuple
     drawn: list[Rollouts] = []
     useful: list[tuple[int, int]] = []  # (draw, prompt in it)
     others: list[tuple[int, int]] = []
-    while (len(useful) < wanted and len(drawn) < settings.max_num_gen_batches) or len(useful) + len(others) < wanted:
+    while len(useful) < wanted and len(drawn) < settings.max_num_gen_batches:
         drawn.append(score(draw(len(drawn))))
         for prompt, values in enumerate(group_values(drawn[-1], run.config)):
             (useful if len(set(values)) > 1 else others).append((len(drawn) - 1, prompt))

@@ -12,7 +12,7 @@ from megarl.config.schema import Batching, Critic, Megatron, OtherModel, RewardM
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE
-from megarl.parallel.from_config import train_layout
+from megarl.parallel.from_config import check_megatron, train_layout
 from megarl.rewards.registry import BY_MODEL
 from megarl.trainer.digests import tokenizer_digest
 
@@ -93,9 +93,8 @@ def _check_layout(beside: Beside, config: Config, policy: Architecture) -> None:
     if beside.role != "reward_model":
         _check_vocabulary(arch, policy)
     layout = train_layout(config, megatron)
+    check_megatron(megatron)
     arch.check_training(tp=layout.tp, pp=layout.pp, chunks=layout.chunks, sequence_parallel=megatron.sequence_parallel)
-    if layout.chunks > 1 and layout.pp == 1:
-        raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:

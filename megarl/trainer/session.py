@@ -19,7 +19,7 @@ from megarl.roles.model import MegatronModel
 from megarl.roles.trained import TrainedModel
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.agreement import check_same_values
-from megarl.trainer.checkpointing import Checkpointing
+from megarl.trainer.checkpointing import Checkpointing, saved_models
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory_report import MemoryReport
 from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
@@ -90,6 +90,11 @@ class Run:
         else:
             self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
         return joining
+
+    def restores(self, name: str) -> bool:
+        """Whether a model of that name is in the checkpoint that the run goes on from: its first weights need not be
+        read then."""
+        return self._start.folder is not None and name in saved_models(self._start.state)
 
     def generation(self, actor: TrainedModel) -> Generation:
         """The engine that the configuration names, around an actor that has joined."""
