@@ -151,6 +151,8 @@ def _algorithm(config: Config) -> dict[str, Any]:
         **_flat(actor.policy_loss.model_dump(), "actor.policy_loss."),
         **_flat(config.reward.overlong_buffer.model_dump(), "reward.overlong_buffer."),
         "trainer.critic_warmup": config.trainer.critic_warmup,
+        **{f"critic.{key}": getattr(config.critic, key) for key in ("cliprange_value", "lam", "loss_agg_mode")},
+        **{f"critic.{key}": getattr(config.critic, key) for key in ("ppo_mini_batch_size", "ppo_epochs")},
     }
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain
