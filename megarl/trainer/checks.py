@@ -172,6 +172,11 @@ def _check_batches(config: Config, needs: Needs) -> None:
         )
     if config.algorithm.filter_groups.enable and rollout.n == 1:
         raise ValueError("algorithm.filter_groups compares the responses to a prompt; set rollout.n to 2 or more")
+    if config.trainer.critic_warmup and not needs.critic:
+        raise ValueError(
+            f"trainer.critic_warmup = {config.trainer.critic_warmup} trains only a critic, and "
+            f"{config.algorithm.adv_estimator} has none; set it to 0"
+        )
     if needs.critic and prompts % (size := config.critic.ppo_mini_batch_size or mini):
         raise ValueError(f"data.train_batch_size = {prompts} is not a multiple of critic.ppo_mini_batch_size = {size}")
 
