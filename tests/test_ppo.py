@@ -320,6 +320,11 @@ REFUSED = [
     (["reward.name=model"], "reward_model: set reward_model.model.path to the folder of its weights"),
     (["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare"),
     (["trainer.critic_warmup=2"], "trainer.critic_warmup = 2 trains only a critic, and grpo has none; set it to 0"),
+    (["teacher.model.path=/x"], "teacher.model.path is set, but algorithm.adv_estimator = grpo needs none"),
+    (
+        ["reward_model.model.path=/x"],
+        "reward_model.model.path is set, but reward.name = exact_match scores; set reward",
+    ),
     (["data.gen_batch_size=8"], "data.gen_batch_size is the size of a draw with algorithm.filter_groups.enable=true"),
     (
         ["algorithm.filter_groups={enable: true, max_num_gen_batches: 1}", "data.gen_batch_size=8"],

@@ -68,7 +68,21 @@ def own_tokenizer(config: Config) -> str | None:
 
 
 def check_other_layouts(config: Config, policy: Architecture, needs: Needs) -> None:
-    """Raises ValueError, with what to change, for a model whose keys or config.json do not let it be there."""
+    """Raises ValueError, with what to change, for a model whose keys or config.json do not let it be there, and for one
+    that is named and would not be used."""
+    used = {beside.role for beside in beside_the_policy(config, needs)}
+    estimator = f"algorithm.adv_estimator = {config.algorithm.adv_estimator} needs none"
+    others = {
+        "critic": (config.critic.model, estimator),
+        "teacher": (config.teacher.model, estimator),
+        "reward_model": (
+            config.reward_model.model,
+            f"reward.name = {config.reward.name} scores; set reward.name=model",
+        ),
+    }
+    for role, (model, why) in others.items():
+        if model.path and role not in used:
+            raise ValueError(f"{role}.model.path is set, but {why}")
     _check_each(config, needs, lambda beside: _check_layout(beside, config, policy))
 
 
