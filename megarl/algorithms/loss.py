@@ -66,6 +66,15 @@ class LossInput:
         assert self.lengths is not None, "only a loss with the scope of sequences sees whole ones"
         return torch.segment_reduce(per_token, "sum", lengths=self.lengths, initial=0.0, unsafe=True)
 
+    def mean_per_sequence(self, per_token: Tensor) -> Tensor:
+        """[R] -> [S], means over the tokens whose weight is not 0, each counted once; 0 for a sequence without any.
+
+        Args:
+            per_token: 0 where the weight is 0, as all that is computed from `weighted`.
+        """
+        counted = self.per_sequence((self.weights != 0).to(per_token.dtype))
+        return self.per_sequence(per_token) / counted.clamp_min(1.0)
+
     def sequence_weights(self) -> Tensor:
         """[S], the shares of whole sequences."""
         return self.per_sequence(self.weights)

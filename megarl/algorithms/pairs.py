@@ -11,11 +11,7 @@ from megarl.algorithms.loss import LossInput, Metric
 
 def log_probs_of_sequences(x: LossInput, per_token: Tensor, *, mean: bool) -> Tensor:
     """[R] -> [S], sums over the trained tokens of each sequence, or means over them; nats."""
-    total = x.per_sequence(per_token)
-    if not mean:
-        return total
-    assert x.lengths is not None
-    return total / x.lengths
+    return x.mean_per_sequence(per_token) if mean else x.per_sequence(per_token)
 
 
 def pair_weights(x: LossInput, per_sequence: Tensor) -> Tensor:

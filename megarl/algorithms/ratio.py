@@ -17,16 +17,6 @@ def log_ratio(x: LossInput) -> Tensor:
     return bounded(x.output - x.old_logp)
 
 
-def mean_per_sequence(x: LossInput, per_token: Tensor) -> Tensor:
-    """[R] -> [S], means over the tokens whose weight is not 0, each counted once; 0 for a sequence without any.
-
-    Args:
-        per_token: 0 where the weight is 0, as all that is computed from `LossInput.weighted`.
-    """
-    counted = x.per_sequence((x.weights != 0).to(per_token.dtype))
-    return x.per_sequence(per_token) / counted.clamp_min(1.0)
-
-
 def clipped_surrogate(cost: Tensor, ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """The larger of cost x ratio and cost x clipped ratio (PPO, arXiv 1707.06347, eq. 7).
 

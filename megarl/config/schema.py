@@ -66,6 +66,11 @@ class Data(Section):
     seed: Whole = Field(1, ge=0, description="seeds data order, weight initialisation and sampling")
 
     @property
+    def prompts_per_draw(self) -> int:
+        """Prompts that responses are generated to at a time."""
+        return self.gen_batch_size or self.train_batch_size
+
+    @property
     def max_sequence_length(self) -> int:
         """Tokens of the longest prompt and response together."""
         return self.max_prompt_length + self.max_response_length
@@ -556,6 +561,11 @@ class Config(Section):
             if isinstance(section, dict) and isinstance(section.get("megatron", {}), dict):
                 others[name] = {**section, "megatron": {**own, **section.get("megatron", {})}}
         return {**values, **others}
+
+    @property
+    def critic_mini_batch_size(self) -> int:
+        """Prompts per optimizer step of the critic."""
+        return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
 
     @property
     def needs_reference(self) -> bool:

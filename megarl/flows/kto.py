@@ -7,19 +7,16 @@ import torch
 from megarl.algorithms.kto import kto
 from megarl.data.examples import mismatched
 from megarl.data.packing import MicroBatches
-from megarl.flows.learn import learn
+from megarl.flows.learn import learn, policy
 from megarl.phases import Phase
-from megarl.trainer.build import build_actor, build_reference
+from megarl.trainer.build import build_reference
 from megarl.trainer.session import Run
 from megarl.types import Batch
 
 
 def flow(run: Run) -> None:
     """The loss measures answers from the KL to the policy as it began, estimated on answers to other prompts."""
-    config, optim = run.config, run.config.actor_rollout_ref.actor.optim
-    total = run.inputs.total_steps
-    actor = build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes)
-    run.add("actor", actor)
+    config, actor = run.config, policy(run)
     reference = run.add("reference", build_reference(config, actor))
 
     def with_reference(batch: Batch, micro_batches: MicroBatches) -> Batch:

@@ -11,13 +11,20 @@ from megarl.algorithms.loss import Loss, Metric
 from megarl.data.examples import Example, batch_of_examples
 from megarl.data.packing import MicroBatches
 from megarl.phases import Phase
+from megarl.roles.actor import Actor
 from megarl.roles.trained import TrainedModel
-from megarl.trainer.build import prompt_sampler
+from megarl.trainer.build import build_actor, prompt_sampler
 from megarl.trainer.session import Run
 from megarl.types import Batch
 
 Columns = Callable[[Batch, MicroBatches], Batch]
 """The batch with what the loss wants of other models, by passes over these micro-batches of this rank."""
+
+
+def policy(run: Run) -> Actor:
+    """The actor, which joins the run; its schedule spans all steps."""
+    optim, total = run.config.actor_rollout_ref.actor.optim, run.inputs.total_steps
+    return run.add("actor", build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes))
 
 
 def learn(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> None:

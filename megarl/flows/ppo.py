@@ -126,8 +126,8 @@ def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
     lam = config.algorithm.lam if settings.lam is None else settings.lam
     batch = batch.with_(returns=value_targets(batch, gamma=config.algorithm.gamma, lam=lam))
     run.log("critic", {"explained_variance": explained_variance(batch)})
-    size = settings.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
-    plan = run.plan(batch, size * config.actor_rollout_ref.rollout.n, model=critic, batching=settings)
+    size = config.critic_mini_batch_size * config.actor_rollout_ref.rollout.n
+    plan = run.plan(batch, size, model=critic, batching=settings)
     loss = ValueLoss(cliprange=settings.cliprange_value)
     for mini_batch in plan.mini_batches * settings.ppo_epochs:
         weights = token_weights(batch, mini_batch.sequences, settings.loss_agg_mode, config.data.max_response_length)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megarl.algorithms.declaration import about_of
 from megarl.algorithms.registry import PREFERENCES
 from megarl.data.packing import MicroBatches
-from megarl.flows.learn import learn
+from megarl.flows.learn import learn, policy
 from megarl.phases import Phase
-from megarl.trainer.build import build_actor, build_reference
+from megarl.trainer.build import build_reference
 from megarl.trainer.session import Run
 from megarl.types import Batch
 
@@ -15,10 +15,7 @@ from megarl.types import Batch
 def flow(run: Run) -> None:
     """The loss that `algorithm.preference.loss_mode` names; the reference, where it needs one, is the first policy."""
     config, preference = run.config, run.config.algorithm.preference
-    optim, total = config.actor_rollout_ref.actor.optim, run.inputs.total_steps
-    factory = PREFERENCES.load(preference.loss_mode)
-    actor = build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes)
-    run.add("actor", actor)
+    factory, actor = PREFERENCES.load(preference.loss_mode), policy(run)
     if not about_of(factory).needs.reference:
         return learn(run, actor, factory(preference))
     reference = run.add("reference", build_reference(config, actor))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.data.sampler import PromptSampler
-from megarl.flows.learn import learn, update_on
+from megarl.flows.learn import learn, policy, update_on
 from megarl.roles.actor import Actor
-from megarl.trainer.build import build_actor
 from megarl.trainer.session import Run
 
 
 def flow(run: Run) -> None:
     """Each learnt token of a batch weighs the same, whoever's answer it is in."""
-    optim, total = run.config.actor_rollout_ref.actor.optim, run.inputs.total_steps
-    actor = build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes)
-    learn(run, run.add("actor", actor), cross_entropy)
+    learn(run, policy(run), cross_entropy)
 
 
 def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, before: int | None = None) -> None:

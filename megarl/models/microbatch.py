@@ -70,6 +70,8 @@ def make_micro_batch(
     lengths = [int(batch.cu_seqlens[i + 1]) - s for i, s in zip(sequences, starts, strict=True)]
     source = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)] or [torch.arange(0)])
     positions = torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)])
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    of_sequence = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
     is_trained = batch.response_mask[source]
     index = source[is_trained]
     if packed:
@@ -80,8 +82,7 @@ def make_micro_batch(
         described = packed_sequences([*lengths, *([padding] if padding else [])], device)
     else:
         longest = -(-max(lengths, default=1) // multiple_of) * multiple_of
-        row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-        column = positions
+        row, column = of_sequence, positions
         shape = (max(1, len(lengths)), longest)
         described = None
     tokens, position_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -89,9 +90,8 @@ def make_micro_batch(
     position_ids[row, column] = positions
     # hidden states come as [L, B, hidden]: the predictor of the token at (row, column) is at (column - 1, row)
     flat = (column - 1) * shape[0] + row
-    ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1
+    ends = sizes.cumsum(0) - 1
     which = torch.tensor(list(sequences), dtype=torch.int64)
-    of_sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     trained = torch.zeros_like(which).index_add_(0, of_sequence, is_trained.long())
     return MicroBatch(
         tokens=upload(tokens, device),

@@ -10,7 +10,7 @@ from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
-from megarl.config.schema import Optim, OtherModel
+from megarl.config.schema import Model, Optim, OtherModel
 from megarl.config.schema import RewardModel as RewardModelKeys
 from megarl.config.schema import Teacher as TeacherKeys
 from megarl.data.sampler import PromptSampler
@@ -44,10 +44,8 @@ def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: in
         if model.checkpoint:
             state = load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, control=groups.control)
             policy.load_weights(state)
-        elif model.random_init:
-            policy.load(random_source(inputs.arch, config.data.seed))
         else:
-            policy.load(HuggingFaceWeights(model.path, inputs.arch).box)
+            policy.load(_weights(model, inputs.arch, config.data.seed))
 
     megatron = config.actor_rollout_ref.actor.megatron
     return Actor(
@@ -66,10 +64,8 @@ def build_reward_model(
     model = config.actor_rollout_ref.model
 
     def initial(scorer: MegatronModel) -> None:
-        if empty:
-            return
-        source = random_source(scorer.arch, config.data.seed)
-        scorer.load(source if model.random_init else HuggingFaceWeights(model.path, scorer.arch).box)
+        if not empty:
+            scorer.load(_weights(model, scorer.arch, config.data.seed))
 
     megatron = config.actor_rollout_ref.actor.megatron
     return RewardModel(
@@ -134,7 +130,7 @@ def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModelKeys) ->
     )
 
 
-def _weights(model: OtherModel, arch: Architecture, seed: int) -> Source:
+def _weights(model: Model | OtherModel, arch: Architecture, seed: int) -> Source:
     return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.path, arch).box
 
 
@@ -144,7 +140,7 @@ def prompt_sampler(inputs: Inputs) -> PromptSampler:
     if inputs.train_examples:
         size, rows = data.train_batch_size, len(inputs.train_examples)
     else:
-        size, rows = data.gen_batch_size or data.train_batch_size, len(inputs.train_prompts)
+        size, rows = data.prompts_per_draw, len(inputs.train_prompts)
     return PromptSampler(rows, size, data.shuffle, data.seed, allow=allow)
 
 

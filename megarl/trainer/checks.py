@@ -130,7 +130,7 @@ def _check_dynamic_sampling(config: Config) -> None:
         raise ValueError(
             "data.gen_batch_size is the size of a draw with algorithm.filter_groups.enable=true; leave it off"
         )
-    drawn = (data.gen_batch_size or data.train_batch_size) * filtering.max_num_gen_batches
+    drawn = data.prompts_per_draw * filtering.max_num_gen_batches
     if filtering.enable and drawn < data.train_batch_size:
         raise ValueError(
             f"{filtering.max_num_gen_batches} draws of data.gen_batch_size = {data.gen_batch_size} prompts are fewer "
@@ -177,7 +177,7 @@ def _check_batches(config: Config, needs: Needs) -> None:
             f"trainer.critic_warmup = {config.trainer.critic_warmup} trains only a critic, and "
             f"{config.algorithm.adv_estimator} has none; set it to 0"
         )
-    if needs.critic and prompts % (size := config.critic.ppo_mini_batch_size or mini):
+    if needs.critic and prompts % (size := config.critic_mini_batch_size):
         raise ValueError(f"data.train_batch_size = {prompts} is not a multiple of critic.ppo_mini_batch_size = {size}")
 
 
@@ -254,7 +254,7 @@ def _check_rows(inputs: Inputs) -> None:
     """Enough rows, and responses to every one of them can be scored: not found out when it is drawn, hours later."""
     data, warmup = inputs.config.data, inputs.config.warmup
     _at_most("data.train_batch_size", data.train_batch_size, inputs.train_rows, "data.train_files")
-    _at_most("data.gen_batch_size", data.gen_batch_size or 0, inputs.train_rows, "data.train_files")
+    _at_most("data.gen_batch_size", data.prompts_per_draw, inputs.train_rows, "data.train_files")
     if not generates(inputs.config):
         _check_examples(inputs)
     elif warmup.total_training_steps:

@@ -72,9 +72,9 @@ class Inputs:
     @property
     def critic_steps(self) -> int:
         """Optimizer steps of the critic in the whole run."""
-        critic, actor = self.config.critic, self.config.actor_rollout_ref.actor
-        per_step = self.config.data.train_batch_size // (critic.ppo_mini_batch_size or actor.ppo_mini_batch_size)
-        return self.total_steps * per_step * critic.ppo_epochs
+        config = self.config
+        per_step = config.data.train_batch_size // config.critic_mini_batch_size
+        return self.total_steps * per_step * config.critic.ppo_epochs
 
     @property
     def max_sequence_length(self) -> int:

@@ -48,10 +48,10 @@ def job_of(config: Config, arch: Architecture) -> Job:
 
 def _model_job(beside: Beside, config: Config, policy: Architecture) -> ModelJob:
     """Its forward pass goes through all sequences of a step in one plan."""
-    settings, actor, arch = beside.settings, config.actor_rollout_ref.actor, architecture_of(beside.model, policy)
+    settings, arch = beside.settings, architecture_of(beside.model, policy)
     n, mini_batch, epochs = config.actor_rollout_ref.rollout.n, None, 1
     if isinstance(settings, Critic):
-        mini_batch, epochs = (settings.ppo_mini_batch_size or actor.ppo_mini_batch_size) * n, settings.ppo_epochs
+        mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
     return ModelJob(
         config=config,
         role=beside.role,

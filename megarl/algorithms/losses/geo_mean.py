@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
-from megarl.algorithms.ratio import CLIP_KEYS, log_ratio, mean_per_sequence, policy_output
+from megarl.algorithms.ratio import CLIP_KEYS, log_ratio, policy_output
 from megarl.config.schema import Actor
 
 
@@ -39,5 +39,5 @@ class GeometricMean:
         advantages, log_ratios = x.columns["advantages"], log_ratio(x)
         above, below = log_ratios.clamp_max(self.clip_high), log_ratios.clamp_min(-self.clip_low)
         clipped = above.where(advantages > 0, below)
-        cost, ratio = -x.per_sequence(x.weights * advantages), mean_per_sequence(x, clipped).exp()
+        cost, ratio = -x.per_sequence(x.weights * advantages), x.mean_per_sequence(clipped).exp()
         return policy_output(x, cost.dot(ratio), log_ratios, x.weights.dot((clipped != log_ratios).to(cost.dtype)))

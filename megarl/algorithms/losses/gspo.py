@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
-from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, mean_per_sequence, policy_output
+from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, policy_output
 from megarl.config.schema import Actor
 
 
@@ -35,6 +35,6 @@ class SequenceClip:
 
     def __call__(self, x: LossInput) -> LossOutput:
         cost, log_ratios = -x.per_sequence(x.weights * x.columns["advantages"]), log_ratio(x)
-        ratio = mean_per_sequence(x, log_ratios).exp()
+        ratio = x.mean_per_sequence(log_ratios).exp()
         surrogate, clipped = clipped_surrogate(cost, ratio, self.clip_low, self.clip_high)
         return policy_output(x, surrogate.sum(), log_ratios, x.sequence_weights().dot(clipped.to(ratio.dtype)))
