@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -47,20 +47,24 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
 
 
+FinishReason = Literal["stop", "length"]
+"""How a response ended: with a stop token or string, or at its greatest length."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A generated response, in arrays: a step may have 10^8 tokens.
+    """What an engine made of a request, in arrays: a step may have 10^8 tokens.
 
     Attributes:
         token_ids: int32 ("i"), response tokens, the stop token included when there is one.
         logp: float32 ("f"), log-probability of each token under the distribution it was drawn from (temperature and
             filters applied), nats. Greedy: the distribution at temperature 1, unfiltered.
-        finish_reason: "stop" after a stop token or string, "length" after `max_tokens`.
+        finish_reason: "stop" after a stop token or string, "length" after `max_tokens`; None: not finished.
     """
 
     token_ids: array[int]
     logp: array[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason | None
 
 
 PER_SEQUENCE = frozenset(
@@ -86,6 +90,8 @@ class Batch:
         rewards: float32 [N], one score per sequence.
         token_rewards: float32 [T], the score at the last trained token, less the KL at each if that is in the reward.
         greedy_rewards: float32 [N], the score of the greedy response to the same prompt.
+        staleness: int64 [T], by how many versions the weights that drew a token are older than the newest ones; None:
+            by none.
         truncated: bool [N], whether the response was cut off at its greatest length.
         labels: float32 [N], what a data set says of a sequence: the margin of its pair, or 1 for desirable and 0 for
             not.
@@ -110,6 +116,7 @@ class Batch:
     rewards: Tensor | None = None
     token_rewards: Tensor | None = None
     greedy_rewards: Tensor | None = None
+    staleness: Tensor | None = None
     truncated: Tensor | None = None
     labels: Tensor | None = None
     reference_point: Tensor | None = None
@@ -173,63 +180,142 @@ def batch_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts:
-    """What the generation phase returned, in the order of (prompt, sample), the same on every rank.
+class Rollout:
+    """One response to a prompt: not begun, under way or finished.
 
     Attributes:
-        prompts: one per prompt, not repeated.
-        n: samples per prompt.
-        completions: n per prompt: sample j of prompt i is completions[i * n + j].
-        temperature: that they were sampled at; 1 for greedy ones, whose log-probabilities are those at 1.
-        rewards: one score per completion once scored; None where scoring failed.
+        prompt: what it answers.
+        group: which drawing of a prompt it belongs to: the responses to one drawing are compared with each other.
+        sample: its number in the group.
+        seed: with the place of a token in the response it makes that token's random number.
+        token_ids: int32 ("i"), the response so far.
+        logp: float32 ("f"), log-probability of each token as of `Completion`; 0 where an environment said it.
+        sampled: a byte for each token, 1 where the policy drew it and 0 where an environment said it; None: all drawn.
+        versions: (version, tokens) one after another: how many tokens were added with which version of the weights.
+        finish_reason: None until it is finished.
+        reward: its score; None until it is scored, and where scoring failed.
     """
 
-    prompts: Sequence[Prompt]
-    n: int
-    completions: Sequence[Completion]
-    temperature: float = 1.0
-    rewards: Sequence[float | None] = field(default=())
+    prompt: Prompt
+    group: int = 0
+    sample: int = 0
+    seed: int = 0
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logp: array[float] = field(default_factory=lambda: array("f"))
+    sampled: bytes | None = None
+    versions: tuple[tuple[int, int], ...] = ()
+    finish_reason: FinishReason | None = None
+    reward: float | None = None
 
-    def of_prompts(self, which: Sequence[int]) -> Rollouts:
-        """Those of some prompts, by place, with all their samples."""
-        samples = [i * self.n + j for i in which for j in range(self.n)]
+    def further(self, completion: Completion, version: int) -> Rollout:
+        """With the tokens that an engine has added under a version of the weights."""
+        earlier = self.versions
+        added = len(completion.token_ids) - sum(tokens for _, tokens in earlier)
+        if added and earlier and earlier[-1][0] == version:
+            earlier, added = earlier[:-1], added + earlier[-1][1]
         return replace(
             self,
-            prompts=tuple(self.prompts[i] for i in which),
-            completions=tuple(self.completions[i] for i in samples),
-            rewards=tuple(self.rewards[i] for i in samples) if self.rewards else (),
+            token_ids=completion.token_ids,
+            logp=completion.logp,
+            versions=(*earlier, (version, added)) if added else earlier,
+            finish_reason=completion.finish_reason,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts(Sequence[Rollout]):
+    """Responses, the same on every rank; those of a group need not stand together.
+
+    Attributes:
+        items: one record per response.
+        temperature: that they were sampled at; 1 for greedy ones, whose log-probabilities are those at 1.
+        version: of the newest weights; None: versions do not matter.
+    """
+
+    items: tuple[Rollout, ...]
+    temperature: float = 1.0
+    version: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @overload
+    def __getitem__(self, which: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, which: slice) -> tuple[Rollout, ...]: ...
+    def __getitem__(self, which: int | slice) -> Rollout | tuple[Rollout, ...]:
+        return self.items[which]
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """Places of each group's responses; groups in the order in which they come first."""
+        places: dict[int, list[int]] = {}
+        for i, rollout in enumerate(self.items):
+            places.setdefault(rollout.group, []).append(i)
+        return list(places.values())
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """One per group."""
+        return [self.items[places[0]].prompt for places in self.groups]
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """One per response."""
+        return tuple(rollout.reward for rollout in self.items)
+
+    def scored(self, rewards: Sequence[float | None]) -> Rollouts:
+        """The same with these scores."""
+        return self.of(replace(rollout, reward=r) for rollout, r in zip(self.items, rewards, strict=True))
+
+    def of_groups(self, which: Sequence[int]) -> Rollouts:
+        """The responses of some groups, by the groups' places in `groups`."""
+        groups = self.groups
+        return self.of(self.items[i] for place in which for i in groups[place])
+
+    def of(self, items: Iterable[Rollout]) -> Rollouts:
+        """Other responses that were sampled alike."""
+        return replace(self, items=tuple(items))
 
     @staticmethod
     def joined(parts: Sequence[Rollouts]) -> Rollouts:
-        """One after the other; of equal n and temperature."""
-        return replace(
-            parts[0],
-            prompts=tuple(prompt for part in parts for prompt in part.prompts),
-            completions=tuple(completion for part in parts for completion in part.completions),
-            rewards=tuple(reward for part in parts for reward in part.rewards),
-        )
-
-    def prompt_of(self, sample: int) -> Prompt:
-        return self.prompts[sample // self.n]
+        """One after the other; of equal temperature."""
+        return parts[0].of(rollout for part in parts for rollout in part)
 
     def to_batch(self) -> Batch:
-        """Concatenate into a `Batch` with `rollout_logp` and, once scored, `rewards`.
+        """Concatenate into a `Batch` with `rollout_logp` and, once one is scored, `rewards`.
 
-        A completion without a score takes no part: none of its tokens is trained on, and its reward reads 0.
+        Tokens that an environment said are not trained on. Where some responses have scores, one without takes no part:
+        none of its tokens is trained on, and its reward reads 0.
         """
-        prompts = [self.prompt_of(i).token_ids for i in range(len(self.completions))]
-        batch = batch_of(
-            prompts, [c.token_ids for c in self.completions], [i // self.n for i in range(len(self.completions))]
-        )
+        numbers: dict[int, int] = {}
+        groups = [numbers.setdefault(rollout.group, len(numbers)) for rollout in self.items]
+        batch = batch_of([r.prompt.token_ids for r in self.items], [r.token_ids for r in self.items], groups)
         logp = torch.zeros(len(batch.tokens))
-        logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(c.logp) for c in self.completions]))
-        truncated = torch.tensor([c.finish_reason == "length" for c in self.completions])
+        logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(r.logp) for r in self.items]))
+        batch = batch.with_(staleness=self._staleness(batch.response_mask))
+        if any(rollout.sampled is not None for rollout in self.items):
+            drawn = b"".join(b"\x01" * len(r.token_ids) if r.sampled is None else r.sampled for r in self.items)
+            mask = batch.response_mask.clone()
+            mask[batch.response_mask] = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).bool()
+            batch = batch.with_(response_mask=mask)
+        truncated = torch.tensor([rollout.finish_reason == "length" for rollout in self.items])
         batch = batch.with_(rollout_logp=logp, truncated=truncated, temperature=self.temperature)
-        if not self.rewards:
+        rewards = self.rewards
+        if all(reward is None for reward in rewards):
             return batch
-        scored = torch.tensor([reward is not None for reward in self.rewards])
+        scored = torch.tensor([reward is not None for reward in rewards])
         return batch.with_(
-            rewards=torch.tensor([reward or 0.0 for reward in self.rewards], dtype=torch.float32),
+            rewards=torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32),
             response_mask=batch.response_mask & scored[batch.sequence_of_token],
         )
+
+    def _staleness(self, of_responses: Tensor) -> Tensor | None:
+        """As of `Batch`; of_responses: bool [T], all tokens of responses."""
+        spans = [span for rollout in self.items for span in rollout.versions]
+        if self.version is None or all(version == self.version for version, _ in spans):
+            return None
+        versions, counts = torch.tensor(spans, dtype=torch.int64).unbind(1)
+        staleness = torch.zeros(len(of_responses), dtype=torch.int64)
+        staleness[of_responses] = torch.repeat_interleave(self.version - versions, counts)
+        return staleness

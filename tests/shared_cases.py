@@ -11,7 +11,7 @@ from torch import Tensor
 from training_cases import Case, actor_in, hybrid_of
 
 from megarl.models.architecture import Architecture
-from megarl.types import Batch, Completion, Prompt, SamplingParams
+from megarl.types import Batch, Prompt, Rollout, SamplingParams
 
 PROMPTS = [Prompt(index=i, token_ids=(3 + i, 5, 7, *range(20, 20 + 3 * i)), row={}) for i in range(5)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -28,7 +28,7 @@ class Seen:
         gap: largest mean distance of the engine's log-probabilities from the training layout's.
     """
 
-    completions: list[list[Completion]]
+    completions: list[list[Rollout]]
     own: set[str]
     own_bytes: int
     copied: int
@@ -67,7 +67,7 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, sha
                 fill_engine(wanted, arch, full, case.gen_tp, r)
                 _assert_same(engine, wanted)
                 made = hybrid.rollouts(PROMPTS, 1, GREEDY, seed=1, round_=seed)
-                completions.append(list(made.completions))
+                completions.append(list(made.items))
                 _assert_same(engine, wanted)
             _assert_same(held, before)
             gap = max(gap, _gap(actor, made.to_batch()))

@@ -11,19 +11,22 @@ from tiny_engines import GREEDY, GROUPS, assert_same, engine_of, prompts_of, tex
 from tiny_families import ARCHITECTURES
 
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.rollout.engine import Request
 from megarl.rollout.native import cache_size, engine
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
-from megarl.types import SamplingParams
+from megarl.types import Completion, SamplingParams
 
 
 def scheduler_of(prompts: list[list[int]], params: SamplingParams = GREEDY, **limits: int) -> Scheduler:
     usual = {"max_num_seqs": 64, "max_num_batched_tokens": 10_000, "blocks": 999}
-    return Scheduler(prompts, params, decode=text_of, **(usual | limits))
+    scheduler = Scheduler(decode=text_of, **(usual | limits))
+    scheduler.submit([Request(key=i, prompt=prompt, params=params, seed=0) for i, prompt in enumerate(prompts)])
+    return scheduler
 
 
-def draw(scheduler: Scheduler, token: int = 5) -> None:
-    scheduler.advance([(token, 0.0)] * len(scheduler.running))
+def draw(scheduler: Scheduler, token: int = 5) -> dict[int, Completion]:
+    return scheduler.advance([(token, 0.0)] * len(scheduler.running))
 
 
 def prompts_computed(admission: Admission) -> list[list[int]]:
@@ -84,7 +87,7 @@ def test_prompts_computed_together_respect_the_limit() -> None:
 def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
     scheduler = scheduler_of([[1] * 15, [2] * 15, [3] * 15], SamplingParams(max_tokens=20), blocks=5)
     scheduler.admit()
-    assert [r.request for r in scheduler.running] == [0, 1]  # a third would leave no block to grow
+    assert [r.request.key for r in scheduler.running] == [0, 1]  # a third would leave no block to grow
     for token in range(3):
         draw(scheduler, token)
         scheduler.admit()
@@ -95,16 +98,17 @@ def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
     assert scheduler.running[0].position == 31
     draw(scheduler, 17)
     admission = scheduler.admit()  # no block is left, and both want one
-    assert [r.request for r in scheduler.running] == [0] and admission.entered == []
-    while scheduler.running[0].request == 0:
+    assert [r.request.key for r in scheduler.running] == [0] and admission.entered == []
+    while scheduler.running[0].request.key == 0:
         draw(scheduler, 18)
         admission = scheduler.admit()
-    assert [r.request for r in admission.computed] == [1]
+    assert [r.request.key for r in admission.computed] == [1]
     assert admission.computed[0].cached == [2] * 15 + list(range(17))  # the newest token is still to be decoded
+    made: dict[int, Completion] = {}
     while scheduler.busy:
-        draw(scheduler)
+        made |= draw(scheduler)
         scheduler.admit()
-    assert [len(c.token_ids) for c in scheduler.completions] == [20] * 3
+    assert {key: len(c.token_ids) for key, c in made.items()} == {1: 20, 2: 20}
 
 
 @pytest.mark.parametrize("blocks", [7, 10, 16])
@@ -117,7 +121,7 @@ def test_running_out_of_blocks_does_not_change_completions(monkeypatch: pytest.M
 
     def spy(self: Scheduler) -> Admission:
         admission = admit(self)
-        recomputed.extend(r.request for r in admission.computed if r.token_ids)
+        recomputed.extend(r.request.key for r in admission.computed if r.token_ids)
         return admission
 
     monkeypatch.setattr(Scheduler, "admit", spy)
@@ -134,11 +138,12 @@ def test_no_block_is_written_by_two_or_lost(seed: int) -> None:
     scheduler = scheduler_of(
         prompts, SamplingParams(max_tokens=40, stop_token_ids=(1,)), blocks=blocks_for(80) + 4, max_num_seqs=8
     )
+    made: dict[int, Completion] = {}
     while scheduler.busy:
         _check_blocks(scheduler.admit(), scheduler.running)
         assert scheduler.running
-        scheduler.advance([(int(rng.random() < 0.03), 0.0) for _ in scheduler.running])
-    assert len(scheduler.completions) == len(prompts)
+        made |= scheduler.advance([(int(rng.random() < 0.03), 0.0) for _ in scheduler.running])
+    assert len(made) == len(prompts)
     assert scheduler._pool.free == blocks_for(80) + 3 and len(scheduler._slots) == 8
 
 

@@ -80,7 +80,7 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
                 rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=6), seed=1, round_=step)
             with hybrid.phase():  # as validation does, with no update in between
                 pass
-            seen.append([list(c.token_ids) for c in rollouts.completions])
+            seen.append([list(rollout.token_ids) for rollout in rollouts])
             batch, micro_batches = fixed_batch().with_(temperature=0.9), micro_batches_of(actor, 4)
             enter(Phase.LOG_PROBS)
             old = actor.log_probs(batch, micro_batches)

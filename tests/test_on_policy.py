@@ -77,7 +77,7 @@ def _generate_and_compare(
         logp = actor.log_probs(made, [mine[: len(mine) // 2], mine[len(mine) // 2 :]])
         assert made.rollout_logp is not None
         gap = float((logp - made.rollout_logp).abs().max())
-        return [tuple(c.token_ids) for c in rollouts.completions], gap
+        return [tuple(rollout.token_ids) for rollout in rollouts], gap
 
 
 def _engine_config(gen_tp: int) -> dict[str, Any]:

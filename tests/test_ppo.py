@@ -257,18 +257,18 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
     from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.trainer.judging import encoded_anew
-    from megarl.types import Completion, Rollouts
+    from megarl.types import Rollout, Rollouts
 
     inputs, theirs = check_run(load_config(config)), load_tokenizer(other)
     ours, prompts = inputs.tokenizer, inputs.val_prompts[:5]
-    completions = []
+    items = []
     for i, prompt in enumerate(prompts):
         ids = array("i", [*ours.encode(prompt.row["answer"]), *[ours.eos_id] * (i % 2)])
         finish: Any = "stop" if i % 2 else "length"
-        completions.append(Completion(token_ids=ids, logp=array("f", [0.0] * len(ids)), finish_reason=finish))
+        items.append(Rollout(prompt=prompt, group=i, token_ids=ids, logp=array("f", ids), finish_reason=finish))
     groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config), 1)
     try:
-        batch = encoded_anew(Rollouts(prompts=prompts, n=1, completions=completions), inputs, groups, theirs)
+        batch = encoded_anew(Rollouts(items=tuple(items)), inputs, groups, theirs)
     finally:
         destroy_groups(groups)
     wanted = [

@@ -158,10 +158,10 @@ ENGINE = """
 from megarl.rollout.native.engine import NativeEngine
 
 class Counting(NativeEngine):
-    def generate(self, prompts, params, seeds):
+    def submit(self, requests):
         with open(FILE, "a") as f:
-            f.write(f"{len(prompts)}\\n")
-        return super().generate(prompts, params, seeds)
+            f.write(f"{len(requests)}\\n")
+        super().submit(requests)
 """
 SINK = """
 import json, os

@@ -24,7 +24,7 @@ from megarl.rewards.judge import Failure, RewardError, judge
 from megarl.rewards.registry import Reward, load_reward
 from megarl.trainer.scoring import score
 from megarl.trainer.step_metrics import reward_metrics
-from megarl.types import Completion, Prompt, Rollouts
+from megarl.types import Prompt, Rollout, Rollouts
 
 PROMPT = Prompt(index=3, token_ids=(1, 2), row={"answer": "4"}, source="train.jsonl:17")
 
@@ -157,10 +157,11 @@ def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] 
         tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(str, ids))),
     )
     prompts = [Prompt(index=i, token_ids=(7, 8), row={}, source=f"train.jsonl:{i + 1}") for i in range(2)]
-    completions = [Completion(token_ids=array("i", [i]), logp=array("f", [-1]), finish_reason="stop") for i in range(6)]
+    made = {"logp": array("f", [-1]), "finish_reason": "stop"}
+    items = [Rollout(prompt=prompts[i // 3], group=i // 3, token_ids=array("i", [i]), **made) for i in range(6)]
     lines: list[str] = []
     try:
-        return score(Rollouts(prompts=prompts, n=3, completions=completions), inputs, groups, lines.append), lines
+        return score(Rollouts(items=tuple(items)), inputs, groups, lines.append), lines
     except RewardError as e:
         return str(e)
     finally:

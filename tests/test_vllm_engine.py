@@ -138,7 +138,7 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
                 logp = actor.log_probs(made, [mine])
                 assert made.rollout_logp is not None
                 gap = float((logp - made.rollout_logp).abs().max())
-                pairs = ((tuple(c.token_ids), c.finish_reason) for c in rollouts.completions)
+                pairs = ((tuple(r.token_ids), r.finish_reason) for r in rollouts)
                 tokens, reasons = zip(*pairs, strict=True)
                 out[what].append((list(tokens), list(reasons), gap))
         hybrid.close()
@@ -323,7 +323,7 @@ def _answers(case: Case, folder: str, name: str, prompts: list[tuple[int, ...]],
             asked = [Prompt(index=i, token_ids=tokens, row={}) for i, tokens in enumerate(prompts)]
             rollouts = hybrid.rollouts(asked, 1, params, seed=1, round_=1)
         hybrid.close()
-        return [tuple(c.token_ids) for c in rollouts.completions]
+        return [tuple(rollout.token_ids) for rollout in rollouts]
 
 
 @needs_vllm

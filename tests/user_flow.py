@@ -1,6 +1,5 @@
 """A user's flow: supervised training, a reward model, GRPO with it, then fine-tuning on the best of n."""
 
-from dataclasses import replace
 from functools import partial
 
 from torch.nn.functional import logsigmoid
@@ -43,6 +42,6 @@ def flow(run: megarl.Run) -> None:
             run.log("actor", actor.update(batch, mini_batch, loss))
     for step in run.steps("best", 2):
         made = sample(20 + step)
-        best = [max(range(i, i + 4), key=made.rewards.__getitem__) for i in range(0, len(made.rewards), 4)]
-        batch = replace(made, n=1, completions=[made.completions[i] for i in best], rewards=()).to_batch()
+        best = [max(places, key=made.rewards.__getitem__) for places in made.groups]
+        batch = made.of(made[i] for i in best).to_batch()
         run.log("best", actor.update(batch, *run.plan(batch).mini_batches, megarl.cross_entropy))

@@ -56,7 +56,8 @@ def gap_metrics(batch: Batch) -> dict[str, float]:
     """How far the engine's distribution is from the training layout's, over the response tokens.
 
     logp_gap_*: |log-probability difference|; ratio_pNN: percentiles of p_train / p_rollout; kl_k1, kl_k3: estimates
-    of KL(rollout || train) per token (http://joschu.net/blog/kl-approx.html); nats.
+    of KL(rollout || train) per token (http://joschu.net/blog/kl-approx.html); nats. staleness_*: versions of the
+    weights, where older ones drew some of the tokens.
     """
     log_ratio = log_ratios(batch)[batch.response_mask]
     finite = bounded(log_ratio)
@@ -71,6 +72,9 @@ def gap_metrics(batch: Batch) -> dict[str, float]:
     }
     for percent in (1, 50, 99):
         metrics[f"ratio_p{percent:02d}"] = float(in_order[round((len(in_order) - 1) * percent / 100)])
+    if batch.staleness is not None:
+        staleness = batch.staleness[batch.response_mask].double()
+        metrics |= {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
     if batch.importance is not None:
         weights = batch.importance[batch.response_mask]
         metrics["weight_mean"] = float(weights.mean())

@@ -295,6 +295,21 @@ class ValKwargs(Section):
     top_k: Whole = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
 
 
+class CarryOver(Section):
+    """Responses that are not finished when a batch is full go on under the next step's weights."""
+
+    enable: bool = False
+    groups: Size | None = Field(
+        None,
+        ge=2,
+        description="prompts whose responses are under way at a time: more than data.train_batch_size, and at most "
+        "twice as many, which is the default",
+    )
+    max_staleness: Whole = Field(
+        4, ge=1, description="steps that a response takes at most: generation waits for one that would take more"
+    )
+
+
 class Rollout(Section):
     """Generation: engine, layout and sampling."""
 
@@ -332,6 +347,7 @@ class Rollout(Section):
         True, description="give the engine's weights and KV cache back after each generation phase"
     )
     val_kwargs: ValKwargs = ValKwargs()
+    carry_over: CarryOver = CarryOver()
 
 
 class RefMegatron(Section):
@@ -566,6 +582,11 @@ class Config(Section):
     def critic_mini_batch_size(self) -> int:
         """Prompts per optimizer step of the critic."""
         return self.critic.ppo_mini_batch_size or self.actor_rollout_ref.actor.ppo_mini_batch_size
+
+    @property
+    def groups_under_way(self) -> int:
+        """Prompts whose responses are generated at a time, with `rollout.carry_over`."""
+        return self.actor_rollout_ref.rollout.carry_over.groups or 2 * self.data.train_batch_size
 
     @property
     def needs_reference(self) -> bool:

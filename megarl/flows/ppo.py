@@ -23,6 +23,7 @@ from megarl.trainer.build import (
     policy_loss,
     prompt_sampler,
 )
+from megarl.trainer.carry_over import CarryOver
 from megarl.trainer.engine_check import check_finite, check_gap
 from megarl.trainer.evaluate import evaluate
 from megarl.trainer.experience import collect
@@ -38,6 +39,7 @@ def flow(run: Run) -> None:
     inputs, config = run.inputs, run.config
     roles, warmup, algorithm = config.actor_rollout_ref, config.warmup, config.algorithm
     needs, warming = needs_of(config), warmup.total_training_steps
+    carries = roles.rollout.carry_over.enable
 
     optim, span = (warmup.optim, warming) if warming else (roles.actor.optim, inputs.optimizer_steps)
     actor = run.add("actor", build_actor(inputs, run.groups, optim=optim, total_steps=span, empty=run.resumes))
@@ -52,10 +54,11 @@ def flow(run: Run) -> None:
     control = algorithm.kl_ctrl
     kl = run.add("kl_coef", AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon))
     sampler = run.add("sampler", prompt_sampler(inputs))
+    carry_over = run.add("carry_over", CarryOver(config, run.groups, inputs.train_prompts)) if carries else None
     held_out = partial(evaluate, run, generation, score) if inputs.val_prompts else None
 
     for step in run.steps("rl", inputs.total_steps, before=0, validate=held_out):
-        batch = collect(run, generation, sampler, score, greedy=needs.greedy)
+        batch = collect(run, generation, sampler, score, greedy=needs.greedy, carry_over=carry_over)
         check_finite(batch, config, step)
         plan = run.plan(batch, roles.actor.ppo_mini_batch_size * roles.rollout.n)
         trains = step > config.trainer.critic_warmup

@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megarl.config.schema import Reshard, Rollout
+from megarl.config.schema import Reshard
+from megarl.config.schema import Rollout as RolloutKeys
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.trained import TrainedModel
 from megarl.rollout.build import build_engine
-from megarl.rollout.replicas import generate_rollouts
+from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
 from megarl.rollout.stop_strings import Decode
 from megarl.telemetry.timers import PhaseTimers
-from megarl.types import Prompt, Rollouts, SamplingParams
+from megarl.types import Prompt, Rollout, Rollouts, SamplingParams
 
 
 class Generation:
@@ -37,7 +38,7 @@ class Generation:
         self,
         actor: TrainedModel,
         *,
-        rollout: Rollout,
+        rollout: RolloutKeys,
         reshard: Reshard,
         model_path: str,
         residency: Residency,
@@ -100,15 +101,41 @@ class Generation:
                 weights.prefetch()
 
     def rollouts(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *, seed: int, round_: int, draw: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        round_: int,
+        draw: int = 0,
+        on_finished: OnFinished | None = None,
     ) -> Rollouts:
-        """`n` completions of each prompt, on every rank; only inside `phase`.
+        """`n` responses to each prompt, on every rank; only inside `phase`.
 
         Args:
-            seed, round_, draw: with the prompt's index and the sample's number they make each completion's seed.
+            seed, round_, draw: with the prompt's index and the sample's number they make each response's seed. Draws of
+                equal size have no group in common.
+            on_finished: is told of each response as soon as it is finished.
         """
+        begun = begin_rollouts(prompts, n, seed=seed, round_=round_, draw=draw, first_group=draw * len(prompts))
+        return self.go_on(begun, params, version=round_, on_finished=on_finished)
+
+    def go_on(
+        self,
+        rollouts: Sequence[Rollout],
+        params: SamplingParams,
+        *,
+        version: int,
+        on_finished: OnFinished | None = None,
+        quota: Quota | None = None,
+    ) -> Rollouts:
+        """Responses that are not begun or under way, finished; as `generate_rollouts`, only inside `phase`."""
         with self._timers(Phase.GENERATE):
-            return generate_rollouts(self.engine, self._groups, prompts, n, params, seed=seed, round_=round_, draw=draw)
+            made = generate_rollouts(
+                self.engine, self._groups, rollouts, params, version=version, on_finished=on_finished, quota=quota
+            )
+        return Rollouts(items=tuple(made), temperature=params.temperature or 1.0, version=version)
 
     def close(self) -> None:
         """Give the engine's memory and process groups back; while the world still stands."""

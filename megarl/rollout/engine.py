@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -23,11 +25,37 @@ def share_nothing(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:
     return {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A response to be sampled, or to be gone on with.
+
+    Attributes:
+        key: tells the requests apart that an engine holds at a time.
+        prompt: token ids.
+        seed: int64. The same seed, prompt, response so far and weights give the same tokens.
+        token_ids, logp: the response so far, as of `Completion`. Seed and place in the whole response make a token's
+            random number, so that a response that was interrupted goes on as if it had not been.
+        keep: hold what the KV cache has of the response when it ends: a request with the same key whose response begins
+            with it goes on without computing it again. Until then, or until `Engine.forget`.
+    """
+
+    key: int
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logp: array[float] = field(default_factory=lambda: array("f"))
+    keep: bool = False
+
+
 class Engine(Protocol):
     """One rank's part of a generation replica: a tensor-parallel group that holds one whole model.
 
-    All ranks of a replica make the same calls with the same arguments, in the same order. Which memory is held after
-    which call:
+    All ranks of a replica make the same calls with the same arguments, in the same order: an engine decides what runs
+    from its requests and the tokens drawn so far alone, so that the ranks stay in step without talking. Where a call
+    depends on anything else (an answer of a tool, a clock), the replica's first rank decides, and the others are told.
+
+    Which memory is held after which call:
 
         after                        weights                    KV cache
         construction, sleep()        held                       given back
@@ -36,22 +64,53 @@ class Engine(Protocol):
         wake()                       held                       held: ready to generate
 
     The values of released weights are lost: write them anew after waking. "Given back" is to the allocator of this
-    process, so training can use it at once. Shared weights (`Share`) are always held.
+    process, so training can use it at once. Shared weights (`Share`) are always held. No request outlives a sleep.
     """
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Requests to serve, in this order, after those that are there.
+
+        Raises:
+            ValueError: a request that the engine cannot serve, with the reason in one line; it takes none of them.
+        """
+        ...
+
+    def step(self) -> Mapping[int, Completion]:
+        """One step of decoding, for what is `busy`: by key, the requests that it finished."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are not finished."""
+        ...
+
+    def interrupt(self) -> Mapping[int, Completion]:
+        """Take all requests back that are not finished: by key, what there is of their responses."""
+        ...
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Let go of what is kept of these requests (`Request.keep`)."""
+        ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> list[Completion]:
-        """Completes this replica's prompts; every rank of the replica returns the same.
+        """Completes some prompts; every rank of the replica returns the same.
 
         Args:
             prompts: token ids, one sequence per request; repeat a prompt to sample it several times.
-            seeds: int64, one per request: the same seed, prompt and weights give the same completion.
+            seeds: int64, one per request.
 
         Raises:
-            ValueError: a request that the engine cannot serve, with the reason in one line.
+            ValueError: as `submit`.
         """
-        ...
+        assert not self.busy
+        asked = zip(prompts, seeds, strict=True)
+        self.submit([Request(key=i, prompt=p, params=params, seed=seed) for i, (p, seed) in enumerate(asked)])
+        completions: dict[int, Completion] = {}
+        while self.busy:
+            completions.update(self.step())
+        return [completions[i] for i in range(len(prompts))]
 
     def parameters(self) -> dict[str, Tensor]:
         """The weights of this rank by name, as in `megarl.models.placements.engine_placements`.

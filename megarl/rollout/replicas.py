@@ -1,51 +1,142 @@
-"""Generation over all replicas: who generates which prompts, with which seeds, and everybody gets everything."""
+"""Generation over all replicas: who generates which responses, with which seeds, and everybody gets everything."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from megarl.parallel.groups import Groups
-from megarl.rollout.engine import Engine
-from megarl.types import Completion, Prompt, Rollouts, SamplingParams
+from megarl.rollout.engine import Engine, Request
+from megarl.types import Completion, Prompt, Rollout, SamplingParams
+
+OnFinished = Callable[[int, Rollout], None]
+"""(place among the rollouts, a finished response), called by the first rank of the replica that finished it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quota:
+    """Where generation stops before everything is finished: each replica has its share of finished groups.
+
+    Replicas do not talk about it, and a share is a number of groups, not a time: a run repeats itself bit for bit.
+
+    Attributes:
+        groups: finished groups that are wanted, over all replicas.
+        required: groups that have to be among them.
+    """
+
+    groups: int
+    required: frozenset[int] = frozenset()
+
+    def share(self, replica: int, replicas: int) -> int:
+        """Finished groups that a replica makes, of 10 over 4: 3, 3, 2, 2."""
+        return self.groups // replicas + (replica < self.groups % replicas)
+
+
+def begin_rollouts(
+    prompts: Sequence[Prompt], n: int, *, seed: int, round_: int, draw: int = 0, first_group: int = 0
+) -> list[Rollout]:
+    """`n` responses to each prompt, none of them begun.
+
+    Args:
+        seed, round_, draw: with the prompt's index and the sample's number they make each response's seed.
+        first_group: number of the first prompt's group; the others follow.
+    """
+    return [
+        Rollout(prompt=p, group=first_group + i, sample=j, seed=sample_seed(seed, round_, p.index, j, draw))
+        for i, p in enumerate(prompts)
+        for j in range(n)
+    ]
 
 
 def generate_rollouts(
     engine: Engine,
     groups: Groups,
-    prompts: Sequence[Prompt],
-    n: int,
+    rollouts: Sequence[Rollout],
     params: SamplingParams,
     *,
-    seed: int,
-    round_: int,
-    draw: int = 0,
-) -> Rollouts:
-    """`n` completions of each prompt, the same on every rank and for every generation layout.
+    version: int = 0,
+    on_finished: OnFinished | None = None,
+    quota: Quota | None = None,
+) -> list[Rollout]:
+    """The same responses, finished; on every rank, and for every generation layout.
 
-    A replica takes every `replicas`-th prompt with all its samples, so that they share the prompt's prefill.
+    A replica takes every `replicas`-th group with all its samples, so that they share the prompt's prefill.
 
     Args:
-        seed, round_, draw: with the prompt's index and the sample's number they make each completion's seed.
+        rollouts: not begun, or under way; those that are finished stay as they are.
+        version: of the weights.
+        on_finished: is told of each response as soon as it is finished.
+        quota: where to stop; what is not finished then stays under way.
     """
-    replicas = groups.generation.replicas
-    at = groups.generation.coords(groups.rank)
-    mine = [p for i, p in enumerate(prompts) if i % replicas == at.replica]
-    completions = engine.generate(
-        [p.token_ids for p in mine for _ in range(n)],
-        params,
-        [sample_seed(seed, round_, p.index, j, draw) for p in mine for j in range(n)],
+    at, replicas = groups.generation.coords(groups.rank), groups.generation.replicas
+    replica_of = replicas_of_groups(rollouts, replicas)
+    mine = {i: r for i, r in enumerate(rollouts) if replica_of[r.group] == at.replica}
+    share = None if quota is None else _Share(mine, quota.share(at.replica, replicas), quota.required)
+    made: dict[int, Completion] = {}
+    for i, completion in _generate(engine, mine, params, share):
+        made[i] = completion
+        if on_finished is not None and at.tp == 0 and completion.finish_reason is not None:
+            on_finished(i, mine[i].further(completion, version))
+    gathered = groups.all_gather(made if at.tp == 0 else None, "all completions")
+    everyone = {i: completion for part in gathered if part is not None for i, completion in part.items()}
+    return [r.further(everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
+
+
+def replicas_of_groups(rollouts: Sequence[Rollout], replicas: int) -> dict[int, int]:
+    """Which replica makes a group's responses, by group."""
+    order = dict.fromkeys(rollout.group for rollout in rollouts)
+    return {group: i % replicas for i, group in enumerate(order)}
+
+
+class _Share:
+    """Counts a replica's finished groups."""
+
+    def __init__(self, mine: Mapping[int, Rollout], wanted: int, required: frozenset[int]) -> None:
+        self._mine, self._wanted, self._required = mine, wanted, required
+        unfinished = [rollout.group for rollout in mine.values() if rollout.finish_reason is None]
+        self._unfinished = Counter(unfinished)
+        self._finished = len({rollout.group for rollout in mine.values()}) - len(self._unfinished)
+
+    def finish(self, place: int) -> None:
+        group = self._mine[place].group
+        self._unfinished[group] -= 1
+        if not self._unfinished[group]:
+            del self._unfinished[group]
+            self._finished += 1
+
+    @property
+    def reached(self) -> bool:
+        return self._finished >= self._wanted and not (self._required & self._unfinished.keys())
+
+
+def _generate(
+    engine: Engine, mine: Mapping[int, Rollout], params: SamplingParams, share: _Share | None
+) -> Iterator[tuple[int, Completion]]:
+    """Place and completion of each response as it is finished, then of those that are left under way."""
+    engine.submit(
+        [
+            Request(
+                key=i,
+                prompt=rollout.prompt.token_ids,
+                params=params,
+                seed=rollout.seed,
+                token_ids=rollout.token_ids,
+                logp=rollout.logp,
+            )
+            for i, rollout in mine.items()
+            if rollout.finish_reason is None
+        ]
     )
-    gathered = groups.all_gather(completions if at.tp == 0 else None, "all completions")
-    by_replica: list[list[Completion]] = [part for part in gathered if part is not None]
-    in_order = (by_replica[i % replicas][i // replicas * n :][:n] for i in range(len(prompts)))
-    return Rollouts(
-        prompts=tuple(prompts),
-        n=n,
-        completions=tuple(chain.from_iterable(in_order)),
-        temperature=params.temperature or 1.0,
-    )
+    while engine.busy:
+        if share is not None and share.reached:
+            yield from engine.interrupt().items()
+            return
+        for i, completion in engine.step().items():
+            if share is not None:
+                share.finish(i)
+            yield i, completion
 
 
 def sample_seed(seed: int, round_: int, prompt: int, sample: int, draw: int = 0) -> int:

@@ -87,6 +87,7 @@ def _check_configuration(config: Config) -> None:
         ENGINES.check(config.actor_rollout_ref.rollout.name)
         _check_batches(config, needs_of(config))
         _check_dynamic_sampling(config)
+        _check_carry_over(config)
     elif config.trainer.flow == "preference":
         PREFERENCES.check(config.algorithm.preference.loss_mode)
     for name in config.trainer.logger:
@@ -145,6 +146,27 @@ def _check_dynamic_sampling(config: Config) -> None:
         raise ValueError(
             f"reward.overlong_buffer.len = {buffer.len} must be between 1 and data.max_response_length - 1 = "
             f"{data.max_response_length - 1} tokens"
+        )
+
+
+def _check_carry_over(config: Config) -> None:
+    carry_over, prompts = config.actor_rollout_ref.rollout.carry_over, config.data.train_batch_size
+    if not carry_over.enable:
+        return
+    if not prompts < config.groups_under_way <= 2 * prompts:
+        raise ValueError(
+            f"rollout.carry_over.groups = {carry_over.groups} must be more than data.train_batch_size = {prompts} and "
+            "at most twice as many: the next step must be able to train on all that a step leaves"
+        )
+    if config.algorithm.filter_groups.enable:
+        raise ValueError(
+            "algorithm.filter_groups draws prompts until enough groups differ, rollout.carry_over goes on until enough "
+            "are finished; use one of the two"
+        )
+    if not config.algorithm.rollout_correction.corrects:
+        raise ValueError(
+            "rollout.carry_over trains on tokens that older weights have drawn; set "
+            "algorithm.rollout_correction.rollout_is=token, which weighs by it"
         )
 
 

@@ -36,17 +36,17 @@ def fill_batch(draw: Callable[[int], Rollouts], score: Score, run: Run) -> tuple
     total = len(useful) + len(others)
     run.log("filter_groups", {"draws": float(len(drawn)), "kept": len(useful) / total})
     chosen = sorted((useful + others)[:wanted])
-    parts = [one.of_prompts([prompt for where, prompt in chosen if where == i]) for i, one in enumerate(drawn)]
+    parts = [one.of_groups([prompt for where, prompt in chosen if where == i]) for i, one in enumerate(drawn)]
     return Rollouts.joined(parts), Rollouts.joined(drawn)
 
 
 def group_values(rollouts: Rollouts, config: Config) -> list[list[float]]:
     """Per prompt, what `filter_groups.metric` says of each of its scored responses."""
-    metric, rewards, n = config.algorithm.filter_groups.metric, rollouts.rewards, rollouts.n
+    metric, rewards = config.algorithm.filter_groups.metric, rollouts.rewards
     values = list(rewards)
     if metric == "acc":
         values = [None if reward is None else float(reward >= 1.0) for reward in rewards]
     elif metric == "seq_reward":
         penalties = overlong_penalties(rollouts, config)
         values = [None if r is None else r + penalty for r, penalty in zip(rewards, penalties, strict=True)]
-    return [[value for value in values[i : i + n] if value is not None] for i in range(0, len(values), n)]
+    return [[value for i in places if (value := values[i]) is not None] for places in rollouts.groups]

@@ -28,13 +28,14 @@ def check_gap(batch: Batch, config: Config, step: int) -> None:
     """Raises RunStopped, on every rank alike, if the engine cannot have the actor's weights.
 
     With top_p or top_k the engine's log-probabilities are those of a narrower distribution, so that the gap says
-    nothing.
+    nothing; and so do tokens that older weights drew.
     """
     rollout = config.actor_rollout_ref.rollout
     where = f"step {step}: the {rollout.name} engine"
-    if rollout.top_p < 1 or rollout.top_k > 0 or not batch.response_mask.any():
+    newest = batch.response_mask if batch.staleness is None else batch.response_mask & (batch.staleness == 0)
+    if rollout.top_p < 1 or rollout.top_k > 0 or not newest.any():
         return
-    gap = float(log_ratios(batch)[batch.response_mask].abs().mean())
+    gap = float(log_ratios(batch)[newest].abs().mean())
     limit = rollout.max_logp_gap or MAX_LOGP_GAP[config.actor_rollout_ref.model.dtype]
     if math.isfinite(gap) and gap > limit:  # log-probabilities of the training layout that are no numbers: the loss
         raise RunStopped(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,22 +10,33 @@ import torch
 from megarl.data.sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
+from megarl.rollout.replicas import Quota
+from megarl.trainer.carry_over import CarryOver
 from megarl.trainer.dynamic_sampling import fill_batch
 from megarl.trainer.first_step import remarks_on
 from megarl.trainer.overlong import overlong_penalties
 from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
 from megarl.trainer.step_metrics import response_metrics, reward_metrics
-from megarl.types import Batch, Rollouts
+from megarl.types import Batch, Rollout, Rollouts
 
 
-def collect(run: Run, generation: Generation, sampler: PromptSampler, score: Score, *, greedy: bool) -> Batch:
+def collect(
+    run: Run,
+    generation: Generation,
+    sampler: PromptSampler,
+    score: Score,
+    *,
+    greedy: bool,
+    carry_over: CarryOver | None = None,
+) -> Batch:
     """Responses to the next prompts, with their rewards.
 
     With `algorithm.filter_groups` they are scored while the engine is awake, so that more prompts can be drawn.
 
     Args:
         greedy: generate and score a greedy response to each prompt too.
+        carry_over: the responses that outlive a step, if any do.
     """
     inputs, config, step = run.inputs, run.config, run.position.step
     seed, n, sampling = config.data.seed, config.actor_rollout_ref.rollout.n, inputs.sampling(validation=False)
@@ -33,18 +45,24 @@ def collect(run: Run, generation: Generation, sampler: PromptSampler, score: Sco
         prompts = [inputs.train_prompts[i] for i in sampler.next()]
         return generation.rollouts(prompts, n, sampling, seed=seed, round_=step, draw=number)
 
+    def go_on(begun: Sequence[Rollout], quota: Quota) -> Rollouts:
+        return generation.go_on(begun, sampling, version=step, quota=quota)
+
     best_guess = None
     with generation.phase(verify=run.checks_agreement):
         if config.algorithm.filter_groups.enable:
             rollouts, drawn = fill_batch(draw, score, run)
+        elif carry_over is not None:
+            rollouts = carry_over.next_batch(sampler.next, go_on, step)
+            run.log("carry_over", carry_over.metrics())
         else:
-            rollouts = drawn = draw(0)
+            rollouts = draw(0)
         if greedy:
             best_guess = generation.rollouts(
                 rollouts.prompts, 1, replace(sampling, temperature=0.0, top_p=1.0, top_k=-1), seed=seed, round_=step
             )
     with run.phase(Phase.REWARD):
-        if not rollouts.rewards:
+        if not config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)
         if best_guess is not None:
             best_guess = score(best_guess)

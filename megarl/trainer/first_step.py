@@ -10,14 +10,13 @@ from megarl.types import Rollouts
 
 def remarks_on(rollouts: Rollouts, inputs: Inputs) -> Iterator[str]:
     """Lines on rollouts from which nothing can be learnt, with what to look at."""
-    if all(c.finish_reason == "length" for c in rollouts.completions):
+    if all(rollout.finish_reason == "length" for rollout in rollouts):
         limit = inputs.config.data.max_response_length
         yield (
             f"no response ended before data.max_response_length = {limit} tokens; look at the stop tokens "
             f"({inputs.describe_stop_tokens()}), at the chat template, or raise the limit"
         )
-    n, rewards = rollouts.n, rollouts.rewards
-    groups = [{r for r in rewards[i : i + n] if r is not None} for i in range(0, len(rewards), n)]
+    groups = [{r for i in places if (r := rollouts[i].reward) is not None} for places in rollouts.groups]
     if all(len(scores) < 2 for scores in groups):
         seen = sorted(set().union(*groups))
         scores = f"{seen[0]:g}" if len(seen) == 1 else f"{seen[0]:g} to {seen[-1]:g}"

@@ -149,6 +149,7 @@ def _algorithm(config: Config) -> dict[str, Any]:
         **_flat(config.algorithm.model_dump(), "algorithm."),
         **{f"actor.{key}": getattr(actor, key) for key in (*loss, *kl_loss)},
         **_flat(actor.policy_loss.model_dump(), "actor.policy_loss."),
+        "rollout.carry_over": config.groups_under_way if config.actor_rollout_ref.rollout.carry_over.enable else 0,
         **_flat(config.reward.overlong_buffer.model_dump(), "reward.overlong_buffer."),
         "trainer.critic_warmup": config.trainer.critic_warmup,
         **{f"critic.{key}": getattr(config.critic, key) for key in ("cliprange_value", "lam", "loss_agg_mode")},

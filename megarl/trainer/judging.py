@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 from megarl.data.prompts import are_messages
@@ -38,16 +37,16 @@ def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tok
         RewardError: a score that is no finite number, or a text that is too long for the model.
     """
     if tokenizer is None:
-        batch = replace(rollouts, rewards=()).to_batch()
+        batch = rollouts.scored([None] * len(rollouts)).to_batch()
     else:
         batch = encoded_anew(rollouts, run.inputs, run.groups, tokenizer)
         _check_lengths(batch, rollouts, run, judge)
     plan = run.plan(batch, model=judge, batching=run.config.reward_model)
     scores = judge.scores(batch, plan.micro_batches).tolist()
-    for i, value in enumerate(scores):
+    for rollout, value in zip(rollouts, scores, strict=True):
         if not math.isfinite(value):
-            raise RewardError(f"{rollouts.prompt_of(i).source}: the reward model's score of a response is {value}")
-    return replace(rollouts, rewards=tuple(scores))
+            raise RewardError(f"{rollout.prompt.source}: the reward model's score of a response is {value}")
+    return rollouts.scored(scores)
 
 
 def encoded_anew(rollouts: Rollouts, inputs: Inputs, groups: Groups, tokenizer: Tokenizer) -> Batch:
@@ -57,17 +56,17 @@ def encoded_anew(rollouts: Rollouts, inputs: Inputs, groups: Groups, tokenizer: 
     """
     world, key = groups.train.world_size, inputs.config.data.prompt_key
     mine: list[list[int]] = []
-    for i in range(groups.rank, len(rollouts.completions), world):
-        prompt = rollouts.prompt_of(i).row[key]
-        response = inputs.tokenizer.decode(rollouts.completions[i].token_ids)
+    for rollout in rollouts[groups.rank :: world]:
+        prompt = rollout.prompt.row[key]
+        response = inputs.tokenizer.decode(rollout.token_ids)
         if are_messages(prompt):
             reply = {"role": "assistant", "content": response}
             mine.append(tokenizer.encode_chat([*prompt, reply], reply=False))
         else:
-            ended = rollouts.completions[i].finish_reason == "stop"
+            ended = rollout.finish_reason == "stop"
             mine.append([*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended])
     gathered = groups.all_gather(mine, "the texts for the reward model")
-    texts = [gathered[i % world][i // world] for i in range(len(rollouts.completions))]
+    texts = [gathered[i % world][i // world] for i in range(len(rollouts))]
     return batch_of(texts, [()] * len(texts), range(len(texts)))
 
 
@@ -78,7 +77,7 @@ def _check_lengths(batch: Batch, rollouts: Rollouts, run: Run, judge: Judge) -> 
         limits["reward_model.ppo_max_token_len_per_gpu"] = batching.ppo_max_token_len_per_gpu
     for name, limit in limits.items():
         if longest > limit:
-            source = rollouts.prompt_of(int(batch.lengths.argmax())).source
+            source = rollouts[int(batch.lengths.argmax())].prompt.source
             raise RewardError(
                 f"{source}: prompt and response have {longest} tokens for the reward model, more than {name} = {limit}"
             )

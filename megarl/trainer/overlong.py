@@ -13,8 +13,8 @@ def overlong_penalties(rollouts: Rollouts, config: Config) -> list[float]:
     """`soft_overlong_penalty` of each completion, as `reward.overlong_buffer` says; 0 where it is off."""
     buffer = config.reward.overlong_buffer
     if not buffer.enable:
-        return [0.0] * len(rollouts.completions)
-    lengths = torch.tensor([len(c.token_ids) for c in rollouts.completions])
+        return [0.0] * len(rollouts)
+    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
     penalties: list[float] = soft_overlong_penalty(
         lengths,
         max_response_length=config.data.max_response_length,

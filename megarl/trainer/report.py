@@ -100,15 +100,15 @@ class Report:
         if not self._speaks or not self._trainer.log_rollouts:
             return
         decode = self._inputs.tokenizer.decode
-        chosen = _evenly(len(rollouts.completions), self._trainer.log_rollouts)
+        chosen = [rollouts[i] for i in _evenly(len(rollouts), self._trainer.log_rollouts)]
         samples = [
             Sample(
-                prompt=decode(rollouts.prompt_of(i).token_ids),
-                response=decode(rollouts.completions[i].token_ids),
-                answer=str(rollouts.prompt_of(i).row.get("answer", "")),
-                reward=rollouts.rewards[i],
+                prompt=decode(rollout.prompt.token_ids),
+                response=decode(rollout.token_ids),
+                answer=str(rollout.prompt.row.get("answer", "")),
+                reward=rollout.reward,
             )
-            for i in chosen
+            for rollout in chosen
         ]
         try:
             write_samples(self._trainer.run_dir, step, samples)

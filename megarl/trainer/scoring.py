@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from megarl.parallel.groups import Groups
 from megarl.rewards.judge import Failure, RewardError, judge
@@ -15,7 +14,7 @@ Score = Callable[[Rollouts], Rollouts]
 
 
 def score(rollouts: Rollouts, inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> Rollouts:
-    """The same rollouts with `rewards`; rank r scores every world-size-th completion, everybody gets all scores.
+    """The same rollouts with `rewards`; rank r scores every world-size-th response, everybody gets all scores.
 
     With `reward.on_error=drop` a response that could not be scored has the reward None, and one line says how many of
     them there are.
@@ -29,17 +28,17 @@ def score(rollouts: Rollouts, inputs: Inputs, groups: Groups, say: Callable[[str
     world, rules, reward = groups.train.world_size, inputs.config.reward, inputs.reward
     assert reward is not None, "a reward model scores by itself"
     mine: list[float | Failure] = []
-    for i in range(groups.rank, len(rollouts.completions), world):
-        response = inputs.tokenizer.decode(rollouts.completions[i].token_ids)
-        judged = judge(reward, response, rollouts.prompt_of(i), timeout=rules.timeout)
+    for rollout in rollouts[groups.rank :: world]:
+        response = inputs.tokenizer.decode(rollout.token_ids)
+        judged = judge(reward, response, rollout.prompt, timeout=rules.timeout)
         if isinstance(judged, Failure) and rules.on_error == "fail":
             raise RewardError(f"{judged}\n(reward.on_error=drop leaves out the responses that cannot be scored)")
         mine.append(judged)
     gathered = groups.all_gather(mine, "all scores")
-    results = [gathered[i % world][i // world] for i in range(len(rollouts.completions))]
+    results = [gathered[i % world][i // world] for i in range(len(rollouts))]
     failures = [result for result in results if isinstance(result, Failure)]
     if len(failures) == len(results):
         raise RewardError(f"none of {len(results)} responses could be scored; the first: {failures[0]}")
     if failures:
         say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {failures[0].reason}")
-    return replace(rollouts, rewards=tuple(None if isinstance(result, Failure) else result for result in results))
+    return rollouts.scored([None if isinstance(result, Failure) else result for result in results])

@@ -35,11 +35,11 @@ def _reduced(metrics: Sequence[Metric]) -> float:
 
 def response_metrics(rollouts: Rollouts) -> dict[str, float]:
     """length_mean, length_max: tokens per response; truncated: share that was cut off at max_response_length."""
-    lengths = [len(c.token_ids) for c in rollouts.completions]
+    lengths = [len(rollout.token_ids) for rollout in rollouts]
     return {
         "length_mean": _mean(lengths),
         "length_max": float(max(lengths)),
-        "truncated": _mean([c.finish_reason == "length" for c in rollouts.completions]),
+        "truncated": _mean([rollout.finish_reason == "length" for rollout in rollouts]),
     }
 
 
@@ -49,7 +49,7 @@ def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     return {
         "mean": _mean(scores),
         "accuracy": _mean([score >= 1.0 for score in scores]),
-        "failed": float(len(rollouts.rewards) - len(scores)),
+        "failed": float(len(rollouts) - len(scores)),
     }
 
 

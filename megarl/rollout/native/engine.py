@@ -5,7 +5,7 @@ With Triton on a GPU, decoding runs its own kernels inside CUDA graphs. Everythi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.rope import rope_table
-from megarl.rollout.engine import Share, share_nothing
+from megarl.models.sizes import BLOCK_SIZE
+from megarl.rollout.engine import Engine, Request, Share, share_nothing
 from megarl.rollout.native import kernels
 from megarl.rollout.native.attention import Attention, GatheredAttention, PrefillAttention
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
@@ -22,7 +23,7 @@ from megarl.rollout.native.cache_size import cache_blocks
 from megarl.rollout.native.graphs import DecodeGraphs, bucket
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
-from megarl.rollout.native.sampler import sample
+from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode
@@ -32,7 +33,7 @@ COLUMNS = 6
 """Of a row of a decode step: newest token, its position, slot, block, the request's seed, tokens drawn so far."""
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Implements `megarl.rollout.engine.Engine`. Starts with its own weights allocated and all zero, without KV cache.
 
     Args:
@@ -85,6 +86,7 @@ class NativeEngine:
         self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
         self._rope = rope_table(arch, max_model_len, self._device).to(dtype)
         self._cache: KVCache | None = None
+        self._scheduler: Scheduler | None = None
         self._graphs: DecodeGraphs | None = None
         if kernels.on(self._device) and arch.moe is None and not enforce_eager:
             self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, columns=COLUMNS, device=self._device)
@@ -117,11 +119,20 @@ class NativeEngine:
                 dtype=self._dtype,
                 device=self._device,
             )
+        if not weights_only:
+            assert self._cache is not None and not self.busy
+            # anew even where the cache stays: what is kept in it belongs to other weights
+            self._scheduler = Scheduler(
+                max_num_seqs=self._max_num_seqs,
+                max_num_batched_tokens=self._max_num_batched_tokens,
+                blocks=self._cache.blocks,
+                decode=self._decode_text,
+            )
 
     def sleep(self, *, release_weights: bool = False) -> None:
         if self._graphs is not None:
             self._graphs.forget()
-        self._cache = None
+        self._cache = self._scheduler = None
         if release_weights:
             # The storage goes, the tensors stay: whoever holds them from `parameters` can write to them after waking.
             for p in self._own.values():
@@ -130,25 +141,28 @@ class NativeEngine:
     def close(self) -> None:
         self.sleep(release_weights=True)
 
+    @property
+    def busy(self) -> bool:
+        return self._scheduler is not None and self._scheduler.busy
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        assert self._scheduler is not None, "wake() before submit()"
+        check_requests(requests, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
+        self._scheduler.submit(requests)
+
     @torch.inference_mode()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        assert self._cache is not None, "wake() before generate()"
-        assert len(prompts) == len(seeds)
-        check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
-        scheduler = Scheduler(
-            prompts,
-            params,
-            max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            decode=self._decode_text,
-            blocks=self._cache.blocks,
-        )
-        while scheduler.busy:
-            self._prefill(self._cache, scheduler.admit())
-            scheduler.advance(self._decode(scheduler.running, params, seeds))
-        return scheduler.completions
+    def step(self) -> Mapping[int, Completion]:
+        scheduler, cache = self._scheduler, self._cache
+        assert scheduler is not None and cache is not None, "wake() before step()"
+        self._prefill(cache, scheduler.admit())
+        return scheduler.advance(self._decode(scheduler.running, one_kind=scheduler.one_kind))
+
+    def interrupt(self) -> Mapping[int, Completion]:
+        return {} if self._scheduler is None else self._scheduler.interrupt()
+
+    def forget(self, keys: Iterable[int]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.forget(keys)
 
     def _prefill(self, cache: KVCache, admission: Admission) -> None:
         """Fill the blocks of the requests that enter."""
@@ -160,12 +174,24 @@ class NativeEngine:
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
             self._decoder.forward(tokens, attention)
         cache.copy(admission.copies)
+        rows = [
+            (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
+            for r in admission.extended
+            for position, token in enumerate(r.cached[r.held :], start=r.held)
+        ]
+        # As a decode step computes the newest token of each sequence, which may be the same sequence several times: the
+        # keys of all rows are in the cache before a row attends, up to its own position.
+        for start in range(0, len(rows), self._max_num_seqs):
+            part = rows[start : start + self._max_num_seqs]
+            self._hidden(_int64(part).to(self._device), longest=max(position for _, position, *_ in part) + 1)
 
-    def _decode(
-        self, running: Sequence[Running], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[tuple[int, float]]:
-        """Draw the next (token, logp) of every running request."""
-        table = [(r.newest, r.position, r.slot, r.blocks[-1], seeds[r.request], len(r.token_ids)) for r in running]
+    def _decode(self, running: Sequence[Running], *, one_kind: bool) -> list[tuple[int, float]]:
+        """Draw the next (token, logp) of every running request.
+
+        Args:
+            one_kind: the tokens of all of them are drawn alike.
+        """
+        table = [(r.newest, r.position, r.slot, r.blocks[-1], r.request.seed, len(r.token_ids)) for r in running]
         if self._graphs is None:
             rows = _int64(table).to(self._device)
             logits = self._logits(rows, longest=max(r.position for r in running) + 1)
@@ -173,8 +199,12 @@ class NativeEngine:
             filling = bucket(len(running), self._max_num_seqs) - len(running)
             table += [(0, 0, self._max_num_seqs, SCRATCH_BLOCK, 0, 0)] * filling
             rows, logits = self._graphs(_int64(table))
-        *_, row_seeds, drawn = rows[: len(running)].unbind(1)
-        out = sample(logits[: len(running)], params, seeds=row_seeds, positions=drawn)
+        *_, seeds, drawn = rows[: len(running)].unbind(1)
+        logits = logits[: len(running)]
+        if one_kind:
+            out = sample(logits, running[0].request.params, seeds=seeds, positions=drawn)
+        else:
+            out = _sample_each(logits, [r.request.params for r in running], seeds=seeds, positions=drawn)
         # The step's only wait for the device. float64 holds every token id.
         drawn_rows = torch.stack((out.token_ids.double(), out.logp.double()), dim=1).tolist()
         return [(int(token), logp) for token, logp in drawn_rows]
@@ -185,6 +215,10 @@ class NativeEngine:
         Args:
             longest: tokens of the longest sequence, where the caller knows; otherwise `max_model_len`.
         """
+        return self._decoder.logits(self._hidden(rows, longest))
+
+    def _hidden(self, rows: Tensor, longest: int | None) -> Tensor:
+        """The same up to the last hidden state, [B, hidden]; fills the cache."""
         cache = self._cache
         assert cache is not None
         tokens, positions, slots, blocks, *_ = rows.unbind(1)
@@ -198,7 +232,20 @@ class NativeEngine:
             attention = GatheredAttention(
                 cache, self._rope, slots=slots, positions=positions, longest=longest or self._max_model_len
             )
-        return self._decoder.logits(self._decoder.forward(tokens, attention))
+        return self._decoder.forward(tokens, attention)
+
+
+def _sample_each(logits: Tensor, params: Sequence[SamplingParams], *, seeds: Tensor, positions: Tensor) -> Sample:
+    """`sample` where rows differ in how they are drawn."""
+    token_ids, logp = torch.empty_like(seeds), torch.empty(len(seeds), device=logits.device)
+    kinds: dict[tuple[float, float, int], list[int]] = {}
+    for i, own in enumerate(params):
+        kinds.setdefault((own.temperature, own.top_p, own.top_k), []).append(i)
+    for alike in kinds.values():
+        rows = torch.tensor(alike, device=logits.device)
+        out = sample(logits[rows], params[alike[0]], seeds=seeds[rows], positions=positions[rows])
+        token_ids[rows], logp[rows] = out.token_ids, out.logp
+    return Sample(token_ids=token_ids, logp=logp)
 
 
 def _int64(table: Sequence[tuple[int, ...]]) -> Tensor:

@@ -8,13 +8,28 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.rollout.engine import Request
 from megarl.rollout.native.blocks import BlockPool
 from megarl.rollout.stop_strings import Decode, StopStrings
-from megarl.types import Completion, SamplingParams
+from megarl.types import Completion, FinishReason, SamplingParams
+
+
+class Rules:
+    """When a response that is sampled with some parameters is finished."""
+
+    def __init__(self, params: SamplingParams, decode: Decode) -> None:
+        self.max_tokens, self._stop_token_ids = params.max_tokens, frozenset(params.stop_token_ids)
+        self._stop_strings = StopStrings(params.stop, decode)
+
+    def ending(self, token_ids: Sequence[int]) -> FinishReason | None:
+        """How the newest token finishes the response, if it does."""
+        if token_ids[-1] in self._stop_token_ids or self._stop_strings.found(token_ids) is not None:
+            return "stop"
+        return None if len(token_ids) < self.max_tokens else "length"
 
 
 @dataclass(kw_only=True)
@@ -24,29 +39,36 @@ class Running:
     The newest token is not yet in the KV cache: the next decode step writes it, at `position`, and draws its successor.
 
     Attributes:
+        same_prompt: number of the prompt; requests with equal prompts have the same.
         slot: row of the block table; kept as long as the request runs.
         blocks: of the KV cache, in the order of the tokens.
+        held: tokens that are in those blocks, of a request that waits.
     """
 
-    request: int
-    prompt: Sequence[int]
+    request: Request
+    rules: Rules
+    same_prompt: int
+    token_ids: array[int]
+    logp: array[float]
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logp: array[float] = field(default_factory=lambda: array("f"))
+    held: int = 0
 
     @property
     def newest(self) -> int:
-        return self.token_ids[-1] if self.token_ids else self.prompt[-1]
+        return self.token_ids[-1] if self.token_ids else self.request.prompt[-1]
 
     @property
     def position(self) -> int:
-        return len(self.prompt) + len(self.token_ids) - 1
+        return len(self.request.prompt) + len(self.token_ids) - 1
 
     @property
     def cached(self) -> list[int]:
         """The tokens that decoding wants to find in the KV cache: all but the newest."""
-        return [*self.prompt, *self.token_ids][:-1]
+        return [*self.request.prompt, *self.token_ids][:-1]
+
+    def completion(self, finish_reason: FinishReason | None) -> Completion:
+        return Completion(token_ids=self.token_ids, logp=self.logp, finish_reason=finish_reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +86,13 @@ class Admission:
     Attributes:
         entered: all of them.
         computed: those whose `cached` tokens nobody has in the cache.
+        extended: those that have the first `held` of these tokens there, from an earlier turn.
         copies: for the others, the prompt's last block, where it is not full: each goes on writing in a copy.
     """
 
     entered: Sequence[Running]
     computed: Sequence[Running]
+    extended: Sequence[Running]
     copies: BlockCopies
 
 
@@ -79,106 +103,147 @@ class Scheduler:
         max_num_seqs: requests that run together.
         max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
         blocks: of the KV cache, the scratch block included; enough for the longest request alone.
-        decode: token ids to text, for `params.stop`.
+        decode: token ids to text, for stop strings.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        blocks: int,
-        decode: Decode,
-    ) -> None:
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, blocks: int, decode: Decode) -> None:
         self.running: list[Running] = []
-        self._params, self._stop_token_ids = params, frozenset(params.stop_token_ids)
-        self._stop_strings = StopStrings(params.stop, decode)
-        self._waiting = deque(Running(request=i, prompt=prompt) for i, prompt in enumerate(prompts))
-        first_with: dict[tuple[int, ...], int] = {}
-        self._same_prompt = [first_with.setdefault(tuple(p), i) for i, p in enumerate(prompts)]
+        self._waiting: deque[Running] = deque()
+        self._kept: dict[int, Running] = {}
+        self._rules: dict[SamplingParams, Rules] = {}
+        self._prompts: dict[tuple[int, ...], int] = {}
         self._pool = BlockPool(blocks)
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._completions: dict[int, Completion] = {}
+        self._max_num_batched_tokens, self._decode = max_num_batched_tokens, decode
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self._waiting)
 
     @property
-    def completions(self) -> list[Completion]:
-        """In the order of the requests, once nothing is busy."""
-        return [self._completions[i] for i in range(len(self._same_prompt))]
+    def one_kind(self) -> bool:
+        """Whether the tokens of all requests are drawn alike."""
+        return len({(p.temperature, p.top_p, p.top_k) for p in self._rules}) == 1
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """They wait, after those that wait already."""
+        if not self.busy:
+            self._rules.clear()
+        for request in requests:
+            if request.params not in self._rules:
+                self._rules[request.params] = Rules(request.params, self._decode)
+            entering = Running(
+                request=request,
+                rules=self._rules[request.params],
+                same_prompt=self._prompts.setdefault(tuple(request.prompt), len(self._prompts)),
+                token_ids=array("i", request.token_ids),
+                logp=array("f", request.logp),
+            )
+            if earlier := self._kept.pop(request.key, None):
+                self._take_over(entering, earlier)
+            self._waiting.append(entering)
 
     def admit(self) -> Admission:
         """Give every running request the block its next token needs, then let waiting ones enter, in order."""
         self._grow()
-        with_prompt = {self._same_prompt[r.request]: r for r in self.running} if self._waiting else {}
+        with_prompt = {r.same_prompt: r for r in self.running} if self._waiting else {}
         entered: list[Running] = []
         computed: list[Running] = []
+        extended: list[Running] = []
         sources: list[int] = []
         targets: list[int] = []
         tokens = 0
         while self._waiting and self._slots:
             entering = self._waiting[0]
-            # A request that was cut short computes its prompt again with its response, and shares nothing.
-            holder = None if entering.token_ids else with_prompt.get(self._same_prompt[entering.request])
-            shared = holder.blocks[: entering.position // BLOCK_SIZE] if holder else []
+            # A request with a response shares nothing: it computes its prompt again, or goes on in its own blocks.
+            holder = None if entering.token_ids else with_prompt.get(entering.same_prompt)
+            shared = holder.blocks[: entering.position // BLOCK_SIZE] if holder else entering.blocks
             needed = blocks_for(entering.position + 1) - len(shared)
             # A block in reserve for each that runs: whoever enters would otherwise soon be cut short again.
-            if self.running and needed + len(self.running) > self._pool.free:
+            if not self._free_up(needed + len(self.running), spared=entering) and self.running:
                 break
             if not holder:
-                tokens += entering.position
-                if computed and tokens > self._max_num_batched_tokens:
+                tokens += entering.position - entering.held
+                if (computed or extended) and tokens > self._max_num_batched_tokens:
                     break
-                computed.append(entering)
-                with_prompt.setdefault(self._same_prompt[entering.request], entering)
+                (extended if entering.held else computed).append(entering)
+                with_prompt.setdefault(entering.same_prompt, entering)
             self._waiting.popleft()
-            self._pool.share(shared)
+            if holder:
+                self._pool.share(shared)
             entering.slot, entering.blocks = self._slots.pop(), shared + self._pool.take(needed)
             if holder and entering.position % BLOCK_SIZE:
                 sources.append(holder.blocks[len(shared)])
                 targets.append(entering.blocks[len(shared)])
             entered.append(entering)
             self.running.append(entering)
-        return Admission(entered=entered, computed=computed, copies=BlockCopies(sources=sources, targets=targets))
+        copies = BlockCopies(sources=sources, targets=targets)
+        return Admission(entered=entered, computed=computed, extended=extended, copies=copies)
 
-    def advance(self, drawn: Sequence[tuple[int, float]]) -> None:
-        """Append (token, logp) to each running request; finished ones leave."""
-        finished = [r for r, row in zip(self.running, drawn, strict=True) if self._append(r, *row)]
-        for r in finished:
-            self._leave(r)
+    def advance(self, drawn: Sequence[tuple[int, float]]) -> dict[int, Completion]:
+        """Append (token, logp) to each running request; those that this finishes leave, and are returned by key."""
+        finished: dict[int, Completion] = {}
+        for r, (token, logp) in zip(self.running, drawn, strict=True):
+            r.token_ids.append(token)
+            r.logp.append(logp)
+            if reason := r.rules.ending(r.token_ids):
+                finished[r.request.key] = r.completion(reason)
+                self._leave(r, keep=r.request.keep)
         if finished:
-            self.running = [r for r in self.running if r.blocks]
+            self.running = [r for r in self.running if r.slot >= 0]
+        return finished
+
+    def interrupt(self) -> dict[int, Completion]:
+        """All requests leave; by key, what there is of their responses."""
+        everyone = [*self.running, *self._waiting]
+        for r in everyone:
+            self._leave(r)
+        self.running = []
+        self._waiting.clear()
+        return {r.request.key: r.completion(None) for r in everyone}
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Free what is kept of these requests."""
+        for key in keys:
+            if earlier := self._kept.pop(key, None):
+                self._leave(earlier)
+
+    def _take_over(self, entering: Running, earlier: Running) -> None:
+        """Go on in the blocks of an earlier turn, if the response begins with what was said in it."""
+        same = entering.same_prompt == earlier.same_prompt
+        if same and entering.token_ids[: len(earlier.token_ids)] == earlier.token_ids:
+            entering.blocks, entering.held = earlier.blocks, earlier.position
+        else:
+            self._leave(earlier)
 
     def _grow(self) -> None:
         for r in tuple(self.running):
-            # Whoever was cut short below has no blocks, and is no longer asked.
-            while r.blocks and r.position == len(r.blocks) * BLOCK_SIZE:
-                if self._pool.free:
+            # Whoever was cut short below has no slot, and is no longer asked.
+            while r.slot >= 0 and r.position == len(r.blocks) * BLOCK_SIZE:
+                if self._free_up(1):
                     r.blocks += self._pool.take(1)
                 else:
                     self._waiting.appendleft(youngest := self.running.pop())
                     self._leave(youngest)
 
-    def _leave(self, running: Running) -> None:
-        self._pool.give_back(running.blocks)
-        self._slots.append(running.slot)
-        running.slot, running.blocks = -1, []
-
-    def _append(self, running: Running, token: int, logp: float) -> bool:
-        """Whether that finished the response."""
-        running.token_ids.append(token)
-        running.logp.append(logp)
-        stopped = token in self._stop_token_ids or self._stop_strings.found(running.token_ids) is not None
-        if not stopped and len(running.token_ids) < self._params.max_tokens:
-            return False
-        self._completions[running.request] = Completion(
-            token_ids=running.token_ids,
-            logp=running.logp,
-            finish_reason="stop" if stopped else "length",
-        )
+    def _free_up(self, blocks: int, spared: Running | None = None) -> bool:
+        """Whether so many are free, at the cost of what is held for turns to come, the oldest first."""
+        while self._pool.free < blocks:
+            if self._kept:
+                self._leave(self._kept.pop(next(iter(self._kept))))
+            elif holding := next((r for r in reversed(self._waiting) if r.blocks and r is not spared), None):
+                self._leave(holding)
+            else:
+                return False
         return True
+
+    def _leave(self, leaving: Running, *, keep: bool = False) -> None:
+        """Give back its slot and, unless they are kept for another turn, its blocks."""
+        if leaving.slot >= 0:
+            self._slots.append(leaving.slot)
+            leaving.slot = -1
+        if keep:
+            self._kept[leaving.request.key] = leaving
+        else:
+            self._pool.give_back(leaving.blocks)
+            leaving.blocks, leaving.held = [], 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,19 +14,20 @@ from torch import Tensor
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import kv_bytes_per_token, most_blocks
 from megarl.parallel.groups import Groups
-from megarl.rollout.engine import Share
+from megarl.rollout.engine import Engine, Request, Share
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode, StopStrings
 from megarl.rollout.vllm import internals
 from megarl.rollout.vllm.checks import BLOCK_SIZE
-from megarl.types import Completion, SamplingParams
+from megarl.types import Completion, FinishReason
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Implements `megarl.rollout.engine.Engine`. Starts awake, with meaningless weights. All ranks build it together.
 
-    Prompts that share a beginning share its KV cache until the next `wake`. CUDA graphs are captured once and stay
-    valid, since the weights are written in place or shared for good.
+    Prompts that share a beginning share its KV cache until the next `wake`, as long as vLLM keeps it; so do the turns
+    of one response, and `Request.keep` asks for nothing more. CUDA graphs are captured once and stay valid, since the
+    weights are written in place or shared for good.
 
     Args:
         path: the model's folder, whose config.json vLLM builds it from.
@@ -64,6 +67,8 @@ class VLLMEngine:
         self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
         self._sleeps = sleeps and not on_cpu
         self._asleep: set[str] = set()
+        self._requests: dict[int, Request] = {}
+        self._decoding = ExitStack()
         blocks = most_blocks(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=BLOCK_SIZE)
         kv_cache_bytes = blocks * BLOCK_SIZE * kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
         with internals.undisturbed():
@@ -98,6 +103,7 @@ class VLLMEngine:
                     logprobs_mode="processed_logprobs",
                     # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
                     **({"moe_backend": "triton"} if arch.moe else {}),
+                    **_graphs(max_num_seqs),
                 )
             self._parameters = internals.parameters_of(self.llm)
 
@@ -120,22 +126,47 @@ class VLLMEngine:
             self.llm.sleep(level=2 if release_weights else 1)
             self._asleep = {"weights", "kv_cache"}
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[Completion]:
-        assert not self._asleep, "wake() before generate()"
-        assert len(prompts) == len(seeds)
-        check_requests(prompts, params, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
-        if not prompts:
-            return []
-        stop_at = StopStrings(params.stop, self._decode).found if params.stop else None
-        with internals.undisturbed(), internals.decoding(self.llm, stop_at):
-            outputs = self.llm.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
-                [_sampling(params, seed) for seed in seeds],
-                use_tqdm=False,
-            )
-        return [_completion(request.outputs[0]) for request in outputs]
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        assert not self._asleep, "wake() before submit()"
+        check_requests(requests, max_model_len=self._max_model_len, vocab_size=self._arch.vocab_size)
+        if not self._requests:
+            self._decoding.enter_context(internals.decoding(self.llm))
+        with internals.undisturbed():
+            for request in requests:
+                assert request.key not in self._requests
+                stop_at = StopStrings(request.params.stop, self._decode).found if request.params.stop else None
+                internals.add_request(
+                    self.llm, str(request.key), request.prompt, request.token_ids, _sampling(request), stop_at
+                )
+                self._requests[request.key] = request
+
+    def step(self) -> Mapping[int, Completion]:
+        with internals.undisturbed():
+            outputs = self.llm.llm_engine.step()
+        completions = {}
+        for output in outputs:
+            drawn, request = output.outputs[0], self._requests.pop(int(output.request_id))
+            reason: FinishReason = "stop" if drawn.finish_reason == "stop" else "length"
+            completions[request.key] = _completion(request, drawn.token_ids, drawn.logprobs, reason)
+        if not self._requests:
+            self._decoding.close()
+        return completions
+
+    def interrupt(self) -> Mapping[int, Completion]:
+        if not self._requests:
+            return {}
+        with internals.undisturbed():
+            drawn = internals.interrupt(self.llm)
+        self._decoding.close()
+        everyone, self._requests = self._requests, {}
+        return {key: _completion(request, *drawn[str(key)], None) for key, request in everyone.items()}
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """vLLM forgets by itself what it has not used for longest."""
 
     def close(self) -> None:
         self._parameters = {}
@@ -143,16 +174,25 @@ class VLLMEngine:
         del self.llm
 
 
-def _sampling(params: SamplingParams, seed: int) -> Any:
+def _graphs(max_num_seqs: int) -> dict[str, Any]:
+    """By itself vLLM captures no CUDA graph of more than 512 sequences, and decodes more of them without any."""
+    if max_num_seqs <= 512:
+        return {}
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32), max_num_seqs}
+    return {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
+
+
+def _sampling(request: Request) -> Any:
     """vLLM's parameters of one request. With a seed of its own a request is drawn alike on every rank of a replica."""
     import vllm
 
+    params, begun = request.params, len(request.token_ids)
     return vllm.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        seed=seed,
-        max_tokens=params.max_tokens,
+        seed=_seed_at(request.seed, begun) if begun else request.seed,
+        max_tokens=params.max_tokens - begun,
         stop_token_ids=list(params.stop_token_ids),
         ignore_eos=True,
         detokenize=False,
@@ -160,11 +200,17 @@ def _sampling(params: SamplingParams, seed: int) -> Any:
     )
 
 
-def _completion(output: Any) -> Completion:
-    token_ids, logp = array("i", output.token_ids), array("f", output.logprobs)
+def _seed_at(seed: int, place: int) -> int:
+    """A seed for the rest of a response: vLLM's generators cannot be wound forward."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _completion(
+    request: Request, token_ids: Sequence[int], logp: Sequence[float], finish_reason: FinishReason | None
+) -> Completion:
     assert len(token_ids) == len(logp), "vLLM returned log-probabilities of other tokens than the sampled ones"
     return Completion(
-        token_ids=token_ids,
-        logp=logp,
-        finish_reason="stop" if output.finish_reason == "stop" else "length",
+        token_ids=request.token_ids + array("i", token_ids),
+        logp=request.logp + array("f", logp),
+        finish_reason=finish_reason,
     )

@@ -201,14 +201,48 @@ def _matrices_begin_on_the_host() -> Iterator[None]:
 
 
 @contextmanager
-def decoding(llm: Any, stop_at: Callable[[Sequence[int]], str | None] | None) -> Iterator[None]:
-    """Generation without what vLLM does for every token and is of no use here: the CPU it takes paces small models.
+def decoding(llm: Any) -> Iterator[None]:
+    """Generation without what vLLM does for every token and is of no use here: the CPU it takes paces small models."""
+    with _blocks_as_they_fill(llm), _collecting(llm):
+        yield
+
+
+def add_request(
+    llm: Any,
+    request_id: str,
+    prompt: Sequence[int],
+    begun: Sequence[int],
+    params: Any,
+    stop_at: Callable[[Sequence[int]], str | None] | None,
+) -> None:
+    """Hand over a request, of which `llm.llm_engine.step` returns only the end.
 
     Args:
-        stop_at: given the token ids of a response so far, a string that ends it, or None.
+        begun: token ids of the response so far.
+        stop_at: given the token ids of a response so far, a string that ends it, or None. vLLM's own stop strings need
+            a Hugging Face tokenizer, which it would have to load.
     """
-    with _blocks_as_they_fill(llm), _stopping_at(stop_at) if stop_at else _collecting(llm):
-        yield
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    tokens = {"prompt_token_ids": [*prompt, *begun]}
+    if stop_at is None:
+        llm.llm_engine.add_request(request_id, tokens, params)
+        return
+    check = _stop_check(stop_at, begun)
+    with _replaced(IncrementalDetokenizer, "from_new_request", lambda tokenizer, request: check):
+        llm.llm_engine.add_request(request_id, tokens, params)
+
+
+def interrupt(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
+    """End all requests; by their ids, tokens and log-probabilities that were drawn for them."""
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core.engine_core
+    states = list(engine.output_processor.request_states.values())
+    engine.abort_request([state.external_req_id for state in states])
+    while core.batch_queue:  # steps that the GPU works on already, for requests that are gone
+        engine.step()
+    return {state.external_req_id: (state.detokenizer.token_ids, state.logprobs_processor.logprobs) for state in states}
 
 
 def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
@@ -233,33 +267,37 @@ def _collecting(llm: Any) -> AbstractContextManager[None]:
     own = processor.process_outputs
 
     def process_outputs(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        last = []
+        others = []
         for output in outputs:
-            if output.finish_reason is None:
-                request = processor.request_states[output.request_id]
+            request = processor.request_states.get(output.request_id)
+            if output.finish_reason is not None or request is None or hasattr(request.detokenizer, "stop_at"):
+                others.append(output)
+            else:
                 request.detokenizer.token_ids += output.new_token_ids
                 request.logprobs_processor.logprobs.append(output.new_logprobs)
-            else:
-                last.append(output)
-        return own(last, *args, **kwargs)
+        return own(others, *args, **kwargs)
 
     return _replaced(processor, "process_outputs", process_outputs)
 
 
-def _stopping_at(found: Callable[[Sequence[int]], str | None]) -> AbstractContextManager[None]:
-    """vLLM's own stop strings need a Hugging Face tokenizer, which it would have to load."""
+def _stop_check(stop_at: Callable[[Sequence[int]], str | None], begun: Sequence[int]) -> Any:
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     class StopCheck(IncrementalDetokenizer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stop_at, self._response = stop_at, list(begun)
+
         def update(self, new_token_ids: list[int], stop_terminated: bool) -> str | None:
             del stop_terminated
             for token in new_token_ids:
                 self.token_ids.append(token)
-                if stop := found(self.token_ids):
+                self._response.append(token)
+                if stop := self.stop_at(self._response):
                     return stop
             return None
 
-    return _replaced(IncrementalDetokenizer, "from_new_request", lambda tokenizer, request: StopCheck())
+    return StopCheck()
 
 
 @contextmanager
