@@ -20,7 +20,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -36,7 +36,7 @@ from megarl.trainer.build import build_actor
 from megarl.trainer.carry_over import CarryOver
 from megarl.trainer.checks import check_run
 from megarl.trainer.inputs import Inputs
-from megarl.types import Rollout, Rollouts
+from megarl.types import Completion, Rollout, Rollouts
 
 LONG_ONE_IN, SHORTER = 20, 8
 WARM_UP = 4
@@ -48,6 +48,7 @@ class Figures:
 
     Attributes:
         tokens_per_second: that were drawn, by way; with what a generation phase costs beside decoding.
+        decode_steps: of a round, on the replica of rank 0.
         ratio: carry-over to waiting.
         longest_staleness: steps from a response's first token to the step that would train on it.
     """
@@ -58,6 +59,7 @@ class Figures:
     longest_response: int
     tokens_per_second: dict[str, float]
     seconds: dict[str, list[float]]
+    decode_steps: dict[str, float]
     ratio: float
     longest_staleness: int
 
@@ -91,6 +93,13 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
     )
     params = replace(inputs.sampling(validation=False), stop_token_ids=(), stop=())
     submit: Callable[[Sequence[Request]], None] = generation.engine.submit
+    decode, decoded = generation.engine.step, [0]
+
+    def step() -> Mapping[int, Completion]:
+        decoded[0] += 1
+        return decode()
+
+    generation.engine.step = step  # type: ignore[method-assign]
     prompts, carried = inputs.train_prompts, CarryOver(config, groups, inputs.train_prompts)
     drawn, versions = count(), count(1)
 
@@ -110,10 +119,13 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
 
     seconds: dict[str, list[float]] = {}
     tokens: dict[str, int] = {}
+    steps: dict[str, float] = {}
     staleness, left = 0, 0.0
     for way, make in {"waiting": waiting, "carry-over": carrying, "even": waiting}.items():
         _set_lengths(generation.engine, submit, longest, even=way == "even")
         for round_ in range(WARM_UP + rounds):
+            if round_ == WARM_UP:
+                decoded[0] = 0
             dist.barrier(group=groups.control)
             began = time.perf_counter()
             with generation.phase():
@@ -130,6 +142,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
                 tokens[way] = tokens.get(way, 0) + drawn_tokens
                 assert made.version is not None
                 staleness = max(staleness, *(made.version - rollout.versions[0][0] for rollout in made))
+        steps[way] = decoded[0] / rounds
     run.close()
     rates = {way: tokens[way] / sum(taken) for way, taken in seconds.items()}
     return Figures(
@@ -139,6 +152,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
         longest_response=longest,
         tokens_per_second=rates,
         seconds=seconds,
+        decode_steps=steps,
         ratio=rates["carry-over"] / rates["waiting"],
         longest_staleness=staleness,
     )
@@ -161,10 +175,12 @@ def _set_lengths(engine: Engine, submit: Callable[[Sequence[Request]], None], lo
 
 
 def print_table(figures: Figures) -> None:
-    print(f"{'':12}{'tokens/s':>10}{'of waiting':>12}{'s per step':>12}")
+    print(f"{'':12}{'tokens/s':>10}{'of waiting':>12}{'s per step':>12}{'decode steps':>14}")
     for way, rate in figures.tokens_per_second.items():
         share = rate / figures.tokens_per_second["waiting"]
-        print(f"{way:12}{rate:>10,.0f}{share:>12.2f}{statistics.mean(figures.seconds[way]):>12.2f}")
+        print(
+            f"{way:12}{rate:>10,.0f}{share:>12.2f}{statistics.mean(figures.seconds[way]):>12.2f}{figures.decode_steps[way]:>14.0f}"
+        )
     longest = figures.longest_response
     print(
         f"{figures.sequences_per_step} responses a step, one in {LONG_ONE_IN} of {longest} tokens, the others of about "
