@@ -28,6 +28,8 @@ setup(
         "torch>=2.11,<2.14",
         "megatron-core>=0.16.1,<0.20",
         "omegaconf==2.4.0",
+        "aiohttp>=3.10",
+        "math-verify[antlr4_13_2]>=0.9,<0.10",
         "pydantic>=2.7",
         "einops>=0.8",
         "matplotlib>=3.9",

@@ -481,7 +481,7 @@ def test_limits_alone(tmp_path: Path) -> None:
     assert alone("x = bytearray(10 << 30)").ended == "memory"
     assert alone("while True: pass").ended == "time"
     assert alone("while True: print('x' * 9999)").ended == "output"
-    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(99)\n    os._exit(0)"
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(99)\n"
     assert alone(daemon).ended == "exit"
     with pytest.raises(OSError):  # nothing of it is there any more, not even to wait for
         os.waitpid(-1, os.WNOHANG)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from megarl.isolation.memory_group import MemoryGroup, memory_group
 
@@ -220,12 +220,11 @@ def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bo
             selector.register(stream, selectors.EVENT_READ, content)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                stream: Any = key.fileobj
-                data = stream.read(1 << 16)
+                data = os.read(key.fd, 1 << 16)
                 if not data:
-                    selector.unregister(stream)
+                    selector.unregister(key.fileobj)
                 key.data.extend(data)
-                if len(key.data) > limits.output and stream is not streams[-1]:
+                if len(key.data) > limits.output and key.data is not contents[-1]:
                     del key.data[limits.output :]
                     return contents, True
     return contents, False
