@@ -72,7 +72,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def status(code: int, body: Any = "", **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
-    content = body.encode() if isinstance(body, str) else body if isinstance(body, bytes) else json.dumps(body).encode()
+    text = body if isinstance(body, str | bytes) else json.dumps(body)
+    content = text.encode() if isinstance(text, str) else text
 
     def way(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(code)
@@ -143,7 +144,9 @@ def test_a_score(service: Service) -> None:
     assert service.keys == [None, None, f"Bearer {KEY}"]
 
 
-@pytest.mark.parametrize("way", [status(503), status(429), status(500, "oops"), cut, reset], ids=["503", "429", "500", "cut", "reset"])
+@pytest.mark.parametrize(
+    "way", [status(503), status(429), status(500, "oops"), cut, reset], ids=["503", "429", "500", "cut", "reset"]
+)
 def test_it_is_asked_again(service: Service, way: Callable[[BaseHTTPRequestHandler], None]) -> None:
     service.answers(way, way, ok(0.25))
     assert ask("http", url=service.url) == 0.25
@@ -265,7 +268,10 @@ def test_columns_that_cannot_be_sent(service: Service) -> None:
         ({"url": "http://"}, "'http://' is no address"),
         ({"url": "http://host:99999/"}, "'http://host:99999/' is no address"),
         ({"url": "http://ho st/"}, "'http://ho st/' is no address"),
-        ({"url": "http://me:pw@host/"}, "an address with a password would be in every record of the run: use token_env"),
+        (
+            {"url": "http://me:pw@host/"},
+            "an address with a password would be in every record of the run: use token_env",
+        ),
         ({"url": "http://host/", "timeout": 0}, "timeout = 0 must be seconds, more than 0"),
         ({"url": "http://host/", "timeout": "5"}, "timeout = '5': input should be a valid number"),
         ({"url": "http://host/", "retries": -1}, "retries = -1 must be 0 to 100"),

@@ -91,9 +91,7 @@ def plain_penalty(length: int, longest: int, buffer: int, factor: float) -> floa
     factor=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
 )
 def test_soft_overlong_penalty(lengths: list[int], buffer: int, factor: float) -> None:
-    got = [
-        soft_overlong_penalty(n, max_response_length=100, buffer_len=buffer, penalty_factor=factor) for n in lengths
-    ]
+    got = [soft_overlong_penalty(n, max_response_length=100, buffer_len=buffer, penalty_factor=factor) for n in lengths]
     assert got == pytest.approx([plain_penalty(n, 100, buffer, factor) for n in lengths], rel=1e-6)
 
 

@@ -167,7 +167,7 @@ def read_tests(column: Any) -> list[Any]:
     if tests and all(isinstance(test, Mapping) and all(isinstance(test.get(k), str) for k in _PAIR) for test in tests):
         return tests
     raise ValueError(
-        "needs tests in column 'tests': a list of {\"input\": text, \"output\": text}, a list of asserts, or a text of "
+        'needs tests in column \'tests\': a list of {"input": text, "output": text}, a list of asserts, or a text of '
         f"them, not {column!r:.80}"
     )
 

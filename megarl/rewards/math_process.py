@@ -1,7 +1,7 @@
 """Compares mathematical answers in a process of its own, which is killed when a comparison takes too long or too much.
 
-What a policy writes can hang a computer algebra system inside C code, where no signal stops it: 9^{9^{9}} has 370 million
-digits.
+What a policy writes can hang a computer algebra system inside C code, where no signal stops it: 9^{9^{9}} has 370
+million digits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from typing import Any
 
 from megarl.processes import die_with_parent
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megarl.rewards.math_process import serve; serve()"
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from megarl.rewards.math_process import serve
+serve()
+"""
 _STARTING = 120.0  # seconds that importing the library may take where files are slow
 _MEMORY = 4 << 30  # bytes of address space
 

@@ -18,9 +18,10 @@ def _check_args(*, choices: str = "ABCD") -> None:
 
 @register("multiple_choice", check_row=check_answer, check_args=_check_args)
 def multiple_choice(response: str, row: Mapping[str, Any], *, choices: str = "ABCD") -> float:
-    """Compare letters. The first of these that the response has is its choice, the last one of a kind:
+    """Compare the letter that a response chooses with the answer's.
 
-    `\\boxed{B}`, `<answer>B</answer>`, "answer is (B)" or "Answer: B", and a response that is "B", "(B)" or "B." alone.
+    Its choice is the first of these that it has, and the last of that kind: `\\boxed{B}`; `<answer>B</answer>`;
+    "answer is (B)" or "Answer: B"; "B", "(B)" or "B." and nothing else.
 
     `row` has a reference `answer`: the letter, or the number of the choice from 0.
 
