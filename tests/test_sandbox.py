@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from megarl.isolation.call_filter import filter_code
+from megarl.rewards import load_reward
 from megarl.rewards.deadline import DeadlinePassed, call_within
 from megarl.rewards.sandbox import Limits, Outcome, SandboxError, check_isolation, run_python
 
@@ -43,6 +44,9 @@ def in_other_namespaces() -> set[int]:
 def _no_process_is_left() -> Iterator[None]:
     before, others = in_other_namespaces(), set(psutil.Process().children(recursive=True))
     yield
+    until = time.monotonic() + 5
+    while in_other_namespaces() - before and time.monotonic() < until:
+        time.sleep(0.02)  # until the machine's init has waited for those whose parent was killed
     assert not in_other_namespaces() - before
     assert not set(psutil.Process().children(recursive=True)) - others
 
@@ -426,6 +430,19 @@ run_python("import os, time\\nfor _ in range(3): os.fork()\\ntime.sleep(99)", li
     while in_other_namespaces() - before and time.monotonic() < until:
         time.sleep(0.02)
     assert not in_other_namespaces() - before
+
+
+@pytest.mark.parametrize("reward", [False, True], ids=["program", "reward"])
+def test_it_is_killed_from_outside(reward: bool) -> None:
+    timer = threading.Timer(0.7, lambda: [child.kill() for child in psutil.Process().children()])
+    timer.start()
+    source = "import os, time\nos.fork()\ntime.sleep(99)"
+    if reward:
+        with pytest.raises(SandboxError, match=r"^the sandbox of a program was killed"):
+            load_reward("code")(f"```python\n{source}\n```", {"tests": ["assert True"]}, wall=50.0)
+    else:
+        assert run_python(source, limits=Limits(wall=50)).ended == "killed"
+    timer.join()
 
 
 def test_at_once_from_many_threads() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from megarl.rewards.registry import register
-from megarl.rewards.sandbox import Limits, Outcome, check_isolation, run_python
+from megarl.rewards.sandbox import Limits, Outcome, SandboxError, check_isolation, run_python
 
 _OPENING = re.compile(r"```(?:python|py)3?", re.IGNORECASE)
 _PAIR = ("input", "output")
@@ -102,6 +102,9 @@ def code(
 
     Returns:
         score; tests_passed, a share; timed_out, the share of runs; block, whether the response has one.
+
+    Raises:
+        SandboxError: the sandbox cannot be made, or somebody killed it.
     """
     limits = Limits(wall=wall, cpu=cpu, memory=memory, disk=disk, processes=processes, output=output)
     tests = read_tests(row["tests"])
@@ -112,6 +115,8 @@ def code(
 
     def run(program: str, stdin: str = "") -> Outcome:
         outcomes.append(run_python(program, stdin=stdin, limits=limits, isolation=isolation))
+        if outcomes[-1].ended == "killed":
+            raise SandboxError("the sandbox of a program was killed from outside: no limit of it was reached")
         return outcomes[-1]
 
     passed = 0
