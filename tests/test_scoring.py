@@ -17,12 +17,15 @@ import torch
 from ranks import Ranks
 
 from megarl.config import build_config
+from megarl.config.schema import Reward as Settings
 from megarl.parallel.groups import build_groups, destroy_groups
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.rewards.deadline import DeadlinePassed, call_within
-from megarl.rewards.judge import Failure, RewardError, judge
+from megarl.rewards.in_rank import InRank
+from megarl.rewards.judge import Failure, Response, RewardError, Scored
+from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward, load_reward
-from megarl.trainer.scoring import score
+from megarl.trainer.scoring import Scorer
 from megarl.trainer.step_metrics import reward_metrics
 from megarl.types import Completion, Prompt, Rollouts
 
@@ -31,6 +34,14 @@ PROMPT = Prompt(index=3, token_ids=(1, 2), row={"answer": "4"}, source="train.js
 
 def returning(value: object) -> Reward:
     return Reward(name="mine.py:f", function=lambda response, row: value)  # type: ignore[return-value, arg-type]
+
+
+def judge(reward: Reward, response: str, prompt: Prompt, *, timeout: float) -> float | Failure:
+    """One response, in this process."""
+    here = InRank(Part(reward=reward), Settings(timeout=timeout))
+    here.submit("it", Response(text=response), prompt)
+    result = here.collect()["it"]
+    return result.score if isinstance(result, Scored) else result
 
 
 # ------------------------------------------------------------------------------------------------------- one score
@@ -153,14 +164,15 @@ def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] 
     groups = build_groups(TrainLayout(world_size=2, tp=1, pp=1, chunks=1), GenerationLayout(world_size=2, tp=1), 1)
     inputs: Any = SimpleNamespace(  # what scoring asks of a run's inputs
         config=build_config({"reward": {"on_error": on_error, "timeout": 1}}),
-        reward=Reward(name="mine.py:f", function=eval(function)),
+        rewards=(Part(reward=Reward(name="mine.py:f", function=eval(function))),),
         tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(str, ids))),
     )
     prompts = [Prompt(index=i, token_ids=(7, 8), row={}, source=f"train.jsonl:{i + 1}") for i in range(2)]
     completions = [Completion(token_ids=array("i", [i]), logp=array("f", [-1]), finish_reason="stop") for i in range(6)]
     lines: list[str] = []
     try:
-        return score(Rollouts(prompts=prompts, n=3, completions=completions), inputs, groups, lines.append), lines
+        scorer = Scorer(inputs, groups, lines.append)
+        return scorer(Rollouts(prompts=prompts, n=3, completions=completions)), lines
     except RewardError as e:
         return str(e)
     finally:

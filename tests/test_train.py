@@ -20,7 +20,7 @@ import pytest
 from ranks import Ranks, free_port
 from tiny_run import FOUR_RANKS, ROOT, TrainedRun, megarl, metrics_of, train_in, write_run
 
-TIMES = ("timing/", "tokens_per_s")
+TIMES = ("timing/", "tokens_per_s", "reward/latency_")
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:

@@ -46,9 +46,12 @@ def collect(run: Run, generation: Generation, sampler: PromptSampler, score: Sco
     with run.phase(Phase.REWARD):
         if not rollouts.rewards:
             rollouts = drawn = score(rollouts)
+        details = run.score_metrics()
         if best_guess is not None:
             best_guess = score(best_guess)
+            run.score_metrics()  # what is logged is of the samples
     _show(run, rollouts, drawn)
+    run.log("reward", details)
     return _batch(run, rollouts, best_guess)
 
 
