@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,6 +34,10 @@ DUMP_SIGNAL = signal.SIGRTMAX - 1
 """Makes a worker write where its Python code is; a number that nobody else uses."""
 
 
+Calls = list[tuple[int, int, bytes]]
+"""What is called at a time: (number, task, pickled response and row) each."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A function, as a worker finds it.
@@ -51,9 +56,8 @@ class Task:
 def serve(channel: Channel, dump: int, tasks: Sequence[Task], timeout: float, supervisor: int) -> NoReturn:
     """Call what arrives until the supervisor is gone.
 
-    Messages are lists of (number, task, payload), of which the second and third are pickled (response, row). The
-    answers are JSON: {"ready": true}, {"broken": why}, or {"results": [[number, judged], ...], "together": whether the
-    failure is one call's with all of them}.
+    Messages are pickled `Calls`. The answers are JSON: {"ready": true}, {"broken": why}, or {"results": [[number,
+    judged], ...], "together": whether the failure is that of one call with all of them}.
 
     Args:
         dump: a file's descriptor, where the frames go at the end.
@@ -72,6 +76,7 @@ class _Worker:
         self._channel, self._tasks, self._timeout, self._pid = channel, tasks, timeout, os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: set[asyncio.Task[None]] = set()
+        self._inbox: deque[Calls] = deque()
 
     def run(self) -> NoReturn:
         try:
@@ -86,21 +91,21 @@ class _Worker:
             os._exit(1)
         self._answer({"ready": True})
         while True:
-            self._channel.wait()
-            for message in self._received():
-                calls = pickle.loads(message)
-                if self._tasks[calls[0][1]].kind == "async":
-                    self._serve_async(calls)
-                else:
-                    self._call(calls)
+            if not self._inbox:
+                self._channel.wait()
+                self._receive()
+            elif self._tasks[self._inbox[0][0][1]].kind == "async":
+                self._serve_async()
+            else:
+                self._call(self._inbox.popleft())
 
-    def _received(self) -> list[bytes]:
+    def _receive(self) -> None:
         try:
-            return self._channel.receive()
+            self._inbox += [pickle.loads(message) for message in self._channel.receive()]
         except EOFError:
             os._exit(0)
 
-    def _call(self, calls: list[tuple[int, int, bytes]]) -> None:
+    def _call(self, calls: Calls) -> None:
         """Calls of one plain function, or one call of a function of lists."""
         numbers, task = [number for number, _, _ in calls], calls[0][1]
         caller, together = self._callers[task], False
@@ -119,21 +124,22 @@ class _Worker:
         self._answer({"results": results, "together": together})
         self._channel.drain()
 
-    def _serve_async(self, calls: list[tuple[int, int, bytes]]) -> None:
+    def _serve_async(self) -> None:
         """Run coroutines, and those that arrive meanwhile, until none is left."""
         if self._loop is None:  # one for good: clients keep their connections in it
             self._loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._until_idle(self._loop, calls))
+        self._loop.run_until_complete(self._until_idle(self._loop))
 
-    async def _until_idle(self, loop: asyncio.AbstractEventLoop, calls: list[tuple[int, int, bytes]]) -> None:
+    async def _until_idle(self, loop: asyncio.AbstractEventLoop) -> None:
         idle = asyncio.Event()
 
-        def begin(calls: list[tuple[int, int, bytes]]) -> None:
-            for number, task, payload in calls:
-                call = loop.create_task(self._one(number, task, payload))
-                self._running.add(call)
-                call.add_done_callback(end)
+        def begin() -> None:
+            while self._inbox:
+                for number, task, payload in self._inbox.popleft():
+                    call = loop.create_task(self._one(number, task, payload))
+                    self._running.add(call)
+                    call.add_done_callback(end)
 
         def end(call: asyncio.Task[None]) -> None:
             self._running.discard(call)
@@ -141,10 +147,10 @@ class _Worker:
                 idle.set()
 
         def arrived() -> None:
-            for message in self._received():
-                begin(pickle.loads(message))
+            self._receive()
+            begin()
 
-        begin(calls)
+        begin()
         loop.add_reader(self._channel.fileno(), arrived)
         try:
             while self._running or not self._channel.is_between_messages:
