@@ -425,6 +425,9 @@ def test_parts_are_weighed_and_belong_to_data_sources(file: str) -> None:
         "judge": {"name": f"{file}:asks", "data_sources": ["chat", "gsm8k"]},
     }
     with pool_of(parts=parts) as pool:
+        for _ in range(3):  # workers go to and fro between the two kinds of functions
+            submit(pool, ["a" * (i % 3) for i in range(60)], source="chat")
+            assert [outcome(one) for one in pool.collect().values()] == [1.5 * (i % 3) for i in range(60)]
         submit(pool, ["aa", "bbbb"], source="gsm8k")
         math = pool.collect()
         submit(pool, ["aa"], source="chat")

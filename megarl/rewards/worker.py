@@ -94,10 +94,13 @@ class _Worker:
             if not self._inbox:
                 self._channel.wait()
                 self._receive()
-            elif self._tasks[self._inbox[0][0][1]].kind == "async":
+            elif self._is_async(self._inbox[0]):
                 self._serve_async()
             else:
                 self._call(self._inbox.popleft())
+
+    def _is_async(self, calls: Calls) -> bool:
+        return self._tasks[calls[0][1]].kind == "async"
 
     def _receive(self) -> None:
         try:
@@ -135,7 +138,7 @@ class _Worker:
         idle = asyncio.Event()
 
         def begin() -> None:
-            while self._inbox:
+            while self._inbox and self._is_async(self._inbox[0]):  # a plain call comes when the last of these is over
                 for number, task, payload in self._inbox.popleft():
                     call = loop.create_task(self._one(number, task, payload))
                     self._running.add(call)
@@ -143,12 +146,16 @@ class _Worker:
 
         def end(call: asyncio.Task[None]) -> None:
             self._running.discard(call)
-            if not self._running and self._channel.is_between_messages:
-                idle.set()
+            rest()
 
         def arrived() -> None:
             self._receive()
             begin()
+            rest()
+
+        def rest() -> None:
+            if not self._running and self._channel.is_between_messages:
+                idle.set()
 
         begin()
         loop.add_reader(self._channel.fileno(), arrived)

@@ -282,7 +282,8 @@ def _check_scoring(inputs: Inputs) -> None:
     for part in inputs.rewards:
         for source in part.data_sources:
             if source not in sources:
-                known = ", ".join(sorted(sources - {""})) or "none"
+                found = sorted(sources - {""})
+                known = ", ".join([*found[:8], *["..."] * (len(found) > 8)]) or "none"
                 raise ValueError(
                     f"reward.parts.{part.label}.data_sources: no row has the data source {source!r}; there are {known}"
                 )
