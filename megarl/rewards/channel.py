@@ -76,16 +76,19 @@ class Channel:
 
     def wait(self) -> None:
         """Sleep until there is something to receive, sending meanwhile what is left."""
-        while True:
-            readable, _, _ = select.select([self], [self] if self._out else [], [])
-            self.flush()
-            if readable:
-                return
+        while not self._sleep(select.POLLIN | (0 if self.flush() else select.POLLOUT)) & ~select.POLLOUT:
+            pass
 
     def drain(self) -> None:
         """Sleep until everything is handed over."""
         while not self.flush():
-            select.select([], [self], [])
+            self._sleep(select.POLLOUT)
+
+    def _sleep(self, events: int) -> int:
+        poll = select.poll()  # unlike select, for descriptors of any number
+        poll.register(self, events)
+        ((_, happened),) = poll.poll()
+        return happened
 
     def close(self) -> None:
         self._socket.close()
