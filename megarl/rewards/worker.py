@@ -105,8 +105,8 @@ class _Worker:
     def _receive(self) -> None:
         try:
             self._inbox += [pickle.loads(message) for message in self._channel.receive()]
-        except EOFError:
-            os._exit(0)
+        except EOFError:  # the supervisor is gone, or a function has closed what it did not open
+            os._exit(1)
 
     def _call(self, calls: Calls) -> None:
         """Calls of one plain function, or one call of a function of lists."""
