@@ -22,6 +22,7 @@ from megarl.models.tensors import Box, LogicalTensor
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, init_distributed
 from megarl.rewards import Reward
+from megarl.rewards.parts import Part
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.report import Report
 from megarl.trainer.resume import Start
@@ -72,7 +73,7 @@ def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
         arch=arch,
         tokenizer=NoText(arch.vocab_size),
         stop_tokens=(),
-        reward=Reward(name="random", function=lambda response, row: rng.random()),
+        rewards=(Part(reward=Reward(name="random", function=lambda response, row: rng.random())),),
         train_prompts=prompts,
         val_prompts=[],
         demonstrations=[],

@@ -23,7 +23,11 @@ def _check_args(*, boxed_only: bool = False, timeout: float = 5.0) -> None:
         raise ValueError("needs the package math-verify: pip install math-verify[antlr4_13_2]")
 
 
-@register("math_verify", check_row=check_answer, check_args=_check_args)
+def _prepare() -> None:
+    same_value("1", "$1$", timeout=60)  # the process that compares takes a second to start
+
+
+@register("math_verify", check_row=check_answer, check_args=_check_args, prepare=_prepare)
 def math_verify(response: str, row: Mapping[str, Any], *, boxed_only: bool = False, timeout: float = 5.0) -> float:
     """Compare values: fractions, decimals, sets, intervals, equations, units; `row` has a reference `answer`.
 

@@ -19,7 +19,7 @@ from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
-from megarl.trainer.inputs import Inputs, read_inputs
+from megarl.trainer.inputs import Inputs, read_inputs, source_of
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import check_other_files, check_other_layouts
@@ -281,13 +281,34 @@ def _check_rows(inputs: Inputs) -> None:
         _check_examples(inputs)
     elif warmup.total_training_steps:
         _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
-    if inputs.reward is None or (check_row := inputs.reward.check_row) is None:
-        return
+    if inputs.rewards:
+        _check_scoring(inputs)
+
+
+def _check_scoring(inputs: Inputs) -> None:
+    """Whether every row has a part that scores it, and is what its parts need."""
+    sources = set[str]()
     for prompt in (*inputs.train_prompts, *inputs.val_prompts):
-        try:
-            check_row(prompt.row)
-        except ValueError as e:
-            raise ValueError(f"{prompt.source}: reward {inputs.reward.name} {e}") from e
+        source = source_of(prompt, inputs.config)
+        sources.add(source)
+        applying = [part for part in inputs.rewards if part.applies_to(source)]
+        if not applying:
+            what = f"data source {source!r}" if source else f"no data source (column {inputs.config.data.source_key!r})"
+            raise ValueError(f"{prompt.source}: the row has {what}, and no part of reward.parts scores it")
+        for part in applying:
+            if part.reward.check_row is not None:
+                try:
+                    part.reward.check_row(prompt.row)
+                except ValueError as e:
+                    raise ValueError(f"{prompt.source}: reward {part.reward.name} {e}") from e
+    for part in inputs.rewards:
+        for source in part.data_sources:
+            if source not in sources:
+                found = sorted(sources - {""})
+                known = ", ".join([*found[:8], *["..."] * (len(found) > 8)]) or "none"
+                raise ValueError(
+                    f"reward.parts.{part.label}.data_sources: no row has the data source {source!r}; there are {known}"
+                )
 
 
 def _check_examples(inputs: Inputs) -> None:

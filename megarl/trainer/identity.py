@@ -46,7 +46,7 @@ def identity_of(inputs: Inputs) -> Identity:
             "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
             "rollout.stop": sorted(rollout.stop),
         },
-        "reward": {"reward.name": config.reward.name, "file": file_digest(config.reward.name.rpartition(":")[0])},
+        "reward": _reward(config),
         "roles": {"reference": config.needs_reference, **_other_models(config)},
     }
     files = {
@@ -87,13 +87,13 @@ def _of_every_run(inputs: Inputs) -> Identity:
         "model": {**asdict(inputs.arch), "dtype": model.dtype},
         "tokenizer": {"files": tokenizer_digest(model.tokenizer_path or model.path)},
         "seed": {"data.seed": config.data.seed, "data.shuffle": config.data.shuffle},
-        "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
+        "flow": {"trainer.flow": config.trainer.flow, "file": _code(config.trainer.flow)},
     }
 
 
 def _user_code(values: Mapping[str, str]) -> dict[str, str]:
     """Digests of the files that keys name, path/to/file.py:function."""
-    found = {key: file_digest(value.rpartition(":")[0]) for key, value in values.items()}
+    found = {key: _code(value) for key, value in values.items()}
     return {key: code for key, code in found.items() if code}
 
 
@@ -138,6 +138,28 @@ def _other_models(config: Config) -> dict[str, Any]:
         file = os.path.join(model.path, "config.json")
         found[beside.role] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
     return found
+
+
+def _reward(config: Config) -> dict[str, Any]:
+    """What decides on scores. A key that is not used is left out, as in checkpoints from before there was one."""
+    reward = config.reward
+    found: dict[str, Any] = {"reward.name": reward.name, "file": _code(reward.name)}
+    found |= _flat(reward.args, "reward.args.")
+    if reward.batch_size is not None:
+        found["reward.batch_size"] = reward.batch_size
+    for label, part in reward.parts.items():
+        key = f"reward.parts.{label}"
+        found |= {f"{key}.name": part.name, f"{key}.weight": part.weight, **_flat(part.args, f"{key}.args.")}
+        if part.data_sources:
+            found |= {f"{key}.data_sources": sorted(part.data_sources), "data.source_key": config.data.source_key}
+        if digest := _code(part.name):
+            found[f"{key}.file"] = digest
+    return found
+
+
+def _code(name: str) -> str | None:
+    """The digest of the file in path/to/file.py:function."""
+    return file_digest(name.rpartition(":")[0])
 
 
 def _algorithm(config: Config) -> dict[str, Any]:
@@ -189,6 +211,6 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _change(key: str, old: Any, new: Any) -> str:
-    if key in ("files", "file", "contents", "demonstrations"):
+    if key in ("files", "file", "contents", "demonstrations") or key.endswith(".file"):
         return f"other {key}"
     return f"{key} {json.dumps(old)} -> {json.dumps(new)}"

@@ -15,8 +15,8 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.rewards import Reward, load_reward
-from megarl.rewards.registry import BY_MODEL
+from megarl.rewards import Reward
+from megarl.rewards.parts import Part, parts_of
 from megarl.trainer.identity import Identity, identity_of
 from megarl.types import Prompt, SamplingParams
 
@@ -30,7 +30,7 @@ class Inputs:
             `rollout.stop_token_ids`, without repeats.
         train_prompts, val_prompts: rows to answer; empty where `data.format` is another.
         demonstrations: what the warm-up learns from; empty without a warm-up.
-        reward: None if a reward model scores, or nothing is scored.
+        rewards: the functions that scores are sums of; empty if a reward model scores, or nothing is scored.
         train_examples, val_examples: rows with answers to learn from; empty where `data.format` is prompts.
         remarks: what is allowed, but may not be meant; for the start of the run.
     """
@@ -39,7 +39,7 @@ class Inputs:
     arch: Architecture
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]
-    reward: Reward | None
+    rewards: tuple[Part, ...]
     train_prompts: list[Prompt]
     val_prompts: list[Prompt]
     demonstrations: list[Example]
@@ -102,7 +102,8 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     """Read everything that a run needs from disk.
 
     Args:
-        reward: scores responses, instead of the one that the configuration names.
+        reward: scores responses, instead of the one that the configuration names; one that is no `named` function is
+            called in the ranks themselves, one response after another.
 
     Raises:
         ValueError: what is missing or wrong, and what to change, in one line.
@@ -111,15 +112,20 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     arch = read_architecture(model.path)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
     rows = _prompts(config, tokenizer) if generates(config) else _examples(config, tokenizer)
-    by_function = generates(config) and config.reward.name != BY_MODEL
     return Inputs(
         config=config,
         arch=arch,
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(config, arch, tokenizer),
-        reward=reward or (load_reward(config.reward.name) if by_function else None),
+        rewards=parts_of(config.reward, reward) if generates(config) else (),
         **rows,
     )
+
+
+def source_of(prompt: Prompt, config: Config) -> str:
+    """The data source of a row; "" if it has none."""
+    source = prompt.row.get(config.data.source_key)
+    return "" if source is None else str(source)
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
