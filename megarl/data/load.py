@@ -11,7 +11,7 @@ from megarl.data.examples import Example
 from megarl.data.formats import Format
 from megarl.data.judged import judged
 from megarl.data.preferences import preference
-from megarl.data.prompts import TooLong
+from megarl.data.encode import TooLong
 from megarl.data.readers import Row, read_rows
 from megarl.data.tokenizer import Tokenizer
 
