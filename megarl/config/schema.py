@@ -59,7 +59,9 @@ class Data(Section):
     )
     prompt_key: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer")
-    source_key: str = Field("data_source", description="column that names where a row comes from, for metrics and rewards")
+    source_key: str = Field(
+        "data_source", description="column that names where a row comes from, for metrics and rewards"
+    )
     messages_key: str = Field(
         "", description="demonstrations: column with conversations, of which every turn of the assistant is learnt"
     )

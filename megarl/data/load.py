@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megarl.config.schema import Data
 from megarl.data.demonstrations import demonstration
+from megarl.data.encode import TooLong
 from megarl.data.examples import Example
 from megarl.data.formats import Format
 from megarl.data.judged import judged
 from megarl.data.preferences import preference
-from megarl.data.encode import TooLong
 from megarl.data.readers import Row, read_rows
 from megarl.data.tokenizer import Tokenizer
 

@@ -75,7 +75,6 @@ def make_index(
         OSError: the folder cannot hold it.
     """
     making = _Making(asked, tokenizer, folder, progress)
-    stretches: Iterable[Stretch]
     if folder is not None:
         processes = min(AT_MOST, len(os.sched_getaffinity(0)))
         with ScanWorkers(asked, processes) as workers:

@@ -154,9 +154,7 @@ class PromptSet(Sequence[Prompt]):
             ids = prompt_ids(row, self._data, self._tokenizer)
         named = row.columns.get(self._data.source_key)
         where = named if isinstance(named, str) else self._stems[int(fields["file"])]
-        return Prompt(
-            index=int(fields["index"]), token_ids=ids, row=row.columns, source=row.source, data_source=where
-        )
+        return Prompt(index=int(fields["index"]), token_ids=ids, row=row.columns, source=row.source, data_source=where)
 
 
 def _kept_index(found: list[DataFile], asked: Scan, tokenizer: Tokenizer, tokenizer_key: str) -> Index:

@@ -89,10 +89,8 @@ def parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
 
 def _read_file(file: DataFile, what: str) -> Iterator[Row]:
     if file.kind == "parquet":
-        number = 0
-        for batch in parquet_batches(file, what):
-            for number, columns in enumerate(batch.to_pylist(), start=number + 1):
-                yield Row(f"{file.name} row {number}", columns)
+        rows = (columns for batch in parquet_batches(file, what) for columns in batch.to_pylist())
+        yield from (Row(f"{file.name} row {number}", columns) for number, columns in enumerate(rows, start=1))
         return
     try:
         with file.open() as f:

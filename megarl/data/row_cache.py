@@ -1,8 +1,8 @@
 """Folders that hold what was read of the data: made by one process, used by all, whole or not there. Torch-free.
 
-    CACHE/3f2a...          an entry, renamed to its name when it is whole
-    CACHE/3f2a....lock     held by the process that makes it; the kernel gives it back, however the process ends
-    CACHE/3f2a....tmp-*    an entry in the making
+CACHE/3f2a...          an entry, renamed to its name when it is whole
+CACHE/3f2a....lock     held by the process that makes it; the kernel gives it back, however the process ends
+CACHE/3f2a....tmp-*    an entry in the making
 """
 
 from __future__ import annotations

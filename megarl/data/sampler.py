@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 import numpy as np
 
+from megarl.data.curriculum import Order
+
 _ORDER = {  # what the order of the prompts depends on: how it is called, and its part of a run in trainer.resume_allow
     "n_rows": ("rows of data.train_files", "data"),
     "shuffle": ("data.shuffle", "data"),
@@ -23,17 +25,27 @@ class PromptSampler:
         n_rows: rows to draw from.
         batch_size: rows per batch.
         shuffle: a new order every epoch; false: always 0, 1, 2, ...
+        order: puts the rows of an epoch in another order than that.
         allow: parts of a run that may differ from where a state was taken, as in `trainer.resume_allow`.
 
     Raises:
         ValueError: not even one batch.
     """
 
-    def __init__(self, n_rows: int, batch_size: int, shuffle: bool, seed: int, *, allow: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        n_rows: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        *,
+        order: Order | None = None,
+        allow: Collection[str] = (),
+    ) -> None:
         if batch_size > n_rows:
             raise ValueError(f"data.train_batch_size = {batch_size} exceeds the {n_rows} prompts of data.train_files")
         self._n_rows, self._batch_size, self._shuffle, self._seed = n_rows, batch_size, shuffle, seed
-        self._allow = frozenset(allow)
+        self._allow, self._reordered = frozenset(allow), order
         self._start(epoch=0, position=0)
 
     def next(self) -> list[int]:
@@ -81,3 +93,5 @@ class PromptSampler:
         self._order = np.arange(self._n_rows)
         if self._shuffle:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._n_rows)
+        if self._reordered is not None:
+            self._order = self._reordered(epoch, self._order)

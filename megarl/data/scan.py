@@ -164,7 +164,8 @@ def bounded(tokenizer: Tokenizer) -> bool:
 
 def scan(rows: Iterable[Placed], asked: Scan) -> Scanned:
     """Look at some rows, one after the other, up to the first that cannot be used."""
-    found, out = [], Scanned(rows=None)
+    found: list[tuple[int | float, ...]] = []
+    out = Scanned(rows=None)
     try:
         for placed in rows:
             out.seen += 1

@@ -10,6 +10,7 @@ from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
 from megarl.data.formats import check_format, generates
+from megarl.data.prompts import PromptSet
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.from_config import check_megatron, generation_layout, train_layout
@@ -261,11 +262,15 @@ def _check_rows(inputs: Inputs) -> None:
         _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
     if inputs.reward is None or (check_row := inputs.reward.check_row) is None:
         return
-    for prompt in (*inputs.train_prompts, *inputs.val_prompts):
-        try:
-            check_row(prompt.row)
-        except ValueError as e:
-            raise ValueError(f"{prompt.source}: reward {inputs.reward.name} {e}") from e
+    for prompts in (inputs.train_prompts, inputs.val_prompts):
+        if isinstance(prompts, PromptSet) and prompts.checked_for == inputs.reward.name:
+            continue  # as they were read
+        for i in range(len(prompts)):
+            source, row = prompts.row(i) if isinstance(prompts, PromptSet) else (prompts[i].source, prompts[i].row)
+            try:
+                check_row(row)
+            except ValueError as e:
+                raise ValueError(f"{source}: reward {inputs.reward.name} {e}") from e
 
 
 def _check_examples(inputs: Inputs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rewards import Reward, load_reward
 from megarl.rewards.registry import BY_MODEL
+from megarl.trainer.digests import tokenizer_digest
 from megarl.trainer.identity import Identity, identity_of
 from megarl.types import Prompt, SamplingParams
 
@@ -40,8 +42,8 @@ class Inputs:
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]
     reward: Reward | None
-    train_prompts: list[Prompt]
-    val_prompts: list[Prompt]
+    train_prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
     demonstrations: list[Example]
     train_examples: list[Example] = field(default_factory=list)
     val_examples: list[Example] = field(default_factory=list)
@@ -110,8 +112,11 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     model = config.actor_rollout_ref.model
     arch = read_architecture(model.path)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
-    rows = _prompts(config, tokenizer) if generates(config) else _examples(config, tokenizer)
     by_function = generates(config) and config.reward.name != BY_MODEL
+    checked = config.reward.name if by_function and reward is None else ""
+    if checked:
+        load_reward(checked)  # a name that is none is refused before any row is looked at
+    rows = _prompts(config, tokenizer, checked) if generates(config) else _examples(config, tokenizer)
     return Inputs(
         config=config,
         arch=arch,
@@ -122,23 +127,33 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     )
 
 
-def _prompts(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Fields of `Inputs`, for a run that generates."""
-    data = config.data
-    train = load_prompts(data, data.train_files, tokenizer)
-    held_out = load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else []
-    seen = {prompt.token_ids for prompt in train}
+def _prompts(config: Config, tokenizer: Tokenizer, reward: str) -> dict[str, Any]:
+    """Fields of `Inputs`, for a run that generates.
+
+    Args:
+        reward: whose check of a row each of them must pass; empty: none.
+    """
+    data, model = config.data, config.actor_rollout_ref.model
+    known = {"reward": reward, "tokenizer_key": tokenizer_digest(model.tokenizer_path or model.path)}
+    train = load_prompts(data, data.train_files, tokenizer, **known)
+    held_out = load_prompts(data, data.val_files, tokenizer, "data.val_files", **known) if data.val_files else None
+    remarks = train.remarks
+    if held_out is not None:
+        remarks += (*held_out.remarks, *_remarks(held_out.in_common(train), len(held_out), "prompts"))
     return {
         "train_prompts": train,
-        "val_prompts": held_out,
+        "val_prompts": [] if held_out is None else held_out,
         "demonstrations": _demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
-        "remarks": _remarks(sum(prompt.token_ids in seen for prompt in held_out), len(held_out), "prompts"),
+        "remarks": remarks,
     }
 
 
 def _examples(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """The same, for one that learns from answers in its data."""
     data, format = config.data, format_of(config)
+    for key in ("source", "filter", "curriculum", "drop_duplicates", "weights"):
+        if getattr(data, key):
+            raise ValueError(f"data.{key} is for prompts, and trainer.flow = {config.trainer.flow} reads {format}")
     train = load_examples(data, format, data.train_files, tokenizer)
     held_out = load_examples(data, format, data.val_files, tokenizer, "data.val_files") if data.val_files else []
     seen = {example.sequences for example in train}
