@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class DataFile:
 
     Attributes:
         name: what people call it: the path, or "s3://bucket/train.parquet".
+        place: the path, or the URI with what else is in it, such as a key that nobody should read.
         entry: which entry of the list named it, from 0.
         size: bytes.
         changed: nanoseconds since 1970.
@@ -30,6 +32,7 @@ class DataFile:
     """
 
     name: str
+    place: str
     entry: int
     kind: Literal["jsonl", "parquet"]
     size: int
@@ -44,13 +47,13 @@ class DataFile:
     def open(self) -> BinaryIO:
         """For reading from its beginning; raises OSError or pyarrow's errors."""
         if not self.remote:
-            return open(self.name, "rb")
-        store, path = _store(self.name)
+            return open(self.place, "rb")
+        store, path = _store(self.place)
         return cast(BinaryIO, store.open_input_file(path))
 
     def unchanged(self) -> bool:
         """Whether it still is what it was."""
-        return (self.size, self.changed) == _size_and_time(self.name, self.remote)
+        return (self.size, self.changed) == _size_and_time(self.place, self.remote)
 
 
 def data_files(patterns: Sequence[str], what: str) -> list[DataFile]:
@@ -71,24 +74,25 @@ def data_files(patterns: Sequence[str], what: str) -> list[DataFile]:
         remote = "://" in pattern and not pattern.startswith("file://")
         names = _remote_matches(pattern, what) if remote else _matches(pattern.removeprefix("file://"))
         if not names:
-            raise ValueError(f"{what}: no file matches '{pattern}'")
+            raise ValueError(f"{what}: no file matches '{_shown(pattern) if remote else pattern}'")
         for name in names:
             if name not in found:
                 found[name] = _data_file(name, entry, remote, what)
     return list(found.values())
 
 
-def _data_file(name: str, entry: int, remote: bool, what: str) -> DataFile:
+def _data_file(place: str, entry: int, remote: bool, what: str) -> DataFile:
+    name = _shown(place) if remote else place
     kinds: dict[str, Literal["jsonl", "parquet"]] = {".jsonl": "jsonl", ".parquet": "parquet"}
     kind = kinds.get(os.path.splitext(name)[1])
     if kind is None:
         packed = os.path.splitext(name)[1] in (".gz", ".zst", ".bz2", ".xz", ".zip")
         raise ValueError(f"{what}: '{name}' is neither .jsonl nor .parquet{'; unpack it first' if packed else ''}")
     try:
-        size, changed = _size_and_time(name, remote)
+        size, changed = _size_and_time(place, remote)
     except OSError as e:
         raise ValueError(f"{what}: '{name}' cannot be read: {e.strerror or _short(e)}") from e
-    return DataFile(name=name, entry=entry, kind=kind, size=size, changed=changed, remote=remote)
+    return DataFile(name=name, place=place, entry=entry, kind=kind, size=size, changed=changed, remote=remote)
 
 
 def _size_and_time(name: str, remote: bool) -> tuple[int, int]:
@@ -132,7 +136,7 @@ def _remote_matches(pattern: str, what: str) -> list[str]:
         store, base = _store(f"{fixed}?{query}" if query else fixed)
         infos = store.get_file_info(fs.FileSelector(base, recursive=True))
     except (OSError, ValueError) as e:
-        raise ValueError(f"{what}: '{pattern}' cannot be listed: {_short(e)}") from e
+        raise ValueError(f"{what}: '{_shown(uri)}' cannot be listed: {_short(e)}") from e
     scheme = fixed[: len(fixed) - len(base)] if fixed.endswith(base) else f"{uri.partition('://')[0]}://"
     names = sorted(f"{scheme}{info.path}" for info in infos if info.is_file)
     suffix = f"?{query}" if query else ""
@@ -148,7 +152,7 @@ def _store(uri: str) -> tuple[fs.FileSystem, str]:
     from pyarrow import ArrowException, fs
 
     try:
-        if uri.startswith("s3://") and "?" not in uri:  # those of a URI have neither time limits nor an endpoint
+        if uri.startswith("s3://") and not set("?@") & set(uri):  # those of a URI have neither time limits nor an endpoint
             bucket, _, _ = uri.removeprefix("s3://").partition("/")
             own = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
@@ -162,6 +166,11 @@ def _store(uri: str) -> tuple[fs.FileSystem, str]:
         return cast("tuple[fs.FileSystem, str]", fs.FileSystem.from_uri(uri))
     except (ArrowException, ValueError) as e:
         raise OSError(5, _short(e)) from e
+
+
+def _shown(uri: str) -> str:
+    """Without keys and settings."""
+    return re.sub("://[^/]*@", "://", uri.partition("?")[0])
 
 
 def _short(error: Exception) -> str:

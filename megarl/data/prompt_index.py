@@ -10,7 +10,9 @@ An index is a folder, or is held in memory if it is small:
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
 import sys
 import time
@@ -47,6 +49,7 @@ class Index:
         files: what `file` counts: name, entry of the list, kind, and path; or the bytes of a small Arrow file.
         seen: rows of the files.
         filtered, overlong, duplicates: of these, what was left out.
+        digest: of the rows and of what makes prompts of them, in order.
     """
 
     rows: Any
@@ -56,6 +59,7 @@ class Index:
     filtered: int = 0
     overlong: int = 0
     duplicates: int = 0
+    digest: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -95,13 +99,14 @@ def open_index(folder: Path, meta: dict[str, Any]) -> Index:
         rows=np.memmap(folder / "rows.bin", FIELDS, "r"),
         tokens=np.memmap(tokens, "<i4", "r") if tokens.stat().st_size else np.zeros(0, "<i4"),
         files=files,
+        digest=meta["digest"],
         **meta["counts"],
     )
 
 
 def meta_of_index(index: Index) -> dict[str, object]:
     """What `open_index` has to know beside the files."""
-    return {"files": index.files, "counts": index.counts}
+    return {"files": index.files, "counts": index.counts, "digest": index.digest}
 
 
 class _Making:
@@ -168,6 +173,7 @@ class _Making:
             first[np.unique(index.rows["prompt"], return_index=True)[1]] = True
             index.duplicates = int((~first).sum())
             index.rows = index.rows[first] if self._folder is None else _rewritten(index.rows, first)
+        index.digest = _digest(index.rows, self._asked)
         return index
 
     def _settle(self, unsettled: list[Unsettled], rows: Any) -> Any:
@@ -314,6 +320,16 @@ def _plain(batch: Any) -> Any:
 
     columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
     return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _digest(rows: Any, asked: Scan) -> str:
+    data, step = asked.data, 2**16
+    cut = [data.truncation, data.max_prompt_length] if asked.cuts else []
+    total = hashlib.blake2b(json.dumps([data.answer_key, *cut]).encode(), digest_size=8)
+    for i in range(0, len(rows), step):
+        block = rows[i : i + step]
+        total.update(np.stack([block["prompt"], block["row"]], 1).tobytes())
+    return total.hexdigest()
 
 
 def _rewritten(rows: np.memmap[Any, Any], kept: Any) -> Any:

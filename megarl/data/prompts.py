@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, overload
 
@@ -104,16 +103,10 @@ class PromptSet(Sequence[Prompt]):
         """Without its tokens."""
         return self._row(self._index.rows[i])
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """Of the rows and of what makes prompts of them, in order; nothing is read for it."""
-        rows, step = self._index.rows, 2**16
-        cut = [self._data.truncation, self._data.max_prompt_length] if self._asked.cuts else []
-        total = hashlib.blake2b(json.dumps([self._data.answer_key, *cut]).encode(), digest_size=8)
-        for i in range(0, len(rows), step):
-            block = rows[i : i + step]
-            total.update(np.stack([block["prompt"], block["row"]], 1).tobytes())
-        return total.hexdigest()
+        """Of the rows and of what makes prompts of them, in order; known since they were looked at."""
+        return self._index.digest
 
     @property
     def checked_for(self) -> str:
@@ -179,7 +172,7 @@ def _key(found: list[DataFile], asked: Scan, tokenizer_key: str) -> str:
     code = [data.filter, data.curriculum, data.source] if asked.training else []
     parts = [
         [_FORMAT, asked.what, asked.reward, tokenizer_key],
-        [[f.name if f.remote else os.path.abspath(f.name), f.entry, f.size, f.changed] for f in found],
+        [[f.place if f.remote else os.path.abspath(f.place), f.entry, f.size, f.changed] for f in found],
         [[name, getattr(data, name)] for name in (*names, *training)],
         [_contents(value.rpartition(":")[0]) for value in [*code, asked.reward]],
         source_version(data.source) if asked.training and data.source else "",
@@ -219,9 +212,15 @@ def _remarks(index: Index, asked: Scan) -> tuple[str, ...]:
         "whose prompt an earlier row has": index.duplicates,
     }
     said = [f"{count} {reason}" for reason, count in reasons.items() if count]
+    found = ()
+    if asked.what == "data.source":
+        found = (
+            f"data.source: {index.seen} rows, as {asked.data.source} gave them when it was asked once; it is asked "
+            f"again when its file or its attribute `version` changes",
+        )
     if not said:
-        return ()
-    return (f"{asked.what}: {index.seen - len(index.rows)} of {index.seen} rows left out: {', '.join(said)}",)
+        return found
+    return (*found, f"{asked.what}: {index.seen - len(index.rows)} of {index.seen} rows left out: {', '.join(said)}")
 
 
 def _none_left(index: Index, asked: Scan) -> str:

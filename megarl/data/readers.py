@@ -39,7 +39,7 @@ def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
     rows: list[Row] = []
     for file in data_files(patterns, what):
         before = len(rows)
-        rows.extend(_read_file(file, what))
+        rows.extend(rows_of_file(file, what))
         if len(rows) == before:
             raise no_rows(file.name, what)
     return rows
@@ -87,7 +87,8 @@ def parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
         raise ValueError(f"{what}: '{file.name}' is not a readable parquet file: {' '.join(str(e).split())}") from e
 
 
-def _read_file(file: DataFile, what: str) -> Iterator[Row]:
+def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
+    """Its rows, one after the other; raises ValueError for a file that is malformed."""
     if file.kind == "parquet":
         rows = (columns for batch in parquet_batches(file, what) for columns in batch.to_pylist())
         yield from (Row(f"{file.name} row {number}", columns) for number, columns in enumerate(rows, start=1))
