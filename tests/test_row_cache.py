@@ -196,7 +196,9 @@ def test_a_disk_that_is_full(tmp_path: Path, tokenizer: str, file: str, large: N
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(ValueError, match=r"^data.train_files: the rows cannot be kept in '.*': File too large; set"):
+        with pytest.raises(
+            ValueError, match=r"^data.train_files: the rows cannot be kept in '.*': File too large; set"
+        ):
             read(tokenizer, [file], cache_dir=str(tmp_path / "cache"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -27,7 +27,30 @@ import sentencepiece
 import yaml
 
 ROOT = Path(__file__).parents[1]
-WORDS = "how many apples are left of the twelve that Ada bought if she gives each of her friends one and a half".split()
+WORDS = [
+    "how",
+    "many",
+    "apples",
+    "are",
+    "left",
+    "of",
+    "the",
+    "twelve",
+    "that",
+    "Ada",
+    "bought",
+    "if",
+    "she",
+    "gives",
+    "each",
+    "of",
+    "her",
+    "friends",
+    "one",
+    "and",
+    "a",
+    "half",
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,13 @@ class MixtureSampler:
     counts them, is as many rows as all files have together, whichever they are.
 
     Args:
-        sizes: rows of each file; the rows of one file follow those of the one before.
+        sizes: rows of each file, 1 or more; the rows of one file follow those of the one before.
         weights: share of each, in any unit.
 
     The other arguments are those of `PromptSampler`.
 
     Raises:
-        ValueError: a file without rows, or fewer rows than a batch.
+        ValueError: fewer rows than a batch.
     """
 
     def __init__(
@@ -38,8 +38,7 @@ class MixtureSampler:
         *,
         allow: Collection[str] = (),
     ) -> None:
-        if 0 in sizes:
-            raise ValueError(f"data.weights: entry {sizes.index(0) + 1} of data.train_files has no rows of its own")
+        assert len(sizes) == len(weights) and 0 not in sizes
         self._whole = PromptSampler(sum(sizes), batch_size, shuffle, seed, allow=allow)  # epochs, and what may change
         self._files = [PromptSampler(size, 1, shuffle, seed + 1 + i) for i, size in enumerate(sizes)]
         self._starts = np.cumsum([0, *sizes[:-1]]).tolist()

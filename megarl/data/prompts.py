@@ -70,7 +70,11 @@ def load_prompts(
         index = _kept_index(found, asked, tokenizer, tokenizer_key)
     if not len(index.rows):
         raise ValueError(_none_left(index, asked))
-    return PromptSet(index, asked, tokenizer)
+    prompts = PromptSet(index, asked, tokenizer)
+    if training and data.weights and 0 in prompts.sizes:
+        number = prompts.sizes.index(0) + 1
+        raise ValueError(f"data.weights: entry {number} of data.train_files has no rows of its own to draw from")
+    return prompts
 
 
 class PromptSet(Sequence[Prompt]):
@@ -115,10 +119,11 @@ class PromptSet(Sequence[Prompt]):
 
     @property
     def sizes(self) -> list[int]:
-        """How many there are of each entry of the list of files."""
+        """How many there are of each entry of data.train_files."""
         entries = np.array([entry for _, entry, _, _ in self._index.files])
         counts = np.bincount(self._index.rows["file"], minlength=len(entries))
-        return np.bincount(entries, weights=counts).astype(int).tolist()
+        sizes: list[int] = np.bincount(entries, counts, len(self._data.train_files)).astype(int).tolist()
+        return sizes
 
     @property
     def difficulty(self) -> Any:
