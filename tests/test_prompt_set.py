@@ -1,4 +1,4 @@
-"""Prompts that stay on disk: the same as rows read one by one, whatever the files are like; refused by file and line."""
+"""Prompts that stay on disk: those of the rows read one by one, whatever the files are like; refused by their line."""
 
 from __future__ import annotations
 

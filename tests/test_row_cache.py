@@ -1,4 +1,4 @@
-"""The index on disk: whole or not there, made once by whoever comes first, whatever happens to the one that makes it."""
+"""The index on disk: whole or not there, made once by whoever comes first, whatever happens to its maker."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ FILES are .jsonl, .json (one object, or a list of them) or .parquet:
     dapo    prompt: messages, reward_model.ground_truth; data_source is kept. Rows that repeat a prompt are left out:
             the published file has each 100 times
 
-The rows have the columns prompt, answer, data_source (the data set's name, unless the row has its own) and what is kept.
+The rows have the columns prompt, answer, data_source (the data set's name, but for dapo) and what is kept.
 With --chat the prompt is a list of messages for the model's chat template; with --template it is put into a text, such
 as '{problem}\\nPut your answer into \\boxed{{}}.'
 """

@@ -81,7 +81,9 @@ class Data(Section):
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error", description="what happens to a prompt over max_prompt_length: which part is cut, or an error"
     )
-    filter: str = Field("", description="path/to/file.py:function(row) -> whether the prompt is used; default: all are")
+    filter: str = Field(
+        "", description="path/to/file.py:function(row) -> whether a training prompt is used; default: all"
+    )
     drop_duplicates: bool = Field(False, description="drop training prompts that an earlier row has too")
     shuffle: bool = Field(True, description="a new order of the training prompts every epoch")
     curriculum: str = Field(

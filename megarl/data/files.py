@@ -152,9 +152,7 @@ def _store(uri: str) -> tuple[fs.FileSystem, str]:
     from pyarrow import ArrowException, fs
 
     try:
-        if uri.startswith("s3://") and not set("?@") & set(
-            uri
-        ):  # those of a URI have neither time limits nor an endpoint
+        if uri.startswith("s3://") and not set("?@") & set(uri):  # made from its URI, it would have no time limits
             bucket, _, _ = uri.removeprefix("s3://").partition("/")
             own = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")

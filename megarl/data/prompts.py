@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, overload
 
@@ -18,7 +20,7 @@ from megarl.data.files import DataFile, data_files
 from megarl.data.prompt_index import Index, make_index, meta_of_index, open_index
 from megarl.data.readers import Row
 from megarl.data.row_cache import Progress, cache_folder, entry, meta_of
-from megarl.data.row_files import ArrowFile, JsonlFile, RowFile
+from megarl.data.row_files import open_file
 from megarl.data.scan import Scan, bounded, check_filter, with_answer
 from megarl.data.source import source_version
 from megarl.data.tokenizer import Tokenizer
@@ -26,6 +28,9 @@ from megarl.types import Prompt
 
 SMALL_BYTES = 16 * 2**20
 """Files up to this size together are read by every process for itself: nothing is written for them."""
+
+OPEN_FILES = 64
+"""At a time: there may be more files of rows than a process can have open."""
 
 _FORMAT = 1  # of an index: those of another one are made again
 
@@ -58,7 +63,7 @@ def load_prompts(
     if data.source and training:
         if files:
             raise ValueError("data.source and data.train_files both name the training rows; leave one of them out")
-        asked, found = Scan(**{**vars(asked), "what": "data.source"}), []
+        asked, found = replace(asked, what="data.source"), []
     else:
         found = data_files(files, what)
     small = bool(found) and not any(f.remote for f in found) and sum(f.size for f in found) <= SMALL_BYTES
@@ -86,8 +91,9 @@ class PromptSet(Sequence[Prompt]):
 
     def __init__(self, index: Index, asked: Scan, tokenizer: Tokenizer) -> None:
         self._index, self._asked, self._data, self._tokenizer = index, asked, asked.data, tokenizer
-        kinds: Mapping[str, type[JsonlFile] | type[ArrowFile]] = {"jsonl": JsonlFile, "arrow": ArrowFile}
-        self._files: list[RowFile] = [kinds[kind](name, path) for name, _, kind, path in index.files]
+        self._file = lru_cache(OPEN_FILES)(lambda number: open_file(*index.files[number]))
+        for number in range(min(len(index.files), OPEN_FILES)):  # what replaces one of these is not read
+            self._file(number)
         self._stems = [PurePosixPath(name).stem for name, *_ in index.files]
         self.remarks = _remarks(index, asked)
 
@@ -141,7 +147,7 @@ class PromptSet(Sequence[Prompt]):
         return int(np.isin(self._index.rows["prompt"], own[there]).sum())
 
     def _row(self, fields: Any) -> Row:
-        source, columns = self._files[int(fields["file"])].read(fields)
+        source, columns = self._file(int(fields["file"])).read(fields)
         return Row(source, with_answer(columns, self._data.answer_key))
 
     def _prompt(self, fields: Any) -> Prompt:
@@ -217,7 +223,7 @@ def _remarks(index: Index, asked: Scan) -> tuple[str, ...]:
         "whose prompt an earlier row has": index.duplicates,
     }
     said = [f"{count} {reason}" for reason, count in reasons.items() if count]
-    found = ()
+    found: tuple[str, ...] = ()
     if asked.what == "data.source":
         found = (
             f"data.source: {index.seen} rows, as {asked.data.source} gave them when it was asked once; it is asked "

@@ -28,6 +28,11 @@ class Row(NamedTuple):
 
 
 def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
+    """`iterate_rows`, all at once."""
+    return list(iterate_rows(patterns, what))
+
+
+def iterate_rows(patterns: Sequence[str], what: str) -> Iterator[Row]:
     """All rows of the files that the patterns match, in the order of `data_files`.
 
     Args:
@@ -36,13 +41,13 @@ def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
     Raises:
         ValueError: as `data_files`; an empty or malformed file.
     """
-    rows: list[Row] = []
     for file in data_files(patterns, what):
-        before = len(rows)
-        rows.extend(rows_of_file(file, what))
-        if len(rows) == before:
+        empty = True
+        for row in rows_of_file(file, what):
+            empty = False
+            yield row
+        if empty:
             raise no_rows(file.name, what)
-    return rows
 
 
 def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:

@@ -21,6 +21,14 @@ class RowFile(Protocol):
         """Source and columns of a row, by its `scan.FIELDS`."""
 
 
+def open_file(name: str, entry: int, kind: str, path: Any) -> RowFile:
+    """One of `Index.files`; raises RowsChanged if it is gone."""
+    try:
+        return ArrowFile(name, path) if kind == "arrow" else JsonlFile(name, path)
+    except OSError as e:
+        raise RowsChanged(f"{name} can no longer be read: {e.strerror or e}; put it back and start again") from e
+
+
 class JsonlFile:
     """Lines by their bytes, each compared with what it was."""
 
