@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_rows import read, write_rows, write_tokenizer
 from pyarrow import parquet
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import megarl.data.prompt_index
 import megarl.data.prompts
@@ -229,6 +232,35 @@ def test_short_text_needs_no_tokens(tokenizer: str) -> None:
     assert asked.needs_tokens([{"role": "user", "content": "1"}])
     cutting = Scan(what="", data=Data(max_prompt_length=8, truncation="left"), bounded=True)
     assert not cutting.needs_tokens("1" * 999)
+
+
+def test_conversations_of_known_roles_need_no_tokens(tmp_path: Path) -> None:
+    """Those that are long, and the first of each form, do; refusals are of the row that is refused."""
+    words = RustTokenizer(models.WordLevel({"<e>": 0, "u": 1, "a": 2, ":": 3, "7": 4, "?": 5}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<e>", unk_token="?")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }} : {{ m['content'] }} {% endfor %}a :"
+        "{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}"
+    )
+    fast.save_pretrained(tmp_path)
+
+    def chat(*contents: str) -> dict[str, Any]:
+        return {"prompt": [{"role": "user", "content": content} for content in contents]}
+
+    rows = [chat("7 7"), chat("7"), chat("7 " * 30), chat("7 é"), chat("7", "7"), chat("7 7", "7")]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    found = read(str(tmp_path), [file], max_prompt_length=40)
+    assert [int(at >= 0) for at in found._index.rows["tokens_at"]] == [1, 0, 1, 1, 1, 0]
+    whole = [fast.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
+    assert [list(p.token_ids) for p in found] == [list(ids) for ids in whole]
+    write_rows(tmp_path / "rows.jsonl", [*rows, chat(*"777")])
+    assert refusal(lambda: read(str(tmp_path), [file], max_prompt_length=40)) == (
+        f"{file}:7: the chat template refuses the messages: too long"
+    )
+    batch = load_tokenizer(str(tmp_path))
+    texts = ["7 a :", "", "u"]
+    assert list(batch.encode_batch(texts)) == [batch.encode(text) for text in texts] and not batch.encode_batch([])
 
 
 @settings(deadline=None, max_examples=50)

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +28,7 @@ from megarl.data.encode import TooLong, encode_messages, encode_text, usable_ids
 from megarl.data.files import DataFile
 from megarl.data.readers import BATCH_ROWS, no_rows, parquet_batches
 from megarl.data.row_cache import Progress
-from megarl.data.scan import FIELDS, Scan, Scanned, Unsettled
+from megarl.data.scan import FIELDS, Conversation, Scan, Scanned, Unsettled
 from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
 from megarl.data.source import spool
 from megarl.data.tokenizer import Tokenizer
@@ -117,6 +117,7 @@ class _Making:
         self._index = Index(rows=None, tokens=None)
         self._rows, self._tokens = self._output("rows.bin"), self._output("tokens.bin")
         self._stored = 0
+        self._templates: dict[tuple[str, ...], int] = {}
         self._file_of: list[int] = []  # of the stretches that are under way
         self._rows_of: list[int] = []  # seen in each file
         self._sizes: list[int] = []  # of the stretches that are under way
@@ -179,6 +180,7 @@ class _Making:
     def _settle(self, unsettled: list[Unsettled], rows: Any) -> Any:
         """Tokenise what has to be; returns which rows are kept."""
         kept, data = np.ones(len(rows), bool), self._asked.data
+        unsettled = [one for one in unsettled if one.refusal or not self._fits(one.prompt)]
         for one, ids in zip(unsettled, self._encoded(unsettled), strict=True):
             try:
                 tokens = usable_ids(ids, one.source, data)
@@ -195,6 +197,25 @@ class _Making:
             self._tokens.write(np.asarray(tokens, "<i4").tobytes())
             self._stored += len(tokens)
         return kept
+
+    def _fits(self, prompt: str | Conversation) -> bool:
+        """Whether a conversation certainly does, as others with the same roles, whose text was shorter or longer.
+
+        A conversation is put into the template the first time that its roles are seen; and, with "a" for every text,
+        to see how many tokens it adds. 16 more are for what may be split otherwise where its words meet the text.
+        """
+        if isinstance(prompt, str) or not all(
+            message.keys() == {"role", "content"} and all(isinstance(text, str) for text in message.values())
+            for message in prompt
+        ):
+            return False
+        roles = tuple(message["role"] for message in prompt)
+        if roles in self._templates:
+            return self._asked.fits(" ".join(message["content"] for message in prompt), self._templates[roles])
+        with suppress(ValueError):  # the row that comes next says so, with its name
+            short = [{"role": role, "content": "a"} for role in roles]
+            self._templates[roles] = len(self._tokenizer.encode_chat(short)) + 16
+        return False
 
     def _encoded(self, unsettled: list[Unsettled]) -> Iterator[list[int]]:
         texts = [one.prompt for one in unsettled if isinstance(one.prompt, str)]

@@ -1,8 +1,8 @@
 """One look at every row, before a run: where it lies, and whether it can be used. Torch-free, for worker processes.
 
-A prompt is tokenised here only if that could tell something: a conversation, which the template may refuse, or a text
-that could have too many tokens or none. Of the others `bounded` knows enough, and they are tokenised when they are
-drawn: two gigabytes of short questions are looked at in seconds.
+A prompt is tokenised before the run only if that could tell something: a conversation of a form that the template has
+not been seen to take, or what could have too many tokens or none. Of the others `bounded` knows enough, and they are
+tokenised when they are drawn: two gigabytes of short questions are looked at in seconds.
 """
 
 from __future__ import annotations
@@ -104,9 +104,13 @@ class Scan:
 
     def needs_tokens(self, prompt: str | Conversation) -> bool:
         """Whether only its tokens tell that a prompt can be used."""
-        if not (isinstance(prompt, str) and self.bounded and prompt.isascii() and _LETTER.search(prompt)):
-            return True
-        return not self.cuts and len(prompt) >= self.data.max_prompt_length
+        return not isinstance(prompt, str) or not self.fits(prompt)
+
+    def fits(self, text: str, overhead: int = 0) -> bool:
+        """Whether it certainly has some tokens, and with so many more not too many."""
+        if not (self.bounded and text.isascii() and _LETTER.search(text)):
+            return False
+        return self.cuts or len(text) + overhead < self.data.max_prompt_length
 
 
 class Unsettled(NamedTuple):
