@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -163,6 +164,30 @@ def test_what_is_left_out_is_said(tmp_path: Path, tokenizer: str, way: dict[str,
     )
     held_out = read(tokenizer, [file], "data.val_files", filter=f"{tmp_path}/own.py:easy", **keys)
     assert len(held_out) == 100  # neither filter nor duplicates: validation compares with other runs
+
+
+def test_nothing_is_left(tmp_path: Path, tokenizer: str, way: dict[str, Any]) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1" * 9}, {"prompt": "é" * 9}])
+    keys = {**way, "max_prompt_length": 8, "filter_overlong_prompts": True, "drop_duplicates": True}
+    assert refusal(lambda: read(tokenizer, [file], **keys)) == (
+        "data.train_files: none of the 2 prompts has at most data.max_prompt_length = 8 tokens"
+    )
+    (tmp_path / "own.py").write_text("def none(row):\n    return False\n")
+    assert refusal(lambda: read(tokenizer, [file], filter=f"{tmp_path}/own.py:none", **keys)) == (
+        "data.train_files: data.filter and data.max_prompt_length = 8 leave none of the 2 prompts"
+    )
+
+
+def test_more_files_than_are_open(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megarl.data.prompts, "OPEN_FILES", 3)
+    for i in range(10):
+        write_rows(tmp_path / f"{i}.jsonl", [{"prompt": str(i)}] * 2)
+    found, before = read(tokenizer, [f"{tmp_path}/*.jsonl"]), len(os.listdir("/proc/self/fd"))
+    assert [p.row["prompt"] for p in found] == [str(i // 2) for i in range(20)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    (tmp_path / "0.jsonl").unlink()
+    with pytest.raises(RowsChanged, match=r"0.jsonl can no longer be read: No such file or directory; put it back"):
+        found[0]
 
 
 def test_prompts_held_out_and_trained_on_are_counted(tmp_path: Path, tokenizer: str) -> None:

@@ -53,7 +53,10 @@ class DataFile:
 
     def unchanged(self) -> bool:
         """Whether it still is what it was."""
-        return (self.size, self.changed) == _size_and_time(self.place, self.remote)
+        try:
+            return (self.size, self.changed) == _size_and_time(self.place, self.remote)
+        except OSError:
+            return False
 
 
 def data_files(patterns: Sequence[str], what: str) -> list[DataFile]:

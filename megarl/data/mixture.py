@@ -10,7 +10,7 @@ import numpy as np
 from megarl.data.sampler import PromptSampler
 
 
-class MixtureSampler:
+class MixtureSampler(PromptSampler):
     """Batches of row positions, of which every file has its share at any time, to within one row.
 
     The next row is of the file that is furthest behind its share of all rows so far; with weights 3 and 1 the files are
@@ -39,22 +39,22 @@ class MixtureSampler:
         allow: Collection[str] = (),
     ) -> None:
         assert len(sizes) == len(weights) and 0 not in sizes
-        self._whole = PromptSampler(sum(sizes), batch_size, shuffle, seed, allow=allow)  # epochs, and what may change
+        super().__init__(sum(sizes), batch_size, shuffle, seed, allow=allow)  # epochs, and what may not change
         self._files = [PromptSampler(size, 1, shuffle, seed + 1 + i) for i, size in enumerate(sizes)]
         self._starts = np.cumsum([0, *sizes[:-1]]).tolist()
         self._shares = (np.asarray(weights) / sum(weights)).tolist()
-        self._batch_size, self._allow, self._weights = batch_size, frozenset(allow), list(weights)
+        self._weights = list(weights)
         self._drawn = [0] * len(sizes)
 
     def next(self) -> list[int]:
         """Positions of the next batch's rows."""
-        self._whole.next()
+        super().next()
         return [self._one() for _ in range(self._batch_size)]
 
     def state(self) -> dict[str, Any]:
         """As `PromptSampler.state`, with rows drawn of each file, and where each stands."""
         return {
-            **self._whole.state(),
+            **super().state(),
             "weights": self._weights,
             "drawn": list(self._drawn),
             "files": [file.state() for file in self._files],
@@ -75,7 +75,7 @@ class MixtureSampler:
                 f"now they are {self._weights} and {sizes[0]}: resume with what the run began with, or set "
                 f"trainer.resume_allow=[data]"
             )
-        self._whole.load_state({key: then[key] for key in self._whole.state() if key in then})
+        super().load_state({key: then[key] for key in super().state() if key in then})
         if len(same) == 4 and sizes[0] == sizes[1]:
             self._drawn = list(then["drawn"])
             for file, its in zip(self._files, then["files"], strict=True):

@@ -94,10 +94,9 @@ def open_index(folder: Path, meta: dict[str, Any]) -> Index:
         (name, entry, kind, path if os.path.isabs(path) else str(folder / path))
         for name, entry, kind, path in meta["files"]
     ]
-    tokens = folder / "tokens.bin"
     return Index(
-        rows=np.memmap(folder / "rows.bin", FIELDS, "r"),
-        tokens=np.memmap(tokens, "<i4", "r") if tokens.stat().st_size else np.zeros(0, "<i4"),
+        rows=_mapped(str(folder / "rows.bin"), FIELDS),
+        tokens=_mapped(str(folder / "tokens.bin"), np.dtype("<i4")),
         files=files,
         digest=meta["digest"],
         **meta["counts"],
@@ -169,7 +168,7 @@ class _Making:
         """The index, without its duplicates if these are not wanted."""
         index = self._index
         index.rows, index.tokens = self._input(self._rows, FIELDS), self._input(self._tokens, np.dtype("<i4"))
-        if self._asked.training and self._asked.data.drop_duplicates:
+        if self._asked.training and self._asked.data.drop_duplicates and len(index.rows):
             first = np.zeros(len(index.rows), bool)
             first[np.unique(index.rows["prompt"], return_index=True)[1]] = True
             index.duplicates = int((~first).sum())
@@ -280,8 +279,7 @@ class _Making:
         if isinstance(written, io.BytesIO):
             return np.frombuffer(written.getvalue(), dtype)
         written.close()
-        empty = os.path.getsize(written.name) == 0
-        return np.zeros(0, dtype) if empty else np.memmap(written.name, dtype, "r")
+        return _mapped(written.name, dtype)
 
     def _say(self) -> None:
         if self._folder is None or time.monotonic() - self._said < SAY_EVERY_SECONDS:
@@ -289,6 +287,11 @@ class _Making:
         self._said = time.monotonic()
         part = f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB looked at, " if self._total else ""
         print(f"megarl: {self._asked.what}: {part}{self._index.seen} rows", file=sys.stderr, flush=True)
+
+
+def _mapped(path: str, dtype: np.dtype[Any]) -> Any:
+    """A file as an array; nothing of no bytes can be mapped."""
+    return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
 def _stretches(f: BinaryIO) -> Iterator[tuple[int, int, int]]:

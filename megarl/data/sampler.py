@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 
@@ -56,11 +57,11 @@ class PromptSampler:
         self._position += self._batch_size
         return [int(i) for i in self._order[start : self._position]]
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """`epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._depends_on()}
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; in another order, where that is allowed, with the next epoch.
 
         Raises:
@@ -84,7 +85,7 @@ class PromptSampler:
             )
         self._start(epoch=state["epoch"], position=state["position"])
 
-    def _depends_on(self) -> dict[str, int]:
+    def _depends_on(self) -> dict[str, Any]:
         values = (self._n_rows, int(self._shuffle), self._batch_size, self._seed)
         return dict(zip(_ORDER, values, strict=True))
 

@@ -73,8 +73,12 @@ class ScanWorkers:
         ]
 
     def __enter__(self) -> ScanWorkers:
-        for process in self._processes:
-            self._send(process, self._asked)
+        try:
+            for process in self._processes:
+                self._send(process, self._asked)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(

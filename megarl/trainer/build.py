@@ -137,7 +137,7 @@ def _weights(model: Model | OtherModel, arch: Architecture, seed: int) -> Source
     return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.path, arch).box
 
 
-def prompt_sampler(inputs: Inputs) -> PromptSampler | MixtureSampler:
+def prompt_sampler(inputs: Inputs) -> PromptSampler:
     """The order of the training prompts, or examples."""
     data, allow, prompts = inputs.config.data, inputs.config.trainer.resume_allow, inputs.train_prompts
     if inputs.train_examples:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from megarl.data.mixture import MixtureSampler
 from megarl.data.sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
@@ -19,9 +18,7 @@ from megarl.trainer.step_metrics import response_metrics, reward_metrics
 from megarl.types import Batch, Rollouts
 
 
-def collect(
-    run: Run, generation: Generation, sampler: PromptSampler | MixtureSampler, score: Score, *, greedy: bool
-) -> Batch:
+def collect(run: Run, generation: Generation, sampler: PromptSampler, score: Score, *, greedy: bool) -> Batch:
     """Responses to the next prompts, with their rewards.
 
     With `algorithm.filter_groups` they are scored while the engine is awake, so that more prompts can be drawn.
