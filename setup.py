@@ -49,8 +49,11 @@ setup(
         "loggers": ["wandb", "mlflow"],
         "dev": [
             "accelerate>=1.0",
+            "flask>=3.0",  # moto's server
+            "flask-cors>=5.0",
             "gguf>=0.10",
             "hypothesis>=6.100",
+            "moto>=5.0",
             "mypy>=1.11",
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -295,7 +295,7 @@ def test_rows_that_no_part_scores_are_refused(tmp_path: Path) -> None:
         check_run(load_config(str(config)))
     alone = load_config(str(config)).model_dump()
     alone["reward"]["parts"] = {"right": {**parts["right"], "data_sources": ["even"]}}
-    said = r"train\.jsonl:\d+: the row has data source 'odd', and no part of reward\.parts scores it$"
+    said = r"train\.jsonl:\d+: the row has the data source 'odd', and no part of reward\.parts scores it$"
     with pytest.raises(ValueError, match=said):
         check_run(build_config(alone))
     alone["data"]["source_key"] = "kinds"

@@ -51,6 +51,9 @@ class NoText:
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise NotImplementedError
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise NotImplementedError
 

@@ -6,12 +6,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 from megarl.config.schema import Reward as Settings
 from megarl.rewards.call import check_arguments, is_async
 from megarl.rewards.judge import Failure, Judged, NoScore, Scored, cut, finite, shown
-from megarl.rewards.registry import BY_MODEL, Reward, is_registered, load_reward
+from megarl.rewards.registry import BY_MODEL, Reward, RowCheck, is_registered, load_reward
+
+Scorers = tuple[tuple[str, tuple[str, ...]], ...]
+"""Of named functions: (`reward.name`, the data sources that it scores; empty: all)."""
 
 Kind = Literal["plain", "batch", "async"]
 _LABEL = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -42,6 +46,32 @@ class Part:
 
     def applies_to(self, source: str) -> bool:
         return not self.data_sources or source in self.data_sources
+
+
+def scorers_of(parts: Sequence[Part]) -> Scorers:
+    """What a row's data source and columns are checked against; functions that have no name check nothing."""
+    return tuple((part.reward.name, part.data_sources) for part in parts if part.reward.named)
+
+
+def refusal_of(row: Mapping[str, Any], source: str, scorers: Scorers) -> str:
+    """Why a response to a row could not be scored, in words that follow the row's place; empty if it can be."""
+    if not scorers:
+        return ""
+    applying = [name for name, data_sources in scorers if not data_sources or source in data_sources]
+    if not applying:
+        return f"the row has the data source {source!r}, and no part of reward.parts scores it"
+    for name in applying:
+        if (check_row := _row_check(name)) is not None:
+            try:
+                check_row(row)
+            except ValueError as e:
+                return f"reward {name} {e}"
+    return ""
+
+
+@cache
+def _row_check(name: str) -> RowCheck | None:
+    return load_reward(name).check_row
 
 
 def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...]:

@@ -10,16 +10,18 @@ from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
 from megarl.data.formats import check_format, generates
+from megarl.data.prompts import PromptSet
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.from_config import check_megatron, generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
+from megarl.rewards.parts import refusal_of, scorers_of
 from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
-from megarl.trainer.inputs import Inputs, read_inputs, source_of
+from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import check_other_files, check_other_layouts
@@ -287,25 +289,19 @@ def _check_rows(inputs: Inputs) -> None:
 
 def _check_scoring(inputs: Inputs) -> None:
     """Whether every row has a part that scores it, and is what its parts need."""
-    sources = set[str]()
-    for prompt in (*inputs.train_prompts, *inputs.val_prompts):
-        source = source_of(prompt, inputs.config)
-        sources.add(source)
-        applying = [part for part in inputs.rewards if part.applies_to(source)]
-        if not applying:
-            what = f"data source {source!r}" if source else f"no data source (column {inputs.config.data.source_key!r})"
-            raise ValueError(f"{prompt.source}: the row has {what}, and no part of reward.parts scores it")
-        for part in applying:
-            if part.reward.check_row is not None:
-                try:
-                    part.reward.check_row(prompt.row)
-                except ValueError as e:
-                    raise ValueError(f"{prompt.source}: reward {part.reward.name} {e}") from e
+    asked, sources = scorers_of(inputs.rewards), set[str]()
+    for prompts in (inputs.train_prompts, inputs.val_prompts):
+        if isinstance(prompts, PromptSet) and prompts.checked_for == asked:  # as they were read
+            sources |= prompts.sources
+            continue
+        for prompt in prompts:
+            sources.add(prompt.data_source)
+            if wrong := refusal_of(prompt.row, prompt.data_source, asked):
+                raise ValueError(f"{prompt.source}: {wrong}")
     for part in inputs.rewards:
         for source in part.data_sources:
             if source not in sources:
-                found = sorted(sources - {""})
-                known = ", ".join([*found[:8], *["..."] * (len(found) > 8)]) or "none"
+                known = ", ".join([*sorted(sources)[:8], *["..."] * (len(sources) > 8)])
                 raise ValueError(
                     f"reward.parts.{part.label}.data_sources: no row has the data source {source!r}; there are {known}"
                 )

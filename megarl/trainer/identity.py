@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import Config
 from megarl.data.examples import Example
 from megarl.data.formats import format_of, generates
+from megarl.data.prompts import PromptSet
 from megarl.trainer.digests import digest, file_digest, tokenizer_digest
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import beside_the_policy
@@ -31,7 +32,7 @@ def identity_of(inputs: Inputs) -> Identity:
         return _without_generation(inputs)
     identity: Identity = {
         **_of_every_run(inputs),
-        "data": {"rows": len(inputs.train_prompts), "contents": prompts_digest(inputs.train_prompts)},
+        "data": _data(inputs),
         "warmup": {},
         "batch": {
             "data.train_batch_size": data.train_batch_size,
@@ -59,6 +60,18 @@ def identity_of(inputs: Inputs) -> Identity:
         warmup = config.warmup.model_dump(exclude={"train_files"})
         identity["warmup"] = {**_flat(warmup, "warmup."), "demonstrations": examples_digest(inputs.demonstrations)}
     return _as_read_back(identity)
+
+
+def _data(inputs: Inputs) -> dict[str, Any]:
+    """The training prompts, and what their order depends on."""
+    data, prompts = inputs.config.data, inputs.train_prompts
+    said: dict[str, Any] = {"rows": len(prompts), "contents": rows_digest(prompts)}
+    if data.weights:
+        said["data.weights"] = data.weights
+    if data.curriculum:
+        file = file_digest(data.curriculum.rpartition(":")[0])
+        said |= {"data.curriculum": "a function" if file else data.curriculum, "file": file}
+    return said
 
 
 def _without_generation(inputs: Inputs) -> Identity:
@@ -190,6 +203,21 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return digest(
         json.dumps([prompt.token_ids, prompt.row], sort_keys=True, default=str).encode() for prompt in prompts
     )
+
+
+def rows_digest(prompts: Sequence[Prompt]) -> str:
+    """The same from what is known of rows that lie on disk: "rows " before it, since it is another one."""
+    return f"rows {prompts.digest}" if isinstance(prompts, PromptSet) else prompts_digest(prompts)
+
+
+def as_recorded_before(identity: Identity, recorded: Identity, inputs: Inputs) -> Identity:
+    """The identity as a checkpoint has it whose rows were digested with their tokens; that takes a look at each."""
+    then, prompts = recorded.get("data", {}).get("contents", ""), inputs.train_prompts
+    if not isinstance(prompts, PromptSet) or then.startswith("rows "):
+        return identity
+    if recorded["data"].get("rows") != len(prompts):
+        return identity
+    return {**identity, "data": {**identity["data"], "contents": prompts_digest(prompts)}}
 
 
 def examples_digest(examples: Sequence[Example]) -> str:

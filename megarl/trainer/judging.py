@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from megarl.data.prompts import are_messages
+from megarl.data.encode import are_messages
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError

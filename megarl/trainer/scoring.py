@@ -9,7 +9,7 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.pool import RewardPool
-from megarl.trainer.inputs import Inputs, source_of
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.reward_workers import host_here, workers_of
 from megarl.trainer.score_metrics import score_metrics
 from megarl.types import Rollout, Rollouts
@@ -53,8 +53,7 @@ class Scorer:
         assert rollout.finish_reason is not None
         text = self._inputs.tokenizer.decode(rollout.token_ids)
         response = Response(text=text, tokens=len(rollout.token_ids), finish_reason=rollout.finish_reason)
-        source = source_of(rollout.prompt, self._inputs.config)
-        self._judge.submit(_key(rollout), response, rollout.prompt, source)
+        self._judge.submit(_key(rollout), response, rollout.prompt, rollout.prompt.data_source)
 
     def __call__(self, rollouts: Rollouts) -> Rollouts:
         """The same rollouts with `rewards`, the same on every rank; those that nobody submitted are scored now.
@@ -105,7 +104,7 @@ class Scorer:
         if failures:
             first = failures[0].reason
             self._say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {first}")
-        sources = [source_of(rollout.prompt, self._inputs.config) for rollout in rollouts]
+        sources = [rollout.prompt.data_source for rollout in rollouts]
         self._noted += zip(results, sources, strict=True)
         return rollouts.scored([None if isinstance(one, Failure) else one.score for one in results])
 
