@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from megarl.config.schema import Data
@@ -44,8 +46,8 @@ def load_prompts(
             if not data.filter_overlong_prompts:
                 raise
             continue
-        columns = _with_answer(row.columns, data.answer_key)
-        prompts.append(Prompt(index=index, token_ids=ids, row=columns, source=row.source))
+        columns, where = _with_answer(row.columns, data.answer_key), _data_source(row, data.source_key)
+        prompts.append(Prompt(index=index, token_ids=ids, row=columns, source=row.source, data_source=where))
     limit = data.max_prompt_length
     if not prompts:
         raise ValueError(f"{what}: none of the {len(rows)} prompts has at most data.max_prompt_length = {limit} tokens")
@@ -117,6 +119,14 @@ def cut_prompt(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
         head = {"left": 0, "right": limit, "middle": limit // 2}[data.truncation]
         ids = [*ids[:head], *ids[len(ids) - (limit - head) :]]
     return tuple(ids)
+
+
+def _data_source(row: Row, key: str) -> str:
+    """What the column says, or else the file's name without its ending."""
+    named = row.columns.get(key)
+    if isinstance(named, str):
+        return named
+    return PurePath(re.sub(r"(:| row )\d+$", "", row.source)).stem
 
 
 def _with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:

@@ -13,8 +13,8 @@ _COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def answer_in(response: str) -> str | None:
-    """The last `\\boxed{...}`; or else the last `<answer>...</answer>`; or else what follows the last `####` in its line;
-    or else the last line that is not blank, from "answer is" or "answer:" on. Normalised; None if there is nothing.
+    """The last `\\boxed{...}`; or else the last `<answer>...</answer>`; or else what follows the last `####` in its
+    line; or else the last line that is not blank, from "answer is" or "answer:" on. Normalised; None if that is empty.
 
     "6*7\\nThe answer is: $42$." gives "42".
     """

@@ -67,8 +67,10 @@ def check_same_prompts(a: Finished, b: Finished) -> None:
         if one == other:
             continue
         if one is None or other is None:
-            lacks = a if one is None else b
-            raise ValueError(f"'{lacks.folder}' has no prompt {index}, and the other has: evaluate both on the same files")
+            lacks, has = (a, b) if one is None else (b, a)
+            raise ValueError(
+                f"'{lacks.folder}' has no prompt {index}, and '{has.folder}' has: evaluate both on the same files"
+            )
         what = next(name for name, x, y in zip(("text", "answer", "source"), one, other, strict=True) if x != y)
         raise ValueError(
             f"prompt {index} has another {what} in '{a.folder}' than in '{b.folder}': evaluate both on the same files"
@@ -77,7 +79,7 @@ def check_same_prompts(a: Finished, b: Finished) -> None:
 
 def differing_settings(a: Finished, b: Finished) -> list[str]:
     """What makes the two more than two models apart, in words: sampling, and what scored them."""
-    names = [name for name in a.settings if name not in ("model", "samples_digest")]
+    names = [name for name in a.settings if name != "model"]
     return [f"{n} {a.settings[n]!r} and {b.settings.get(n)!r}" for n in names if a.settings[n] != b.settings.get(n)]
 
 
@@ -151,7 +153,7 @@ def table(comparisons: Sequence[Comparison], title: str) -> Table:
 
 
 def _asked(records: Sequence[Record]) -> dict[int, tuple[str, str, str]]:
-    return {one.index: (one.prompt, one.answer, one.source) for one in records}
+    return {one.index: (one.row, one.answer, one.source) for one in records}
 
 
 def _as_json(one: Comparison) -> Mapping[str, Any]:

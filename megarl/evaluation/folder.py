@@ -34,6 +34,20 @@ class Finished:
     settings: Mapping[str, Any]
     records: Sequence[Record]
 
+    @property
+    def name(self) -> str:
+        """The folder's."""
+        return os.path.basename(os.path.abspath(self.folder))
+
+
+def check_unused(folder: str) -> None:
+    """Raises ValueError if a folder holds something, or is none."""
+    try:
+        if os.path.lexists(folder) and os.listdir(folder):
+            raise ValueError(f"'{folder}' holds something already, and nothing is overwritten: name a new folder")
+    except OSError as e:
+        raise ValueError(f"'{folder}' cannot be filled: {e.strerror}; name a folder with --out") from e
+
 
 def new_folder(wanted: str, *, exact: bool) -> str:
     """Make a folder: the wanted one, or wanted-2, wanted-3 ... if it is used.
@@ -47,9 +61,8 @@ def new_folder(wanted: str, *, exact: bool) -> str:
     names = itertools.chain([wanted], (f"{wanted}-{i}" for i in itertools.count(2)))
     try:
         if exact:
+            check_unused(wanted)
             os.makedirs(wanted, exist_ok=True)
-            if os.listdir(wanted):
-                raise ValueError(f"'{wanted}' holds something already, and nothing is overwritten: name a new folder")
             return wanted
         os.makedirs(os.path.dirname(os.path.abspath(wanted)), exist_ok=True)
         for name in names:
@@ -101,4 +114,4 @@ def read_evaluation(folder: str) -> Finished:
 
 def write_json(path: str, values: Mapping[str, Any]) -> None:
     """Indented, for people."""
-    write_whole(path, lambda f: f.write(json.dumps(values, indent=1, ensure_ascii=False) + "\n") and None)
+    write_whole(path, lambda f: f.writelines([json.dumps(values, indent=1, ensure_ascii=False), "\n"]))

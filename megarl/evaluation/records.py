@@ -19,7 +19,8 @@ class Record:
         index: the prompt's position in its files.
         sample: the response's number among those to the prompt.
         source: where the prompt comes from.
-        prompt, response: as text.
+        prompt, response: as text, the prompt as the model got it.
+        row: digest of the prompt as the data has it, whatever a chat template makes of it.
         answer: the reference answer; empty where the row has none.
         vote: the answer that the response gives, as maj@k counts it; None: none.
         score: None where scoring failed.
@@ -30,6 +31,7 @@ class Record:
     index: int
     sample: int
     source: str
+    row: str
     prompt: str
     response: str
     answer: str
@@ -94,6 +96,6 @@ def by_prompt(records: Sequence[Record]) -> dict[int, list[Record]]:
 
 def _typed(values: dict[str, Any]) -> bool:
     whole = all(type(values[name]) is int for name in ("index", "sample", "tokens"))
-    text = all(isinstance(values[name], str) for name in ("source", "prompt", "response", "answer", "finish"))
+    text = all(isinstance(values[name], str) for name in ("source", "row", "prompt", "response", "answer", "finish"))
     score = values["score"]
     return whole and text and (score is None or (isinstance(score, int | float) and not isinstance(score, bool)))

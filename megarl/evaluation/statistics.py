@@ -1,7 +1,7 @@
 """Estimates from several samples per prompt, and how far they can be trusted. Torch-free.
 
-Samples of one prompt are not independent: the unit is the prompt. An estimate is a mean over prompts, its standard error
-that of independent prompts, which is the clustered one where each prompt has as many samples (Miller 2024, arXiv
+Samples of one prompt are not independent: the unit is the prompt. An estimate is a mean over prompts, its standard
+error that of independent prompts, which is the clustered one where each prompt has as many samples (Miller 2024, arXiv
 2411.00640, section 2.2).
 """
 
@@ -68,8 +68,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[float], k: int) -> float:
     """Expected correctness of the most frequent answer among k of the samples (Wang et al. 2022, arXiv 2203.11171).
 
-    The expectation is over all subsets of k samples, and over a fair draw among answers that are equally frequent. It is
-    exact while n times k is at most `EXACT_COST`, else a mean over `SUBSETS` subsets, the same ones in every process.
+    The expectation is over all subsets of k samples, and over a fair draw among answers that are equally frequent. It
+    is exact while n times k is at most `EXACT_COST`, else a mean over `SUBSETS` subsets, the same in every process.
     Answers a, a, b with a right, k = 2: {a, a} gives 1, {a, b} twice 1/2, so 2/3.
 
     Args:

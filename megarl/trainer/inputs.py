@@ -9,7 +9,7 @@ from typing import Any
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
 from megarl.data.examples import Example
-from megarl.data.formats import format_of, generates
+from megarl.data.formats import format_of, generates, trains
 from megarl.data.load import load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -28,7 +28,8 @@ class Inputs:
     Attributes:
         stop_tokens: ids that end a response: the tokenizer's end token, those of the model's folder and those of
             `rollout.stop_token_ids`, without repeats.
-        train_prompts, val_prompts: rows to answer; empty where `data.format` is another.
+        train_prompts, val_prompts: rows to answer; empty where `data.format` is another, the former also where nothing
+            is trained.
         demonstrations: what the warm-up learns from; empty without a warm-up.
         reward: None if a reward model scores, or nothing is scored.
         train_examples, val_examples: rows with answers to learn from; empty where `data.format` is prompts.
@@ -125,7 +126,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
 def _prompts(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """Fields of `Inputs`, for a run that generates."""
     data = config.data
-    train = load_prompts(data, data.train_files, tokenizer)
+    train = load_prompts(data, data.train_files, tokenizer) if trains(config) else []
     held_out = load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else []
     seen = {prompt.token_ids for prompt in train}
     return {
