@@ -14,7 +14,7 @@ from rich.table import Table
 from megarl.evaluation.folder import Finished, write_json
 from megarl.evaluation.records import Record, by_prompt, write_whole
 from megarl.evaluation.statistics import Paired, paired
-from megarl.evaluation.summary import MOST_SOURCES, number
+from megarl.evaluation.summary import MOST_SOURCES, number, percent
 
 COMPARE_FILE = "compare.json"
 CHANGES_FILE = "changes.jsonl"
@@ -51,12 +51,15 @@ class Comparison:
         prompts: that both have scores for.
         mean: of the score.
         accuracy: of pass@1, the share of right responses.
+        scores, shares: the two of A and of B.
     """
 
     source: str
     prompts: int
     mean: Paired
     accuracy: Paired
+    scores: tuple[float, float]
+    shares: tuple[float, float]
 
 
 def check_same_prompts(a: Finished, b: Finished) -> None:
@@ -109,7 +112,11 @@ def _comparison(source: str, prompts: Sequence[Both]) -> Comparison:
     scores, shares = ([getattr(both, name) for both in prompts] for name in ("scores", "shares"))
     mean, accuracy = (paired([a for a, _ in pairs], [b for _, b in pairs]) for pairs in (scores, shares))
     assert mean is not None and accuracy is not None
-    return Comparison(source=source, prompts=len(prompts), mean=mean, accuracy=accuracy)
+    levels = {
+        name: (_mean([a for a, _ in pairs]), _mean([b for _, b in pairs]))
+        for name, pairs in (("scores", scores), ("shares", shares))
+    }
+    return Comparison(source=source, prompts=len(prompts), mean=mean, accuracy=accuracy, **levels)
 
 
 def write_comparison(
@@ -132,21 +139,23 @@ def write_comparison(
 def table(comparisons: Sequence[Comparison], title: str) -> Table:
     """For the console; half widths of 95% confidence intervals after ±."""
     made = Table(title=escape(title), title_justify="left")
-    columns = ("mean score A - B ± 95% CI", "p", "pass@1 A - B ± 95% CI", "p", "test", "only A better", "only B better")
-    for column in ("source", *columns, "prompts"):
-        made.add_column(column, justify="left" if column in ("source", "test") else "right")
+    of_mean = ("mean A", "mean B", "A - B ± 95% CI", "p", "A higher", "B higher")
+    of_share = ("pass@1 A", "pass@1 B", "A - B ± 95% CI", "p")
+    for column in ("source", *of_mean, *of_share, "prompts"):
+        made.add_column(column, no_wrap=True, justify="left" if column == "source" else "right")
     for one in comparisons[:1] if len(comparisons) == 2 else comparisons:
         mean, accuracy = one.mean, one.accuracy
-        points = "-" if accuracy.difference.ci95 is None else f"{100 * accuracy.difference.ci95:.1f}"
+        means, shares = [f"{value:.3f}" for value in one.scores], [f"{value:.1%}" for value in one.shares]
         made.add_row(
             escape(one.source) or "all",
+            *means,
             number(mean.difference),
             f"{mean.p:.2g}",
-            f"{100 * accuracy.difference.mean:+.1f} ± {points} points",
-            f"{accuracy.p:.2g}",
-            accuracy.test,
             str(mean.a_only),
             str(mean.b_only),
+            *shares,
+            percent(accuracy.difference),
+            f"{accuracy.p:.2g}",
             str(one.prompts),
         )
     return made
@@ -157,7 +166,9 @@ def _asked(records: Sequence[Record]) -> dict[int, tuple[str, str, str]]:
 
 
 def _as_json(one: Comparison) -> Mapping[str, Any]:
-    return {"prompts": one.prompts, "mean": asdict(one.mean), "pass@1": asdict(one.accuracy)}
+    (mean_a, mean_b), (share_a, share_b) = one.scores, one.shares
+    mean, share = asdict(one.mean) | {"a": mean_a, "b": mean_b}, asdict(one.accuracy) | {"a": share_a, "b": share_b}
+    return {"prompts": one.prompts, "mean": mean, "pass@1": share}
 
 
 def _gap(both: Both) -> float:

@@ -29,7 +29,7 @@ class Estimate:
     """A mean over prompts.
 
     Attributes:
-        ci95: half the width of the 95% confidence interval; None for a single prompt.
+        ci95: half the width of the 95% confidence interval; None where the values show no spread to tell it from.
         n: prompts.
     """
 
@@ -41,14 +41,15 @@ class Estimate:
 def estimate(values: Sequence[float]) -> Estimate | None:
     """Of one value per prompt: mean and 1.96 standard errors, by the central limit theorem; None without prompts.
 
-    The interval is too narrow for a few dozen prompts, and of width 0 where all values are equal.
+    The interval is somewhat too narrow for a dozen prompts, and there is none where all values are equal: 20 prompts
+    that all fail do not show that none would succeed.
     """
     n = len(values)
     if n == 0:
         return None
     mean = math.fsum(values) / n
-    if n == 1:
-        return Estimate(mean=mean, ci95=None, n=1)
+    if min(values) == max(values):
+        return Estimate(mean=values[0], ci95=None, n=n)
     variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
     return Estimate(mean=mean, ci95=Z * math.sqrt(variance / n), n=n)
 
