@@ -15,6 +15,7 @@ from ranks import Ranks
 from run_cases import run_here
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
+from megarl.checkpoint.folder import whole_checkpoints
 from megarl.config import load_config
 from megarl.trainer.best import best_checkpoint
 from megarl.trainer.checks import check_run
@@ -31,8 +32,9 @@ RUN: dict[str, Any] = {
 
 
 def write(folder: Path, **more: Any) -> Path:
+    """A configuration; with a reward of its own, unless `more` names another run's."""
     (folder / "reward.py").write_text(FINGERPRINT)
-    return write_run(folder, reward__name=f"{folder / 'reward.py'}:score", **{**RUN, **more})
+    return write_run(folder, **{"reward__name": f"{folder / 'reward.py'}:score", **RUN, **more})
 
 
 def names(folder: Path) -> list[str]:
@@ -78,9 +80,9 @@ def mode(folder: Path) -> str:
     return str(marker(folder)["mode"])
 
 
-def go_on(ranks: Ranks, folder: Path, like: str, *overrides: str) -> None:
-    """The run of the folder, further: with its own reward file, or it would be another run."""
-    write(folder, trainer__best_mode=like)
+def go_on(ranks: Ranks, folder: Path, first_run: Path, *overrides: str) -> None:
+    """The run of the folder, further: with the first run's reward, or it would be another run."""
+    write(folder, reward__name=f"{first_run / 'reward.py'}:score", trainer__best_mode=mode(first_run))
     ended, said = ranks.run(2, run_here, str(folder / "run.yaml"), list(overrides))[0]
     assert ended == "", said
 
@@ -125,16 +127,16 @@ def test_a_marker_that_a_death_left_is_mended(ranks: Ranks, first_run: Path, fol
     elif left == "half of one":
         (checkpoints / "best.json.partial").write_text('{"checkpoint": "glo')
     until = {step: value for step, value in values.items() if step <= 2}
-    go_on(ranks, folder, like, "trainer.total_training_steps=2")  # nothing is left to do
-    go_on(ranks, folder, like, "trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.test_freq=-1")
+    go_on(ranks, folder, first_run, "trainer.total_training_steps=2")  # nothing is left to do
+    go_on(ranks, folder, first_run, "trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.test_freq=-1")
     until[3] = values[3]
     assert marker(folder)["step"] == records_of_best(until, low=like == "min")[-1]
-    go_on(ranks, folder, like)
+    go_on(ranks, folder, first_run)
     assert marker(folder) == marker(first_run) and values_of(folder) == values
-    assert not (checkpoints / "best.json.partial").exists() or left == "half of one"
+    assert not (checkpoints / "best.json.partial").exists()
 
 
-def test_a_best_checkpoint_that_is_damaged_is_best_no_more(ranks: Ranks, folder: Path) -> None:
+def test_a_best_checkpoint_that_is_damaged_is_best_no_more(ranks: Ranks, first_run: Path, folder: Path) -> None:
     """The next best that is there is named; and another metric is read out of what the checkpoints record."""
     like, values = mode(folder), values_of(folder)
     best = marker(folder)["step"]
@@ -142,13 +144,15 @@ def test_a_best_checkpoint_that_is_damaged_is_best_no_more(ranks: Ranks, folder:
     more = ["trainer.total_training_steps=6", "trainer.test_freq=100", "trainer.save_freq=-1"]
     if best == STEPS:
         more[0] = f"trainer.total_training_steps={STEPS}"
-    go_on(ranks, folder, like, *more)
+    go_on(ranks, folder, first_run, *more)
     there = {step: value for step, value in values.items() if f"global_step_{step}" in names(folder)}
     if best != STEPS:
         del there[best]
         there[6] = values_of(folder)[6]
     assert marker(folder)["step"] == (min if like == "min" else max)(there, key=lambda step: there[step])
-    go_on(ranks, folder, like, "trainer.total_training_steps=7", "trainer.best_metric=val/failed", "trainer.test_freq=0")
+    go_on(ranks, folder, first_run, "trainer.total_training_steps=7", "trainer.best_metric=val/failed")
+    earliest = whole_checkpoints(str(folder / "run"))[-1]
+    assert best_checkpoint(str(folder / "run")) == earliest and marker(folder)["value"] == 0.0
 
 
 def test_a_rollback_keeps_the_best(ranks: Ranks, tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ def test_a_metric_that_the_validation_lacks_is_refused(ranks: Ranks, tmp_path: P
     assert re.search(r"^RunRefused: trainer\.best_metric = val/acuracy is no metric of the validation, which", ended)
     assert "val/accuracy" in ended and "\n" not in ended
     ended, _ = ranks.run(2, run_here, str(wrong), ["trainer.val_before_train=false", "trainer.test_freq=3"])[0]
-    assert re.search(r"^RunStopped: trainer\.best_metric = val/acuracy .* global_step_3 holds the steps so far$", ended)
+    assert re.search(r"^RunStopped: trainer\.best_metric = val/acuracy .*/global_step_3 holds the steps so far$", ended)
 
 
 @pytest.mark.parametrize(

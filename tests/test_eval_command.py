@@ -32,7 +32,7 @@ def folder(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, each of them validated with four samples per prompt, and saved; two data sources."""
     folder = tmp_path_factory.mktemp("evaluated")
     (folder / "reward.py").write_text(
-        FINGERPRINT.replace("return", "return 1.0 if len(response) < 3 else")  # some are right
+        FINGERPRINT.replace("return", "return 1.0 if zlib.crc32(response.encode()) % 7 == 0 else")  # some are right
         + "def first_letter(response):\n    return response[:1] or None\nscore.answer_of = first_letter\n"
     )
     config = write_run(
