@@ -167,6 +167,23 @@ def test_a_rollback_keeps_the_best(ranks: Ranks, tmp_path: Path) -> None:
     assert names(tmp_path) == sorted({f"global_step_{best}", f"global_step_{STEPS}"})
 
 
+def test_a_low_loss_is_best_where_answers_are_learnt(ranks: Ranks, tmp_path: Path) -> None:
+    """Of another loop and another flow; what it scored before the first step is no checkpoint's."""
+    config = write(tmp_path, trainer__flow="sft", trainer__best_metric="val/loss", trainer__best_mode="min")
+    ended, said = ranks.run(2, run_here, str(config), ["trainer.max_ckpt_to_keep=1"])[0]
+    assert ended == "", said
+    losses = {row["train/step"]: row["val/loss"] for row in metrics_of(tmp_path) if row["train/step"]}
+    best = min(losses, key=lambda step: losses[step])
+    assert marker(tmp_path) == {
+        "checkpoint": f"train_step_{best:g}",
+        "step": best,
+        "loop": "train",
+        "metric": "val/loss",
+        "mode": "min",
+        "value": losses[best],
+    }
+
+
 def test_a_metric_that_the_validation_lacks_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Before the first step; or, if the first validation comes later, after the steps before it are saved."""
     wrong = write(tmp_path, trainer__best_metric="val/acuracy")

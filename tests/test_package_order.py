@@ -60,6 +60,8 @@ TORCH_FREE = [
     "reshard/sharing.py",
     "reshard/transport/copies.py",
     "estimate",
+    "trainer/best.py",
+    "trainer/subject.py",
     "trainer/stop.py",
     "trainer/run_lock.py",
     "trainer/run_folder.py",

@@ -13,7 +13,15 @@ import sys
 from megarl.cli.evaluate import Request, add_options, check, config_of, fill
 from megarl.evaluation.comparison import compare as compared
 from megarl.evaluation.comparison import differing_settings, pair, table, write_comparison
-from megarl.evaluation.folder import CONFIG_FILE, Finished, check_unused, is_finished, new_folder, read_evaluation
+from megarl.evaluation.folder import (
+    CONFIG_FILE,
+    Finished,
+    check_unused,
+    is_finished,
+    new_folder,
+    read_evaluation,
+    remove_unused,
+)
 from megarl.telemetry.progress import print_table
 from megarl.trainer.subject import Subject, find_subject
 
@@ -47,6 +55,7 @@ def compare(a: str, b: str, request: Request) -> int:
         if isinstance(side, Subject):
             own = new_folder(os.path.join(folder, "ab"[i]), exact=True)
             if code := fill(own, config_of(side, file, request, own)):
+                remove_unused(folder)  # unless the first one is done
                 return code
             sides[i] = read_evaluation(own)
     first, second = _both(sides)

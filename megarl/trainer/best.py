@@ -15,12 +15,15 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from megarl.checkpoint.folder import Position, checkpoints, read_state
 from megarl.config.schema import Trainer
 from megarl.data.formats import OF_FLOWS
 from megarl.evaluation.folder import write_json
-from megarl.parallel.groups import Groups
+
+if TYPE_CHECKING:  # a command that only reads the marker does without Megatron-Core
+    from megarl.parallel.groups import Groups
 
 BEST_FILE = "best.json"
 

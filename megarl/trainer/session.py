@@ -51,7 +51,6 @@ class Run:
     Attributes:
         inputs: what the run reads: data, tokenizer, reward.
         position: of the last step that is done, or of the one under way.
-        row: the metric files' number of the step under way, or of the validation before the first.
         generations: the engines that were built.
         is_first_step: whether the step under way is the first of its loop in this process.
         resumes: whether the run goes on from a checkpoint, so that first weights need not be read.
@@ -220,7 +219,7 @@ class Run:
 
     @property
     def row(self) -> int:
-        """See above."""
+        """The metric files' number of the step under way, or of the validation before the first."""
         step = self.position.step if self.position.loop == self._open else 0
         return self._before + step
 
