@@ -29,7 +29,9 @@ setup(
         "megatron-core>=0.16.1,<0.20",
         "omegaconf==2.4.0",
         "pydantic>=2.7",
+        "aiohttp>=3.10",
         "einops>=0.8",
+        "math-verify[antlr4_13_2]>=0.9,<0.10",
         "matplotlib>=3.9",
         "numpy>=2.0",
         "psutil>=5.9",  # Megatron-Core's checkpoint writer
@@ -47,8 +49,11 @@ setup(
         "loggers": ["wandb", "mlflow"],
         "dev": [
             "accelerate>=1.0",
+            "flask>=3.0",  # moto's server
+            "flask-cors>=5.0",
             "gguf>=0.10",
             "hypothesis>=6.100",
+            "moto>=5.0",
             "mypy>=1.11",
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -21,7 +21,7 @@ class Prompt:
         token_ids: the tokenised prompt.
         row: every column of the row as read, for the reward function.
         source: file and line of the row, "train.jsonl:17", for messages.
-        data_source: where the row comes from, for metrics; empty: unnamed.
+        data_source: what `data.source_key` says it is from, or else the file's name without its ending.
     """
 
     index: int

@@ -5,7 +5,7 @@ megarl train --nnodes 4 --node-rank K --master-addr HOST --master-port P CONFIG 
 megarl eval PATH [CONFIG] key=value...       scores of a checkpoint on held-out prompts, with their uncertainty
 megarl compare A B [CONFIG] key=value...     two checkpoints, or two evaluations, prompt by prompt
 megarl plan --gpus N CONFIG key=value...     memory, traffic and time of a run, without any GPU
-megarl algorithms [NAME]                     advantage estimators and losses, with their papers and keys
+megarl algorithms [NAME]                     advantage estimators, losses and rewards, with what they need
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys to set")
     evaluate.add_arguments(commands.add_parser("eval", help="evaluate a checkpoint on held-out prompts"))
     compare.add_arguments(commands.add_parser("compare", help="compare two checkpoints, or two evaluations"))
-    listing = commands.add_parser("algorithms", help="advantage estimators and losses, with their papers and keys")
+    listing = commands.add_parser("algorithms", help="advantage estimators, losses and rewards, with what they need")
     listing.add_argument("name", nargs="?", help="one of them; default all")
     args, after_options = parser.parse_known_args(argv)  # argparse leaves out overrides that follow an option
     takes_overrides = args.command != "algorithms"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from megarl.evaluation.answers import AnswerOf, answer_in
 from megarl.evaluation.records import Record
 from megarl.evaluation.summary import metrics, summarize
 from megarl.hybrid.generation import Generation
 from megarl.parallel.groups import Groups
+from megarl.rewards.parts import Part
 from megarl.rollout.replicas import OnFinished
 from megarl.trainer.digests import digest
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.scoring import Score, score
+from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
 from megarl.trainer.step_metrics import reward_metrics
-from megarl.types import Rollouts
+from megarl.types import Rollout, Rollouts
 
 
 def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> dict[str, float]:
@@ -26,16 +28,22 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
 
     Returns:
         val/reward, val/accuracy, val/failed, as `reward_metrics` has them, and below val/ what `metrics` says of data
-        sources and of several samples.
+        sources and of several samples, and `score_metrics` of parts.
     """
     rollouts = answered(run, generation, judge)
     records = records_of(rollouts, run.inputs, run.groups)
     run.report.validation(run.row, records)
     overall = reward_metrics(rollouts)
+    parts = {
+        f"val/{name}": value
+        for name, value in run.score_metrics().items()
+        if not name.startswith(("latency_", "source/"))
+    }
     return {
         "val/reward": overall["mean"],
         "val/accuracy": overall["accuracy"],
         "val/failed": overall["failed"],
+        **parts,
         **{f"val/{name}": value for name, value in metrics(summarize(records, ks_of(run.inputs))).items()},
     }
 
@@ -47,24 +55,33 @@ def answered(
 
     A response's seed depends on `data.seed`, its prompt's index and its number alone: two models, and two steps of a
     run, are asked the same way.
+
+    Args:
+        on_finished: is told of each response as soon as it is finished, beside the run's reward function.
     """
-    inputs = run.inputs
+    inputs, scores = run.inputs, run.on_finished
+
+    def told(place: int, rollout: Rollout) -> None:
+        for listener in (scores, on_finished):
+            if listener is not None:
+                listener(place, rollout)
+
     n, params = inputs.config.actor_rollout_ref.rollout.val_kwargs.n, inputs.sampling(validation=True)
     with generation.phase():
         rollouts = generation.rollouts(
-            inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0, on_finished=on_finished
+            inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0, on_finished=told
         )
-    return judge(rollouts) if judge else score(rollouts, inputs, run.groups, run.report.say)
+    return (judge or run.score)(rollouts)
 
 
 def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Record]:
     """The responses as text, the same on every rank; rank r decodes every world-size-th."""
-    world, answer_of, decode = groups.train.world_size, _answer_of(inputs), inputs.tokenizer.decode
+    world, decode = groups.train.world_size, inputs.tokenizer.decode
     mine: list[tuple[str, str, str | None]] = []
     for rollout in rollouts[groups.rank :: world]:
         prompt = decode(rollout.prompt.token_ids) if rollout.sample == 0 else ""  # once for all samples
         response = decode(rollout.token_ids)
-        mine.append((prompt, response, answer_of(response)))
+        mine.append((prompt, response, _answer_of(inputs.rewards, rollout.prompt.data_source)(response)))
     gathered = groups.all_gather(mine, "the responses as text")
     texts = [gathered[i % world][i // world] for i in range(len(rollouts))]
     prompts = {rollout.group: text[0] for rollout, text in zip(rollouts, texts, strict=True) if rollout.sample == 0}
@@ -94,7 +111,7 @@ def ks_of(inputs: Inputs) -> list[int]:
     return inputs.config.actor_rollout_ref.rollout.val_kwargs.k
 
 
-def _answer_of(inputs: Inputs) -> AnswerOf:
-    """How the reward function reads an answer, if it says so by an attribute `answer_of`."""
-    own: AnswerOf = getattr(inputs.reward.function, "answer_of", answer_in) if inputs.reward else answer_in
-    return own
+def _answer_of(rewards: Sequence[Part], source: str) -> AnswerOf:
+    """How the first reward function of a data source that says so by an attribute `answer_of` reads an answer."""
+    own = (getattr(part.reward.function, "answer_of", None) for part in rewards if part.applies_to(source))
+    return next((answer_of for answer_of in own if answer_of is not None), answer_in)
