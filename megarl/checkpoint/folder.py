@@ -7,6 +7,7 @@ RUN/checkpoints/global_step_20/          of the loop "rl"; a folder gets its nam
     huggingface/                         with checkpoint.save_hf: the actor as a Hugging Face folder
     ...                                  Megatron-Core's distributed checkpoint
     manifest.json                        size and checksum of every other file
+RUN/checkpoints/best.json                with trainer.best_metric: which checkpoint's validation was best
 RUN/checkpoints/global_step_10.damaged/  was found not to be whole
 RUN/checkpoints/.global_step_30.partial/ unfinished
 RUN/checkpoints/.global_step_20.replaced/ an earlier global_step_20 while a new one takes its name
@@ -233,11 +234,13 @@ def remove_partials(run_dir: str) -> list[str]:
     return removed
 
 
-def prune_checkpoints(run_dir: str, keep: int | None, just_written: str) -> None:
-    """Delete all but the newest `keep` whole checkpoints; what was just written stays, however old its step is."""
+def prune_checkpoints(run_dir: str, keep: int | None, just_written: str, best: str | None = None) -> None:
+    """Delete all but the newest `keep` whole checkpoints; what was just written and the best one stay, however old
+    their steps are."""
+    stay = {os.path.basename(folder) for folder in (just_written, best or just_written)}
     if keep is not None:
         for folder in whole_checkpoints(run_dir)[keep:]:
-            if os.path.basename(folder) != os.path.basename(just_written):
+            if os.path.basename(folder) not in stay:
                 delete(partial_folder(folder))
                 os.rename(folder, partial_folder(folder))  # half of it under its own name would look damaged
                 delete(partial_folder(folder))

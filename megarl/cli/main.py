@@ -2,6 +2,8 @@
 
 megarl train --nproc N CONFIG key=value...   checks the run in this process, then starts its ranks on this machine
 megarl train --nnodes 4 --node-rank K --master-addr HOST --master-port P CONFIG ...   on each of four nodes
+megarl eval PATH [CONFIG] key=value...       scores of a checkpoint on held-out prompts, with their uncertainty
+megarl compare A B [CONFIG] key=value...     two checkpoints, or two evaluations, prompt by prompt
 megarl plan --gpus N CONFIG key=value...     memory, traffic and time of a run, without any GPU
 megarl algorithms [NAME]                     advantage estimators, losses and rewards, with what they need
 """
@@ -14,7 +16,7 @@ import sys
 from dataclasses import replace
 
 import megarl
-from megarl.cli import algorithms, plan
+from megarl.cli import algorithms, compare, evaluate, plan
 from megarl.config import load_config
 
 
@@ -30,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     for command in (training, planning):
         command.add_argument("config", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys to set")
+    evaluate.add_arguments(commands.add_parser("eval", help="evaluate a checkpoint on held-out prompts"))
+    compare.add_arguments(commands.add_parser("compare", help="compare two checkpoints, or two evaluations"))
     listing = commands.add_parser("algorithms", help="advantage estimators, losses and rewards, with what they need")
     listing.add_argument("name", nargs="?", help="one of them; default all")
     args, after_options = parser.parse_known_args(argv)  # argparse leaves out overrides that follow an option
@@ -39,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not takes_overrides:
             return algorithms.algorithms(args.name)
+        if args.command == "eval":
+            return evaluate.evaluate(args.path, evaluate.request_of(args, after_options))
+        if args.command == "compare":
+            return compare.compare(args.a, args.b, evaluate.request_of(args, after_options))
         overrides = [*args.overrides, *after_options]
         if args.command == "plan":
             return plan.plan(args, overrides)

@@ -17,16 +17,19 @@ class ConfigError(ValueError):
     """The configuration cannot run as written; the message is one line that says what to change."""
 
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides (YAML values, later ones win).
+
+    Args:
+        path: None: no file, so that what the overrides leave out has its default.
 
     Raises:
         ConfigError: unreadable file, malformed override, unknown key (nearest one named), value of the wrong type.
     """
-    if not os.path.isfile(path):
+    if path is not None and not os.path.isfile(path):
         raise ConfigError(f"no config file at '{path}'")
     try:
-        tree: Any = OmegaConf.load(path)
+        tree: Any = OmegaConf.create() if path is None else OmegaConf.load(path)
     except Exception as e:  # the parsers raise what they like: ValueError for a number of 5,000 digits, say
         raise ConfigError(f"'{path}' is not valid YAML: {_one_line(e)}") from e
     if not OmegaConf.is_dict(tree):

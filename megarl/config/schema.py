@@ -318,6 +318,10 @@ class ValKwargs(Section):
     """Sampling for validation."""
 
     n: Size = Field(1, ge=1, description="samples per prompt; accuracy is their mean")
+    k: list[Annotated[Size, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="numbers of samples, up to n, for pass@k and maj@k; default powers of two up to n, and n",
+    )
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: Whole = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
@@ -549,6 +553,12 @@ class Trainer(Section):
     critic_warmup: Whole = Field(0, ge=0, description="first steps in which only the critic is trained")
     save_freq: Whole = Field(-1, ge=-1, description="steps between checkpoints; -1 saves only at the end, 0 never")
     max_ckpt_to_keep: Whole | None = Field(None, ge=1, description="older checkpoints are deleted; default keeps all")
+    best_metric: str = Field(
+        "",
+        description="a metric of the validation, such as val/accuracy: the step with the best one is saved, whatever "
+        "save_freq says, stays beside the max_ckpt_to_keep newest, and is named in checkpoints/best.json; default none",
+    )
+    best_mode: Literal["max", "min"] = Field("max", description="whether a high or a low best_metric is good")
     test_freq: Whole = Field(-1, ge=-1, description="steps between validations; -1 validates only at the end, 0 never")
     val_before_train: bool = Field(True, description="validate before the first step")
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
@@ -583,7 +593,11 @@ class Trainer(Section):
     experiment_name: str = "run"
     default_local_dir: str = Field("", description="run folder; default runs/{project_name}/{experiment_name}")
     balance_batch: bool = Field(True, description="even out tokens over data-parallel ranks")
-    log_rollouts: Size = Field(8, ge=0, description="sample rollouts written to the run folder at each step")
+    log_rollouts: Size = Field(
+        8,
+        ge=0,
+        description="sample rollouts written to the run folder at each step; unless 0, all of a validation are written",
+    )
 
     @property
     def run_dir(self) -> str:

@@ -17,6 +17,14 @@ OF_FLOWS: Mapping[str, Format] = {
 }
 """What the flows read that learn from answers which the data holds. Every other flow reads prompts."""
 
+EVAL = "eval"
+"""The flow that trains nothing: it answers held-out prompts."""
+
+
+def trains(config: Config) -> bool:
+    """Whether the run trains anything."""
+    return config.trainer.flow != EVAL
+
 
 def format_of(config: Config) -> Format:
     """`data.format`, or what `trainer.flow` reads."""
@@ -27,7 +35,7 @@ def format_of(config: Config) -> Format:
 def check_format(config: Config) -> None:
     """Raises ValueError if `data.format` is not what the flow reads; a user's flow may read anything."""
     flow, chosen = config.trainer.flow, config.data.format
-    read = "prompts" if flow == "ppo" else OF_FLOWS.get(flow)
+    read = "prompts" if flow in ("ppo", EVAL) else OF_FLOWS.get(flow)
     if read is not None and chosen not in ("auto", read):
         raise ValueError(f"data.format = {chosen}: trainer.flow = {flow} reads {read}; leave the key out")
 

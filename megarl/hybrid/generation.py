@@ -18,7 +18,7 @@ from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
-from megarl.roles.trained import TrainedModel
+from megarl.roles.model import MegatronModel
 from megarl.rollout.build import build_engine
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
 from megarl.rollout.stop_strings import Decode
@@ -29,6 +29,8 @@ from megarl.types import Prompt, Rollout, Rollouts, SamplingParams
 class Generation:
     """Owns the generation engine, and shares the GPU's time between it and training.
 
+    The actor is one that is trained, or one that only answers (`roles.frozen.Policy`).
+
     Attributes:
         engine: asleep outside `phase`.
         sync: what brings the actor's weights into it.
@@ -36,7 +38,7 @@ class Generation:
 
     def __init__(
         self,
-        actor: TrainedModel,
+        actor: MegatronModel,
         *,
         rollout: RolloutKeys,
         reshard: Reshard,

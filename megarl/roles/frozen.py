@@ -41,6 +41,26 @@ class FrozenModel(MegatronModel):
         initial(self)
 
 
+class Policy(FrozenModel):
+    """A language model that answers prompts, and is not trained."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        groups: Groups,
+        *,
+        model: Model,
+        megatron: Megatron,
+        initial: Callable[[MegatronModel], None],
+    ) -> None:
+        """As `FrozenModel`. Where the layouts coincide the weights stay, and the engine shares them."""
+        train, generation = groups.train, groups.generation
+        stays = train.pp == 1 and train.tp == generation.tp
+        kept = megatron.model_copy(update={"param_offload": megatron.param_offload and not stays})
+        super().__init__(arch, groups, model=model, megatron=kept, initial=initial)
+        self.weights_leave = kept.param_offload
+
+
 class Teacher(FrozenModel):
     """The language model that a policy is to become like."""
 

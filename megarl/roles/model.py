@@ -42,11 +42,13 @@ class MegatronModel:
         head: what its last stage ends in.
         dtype: of its weights.
         packed: whether sequences share rows without padding.
+        weights_leave: whether its weights leave the GPU while responses are generated.
         memory: of its weights. Methods bring back what they need of it; whoever reads parameters asks
             `gather_parameters` first.
     """
 
     scalar_output: ClassVar[bool] = False
+    weights_leave = False
 
     def __init__(self, arch: Architecture, groups: Groups, *, model: Model, megatron: Megatron) -> None:
         """

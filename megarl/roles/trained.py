@@ -35,7 +35,6 @@ class TrainedModel(MegatronModel):
         ddp: its chunks in Megatron-Core's DistributedDataParallel.
         optimizer: its AdamW and schedule.
         memory: of weights, gradients and optimizer state.
-        weights_leave: whether its weights leave the GPU while responses are generated.
         skipped: of each update since it was last cleared, whether the step was left out: its loss or gradient was not
             finite.
     """

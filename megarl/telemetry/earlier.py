@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 
-_RECORDS = ("tensorboard", "rollouts", "config.yaml", "learning_curve.png")
+_RECORDS = ("tensorboard", "rollouts", "validation", "config.yaml", "learning_curve.png")
 
 
 def set_aside_earlier_run(run_dir: str) -> str | None:

@@ -22,7 +22,7 @@ from megarl.models.fill import Source, random_source
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
-from megarl.roles.frozen import FrozenModel, Judge, Teacher
+from megarl.roles.frozen import FrozenModel, Judge, Policy, Teacher
 from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
 from megarl.roles.reward_model import RewardModel
@@ -42,18 +42,34 @@ def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: in
     model = config.actor_rollout_ref.model
 
     def initial(policy: MegatronModel) -> None:
-        if empty:
-            return
-        if model.checkpoint:
-            state = load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, control=groups.control)
-            policy.load_weights(state)
-        else:
-            policy.load(_weights(model, inputs.arch, config.data.seed))
+        if not empty:
+            _load_policy(policy, inputs)
 
     megatron = config.actor_rollout_ref.actor.megatron
     return Actor(
         inputs.arch, groups, model=model, megatron=megatron, optim=optim, total_steps=total_steps, initial=initial
     )
+
+
+def build_policy(inputs: Inputs, groups: Groups) -> Policy:
+    """The actor as it would begin, without gradients and optimizer."""
+    roles = inputs.config.actor_rollout_ref
+    return Policy(
+        inputs.arch,
+        groups,
+        model=roles.model,
+        megatron=roles.actor.megatron,
+        initial=lambda policy: _load_policy(policy, inputs),
+    )
+
+
+def _load_policy(policy: MegatronModel, inputs: Inputs) -> None:
+    model = inputs.config.actor_rollout_ref.model
+    if model.checkpoint:
+        control = policy.groups.control
+        policy.load_weights(load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, control=control))
+    else:
+        policy.load(_weights(model, inputs.arch, inputs.config.data.seed))
 
 
 def build_reward_model(

@@ -11,6 +11,7 @@ from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
 from megarl.parallel.groups import Groups
 from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
+from megarl.trainer.best import BestCheckpoint, finite
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.model_files import write_model_files
 from megarl.trainer.report import Report
@@ -23,7 +24,9 @@ ACTOR = "actor"
 REWARD_MODEL = "reward_model"
 """Whose Hugging Face files are in a checkpoint without an actor."""
 
-RESERVED = frozenset({"format", "identity", "loop", "models", "order", "phase", "rng", "row", "step", "world_size"})
+RESERVED = frozenset(
+    {"format", "identity", "loop", "models", "order", "phase", "rng", "row", "step", "validation", "world_size"}
+)
 """Names in a checkpoint's small state that are the run's own."""
 
 
@@ -46,6 +49,7 @@ class Checkpointing:
         models: what has joined, by name.
         latest: folder of the checkpoint that was written or read last.
         position: its position.
+        best: the checkpoint with the best validation.
     """
 
     def __init__(self, inputs: Inputs, groups: Groups, start: Start, report: Report) -> None:
@@ -53,6 +57,7 @@ class Checkpointing:
         self.models: dict[str, MegatronModel] = {}
         self._states: dict[str, Stateful] = {}
         self.latest, self.position = start.folder, start.position if start.folder else None
+        self.best = BestCheckpoint(self._config.trainer, groups, start.position)
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
@@ -64,11 +69,12 @@ class Checkpointing:
         self._check_name(name)
         self._states[name] = state
 
-    def save(self, position: Position, row: int) -> bool:
+    def save(self, position: Position, row: int, validation: Mapping[str, float]) -> bool:
         """A checkpoint. One that cannot be written is said, and the earlier ones stay; returns whether it was.
 
         Args:
             row: the metric files' number of the step.
+            validation: metrics of the validation after it; empty if there was none.
 
         Raises:
             RunStopped: something to save is not finite.
@@ -85,7 +91,13 @@ class Checkpointing:
                 run_dir,
                 position,
                 sharded,
-                {**state, "row": row, "models": sorted(self.models), "identity": self._inputs.identity},
+                {
+                    **state,
+                    "row": row,
+                    "models": sorted(self.models),
+                    "identity": self._inputs.identity,
+                    "validation": finite(validation),
+                },
                 write_model=partial(write_model_files, self._config, exported),
                 control=control,
             )
@@ -93,8 +105,9 @@ class Checkpointing:
             self._report.warn(f"{e}")
             return False
         self.position = position
+        self.best.saved(self.latest, validation)
         if self._groups.rank == 0:
-            prune_checkpoints(run_dir, self._config.trainer.max_ckpt_to_keep, self.latest)
+            prune_checkpoints(run_dir, self._config.trainer.max_ckpt_to_keep, self.latest, self.best.folder)
         return True
 
     def load(self, folder: str, state: Mapping[str, Any] | None) -> None:

@@ -9,8 +9,9 @@ from megarl.algorithms.registry import PREFERENCES
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
-from megarl.data.formats import check_format, generates
+from megarl.data.formats import OF_FLOWS, check_format, generates, trains
 from megarl.data.prompts import PromptSet
+from megarl.evaluation.folder import is_finished
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.from_config import check_megatron, generation_layout, train_layout
@@ -46,7 +47,7 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         check_megatron_core()
         inputs = read_inputs(config, reward=reward)
         _check_shapes(config, inputs.arch)
-        if generates(config):
+        if generates(config) and trains(config):
             check_memory(config, inputs.arch)
         _check_model_files(inputs)
         if generates(config):
@@ -87,9 +88,11 @@ def _check_configuration(config: Config) -> None:
     check_format(config)
     if generates(config):
         ENGINES.check(config.actor_rollout_ref.rollout.name)
-        _check_batches(config, needs_of(config))
-        _check_dynamic_sampling(config)
-        _check_carry_over(config)
+        _check_samples(config)
+        if trains(config):
+            _check_batches(config, needs_of(config))
+            _check_dynamic_sampling(config)
+            _check_carry_over(config)
     elif config.trainer.flow == "preference":
         PREFERENCES.check(config.algorithm.preference.loss_mode)
     for name in config.trainer.logger:
@@ -97,12 +100,51 @@ def _check_configuration(config: Config) -> None:
     train_layout(config)
     generation_layout(config)
     check_megatron(config.actor_rollout_ref.actor.megatron)
+    if not trains(config):
+        _check_evaluation(config)
+        return
     _check_optimization(config)
+    _check_best(config)
     if config.trainer.test_freq > 0 and not config.data.val_files:
         raise ValueError(
             f"trainer.test_freq = {config.trainer.test_freq} validates on nothing: name held-out files in "
             "data.val_files, or set trainer.test_freq=-1"
         )
+
+
+def _check_evaluation(config: Config) -> None:
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    if not config.data.val_files:
+        raise ValueError("an evaluation needs held-out prompts: name their files in data.val_files")
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise ValueError(
+            f"rollout.val_kwargs.n = {sampling.n} greedy responses to a prompt are all the same; set "
+            "rollout.val_kwargs.temperature, to 1 say"
+        )
+    if is_finished(config.trainer.run_dir):
+        raise ValueError(f"{config.trainer.run_dir} holds an evaluation already; set another trainer.default_local_dir")
+
+
+def _check_samples(config: Config) -> None:
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    if sampling.k and max(sampling.k) > sampling.n:
+        raise ValueError(
+            f"rollout.val_kwargs.k asks for {max(sampling.k)} samples per prompt, and rollout.val_kwargs.n = "
+            f"{sampling.n} are drawn; raise n"
+        )
+
+
+def _check_best(config: Config) -> None:
+    trainer = config.trainer
+    if not trainer.best_metric:
+        return
+    key = f"trainer.best_metric = {trainer.best_metric}"
+    if trainer.save_freq == 0:
+        raise ValueError(f"{key} keeps a checkpoint, and trainer.save_freq=0 saves none; set it to -1 or more steps")
+    unvalidated = trainer.flow in ("ppo", *OF_FLOWS) and not config.data.val_files
+    if trainer.test_freq == 0 or unvalidated:
+        what = "data.val_files" if unvalidated else "trainer.test_freq"
+        raise ValueError(f"{key} is measured by validations, and there are none; set {what}")
 
 
 def _check_optimization(config: Config) -> None:
@@ -220,7 +262,7 @@ def _check_shapes(config: Config, arch: Architecture) -> None:
     if longest > arch.max_position_embeddings:
         raise ValueError(f"{what} is more than the model's {arch.max_position_embeddings} positions")
     _check_overrides(config, arch)
-    if actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
+    if trains(config) and actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
         raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
     if generates(config):
         check_other_layouts(config, arch, needs_of(config))
@@ -277,8 +319,9 @@ def _check_model_files(inputs: Inputs) -> None:
 def _check_rows(inputs: Inputs) -> None:
     """Enough rows, and responses to every one of them can be scored: not found out when it is drawn, hours later."""
     data, warmup = inputs.config.data, inputs.config.warmup
-    _at_most("data.train_batch_size", data.train_batch_size, inputs.train_rows, "data.train_files")
-    _at_most("data.gen_batch_size", data.prompts_per_draw, inputs.train_rows, "data.train_files")
+    if trains(inputs.config):
+        _at_most("data.train_batch_size", data.train_batch_size, inputs.train_rows, "data.train_files")
+        _at_most("data.gen_batch_size", data.prompts_per_draw, inputs.train_rows, "data.train_files")
     if not generates(inputs.config):
         _check_examples(inputs)
     elif warmup.total_training_steps:
@@ -298,7 +341,7 @@ def _check_scoring(inputs: Inputs) -> None:
             sources.add(prompt.data_source)
             if wrong := refusal_of(prompt.row, prompt.data_source, asked):
                 raise ValueError(f"{prompt.source}: {wrong}")
-    for part in inputs.rewards:
+    for part in inputs.rewards if trains(inputs.config) else ():  # held-out rows may be of fewer sources
         for source in part.data_sources:
             if source not in sources:
                 known = ", ".join([*sorted(sources)[:8], *["..."] * (len(sources) > 8)])

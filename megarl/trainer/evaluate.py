@@ -2,33 +2,116 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
+from megarl.evaluation.answers import AnswerOf, answer_in
+from megarl.evaluation.records import Record
+from megarl.evaluation.summary import metrics, summarize
 from megarl.hybrid.generation import Generation
+from megarl.parallel.groups import Groups
+from megarl.rewards.parts import Part
+from megarl.rollout.replicas import OnFinished
+from megarl.trainer.digests import digest
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
 from megarl.trainer.step_metrics import reward_metrics
+from megarl.types import Rollout, Rollouts
 
 
 def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> dict[str, float]:
-    """Mean score and accuracy of `rollout.val_kwargs.n` samples per held-out prompt.
+    """Scores of `rollout.val_kwargs.n` samples per held-out prompt; the responses go into the run's folder.
 
     Args:
         judge: scores them; default: the run's reward function.
 
     Returns:
-        val/reward, val/accuracy, val/failed, as `reward_metrics` has them, and what `score_metrics` says of parts and
-        data sources.
+        val/reward, val/accuracy, val/failed, as `reward_metrics` has them, and below val/ what `metrics` says of data
+        sources and of several samples, and `score_metrics` of parts.
     """
-    inputs = run.inputs
+    rollouts = answered(run, generation, judge)
+    records = records_of(rollouts, run.inputs, run.groups)
+    run.report.validation(run.row, records)
+    overall = reward_metrics(rollouts)
+    parts = {
+        f"val/{name}": value
+        for name, value in run.score_metrics().items()
+        if not name.startswith(("latency_", "source/"))
+    }
+    return {
+        "val/reward": overall["mean"],
+        "val/accuracy": overall["accuracy"],
+        "val/failed": overall["failed"],
+        **parts,
+        **{f"val/{name}": value for name, value in metrics(summarize(records, ks_of(run.inputs))).items()},
+    }
+
+
+def answered(
+    run: Run, generation: Generation, judge: Score | None = None, on_finished: OnFinished | None = None
+) -> Rollouts:
+    """Responses to all held-out prompts, with scores.
+
+    A response's seed depends on `data.seed`, its prompt's index and its number alone: two models, and two steps of a
+    run, are asked the same way.
+
+    Args:
+        on_finished: is told of each response as soon as it is finished, beside the run's reward function.
+    """
+    inputs, scores = run.inputs, run.on_finished
+
+    def told(place: int, rollout: Rollout) -> None:
+        for listener in (scores, on_finished):
+            if listener is not None:
+                listener(place, rollout)
+
     n, params = inputs.config.actor_rollout_ref.rollout.val_kwargs.n, inputs.sampling(validation=True)
     with generation.phase():
         rollouts = generation.rollouts(
-            inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0, on_finished=run.on_finished
+            inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0, on_finished=told
         )
-    metrics = reward_metrics((judge or run.score)(rollouts))
-    details = {f"val/{name}": value for name, value in run.score_metrics().items() if not name.startswith("latency_")}
-    return {
-        "val/reward": metrics["mean"],
-        "val/accuracy": metrics["accuracy"],
-        "val/failed": metrics["failed"],
-        **details,
-    }
+    return (judge or run.score)(rollouts)
+
+
+def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Record]:
+    """The responses as text, the same on every rank; rank r decodes every world-size-th."""
+    world, decode = groups.train.world_size, inputs.tokenizer.decode
+    mine: list[tuple[str, str, str | None]] = []
+    for rollout in rollouts[groups.rank :: world]:
+        prompt = decode(rollout.prompt.token_ids) if rollout.sample == 0 else ""  # once for all samples
+        response = decode(rollout.token_ids)
+        mine.append((prompt, response, _answer_of(inputs.rewards, rollout.prompt.data_source)(response)))
+    gathered = groups.all_gather(mine, "the responses as text")
+    texts = [gathered[i % world][i // world] for i in range(len(rollouts))]
+    prompts = {rollout.group: text[0] for rollout, text in zip(rollouts, texts, strict=True) if rollout.sample == 0}
+    first = [rollout for rollout in rollouts if rollout.sample == 0]
+    key = inputs.config.data.prompt_key
+    rows = {r.group: digest([json.dumps(r.prompt.row.get(key), sort_keys=True).encode()]) for r in first}
+    return [
+        Record(
+            index=rollout.prompt.index,
+            sample=rollout.sample,
+            source=rollout.prompt.data_source,
+            row=rows[rollout.group],
+            prompt=prompts[rollout.group],
+            response=response,
+            answer=str(rollout.prompt.row.get("answer", "")),
+            vote=vote,
+            score=rollout.reward,
+            finish=str(rollout.finish_reason),
+            tokens=len(rollout.token_ids),
+        )
+        for rollout, (_, response, vote) in zip(rollouts, texts, strict=True)
+    ]
+
+
+def ks_of(inputs: Inputs) -> list[int]:
+    """Of pass@k and maj@k; empty: the default."""
+    return inputs.config.actor_rollout_ref.rollout.val_kwargs.k
+
+
+def _answer_of(rewards: Sequence[Part], source: str) -> AnswerOf:
+    """How the first reward function of a data source that says so by an attribute `answer_of` reads an answer."""
+    own = (getattr(part.reward.function, "answer_of", None) for part in rewards if part.applies_to(source))
+    return next((answer_of for answer_of in own if answer_of is not None), answer_in)

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
 from megarl.data.examples import Example
-from megarl.data.formats import format_of, generates
+from megarl.data.formats import format_of, generates, trains
 from megarl.data.load import load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,7 +30,8 @@ class Inputs:
     Attributes:
         stop_tokens: ids that end a response: the tokenizer's end token, those of the model's folder and those of
             `rollout.stop_token_ids`, without repeats.
-        train_prompts, val_prompts: rows to answer; empty where `data.format` is another.
+        train_prompts, val_prompts: rows to answer; empty where `data.format` is another, the former also where nothing
+            is trained.
         demonstrations: what the warm-up learns from; empty without a warm-up.
         rewards: the functions that scores are sums of; empty if a reward model scores, or nothing is scored.
         train_examples, val_examples: rows with answers to learn from; empty where `data.format` is prompts.
@@ -138,13 +139,15 @@ def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> d
         scorers=scorers_of(rewards),
         tokenizer_key=tokenizer_digest(model.tokenizer_path or model.path),
     )
-    train = read(data, data.train_files)
+    train = read(data, data.train_files) if trains(config) else None
     held_out = read(data, data.val_files, what="data.val_files") if data.val_files else None
-    remarks = train.remarks
+    remarks = train.remarks if train is not None else ()
     if held_out is not None:
-        remarks += (*held_out.remarks, *_remarks(held_out.in_common(train), len(held_out), "prompts"))
+        remarks += held_out.remarks
+    if held_out is not None and train is not None:
+        remarks += _remarks(held_out.in_common(train), len(held_out), "prompts")
     return {
-        "train_prompts": train,
+        "train_prompts": [] if train is None else train,
         "val_prompts": [] if held_out is None else held_out,
         "demonstrations": _demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
         "remarks": remarks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config import Config
-from megarl.data.formats import generates
+from megarl.data.formats import generates, trains
 from megarl.estimate.budget import StageBudget, budget
 from megarl.estimate.budget_table import measured_table, predicted_table
 from megarl.estimate.fit import what_may_not_fit
@@ -28,7 +28,8 @@ class MemoryReport:
         self._groups, self._report = groups, report
         self._steps = 0
         self._accelerator = this_accelerator()
-        self._job = job_of(config, arch) if self._accelerator and generates(config) else None
+        predicts = self._accelerator and generates(config) and trains(config)
+        self._job = job_of(config, arch) if predicts else None
         self.predicted: list[StageBudget] = []
         if self._accelerator and self._job:
             received = max(moved.received.total() for moved in reshard_of_some_ranks(self._job).values())

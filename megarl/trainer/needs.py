@@ -5,10 +5,14 @@ from __future__ import annotations
 from megarl.algorithms.declaration import Needs, about_of
 from megarl.algorithms.registry import ESTIMATORS, LOSSES
 from megarl.config import Config
+from megarl.data.formats import trains
 
 
 def needs_of(config: Config) -> Needs:
-    """Of the advantage estimator, the policy loss and the keys of the KL; raises ValueError if one is unknown."""
+    """Of the advantage estimator, the policy loss and the keys of the KL; raises ValueError if one is unknown.
+    Nothing where nothing is trained."""
+    if not trains(config):
+        return Needs()
     estimator = ESTIMATORS.load(config.algorithm.adv_estimator)
     loss = LOSSES.load(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     of_keys = Needs(reference=config.needs_reference, old_logp=config.algorithm.use_kl_in_reward)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.table import Table
 
+from megarl.evaluation.records import Record, write_records
+from megarl.telemetry.counting import Counting
 from megarl.telemetry.progress import Progress, print_table
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import Sink, open_sinks
@@ -114,6 +116,26 @@ class Report:
             write_samples(self._trainer.run_dir, step, samples)
         except OSError as e:
             self.warn(f"the sample rollouts of step {step} are not written: {e}")
+
+    def validation(self, step: int, records: Sequence[Record]) -> None:
+        """All responses of a validation, in `validation/step_000012.jsonl`."""
+        if not self._speaks or not self._trainer.log_rollouts:
+            return
+        path = os.path.join(self._trainer.run_dir, "validation", f"step_{step:06d}.jsonl")
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_records(path, records)
+        except OSError as e:
+            self.warn(f"the responses of the validation of step {step} are not written: {e}")
+
+    @contextmanager
+    def counting(self, total: int, description: str) -> Iterator[Callable[[], None]]:
+        """Yields what to call for each of so many things that are done."""
+        if not self._speaks or "console" not in self._trainer.logger:
+            yield lambda: None
+            return
+        with Counting(total, description) as counting:
+            yield counting.one_more
 
     def close(self) -> None:
         """Flush the metric files and draw the learning curve from them. A finished run fails at nothing here."""

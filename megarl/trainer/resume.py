@@ -23,7 +23,7 @@ from megarl.checkpoint.folder import (
 )
 from megarl.config import Config
 from megarl.config.schema import Trainer
-from megarl.data.formats import OF_FLOWS
+from megarl.data.formats import OF_FLOWS, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.trainer.identity import as_recorded_before, differences
 from megarl.trainer.inputs import Inputs
@@ -123,7 +123,7 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
         passed_over.append((found.folder, problem))
     if passed_over:
         raise _none_is_whole(trainer, passed_over)
-    if first and (earlier := set_aside_earlier_run(trainer.run_dir)):
+    if first and trains(inputs.config) and (earlier := set_aside_earlier_run(trainer.run_dir)):
         say(f"an earlier run in {trainer.run_dir} left no checkpoint; its records are now in {earlier}")
     return Start()
 

@@ -8,7 +8,7 @@ from megarl.checkpoint.folder import checkpoints, position_of, read_state
 from megarl.config.schema import Trainer
 
 ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints need is far more
-_RESULTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard")
+_RESULTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard", "validation", "eval.json")
 
 
 def check_run_folder(trainer: Trainer, resume_from: str | None, *, room: int = ROOM) -> None:

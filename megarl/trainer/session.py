@@ -9,6 +9,7 @@ from typing import TypeVar
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
 from megarl.config.schema import Batching, Megatron
+from megarl.data.formats import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
 from megarl.parallel.from_config import train_layout
@@ -76,10 +77,13 @@ class Run:
         self._loops: list[str] = []  # begun or passed over
         self._open: str | None = None
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
+        self._roles: dict[str, MegatronModel] = {}
+        self._validated: Metrics = {}  # what the validation after the step of `position` gave
         self.is_first_step = True
         self._announced = False
         self.generations: list[Generation] = []
-        stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
+        if trains(self.config):  # else a signal ends the process: there is no step to wait for
+            stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
         # before any model is built: importing what scores takes seconds meanwhile
         self._scorer = Scorer(inputs, groups, report.say) if inputs.rewards else None
 
@@ -90,6 +94,7 @@ class Run:
         if isinstance(joining, MegatronModel):
             if not isinstance(joining, FrozenModel):
                 self.checkpoints.add_model(name, joining)
+            self._roles[name] = joining
             self.residency.add(name, joining.memory)
         else:
             self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
@@ -100,9 +105,9 @@ class Run:
         read then."""
         return self._start.folder is not None and name in saved_models(self._start.state)
 
-    def generation(self, actor: TrainedModel) -> Generation:
+    def generation(self, actor: MegatronModel) -> Generation:
         """The engine that the configuration names, around an actor that has joined."""
-        if actor not in self.models.values():
+        if actor not in self._roles.values():
             raise ValueError("an actor joins the run, with run.add, before an engine is built around it")
         ours = self.config.actor_rollout_ref
         self.generations.append(
@@ -219,6 +224,8 @@ class Run:
         shown = title_of(loop)
         if validate is not None and validates_first and not done:
             metrics = self._validate(validate)
+            if problem := self.checkpoints.best.problem_with(metrics):
+                raise RunRefused(problem)
             self._report_step(Position(order, 0, loop), metrics)
             if "val/accuracy" in metrics:
                 self.report.say(f"held-out accuracy before the first {shown} step: {metrics['val/accuracy']:.1%}")
@@ -229,10 +236,16 @@ class Run:
         with self.report.progress(shown, total, done=done):
             while done < total:
                 self._leave_if_asked(order)
-                self.position = Position(order, done + 1, loop)
+                self.position, self._validated = Position(order, done + 1, loop), {}
                 yield self.position.step
                 self._end_step(total, validate)
                 done = self._after_updates(total, nonfinite)
+
+    @property
+    def row(self) -> int:
+        """The metric files' number of the step under way, or of the validation before the first."""
+        step = self.position.step if self.position.loop == self._open else 0
+        return self._before + step
 
     @property
     def checks_agreement(self) -> bool:
@@ -328,7 +341,8 @@ class Run:
         self.is_first_step = False
         metrics = self._metrics.collect()
         if validate is not None and _due(self.config.trainer.test_freq, self.position.step, total, at_end=True):
-            metrics |= self._validate(validate)
+            self._validated = self._validate(validate)
+            metrics |= self._validated
         metrics |= self.memory.measured(self.timers.collect_peaks())
         self._report_step(self.position, metrics)
 
@@ -339,8 +353,13 @@ class Run:
         self._forget()
         if what := nonfinite.after_step(self.position.step, skipped):
             self._recover(what, nonfinite)
-        elif _due(every, self.position.step, total, at_end=every > 0):  # -1: once, when the flow is over
+            return self.position.step
+        problem = self.checkpoints.best.problem_with(self._validated) if self._validated else None
+        best = self.checkpoints.best.improved_by(self._validated) or problem is not None
+        if best or _due(every, self.position.step, total, at_end=every > 0):  # -1: once, when the flow is over
             self._save()
+        if problem is not None:
+            raise RunStopped(f"{problem}; {self.checkpoints.latest} holds the steps so far")
         return self.position.step
 
     def _report_step(self, position: Position, metrics: Metrics) -> None:
@@ -357,7 +376,7 @@ class Run:
     def _save(self) -> bool:
         """A checkpoint of everything that the next step depends on; returns whether it could be written."""
         with self.phase(Phase.SAVE):
-            return self.checkpoints.save(self.position, self._before + self.position.step)
+            return self.checkpoints.save(self.position, self._before + self.position.step, self._validated)
 
     def _recover(self, what: str, nonfinite: NonFiniteUpdates) -> None:
         """Go on from the last checkpoint, with the batches after the bad one, or stop."""
@@ -366,7 +385,7 @@ class Run:
             assert folder is not None
             if nonfinite.may_roll_back(saved.step):
                 self.checkpoints.load(folder, None)
-                self.position = saved
+                self.position, self._validated = saved, {}
                 self.report.rewind(self._before + saved.step + 1)
                 self.report.warn(f"{what}; rolled back to {folder}, to go on with the next batches")
                 return

@@ -1,0 +1,93 @@
+"""`megarl compare A B [CONFIG] [key=value ...]`: two models over the same prompts with the same seeds, paired.
+
+A and B are what `megarl eval` takes, or folders that it has filled. Data, reward, sampling and layout are the same for
+both: those of CONFIG, or else of a finished evaluation, or else of the run that A lies in, or else B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from megarl.cli.evaluate import Request, add_options, check, config_of, fill
+from megarl.evaluation.comparison import compare as compared
+from megarl.evaluation.comparison import differing_settings, pair, table, write_comparison
+from megarl.evaluation.folder import (
+    CONFIG_FILE,
+    Finished,
+    check_unused,
+    is_finished,
+    new_folder,
+    read_evaluation,
+    remove_unused,
+)
+from megarl.telemetry.progress import print_table
+from megarl.trainer.subject import Subject, find_subject
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `megarl compare`."""
+    for name in ("a", "b"):
+        parser.add_argument(name, help="what megarl eval takes, or a folder that it has filled")
+    add_options(parser, "default: A-vs-B beside A; -2, -3 ... if used")
+
+
+def compare(a: str, b: str, request: Request) -> int:
+    """Exit code: 0 when the comparison is written, else that of the evaluation that failed.
+
+    Raises:
+        ValueError: it cannot work, in one line.
+    """
+    sides = [_side(path, request.best) for path in (a, b)]
+    file = request.file or _shared_config(sides)
+    unfinished = [side for side in sides if isinstance(side, Subject)]
+    if not unfinished:
+        if request.file or request.overrides or request.nproc:
+            raise ValueError("both are evaluations already: nothing is generated, and no configuration is read")
+        pair(*_both(sides))  # what cannot be compared is refused before a folder is made
+    if request.out is not None:
+        check_unused(request.out)
+    for one in unfinished:
+        check(one, file, request)
+    folder = new_folder(request.out or _place(sides), exact=request.out is not None)
+    for i, side in enumerate(sides):
+        if isinstance(side, Subject):
+            own = new_folder(os.path.join(folder, "ab"[i]), exact=True)
+            if code := fill(own, config_of(side, file, request, own)):
+                remove_unused(folder)  # unless the first one is done
+                return code
+            sides[i] = read_evaluation(own)
+    first, second = _both(sides)
+    prompts = pair(first, second)
+    for difference in differing_settings(first, second):
+        print(f"megarl: warning: A and B differ in more than the model: {difference}", file=sys.stderr)
+    comparisons = compared(prompts)
+    write_comparison(folder, first, second, prompts, comparisons)
+    print_table(table(comparisons, f"A = {a}   B = {b}"))
+    print(f"compare.json and changes.jsonl are in {folder}")
+    return 0
+
+
+def _side(path: str, best: bool) -> Subject | Finished:
+    return read_evaluation(path) if is_finished(path) else find_subject(path, best=best)
+
+
+def _both(sides: list[Subject | Finished]) -> tuple[Finished, Finished]:
+    one, other = sides
+    assert isinstance(one, Finished) and isinstance(other, Finished)
+    return one, other
+
+
+def _shared_config(sides: list[Subject | Finished]) -> str | None:
+    """That of a finished evaluation: what is generated is asked as it was."""
+    finished = [os.path.join(side.folder, CONFIG_FILE) for side in sides if isinstance(side, Finished)]
+    recorded = [side.recorded for side in sides if isinstance(side, Subject) and side.recorded]
+    return next((file for file in (*finished, *recorded) if os.path.isfile(file)), None)
+
+
+def _place(sides: list[Subject | Finished]) -> str:
+    """RUN/eval/global_step_4-vs-global_step_2."""
+    first = sides[0]
+    beside = first.place if isinstance(first, Subject) else os.path.abspath(first.folder)
+    return os.path.join(os.path.dirname(beside), "-vs-".join(side.name for side in sides))

@@ -1,0 +1,101 @@
+"""Scored responses to held-out prompts, one a line in a file. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import IO, Any
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One response.
+
+    Attributes:
+        index: the prompt's position in its files.
+        sample: the response's number among those to the prompt.
+        source: where the prompt comes from.
+        prompt, response: as text, the prompt as the model got it.
+        row: digest of the prompt as the data has it, whatever a chat template makes of it.
+        answer: the reference answer; empty where the row has none.
+        vote: the answer that the response gives, as maj@k counts it; None: none.
+        score: None where scoring failed.
+        finish: "stop", or "length" for one that was cut off.
+        tokens: of the response.
+    """
+
+    index: int
+    sample: int
+    source: str
+    row: str
+    prompt: str
+    response: str
+    answer: str
+    vote: str | None
+    score: float | None
+    finish: str
+    tokens: int
+
+    @property
+    def right(self) -> bool:
+        """Whether its score is 1 or more."""
+        return self.score is not None and self.score >= 1.0
+
+
+def write_records(path: str, records: Iterable[Record]) -> None:
+    """One JSON object a line; the file is there when all of it is."""
+
+    def write(f: IO[str]) -> None:
+        for record in records:
+            f.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+
+    write_whole(path, write)
+
+
+def read_records(path: str) -> list[Record]:
+    """What `write_records` wrote; raises ValueError, naming file and line, for anything else."""
+    names, records = {field.name for field in fields(Record)}, []
+    try:
+        with open(path, encoding="utf-8") as f:
+            for number, line in enumerate(f, start=1):
+                try:
+                    values: Any = json.loads(line)
+                except ValueError:
+                    values = None
+                if not isinstance(values, dict) or values.keys() != names or not _typed(values):
+                    raise ValueError(f"{path}:{number} is no sample that megarl eval writes; evaluate again")
+                records.append(Record(**values))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"'{path}' cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    if not records:
+        raise ValueError(f"'{path}' holds no samples; evaluate again")
+    return records
+
+
+def write_whole(path: str, write: Callable[[IO[str]], None]) -> None:
+    """Fill a file that takes its name when it is whole and on the disk: nobody finds half of it."""
+    partial = f"{path}.partial"
+    with open(partial, "w", encoding="utf-8") as f:
+        write(f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(partial, path)
+
+
+def by_prompt(records: Sequence[Record]) -> dict[int, list[Record]]:
+    """The records of each prompt, by its index, in order."""
+    prompts: dict[int, list[Record]] = {}
+    for record in records:
+        prompts.setdefault(record.index, []).append(record)
+    return prompts
+
+
+def _typed(values: dict[str, Any]) -> bool:
+    whole = all(type(values[name]) is int for name in ("index", "sample", "tokens"))
+    text = all(isinstance(values[name], str) for name in ("source", "row", "prompt", "response", "answer", "finish"))
+    score = values["score"]
+    return whole and text and (score is None or (isinstance(score, int | float) and not isinstance(score, bool)))

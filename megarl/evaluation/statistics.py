@@ -1,0 +1,202 @@
+"""Estimates from several samples per prompt, and how far they can be trusted. Torch-free.
+
+Samples of one prompt are not independent: the unit is the prompt. An estimate is a mean over prompts, its standard
+error that of independent prompts, which is the clustered one where each prompt has as many samples (Miller 2024, arXiv
+2411.00640, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Z = 1.959963984540054
+"""Standard errors on either side of a 95% confidence interval."""
+
+EXACT_COST = 4096
+"""n times k up to which maj@k is computed over all subsets; above, over `SUBSETS` drawn ones."""
+
+SUBSETS = 1000
+_SEED = 20240716
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over prompts.
+
+    Attributes:
+        ci95: half the width of the 95% confidence interval; None where the values show no spread to tell it from.
+        n: prompts.
+    """
+
+    mean: float
+    ci95: float | None
+    n: int
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """Of one value per prompt: mean and 1.96 standard errors, by the central limit theorem; None without prompts.
+
+    The interval is somewhat too narrow for a dozen prompts, and there is none where all values are equal: 20 prompts
+    that all fail do not show that none would succeed.
+    """
+    n = len(values)
+    if n == 0:
+        return None
+    mean = math.fsum(values) / n
+    if min(values) == max(values):
+        return Estimate(mean=values[0], ci95=None, n=n)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    return Estimate(mean=mean, ci95=Z * math.sqrt(variance / n), n=n)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that one of k samples, drawn from n of which c are right, is right: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1), as the product that neither overflows nor cancels.
+    5 samples, 2 right, k = 2: 1 - 3/10 = 0.7.
+    """
+    assert 0 <= c <= n and 1 <= k <= n
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[float], k: int) -> float:
+    """Expected correctness of the most frequent answer among k of the samples (Wang et al. 2022, arXiv 2203.11171).
+
+    The expectation is over all subsets of k samples, and over a fair draw among answers that are equally frequent. It
+    is exact while n times k is at most `EXACT_COST`, else a mean over `SUBSETS` subsets, the same in every process.
+    Answers a, a, b with a right, k = 2: {a, a} gives 1, {a, b} twice 1/2, so 2/3.
+
+    Args:
+        answers: one per sample; equal ones are one answer. None casts no vote; where nobody votes the value is 0.
+        correct: of each sample, 0 to 1. That of an answer is the mean over the samples that give it.
+    """
+    n = len(answers)
+    assert len(correct) == n and 1 <= k <= n
+    places: dict[Hashable | None, list[int]] = {}
+    for i, answer in enumerate(answers):
+        places.setdefault(answer, []).append(i)
+    silent = len(places.pop(None, []))
+    counts = [len(own) for own in places.values()]
+    values = [math.fsum(correct[i] for i in own) / len(own) for own in places.values()]
+    if not counts:
+        return 0.0
+    if k == n:
+        return _vote(counts, values)
+    if n * k <= EXACT_COST:
+        return _expected_vote(counts, values, silent, k)
+    drawn = np.random.default_rng(_SEED).multivariate_hypergeometric([*counts, silent], k, size=SUBSETS)
+    return math.fsum(_vote(row[:-1].tolist(), values) for row in drawn) / SUBSETS
+
+
+def _vote(counts: Sequence[int], values: Sequence[float]) -> float:
+    most = max(counts)
+    if most == 0:
+        return 0.0
+    won = [value for count, value in zip(counts, values, strict=True) if count == most]
+    return math.fsum(won) / len(won)
+
+
+def _expected_vote(counts: Sequence[int], values: Sequence[float], silent: int, k: int) -> float:
+    """Over all subsets of k: for each number of votes v that can win, count the subsets in which no answer has more.
+
+    ways[s, t]: in how many ways the answers so far make s votes, t of them v each; won[s, t]: the same, each way times
+    the sum of the values of those t.
+    """
+    total = 0.0
+    for v in range(1, min(k, max(counts)) + 1):
+        ways = np.zeros((k + 1, k // v + 2))
+        won = np.zeros_like(ways)
+        ways[0, 0] = 1.0
+        for count, value in zip(counts, values, strict=True):
+            next_ways, next_won = np.zeros_like(ways), np.zeros_like(won)
+            for u in range(min(v - 1, count) + 1):
+                chosen = math.comb(count, u)
+                next_ways[u:] += chosen * ways[: k + 1 - u]
+                next_won[u:] += chosen * won[: k + 1 - u]
+            if count >= v:
+                chosen = math.comb(count, v)
+                next_ways[v:, 1:] += chosen * ways[: k + 1 - v, :-1]
+                next_won[v:, 1:] += chosen * (won[: k + 1 - v, :-1] + value * ways[: k + 1 - v, :-1])
+            ways, won = next_ways, next_won
+        of_silent = [math.comb(silent, k - s) for s in range(k + 1)]
+        ties = np.arange(1, won.shape[1])
+        total += float(np.dot(of_silent, (won[:, 1:] / ties).sum(1)))
+    return total / math.comb(sum(counts) + silent, k)
+
+
+def powers_of_two(n: int) -> tuple[int, ...]:
+    """1, 2, 4 ... up to n, and n itself: 12 -> 1, 2, 4, 8, 12."""
+    return tuple(sorted({2**i for i in range(n.bit_length())} | {n}))
+
+
+# ------------------------------------------------------------------------------------------------------ two models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """How much more A has than B, over the same prompts.
+
+    Attributes:
+        difference: A less B, paired by prompt (Miller 2024, arXiv 2411.00640, section 4.2).
+        p: probability of a difference at least as large if A and B were alike.
+        test: how it was computed: "McNemar" (exact), "permutation" (exact) or "permutation (sampled)".
+        a_only, b_only: prompts where A has more, and where B has.
+    """
+
+    difference: Estimate
+    p: float
+    test: str
+    a_only: int
+    b_only: int
+
+
+EXACT_SIGNS = 16
+"""Differing prompts up to which all signs are tried."""
+
+SIGNS = 20_000
+"""Random signs that are tried above that: p is never below 1 / (SIGNS + 1)."""
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired | None:
+    """Of one value per prompt and model, prompts in the same order; None without prompts.
+
+    Where values are right or wrong p is McNemar's exact one (the binomial of the prompts that only one of the two
+    solves), else the sign-flip permutation test's, of which McNemar's is a special case.
+    """
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    mean = estimate(differences)
+    if mean is None:
+        return None
+    nonzero = [d for d in differences if d]
+    a_only = sum(d > 0 for d in nonzero)
+    p, test = _p_value(nonzero, a_only)
+    return Paired(difference=mean, p=p, test=test, a_only=a_only, b_only=len(nonzero) - a_only)
+
+
+def _p_value(nonzero: Sequence[float], positive: int) -> tuple[float, str]:
+    if all(abs(d) == 1.0 for d in nonzero):
+        return mcnemar(positive, len(nonzero) - positive), "McNemar"
+    d = np.array(nonzero)
+    observed = abs(d.sum()) * (1 - 1e-9)  # sums of the same numbers in another order differ in their last bits
+    if len(d) <= EXACT_SIGNS:
+        signs = 1 - 2 * ((np.arange(2 ** len(d))[:, None] >> np.arange(len(d))) & 1)
+        return float((np.abs(signs @ d) >= observed).mean()), "permutation"
+    rng, as_large = np.random.default_rng(_SEED), 0
+    for _ in range(SIGNS // 1000):
+        random: NDArray[np.int64] = 1 - 2 * rng.integers(0, 2, (1000, len(d)))
+        as_large += int((np.abs(random @ d) >= observed).sum())
+    return (as_large + 1) / (SIGNS + 1), "permutation (sampled)"
+
+
+def mcnemar(a_only: int, b_only: int) -> float:
+    """Exact two-sided p of McNemar's test: min(1, 2 P(X <= min)), X binomial(a_only + b_only, 1/2). 5, 0: 2/32."""
+    n = a_only + b_only
+    tail = sum(math.comb(n, i) for i in range(min(a_only, b_only) + 1))
+    return min(1.0, 2 * tail / 2**n)

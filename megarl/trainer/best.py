@@ -1,0 +1,119 @@
+"""The checkpoint whose validation was best, by `trainer.best_metric`.
+
+Each checkpoint records the validation of its own step. The best one is the best of the checkpoints that are there, so
+that nothing can be wrong about it after a death between a checkpoint and the marker, a damaged checkpoint or a run that
+went back. A validation that is better than all of them is followed by a checkpoint, whatever `trainer.save_freq` says;
+that before the first step belongs to no checkpoint.
+
+RUN/checkpoints/best.json   {"checkpoint": "global_step_12", "step": 12, "metric": "val/accuracy", "value": 0.75}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from megarl.checkpoint.folder import Position, checkpoints, read_state
+from megarl.config.schema import Trainer
+from megarl.data.formats import OF_FLOWS
+from megarl.evaluation.folder import write_json
+
+if TYPE_CHECKING:  # a command that only reads the marker does without Megatron-Core
+    from megarl.parallel.groups import Groups
+
+BEST_FILE = "best.json"
+
+
+class BestCheckpoint:
+    """Knows the best checkpoint, and keeps the marker; does nothing without `trainer.best_metric`.
+
+    Attributes:
+        folder: of the best checkpoint; None without one.
+        value: of its validation.
+    """
+
+    def __init__(self, trainer: Trainer, groups: Groups, position: Position) -> None:
+        """Every rank calls it.
+
+        Args:
+            position: where the run begins; later checkpoints are no part of it.
+        """
+        self._trainer, self._groups = trainer, groups
+        self._marker = os.path.join(trainer.run_dir, "checkpoints", BEST_FILE)
+        self.folder: str | None = None
+        self.value = math.nan
+        if trainer.best_metric:
+            found = self._search(position) if groups.rank == 0 else None
+            self.folder, self.value = groups.all_gather(found, "the best checkpoint")[0] or (None, math.nan)
+            if groups.rank == 0:
+                self._mark()
+
+    def problem_with(self, validation: Mapping[str, float]) -> str | None:
+        """What to say of a validation that does not give the metric; a flow of the user's may have several kinds."""
+        metric, own = self._trainer.best_metric, self._trainer.flow not in ("ppo", *OF_FLOWS)
+        if own or not metric or metric in validation:
+            return None
+        return f"trainer.best_metric = {metric} is no metric of the validation, which gives {', '.join(validation)}"
+
+    def improved_by(self, validation: Mapping[str, float]) -> bool:
+        """Whether a validation is better than that of the best checkpoint, the same on every rank."""
+        if not self._trainer.best_metric or not validation:
+            return False
+        better = self._better(validation.get(self._trainer.best_metric, math.nan))
+        return bool(self._groups.maximum(int(better), "the best checkpoint"))
+
+    def saved(self, folder: str, validation: Mapping[str, float]) -> None:
+        """A checkpoint is written; every rank calls it."""
+        if self.improved_by(validation):
+            self.folder, self.value = folder, validation[self._trainer.best_metric]
+            if self._groups.rank == 0:
+                self._mark()
+
+    def _better(self, value: float) -> bool:
+        if not math.isfinite(value) or self.folder is None:
+            return math.isfinite(value)
+        return value > self.value if self._trainer.best_mode == "max" else value < self.value
+
+    def _search(self, position: Position) -> tuple[str, float] | None:
+        """The best whole checkpoint of the run's folder, the earliest of equal ones."""
+        found = None
+        for one in reversed(checkpoints(self._trainer.run_dir)):
+            if one.problem is None and one.position <= position:
+                value = read_state(one.folder).get("validation", {}).get(self._trainer.best_metric)
+                if isinstance(value, float) and self._better(value):
+                    self.folder, self.value = found = one.folder, value
+        return found
+
+    def _mark(self) -> None:
+        if self.folder is None:
+            with suppress(FileNotFoundError):
+                os.unlink(self._marker)
+            return
+        state = read_state(self.folder)
+        of = {"loop": state.get("loop", "rl"), "metric": self._trainer.best_metric, "mode": self._trainer.best_mode}
+        values = {"checkpoint": os.path.basename(self.folder), "step": state["step"], **of, "value": self.value}
+        with suppress(OSError):  # a full disk: the checkpoints say the same, and the next start writes it
+            write_json(self._marker, values)
+
+
+def best_checkpoint(run_dir: str) -> str:
+    """Folder of the checkpoint that the run's marker names; raises ValueError if there is none."""
+    marker = os.path.join(run_dir, "checkpoints", BEST_FILE)
+    try:
+        with open(marker, encoding="utf-8") as f:
+            name = json.load(f)["checkpoint"]
+        folder = os.path.join(run_dir, "checkpoints", os.path.basename(name))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"'{run_dir}' names no best checkpoint: it has no checkpoints/{BEST_FILE}") from e
+    if not os.path.isdir(folder):
+        raise ValueError(f"'{marker}' names {name}, which is not there")
+    return folder
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    """Those that JSON has."""
+    return {name: float(value) for name, value in values.items() if math.isfinite(value)}

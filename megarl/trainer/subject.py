@@ -1,0 +1,133 @@
+"""What can be evaluated, by its path: a checkpoint, a run, a Hugging Face folder. Torch-free.
+
+RUN/config.yaml                        how the run was configured
+RUN/checkpoints/global_step_12/        a checkpoint
+RUN/checkpoints/global_step_12/huggingface/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.checkpoint.folder import STATE_FILE, check_whole, checkpoints, read_state
+from megarl.checkpoint.huggingface_folder import CONFIG
+from megarl.config import Config, build_config, load_config
+from megarl.data.formats import EVAL
+from megarl.evaluation.folder import CONFIG_FILE
+from megarl.trainer.best import best_checkpoint
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to evaluate.
+
+    Attributes:
+        folder: its weights.
+        is_checkpoint: whether they are MegaRL's; else Hugging Face's.
+        run_dir: of the run that it is of, if it lies in one.
+    """
+
+    folder: str
+    is_checkpoint: bool
+    run_dir: str | None
+
+    @property
+    def recorded(self) -> str | None:
+        """The run's configuration file, if there is one."""
+        file = os.path.join(self.run_dir or "", CONFIG_FILE)
+        return file if self.run_dir is not None and os.path.isfile(file) else None
+
+    @property
+    def name(self) -> str:
+        """global_step_12; of a Hugging Face folder within a checkpoint global_step_12-huggingface."""
+        head, last = os.path.split(os.path.abspath(self.folder))
+        return f"{os.path.basename(head)}-{last}" if last == "huggingface" else last
+
+    @property
+    def place(self) -> str:
+        """Where its evaluation goes: RUN/eval/global_step_12, or FOLDER.eval beside a folder that is in no run."""
+        if self.run_dir is not None:
+            return os.path.join(self.run_dir, "eval", self.name)
+        return os.path.join(os.path.dirname(os.path.abspath(self.folder)), f"{self.name}.eval")
+
+
+def find_subject(path: str, *, best: bool = False) -> Subject:
+    """What a path names; of a run its newest whole checkpoint.
+
+    Args:
+        best: of a run the checkpoint that its best.json names.
+
+    Raises:
+        ValueError: nothing that can be evaluated, in one line.
+    """
+    if not os.path.isdir(path):
+        raise ValueError(f"no folder at '{path}'")
+    folder = path
+    if os.path.isdir(os.path.join(path, "checkpoints")):
+        folder = best_checkpoint(path) if best else _newest(path)
+    elif best:
+        raise ValueError(f"--best chooses among the checkpoints of a run, and '{path}' is no run's folder")
+    if os.path.isfile(os.path.join(folder, STATE_FILE)):
+        check_whole(folder)
+        models = read_state(folder).get("models", ["actor"])
+        if "actor" not in models:
+            raise ValueError(f"'{folder}' holds no policy that could answer, but {', '.join(models) or 'nothing'}")
+        return Subject(folder=folder, is_checkpoint=True, run_dir=_run_of(folder))
+    if os.path.isfile(os.path.join(folder, CONFIG)):
+        return Subject(folder=folder, is_checkpoint=False, run_dir=_run_of(folder))
+    raise ValueError(
+        f"'{path}' is neither a checkpoint ({STATE_FILE}) nor a run's folder (checkpoints/) nor a Hugging Face folder "
+        f"({CONFIG})"
+    )
+
+
+def evaluation_config(
+    subject: Subject, file: str | None, overrides: Sequence[str], folder: str, nproc: int | None
+) -> Config:
+    """How a model is evaluated.
+
+    Args:
+        file, overrides: where data, reward, sampling and layout come from.
+        folder: where the evaluation goes.
+        nproc: ranks on this machine; None: as configured.
+
+    Raises:
+        ConfigError: see `load_config`.
+    """
+    tree = load_config(file, overrides).model_dump()
+    model = tree["actor_rollout_ref"]["model"]
+    model |= {"checkpoint": subject.folder if subject.is_checkpoint else "", "random_init": False}
+    if not any(item.startswith("actor_rollout_ref.model.tokenizer_path=") for item in overrides):
+        own = any(os.path.isfile(os.path.join(subject.folder, name)) for name in _TOKENIZERS)
+        model["tokenizer_path"] = subject.folder if own else model["tokenizer_path"] or model["path"]
+    if not subject.is_checkpoint or os.path.isfile(os.path.join(subject.folder, CONFIG)):
+        model["path"] = subject.folder
+    tree["data"]["format"] = "auto"
+    tree["warmup"]["total_training_steps"] = 0
+    ranks = {"nnodes": 1, **({} if nproc is None else {"n_gpus_per_node": nproc})}
+    kept = {"flow": EVAL, "default_local_dir": folder, "resume_mode": "auto", "best_metric": "", "logger": ["console"]}
+    tree["trainer"] |= {**kept, **ranks}
+    return build_config(tree)
+
+
+def _newest(run_dir: str) -> str:
+    found = checkpoints(run_dir)
+    whole = next((one.folder for one in found if one.problem is None), None)
+    if whole is None:
+        damaged = f"; {os.path.basename(found[0].folder)}: {found[0].problem}" if found else ""
+        raise ValueError(f"'{run_dir}' has no whole checkpoint{damaged}")
+    return whole
+
+
+def _run_of(folder: str) -> str | None:
+    """RUN of RUN/checkpoints/global_step_12, and of what is in it."""
+    parent = os.path.abspath(folder)
+    for _ in range(2):
+        parent, name = os.path.dirname(parent), os.path.basename(os.path.dirname(parent))
+        if name == "checkpoints":
+            return os.path.dirname(parent)
+    return None
