@@ -1,0 +1,515 @@
+"""Programs that nobody trusts: each attack ends within its limit, gets nothing, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.isolation.call_filter import filter_code
+from megarl.rewards.deadline import DeadlinePassed, call_within
+from megarl.rewards.sandbox import Limits, Outcome, SandboxError, check_isolation, run_python
+
+ROOT = Path(__file__).parents[1]
+SHORT = Limits(wall=1.0, cpu=1.0, memory=256, disk=16, processes=8, output=10_000)
+WITHIN = 5.0  # seconds over the limit, on a machine that does something else too
+
+
+def in_other_namespaces() -> set[int]:
+    """Processes of all users that are in another pid namespace than this one."""
+    own, found = os.readlink("/proc/self/ns/pid"), set()
+    for pid in psutil.pids():
+        try:
+            if os.readlink(f"/proc/{pid}/ns/pid") != own:
+                found.add(pid)
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    before, others = in_other_namespaces(), set(psutil.Process().children(recursive=True))
+    yield
+    assert not in_other_namespaces() - before
+    assert not set(psutil.Process().children(recursive=True)) - others
+
+
+def with_path() -> dict[str, str]:
+    """This environment, for a Python that finds what this one finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
+def run(source: str, stdin: str = "", limits: Limits = SHORT) -> Outcome:
+    """The outcome, which came in time; the caller goes on: the next program runs."""
+    start = time.monotonic()
+    outcome = run_python(source, stdin=stdin, limits=limits)
+    assert time.monotonic() - start < limits.wall + WITHIN
+    assert run_python("print(6 * 7)", limits=Limits(wall=20)).stdout == "42\n"
+    return outcome
+
+
+def test_what_a_program_gets() -> None:
+    outcome = run(
+        "import os, sys\n"
+        "print(input(), os.getcwd(), sorted(os.environ), os.uname().nodename, os.listdir('/tmp'), sys.flags.isolated)\n"
+        "print('wrong', file=sys.stderr)\n",
+        stdin="één\nrest",
+    )
+    assert outcome.stdout == "één / ['HOME', 'LANG', 'PATH'] sandbox [] 1\n"
+    assert (outcome.stderr, outcome.ended, outcome.exit_code) == ("wrong\n", "exit", 0)
+    assert 0 < outcome.seconds < 5 and outcome.cpu_seconds is not None and outcome.cpu_seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("source", "ended", "code"),
+    [
+        ("raise SystemExit(7)", "exit", 7),
+        ("1 / 0", "exit", 1),
+        ("import os; os._exit(255)", "exit", 255),
+        ("import os; os.abort()", "signal", -signal.SIGABRT),
+        ("import os; os.kill(os.getpid(), 15)", "signal", -signal.SIGTERM),
+        ("import ctypes; ctypes.string_at(0)", "signal", -signal.SIGSEGV),
+        ("(", "exit", 1),
+        ("", "exit", 0),
+    ],
+)
+def test_exit_codes(source: str, ended: str, code: int) -> None:
+    outcome = run(source)
+    assert (outcome.ended, outcome.exit_code) == (ended, code)
+
+
+def test_a_fork_bomb() -> None:
+    assert run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass").ended == "time"
+
+
+def test_many_processes_are_refused() -> None:
+    outcome = run("import os, time\nn = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(9)\nexcept OSError: print(n)")
+    assert outcome.stdout == "7\n"
+
+
+def test_many_threads() -> None:
+    source = """
+import threading, time
+n = 0
+try:
+    for n in range(10_000):
+        threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
+except RuntimeError:
+    print(n)
+"""
+    assert run(source, limits=Limits(wall=5, processes=8)).stdout == "7\n"
+
+
+def test_ten_gigabytes() -> None:
+    outcome = run("x = bytearray(10 << 30)")
+    assert (outcome.ended, outcome.exit_code) == ("memory", 1)
+    assert outcome.stderr.endswith("MemoryError\n")
+
+
+def test_the_memory_of_all_processes_together() -> None:
+    group = Path("/proc/self/cgroup").read_text()
+    source = """
+import os, time
+for _ in range(6):
+    if not os.fork():
+        x = b"x" * (150 << 20)
+        print("held", flush=True)
+        time.sleep(9)
+"""
+    outcome = run(source + "os.wait()\nprint('one ended')\nraise SystemExit(3)")
+    from megarl.isolation.memory_group import memory_group
+
+    made = memory_group(1 << 20)
+    if made is None:
+        pytest.skip(f"no control group can be made here: {group}")
+    made.close()
+    assert outcome.stdout.count("held") < 3
+    assert outcome.ended == "memory"
+
+
+def test_shared_memory_that_no_process_holds() -> None:
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.shmget(0, ctypes.c_size_t(1 << 30), 0o1600), ctypes.get_errno())
+try: os.memfd_create("x")
+except OSError as e: print(e.errno)
+"""
+    assert run(source).stdout == "-1 1\n1\n"
+
+
+@pytest.mark.parametrize("ignoring", [False, True], ids=["", "ignoring all signals"])
+def test_an_endless_loop(ignoring: bool) -> None:
+    ignore = "import signal\nfor s in signal.valid_signals() - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
+    outcome = run((ignore if ignoring else "") + "while True: pass")
+    assert outcome.ended == "time" and 0.9 < outcome.seconds < 4
+
+
+@pytest.mark.parametrize("ignoring", [False, True], ids=["", "ignoring all signals"])
+def test_processor_time(ignoring: bool) -> None:
+    ignore = "import signal\nfor s in signal.valid_signals() - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
+    outcome = run((ignore if ignoring else "") + "while True: pass", limits=Limits(wall=30, cpu=1))
+    assert outcome.ended == "time" and outcome.exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
+    assert outcome.cpu_seconds is not None and 0.9 < outcome.cpu_seconds < 2.5
+
+
+def test_sleeping() -> None:
+    outcome = run("import time; print('on', flush=True); time.sleep(99)")
+    assert (outcome.ended, outcome.stdout, outcome.exit_code) == ("time", "on\n", None)
+
+
+def test_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as named:
+        named.bind("\0megarl-test-sandbox")
+        named.listen()
+        source = f"""
+import socket
+for family, address in (
+    (socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})),
+    (socket.AF_INET, ("1.1.1.1", 80)),
+    (socket.AF_INET6, ("::1", {server.getsockname()[1]})),
+    (socket.AF_UNIX, "\\0megarl-test-sandbox"),
+    (socket.AF_VSOCK, (2, 1)),
+    (socket.AF_NETLINK, (0, 0)),
+):
+    try:
+        socket.socket(family).connect(address)
+        print("connected")
+    except OSError as e:
+        print(e.strerror)
+try: print(socket.gethostbyname("example.com"))
+except OSError: print("no name")
+"""
+        refused = ["Network is unreachable", "Network is unreachable", "Cannot assign requested address"]
+        refused += ["Connection refused", "Operation not permitted", "Operation not permitted", "no name"]
+        assert run(source).stdout.splitlines() == refused
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_writing_outside(tmp_path: Path) -> None:
+    mine = Path("/tmp") / f"megarl-test-{os.getpid()}"
+    places = ["/etc/x", "/x", "/main.py", "/usr/lib/x", "/dev/x", "/proc/x", "/proc/sys/kernel/core_pattern"]
+    places += [f"{tmp_path}/x", f"{ROOT}/x", f"{os.path.realpath(sys.base_prefix)}/lib/x", "/dev/shm/../x"]
+    source = f"""
+for place in {places!r}:
+    try:
+        open(place, "w").close()
+        print("wrote", place)
+    except OSError:
+        pass
+open({str(mine)!r}, "w").write("x")
+open("/dev/null", "w").write("x")
+print(open({str(mine)!r}).read())
+"""
+    assert run(source).stdout == "x\n"
+    assert not mine.exists() and not list(tmp_path.iterdir())
+
+
+def test_reading_a_secret(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("hf_secret")
+    secret.chmod(0o644)
+    os.environ["MEGARL_TEST_TOKEN"] = "hf_secret"
+    handle = secret.open()
+    os.set_inheritable(handle.fileno(), True)
+    try:
+        source = f"""
+import os
+for place in [{str(secret)!r}, "/proc/1/root{secret}", "/proc/self/root/..{secret}", "/..{secret}", "/proc/1/environ",
+              "/proc/{os.getpid()}/environ", "/proc/2/../1/mem", "/etc/passwd", "/etc/shadow", "/root/.ssh",
+              "/proc/1/cwd", "/proc/1/fd/3", "{ROOT}/README.md", "/sys", "/proc/kcore", "/home", "/var", "/run"]:
+    try:
+        print("read", place, open(place, "rb").read(10) if not os.path.isdir(place) else os.listdir(place))
+    except OSError:
+        pass
+print([fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{{fd}}")], "MEGARL_TEST_TOKEN" in os.environ)
+"""
+        assert run(source).stdout == "[] False\n"
+    finally:
+        del os.environ["MEGARL_TEST_TOKEN"]
+        handle.close()
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_gigabyte_of_output(stream: int) -> None:
+    outcome = run(f"import os\nfor _ in range(1 << 14): os.write({stream}, b'x' * (1 << 16))", limits=Limits(wall=20))
+    assert outcome.ended == "output"
+    assert len((outcome.stdout, outcome.stderr)[stream - 1]) == 1 << 20
+
+
+def test_a_program_that_stops_reading_its_input() -> None:
+    outcome = run("print(len(input()))", stdin="x" * 1000 + "\n" + "y" * (8 << 20))
+    assert (outcome.stdout, outcome.ended) == ("1000\n", "exit")
+    assert run("pass", stdin="y" * (8 << 20)).exit_code == 0
+    assert run("import sys; print(len(sys.stdin.read()))", stdin="y" * (8 << 20)).stdout == f"{8 << 20}\n"
+
+
+def test_its_input_cannot_grow() -> None:
+    source = "import os\ntry: os.write(os.open('/proc/self/fd/0', os.O_RDWR), b'x' * 9)\nexcept OSError: print('no')"
+    assert run(source, stdin="x").stdout == "no\n"
+
+
+def test_signals_to_others() -> None:
+    source = f"""
+import os
+for pid in (os.getppid(), 1, {os.getpid()}, {os.getppid()}):
+    try: os.kill(pid, 9)
+    except OSError as e: print(e.strerror)
+try: os.kill(-1, 9)
+except OSError as e: print(e.strerror)
+print("here")
+"""
+    outcome = run(source)
+    # its parent is the init of its namespace: another user's where root made it, deaf to signals where not
+    assert outcome.ended == "exit" and outcome.stdout.endswith("No such process\nNo such process\nhere\n")
+
+
+def test_a_daemon() -> None:
+    source = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in range(3): os.close(fd)
+        time.sleep(99)
+    os._exit(0)
+time.sleep(0.1)
+print("done")
+"""
+    outcome = run(source)
+    assert (outcome.ended, outcome.stdout) == ("exit", "done\n") and outcome.seconds < 0.9
+
+
+@pytest.mark.parametrize("files", [1, 200], ids=["one file", "many"])
+def test_filling_the_disk(files: int) -> None:
+    source = f"""
+import os
+total = 0
+try:
+    for i in range({files}):
+        with open(f"/tmp/{{i}}", "wb", buffering=0) as f:
+            while f.tell() < {100 << 20} // {files}:
+                total += f.write(b"x" * (1 << 16))
+except OSError as e:
+    print(total >> 20, e.strerror)
+"""
+    outcome = run(source)
+    assert outcome.stdout in ("16 No space left on device\n", "15 No space left on device\n", "16 File too large\n")
+
+
+def test_many_files() -> None:
+    source = "n = 0\ntry:\n    while True: open(f'/tmp/{n}', 'w').close(); n += 1\nexcept OSError: print(n)"
+    assert 4000 < int(run(source).stdout) <= 4096
+
+
+def test_tracing_others() -> None:
+    source = f"""
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+for pid in (1, os.getppid(), {os.getpid()}):
+    print(libc.ptrace(16, pid, 0, 0), ctypes.get_errno())
+    for name in ("mem", "environ", "maps", "fd/0"):
+        try: print("read", open(f"/proc/{{pid}}/{{name}}", "rb").read(1))
+        except OSError: pass
+"""
+    assert run(source).stdout == "-1 1\n" * 3
+
+
+def test_links(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    source = f"""
+import os
+for i, place in enumerate(["{secret}", "/../..{secret}", "/proc/1/root", "/proc/1/cwd", "/proc/self/root/.."]):
+    os.symlink(place, f"/tmp/{{i}}")
+    try:
+        print("read", place, open(f"/tmp/{{i}}").read())
+    except OSError: pass
+    try:
+        open(f"/tmp/{{i}}", "w").close()
+        print("wrote", place)
+    except OSError: pass
+try: os.link("/main.py", "/tmp/main.py")
+except OSError as e: print(e.strerror)
+print(os.listdir("/tmp/4") == os.listdir("/"), os.path.realpath("/tmp/4"))
+os.chdir("/tmp/4/../../../..")
+print(sorted(os.listdir("."))[:2])
+"""
+    assert run(source).stdout == "Invalid cross-device link\nTrue /\n['bin', 'dev']\n"
+    assert secret.read_text() == "x"
+
+
+def test_namespaces_of_its_own() -> None:
+    source = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    ctypes.set_errno(0)
+    print(name, getattr(libc, name)(*arguments), ctypes.get_errno())
+call("unshare", 0x10000000)
+call("unshare", 0x00020000)
+call("syscall", 56, 0x10000000 | 17, 0, 0, 0, 0)  # clone
+call("syscall", 435, 0, 0)  # clone3
+call("mount", b"tmpfs", b"/tmp", b"tmpfs", 0, None)
+call("chroot", b"/tmp")
+call("setuid", 0)
+call("umount2", b"/proc", 2)
+"""
+    said = [line.split() for line in run(source).stdout.splitlines()]
+    assert len(said) == 8 and all(result == "-1" for _, result, _ in said)
+    assert [errno for *_, errno in said] == ["1", "1", "1", "38", "1", "1", "22" if os.getuid() else "1", "1"]
+
+
+def test_programs_with_privileges() -> None:
+    source = """
+import os, subprocess
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
+print(int(status["CapEff"], 16), int(status["CapPrm"], 16), int(status["CapBnd"], 16), status["NoNewPrivs"])
+print(os.getuid() == 0, os.path.exists("/usr/bin/su") and subprocess.run(["/usr/bin/su", "-c", "id"]).returncode == 0)
+"""
+    assert run(source).stdout == "0 0 0 1\nFalse False\n"
+
+
+def test_output_that_is_no_text() -> None:
+    outcome = run("import os; os.write(1, b'a\\xff\\x00\\xc3b\\n'); os.write(2, b'\\xe2\\x82')")
+    assert (outcome.stdout, outcome.stderr) == ("a\ufffd\0\ufffdb\n", "\ufffd")
+
+
+def test_sources_of_all_kinds() -> None:
+    assert run("#" + "x" * (32 << 20) + "\nprint(1)").stdout == "1\n"
+    assert run("x = " + "(" * 100_000, limits=Limits()).exit_code == 1
+    assert run("print('\ud800')").ended == "exit"  # half of a surrogate pair
+    assert run("print(1)\0").ended == "exit"
+    huge = run("x = [" + "[1, {2: 'x'}, lambda: 3]," * 1_000_000 + "]")
+    assert huge.ended in ("memory", "time")
+
+
+def test_a_deadline_of_the_caller_ends_it() -> None:
+    def sleep() -> Outcome:
+        return run_python("import time; time.sleep(99)", limits=Limits(wall=50))
+
+    start = time.monotonic()
+    with pytest.raises(DeadlinePassed):
+        call_within(0.7, sleep)
+    assert time.monotonic() - start < WITHIN
+
+
+def test_it_ends_when_the_caller_is_killed() -> None:
+    code = """
+from megarl.rewards.sandbox import Limits, run_python
+run_python("import os, time\\nfor _ in range(3): os.fork()\\ntime.sleep(99)", limits=Limits(wall=90))
+"""
+    before = in_other_namespaces()
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=with_path())
+    until = time.monotonic() + 20
+    while len(in_other_namespaces() - before) < 9 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(in_other_namespaces() - before) == 9  # the init, and 8 of the program
+    caller.kill()
+    caller.wait()
+    while in_other_namespaces() - before and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not in_other_namespaces() - before
+
+
+def test_at_once_from_many_threads() -> None:
+    done: list[str] = []
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+
+    def work(i: int) -> None:
+        source = bomb if i == 0 else f"import os\nif os.fork(): os.wait(); print({i})"
+        done.append(run_python(source, limits=Limits(wall=3 if i == 0 else 30, processes=4)).stdout)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(done) == ["", "1\n", "2\n", "3\n", "4\n", "5\n"]
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="root alone can become another user")
+def test_as_an_ordinary_user() -> None:
+    """Its namespaces come from a user namespace of its own; the interpreter must be one that the user may read."""
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
+    wanted = f"{sys.version_info.major}.{sys.version_info.minor}"
+    ask = ["-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    if python is None or subprocess.run([python, *ask], capture_output=True, text=True).stdout.strip() != wanted:
+        pytest.skip(f"no Python {wanted} of the system")
+    command = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", python, "-m", "pytest", __file__]
+    environment = {**with_path(), "HOME": "/nonexistent"}
+    command += ["-p", "no:cacheprovider", "--noconftest", "-k", "daemon or secret or signals or network or privileges"]
+    done = subprocess.run([*command, f"--rootdir={ROOT}"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "7 passed" in done.stdout and done.returncode == 0, done.stdout + done.stderr
+
+
+def test_where_namespaces_are_forbidden() -> None:
+    """A filter as a container's: `unshare` is refused."""
+    code = """
+import ctypes
+from megarl.isolation import call_filter
+from megarl.rewards.sandbox import check_isolation
+call_filter._REFUSED = {"unshare": call_filter._REFUSED["unshare"]}
+ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+call_filter.restrict_calls()
+try: check_isolation()
+except ValueError as e: print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "no namespaces can be made here" in done.stdout, done.stdout + done.stderr
+    assert "reward.args.isolation=process" in done.stdout and done.stdout.count("\n") == 1
+
+
+def test_limits_alone(tmp_path: Path) -> None:
+    def alone(source: str) -> Outcome:
+        return run_python(source, limits=SHORT, isolation="process")
+
+    assert alone("import os; print(sorted(os.environ), len(os.listdir()))").stdout == "['HOME', 'LANG', 'PATH'] 1\n"
+    assert alone("x = bytearray(10 << 30)").ended == "memory"
+    assert alone("while True: pass").ended == "time"
+    assert alone("while True: print('x' * 9999)").ended == "output"
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(99)\n    os._exit(0)"
+    assert alone(daemon).ended == "exit"
+    with pytest.raises(OSError):  # nothing of it is there any more, not even to wait for
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_limits_that_make_no_sense() -> None:
+    for wrong, said in (
+        ({"wall": 0}, "limit wall = 0 must be finite and more than 0"),
+        ({"cpu": float("inf")}, "limit cpu = inf must be finite and more than 0"),
+        ({"memory": 10}, "limit memory = 10 must be a whole number from 64 on"),
+        ({"processes": 1.5}, "limit processes = 1.5 must be a whole number from 1 on"),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            Limits(**wrong)  # type: ignore[arg-type]
+        assert str(refusal.value) == said
+
+
+def test_the_filter_of_every_machine() -> None:
+    """Every jump ends inside the filter."""
+    for machine in ("x86_64", "aarch64"):
+        code = filter_code(machine)
+        steps = [code[i : i + 8] for i in range(0, len(code), 8)]
+        for i, step in enumerate(steps):
+            assert i + 1 + max(step[2], step[3]) < len(steps) or step[0] == 0x06
+    with pytest.raises(ValueError, match="known for x86_64 and aarch64, not for riscv64"):
+        filter_code("riscv64")
+
+
+def test_this_machine_isolates() -> None:
+    check_isolation()
+    assert issubclass(SandboxError, RuntimeError)
