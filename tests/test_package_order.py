@@ -15,6 +15,7 @@ ORDER = [
     "algorithms",
     "rewards",
     "data",
+    "environments",
     "parallel",
     "models",
     "checkpoint",

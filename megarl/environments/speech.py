@@ -70,6 +70,8 @@ class Speech:
             ids = self.tokenizer.encode(observation[: self._limit * _LONGEST_TOKEN])
         else:
             ids = [int(token) for token in observation]
+            if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
+                raise ValueError(f"observed token ids that the vocabulary of {self.tokenizer.vocab_size} does not have")
         return ids if len(ids) <= self._limit else [*ids[: self._limit - len(self._cut)], *self._cut]
 
     def _shortened(self, observation: str) -> str:

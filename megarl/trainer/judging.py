@@ -12,6 +12,7 @@ from megarl.rewards.judge import RewardError
 from megarl.rewards.registry import BY_MODEL
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
+from megarl.trainer.episodes import score_episodes
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import own_tokenizer
 from megarl.trainer.scoring import Score, score
@@ -21,10 +22,15 @@ from megarl.types import Batch, Rollouts, batch_of
 
 def scorer(run: Run) -> Score:
     """How rollouts are scored; a reward model joins the run."""
-    if run.config.reward.name != BY_MODEL:
-        return partial(score, inputs=run.inputs, groups=run.groups, say=run.report.say)
-    judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
-    return partial(score_by_model, run=run, judge=judge, tokenizer=load_tokenizer(folder) if folder else None)
+    by_function = run.config.reward.name != BY_MODEL
+    if by_function:
+        judged: Score = partial(score, inputs=run.inputs, groups=run.groups, say=run.report.say)
+    else:
+        judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
+        judged = partial(score_by_model, run=run, judge=judge, tokenizer=load_tokenizer(folder) if folder else None)
+    if not run.config.environment.answers:
+        return judged
+    return partial(score_episodes, score=judged, config=run.config, say=run.report.say, last_turn=by_function)
 
 
 def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tokenizer | None) -> Rollouts:

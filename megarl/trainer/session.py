@@ -20,6 +20,7 @@ from megarl.roles.trained import TrainedModel
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.agreement import check_same_values
 from megarl.trainer.checkpointing import Checkpointing, saved_models
+from megarl.trainer.episodes import build_episodes
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory_report import MemoryReport
 from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
@@ -111,6 +112,7 @@ class Run:
                 timers=self.timers,
                 max_model_len=self.inputs.max_sequence_length,
                 decode=self.inputs.tokenizer.decode,
+                episodes=build_episodes(self.inputs, self.groups),
             )
         )
         return self.generations[-1]
