@@ -71,8 +71,9 @@ def evaluate(expression: str) -> Number:
 
 
 def _value(node: ast.expr) -> Number:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        found: Number = node.value
+    found: Number
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        found = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         found = _BINARY[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:

@@ -88,7 +88,7 @@ class Calls:
             self._waiting.put(None)
 
     def _take(self, wait: float) -> list[Answer]:
-        found = []
+        found: list[Answer] = []
         with suppress(Empty):
             while True:
                 call, answer = self._answers.get(timeout=wait) if wait and not found else self._answers.get_nowait()

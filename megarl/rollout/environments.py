@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from megarl.environments.calls import Answer, Calls
@@ -124,14 +125,14 @@ class WithEnvironments:
         episode.cut_off = completion.finish_reason == "length"
         environment, response = episode.environment, self._speech.tokenizer.decode(said)
         assert environment is not None
-        self._calls.submit(("step", key), lambda: environment.step(response))
+        self._calls.submit(("step", key), partial(environment.step, response))
 
     def _begin_more(self) -> None:
         while self._to_begin and len(self._open) < self._rules.at_a_time:
             place, rollout = self._to_begin.popleft()
             prompt = rollout.prompt.row.get(self._prompt_key)
             self._open[place] = _Open(rollout=rollout, chat=isinstance(prompt, list))
-            self._calls.submit(("reset", place), lambda row=rollout.prompt.row: self._reset(row))
+            self._calls.submit(("reset", place), partial(self._reset, rollout.prompt.row))
 
     def _reset(self, row: Mapping[str, Any]) -> tuple[Environment, str | Sequence[int] | None]:
         """In a thread."""
@@ -181,7 +182,8 @@ class WithEnvironments:
         if episode.turns >= self._rules.max_turns or len(episode.token_ids) + len(ids) >= self._params.max_tokens:
             self._end(place, "length", limited=True)
             return
-        episode.token_ids, episode.logp = episode.token_ids + array("i", ids), episode.logp + array("f", [0.0] * len(ids))
+        episode.token_ids = episode.token_ids + array("i", ids)
+        episode.logp = episode.logp + array("f", [0.0] * len(ids))
         episode.sampled += b"\x00" * len(ids)
         self._ask(place, episode)
 
@@ -200,9 +202,7 @@ class WithEnvironments:
             )
         )
 
-    def _end(
-        self, place: int, finish_reason: FinishReason, *, limited: bool = False, error: str | None = None
-    ) -> None:
+    def _end(self, place: int, finish_reason: FinishReason, *, limited: bool = False, error: str | None = None) -> None:
         episode = self._open.pop(place)
         self.played[place] = [episode.played(finish_reason, limited=limited, error=error)]
         self._forget.append(place)

@@ -35,7 +35,7 @@ def build_episodes(inputs: Inputs, groups: Groups) -> Episodes | None:
         threads=settings.workers,
     )
     if settings.agent:
-        agents = Agents(settings.agent, speech=speech, rules=rules)
+        agents = Agents(settings.agent, speech=speech, rules=rules, training=inputs.sampling(validation=False))
         return Episodes(groups, agents.begin, agents.close)
     make = environment_of(settings.name, settings.args)
 
@@ -92,4 +92,5 @@ def _last_turn(rollout: Rollout) -> Rollout:
     """With nothing but what the policy said last, as its response."""
     own, token_ids = rollout.turns[-1] if rollout.token_ids else (True, rollout.token_ids)
     said = token_ids if own else token_ids[:0]
-    return replace(rollout, token_ids=said, logp=rollout.logp[len(rollout.logp) - len(said) :], sampled=None, versions=())
+    logp = rollout.logp[len(rollout.logp) - len(said) :]
+    return replace(rollout, token_ids=said, logp=logp, sampled=None, versions=())

@@ -46,7 +46,11 @@ def identity_of(inputs: Inputs) -> Identity:
             "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
             "rollout.stop": sorted(rollout.stop),
         },
-        "reward": {"reward.name": config.reward.name, "file": file_digest(config.reward.name.rpartition(":")[0])},
+        "reward": {
+            "reward.name": config.reward.name,
+            "file": file_digest(config.reward.name.rpartition(":")[0]),
+            **_environment(config),
+        },
         "roles": {"reference": config.needs_reference, **_other_models(config)},
     }
     files = {
@@ -59,6 +63,16 @@ def identity_of(inputs: Inputs) -> Identity:
         warmup = config.warmup.model_dump(exclude={"train_files"})
         identity["warmup"] = {**_flat(warmup, "warmup."), "demonstrations": examples_digest(inputs.demonstrations)}
     return _as_read_back(identity)
+
+
+def _environment(config: Config) -> dict[str, Any]:
+    """What answers the policy, if anything does."""
+    settings = config.environment
+    if not settings.answers:
+        return {}
+    keys = ("name", "args", "agent", "max_turns", "max_observation_length", "role")
+    code = _user_code({"environment file": settings.name or settings.agent})
+    return {**{f"environment.{key}": getattr(settings, key) for key in keys}, **code}
 
 
 def _without_generation(inputs: Inputs) -> Identity:
