@@ -24,6 +24,10 @@ def check_environment(config: Config) -> None:
         return
     if settings.name and settings.agent:
         raise ValueError("environment.name and environment.agent are two ways to answer the policy; use one of the two")
+    if settings.name:
+        environment_of(settings.name, settings.args)
+    else:
+        _check_agent(config)
     if config.actor_rollout_ref.rollout.carry_over.enable:
         raise ValueError(
             "rollout.carry_over interrupts responses, and an environment cannot wait for other weights; use one of the two"
@@ -38,10 +42,6 @@ def check_environment(config: Config) -> None:
             f"environment.timeout = {settings.timeout:g} s is not less than trainer.timeout_minutes = "
             f"{config.trainer.timeout_minutes:g}, after which other ranks stop waiting; lower it"
         )
-    if settings.name:
-        environment_of(settings.name, settings.args)
-    else:
-        _check_agent(config)
 
 
 def _check_agent(config: Config) -> None:
