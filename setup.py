@@ -27,6 +27,7 @@ setup(
     install_requires=[
         "torch>=2.11,<2.14",
         "megatron-core>=0.16.1,<0.20",
+        "aiohttp>=3.10",
         "omegaconf==2.4.0",
         "pydantic>=2.7",
         "einops>=0.8",
@@ -50,6 +51,7 @@ setup(
             "gguf>=0.10",
             "hypothesis>=6.100",
             "mypy>=1.11",
+            "openai>=2.0",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "ruff>=0.6",

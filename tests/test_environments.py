@@ -162,6 +162,7 @@ def test_calls_run_several_at_a_time() -> None:
         calls.submit(i, lambda i=i: (meeting.wait(4), i)[1])  # none returns before the third is there
     assert {key: answer.value for key, answer in answers_of(calls, 3).items()} == {0: 0, 1: 1, 2: 2}
     assert calls.open == 0 and calls.answers(5.0) == []
+    calls.close()
 
 
 def test_what_hangs_or_fails_costs_the_others_nothing() -> None:
@@ -177,7 +178,7 @@ def test_what_hangs_or_fails_costs_the_others_nothing() -> None:
     calls.submit("works", lambda: 7)
     began = time.monotonic()
     found = answers_of(calls, 7)
-    assert 0.7 < time.monotonic() - began < 3.0  # four hang on two threads
+    assert 0.7 < time.monotonic() - began < 4.5  # four hang on two threads
     assert [found["hangs", i].error for i in range(4)] == ["took longer than 0.4 s"] * 4
     assert found["leaves"].error.startswith("raised SystemExit: 3\n")
     assert found["fails"].error.startswith("raised KeyError: 'x'\n") and "test_environments.py" in found["fails"].error
