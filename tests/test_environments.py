@@ -39,7 +39,10 @@ def test_the_calculator_knows_arithmetic(expression: str, value: float) -> None:
     ("expression", "said"),
     [
         *(("error: no arithmetic", e) for e in ("2**9", "x", "f(1)", "'a'*3", "1,2", "[1]", "", "True", "1;2", "a.b")),
-        *(("error: no arithmetic", e) for e in ("1 if 1 else 2", "(" * 90 + "1", "1j", "lambda: 1", "__import__('os')")),
+        *(
+            ("error: no arithmetic", e)
+            for e in ("1 if 1 else 2", "(" * 90 + "1", "1j", "lambda: 1", "__import__('os')")
+        ),
         ("error: division by zero", "1/0"),
         ("error: division by zero", "1%0"),
         ("error: too large", "9" * 31),
@@ -128,7 +131,7 @@ def test_a_long_observation_is_cut_and_says_so(chat: Any) -> None:
 
 def test_token_ids_of_another_vocabulary_are_refused(chat: Any) -> None:
     for ids in ([chat.vocab_size], [3, -1]):
-        with pytest.raises(ValueError, match="the vocabulary of .* does not have"):
+        with pytest.raises(ValueError, match=r"the vocabulary of .* does not have"):
             speech_of(chat).answer(ids, chat=False, last=0)
 
 

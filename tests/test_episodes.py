@@ -6,7 +6,6 @@ import json
 import random
 import threading
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -116,7 +115,7 @@ def what_was_said(played: Mapping[int, Played]) -> list[tuple[Any, ...]]:
 
 ROWS = [{"turns": 1 + i % 4} for i in range(10)]
 
-# ------------------------------------------------------------------------------------------------------------- the cache
+# --------------------------------------------------------------------------------------------------------- the cache
 
 
 def _afresh(rollouts: Mapping[int, Rollout], played: Mapping[int, Played]) -> None:

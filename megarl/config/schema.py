@@ -476,7 +476,10 @@ class Environment(Section):
     )
     max_turns: Whole = Field(8, ge=1, description="responses of the policy in an episode")
     timeout: float = Field(
-        60.0, gt=0, le=86_400, description="seconds that a step of an environment, or a whole episode of an agent, takes"
+        60.0,
+        gt=0,
+        le=86_400,
+        description="seconds that a step of an environment, or a whole episode of an agent, takes",
     )
     max_observation_length: Whole = Field(256, ge=1, description="tokens of an observation; a longer one is cut")
     role: Literal["user", "tool"] = Field("user", description="whose message an observation is, in a chat")

@@ -17,7 +17,7 @@ class Turn:
     Attributes:
         observation: what the policy is told next: text, or token ids that are taken as they are.
         done: whether the episode is over; the observation is then told to nobody.
-        reward: added up over the episode; None: nothing to say. An episode without any is scored by the reward function.
+        reward: added up over the episode; None: none. An episode without any is scored by the reward function.
     """
 
     observation: str | Sequence[int] = ""
@@ -65,5 +65,7 @@ def environment_of(name: str, args: Mapping[str, Any]) -> MakeEnvironment:
         make().close()
     except (Exception, SystemExit) as e:  # a user's class can fail in any way
         said = " ".join(f"{type(e).__name__}: {e}".split())
-        raise ValueError(f"environment.name = {name!r} cannot be made with environment.args = {dict(args)}: {said}") from e
+        raise ValueError(
+            f"environment.name = {name!r} cannot be made with environment.args = {dict(args)}: {said}"
+        ) from e
     return make

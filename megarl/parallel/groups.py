@@ -181,7 +181,7 @@ def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1
 
 
 def control_of_replica(groups: Groups) -> dist.ProcessGroup | None:
-    """The ranks of this rank's generation replica over gloo; None where it is alone. Every rank of the world calls it."""
+    """The ranks of this rank's generation replica, over gloo; None where it is alone. Every rank calls it."""
     generation = groups.generation
     if generation.tp == 1:
         return None

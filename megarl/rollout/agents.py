@@ -22,8 +22,7 @@ from megarl.rollout.sessions import Session
 from megarl.types import Completion, Rollout, SamplingParams
 
 _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that nothing was decided
-_GRACE = 5.0  # seconds over its time until an agent that does not let its event loop run is ended with its process
-_ATTEMPTS = 2  # of an episode whose process another one has ended
+_GRACE = 3.0  # seconds over its time until an agent that does not let its event loop run is ended with its process
 
 _Event = Waiting | tuple[AgentWorker, Outcome | None]
 
@@ -43,6 +42,7 @@ class Agents:
         self.numbers, self.keys = itertools.count(), itertools.count()
         self._endpoint: Endpoint | None = None
         self._workers: list[AgentWorker] = []
+        self._alone: list[AgentWorker] = []
 
     def begin(self, mine: Mapping[int, Rollout], params: SamplingParams) -> WithAgents:
         """A `Source` of these rollouts' episodes."""
@@ -54,25 +54,30 @@ class Agents:
             self._endpoint = Endpoint(self.events.put, self._training)
         return self._endpoint
 
-    def worker(self, wanted: int) -> AgentWorker:
-        """The one with the fewest episodes; a new one, while there are fewer than are wanted and allowed."""
+    def worker(self, wanted: int, *, alone: bool = False) -> AgentWorker:
+        """The one with the fewest episodes; a new one, while there are fewer than are wanted and allowed.
+
+        Args:
+            alone: one that no other episode gets.
+        """
         idle = min(self._workers, key=lambda worker: len(worker.numbers), default=None)
-        if idle is None or (idle.numbers and len(self._workers) < min(wanted, self.rules.threads)):
+        if alone or idle is None or (idle.numbers and len(self._workers) < min(wanted, self.rules.threads)):
             idle = AgentWorker(self._agent, lambda worker, outcome: self.events.put((worker, outcome)))
-            self._workers.append(idle)
+            (self._alone if alone else self._workers).append(idle)
         return idle
 
     def remove(self, worker: AgentWorker) -> None:
         """It is gone, or has to go."""
-        if worker in self._workers:
-            self._workers.remove(worker)
-            worker.kill()
+        for workers in (self._workers, self._alone):
+            if worker in workers:
+                workers.remove(worker)
+                worker.kill()
 
     def close(self) -> None:
         """End the endpoint and the processes."""
-        for worker in self._workers:
+        for worker in (*self._workers, *self._alone):
             worker.close()
-        self._workers = []
+        self._workers, self._alone = [], []
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -80,10 +85,14 @@ class Agents:
 
 @dataclass(frozen=True, kw_only=True)
 class _Playing:
-    """An episode that is under way."""
+    """An episode that is under way.
+
+    Attributes:
+        alone: in a process of its own: it was in one that ended, and may be the reason.
+    """
 
     place: int
-    attempt: int
+    alone: bool
     session: Session
     base_url: str
     worker: AgentWorker
@@ -96,7 +105,8 @@ class WithAgents:
     def __init__(self, agents: Agents, rollouts: Mapping[int, Rollout], params: SamplingParams) -> None:
         self._agents, self._rules, self._params = agents, agents.rules, params
         self._rollouts = rollouts
-        self._to_begin = deque((place, 1) for place in rollouts)
+        self._to_begin = deque(rollouts)
+        self._suspects: deque[int] = deque()
         self._playing: dict[int, _Playing] = {}
         self._waiting: dict[int, Waiting] = {}
         self._requests: list[Request] = []
@@ -108,7 +118,7 @@ class WithAgents:
         self._take_events(_WAIT if wait and self._playing else 0.0)
         self._end_late()
         self._begin_more()
-        over = not (self._to_begin or self._playing)
+        over = not (self._to_begin or self._suspects or self._playing)
         if not (self._requests or self._forget or over):
             return None
         orders = Orders(requests=tuple(self._requests), forget=tuple(self._forget), over=over)
@@ -123,24 +133,29 @@ class WithAgents:
             waiting.answer(completion)
 
     def _begin_more(self) -> None:
-        while self._to_begin and len(self._playing) < self._rules.at_a_time:
-            place, attempt = self._to_begin.popleft()
-            rollout = self._rollouts[place]
-            session = Session(
-                rollout,
-                self._params,
-                speech=self._agents.speech,
-                max_turns=self._rules.max_turns,
-                max_prompt_length=self._rules.max_prompt_length,
-                new_key=self._agents.keys.__next__,
-            )
-            worker, number = self._agents.worker(len(self._rollouts)), next(self._agents.numbers)
-            base_url = self._agents.endpoint.open(session)
-            self._playing[number] = _Playing(
-                place=place, attempt=attempt, session=session, base_url=base_url, worker=worker, began=time.monotonic()
-            )
-            row, timeout = dict(rollout.prompt.row), self._rules.timeout
-            worker.play(Job(number=number, base_url=base_url, row=row, timeout=timeout))
+        most = self._rules.at_a_time
+        while self._to_begin and len(self._playing) < most:
+            self._begin(self._to_begin.popleft(), alone=False)
+        processes = self._rules.threads
+        while self._suspects and sum(playing.alone for playing in self._playing.values()) < processes:
+            self._begin(self._suspects.popleft(), alone=True)
+
+    def _begin(self, place: int, *, alone: bool) -> None:
+        rollout, rules = self._rollouts[place], self._rules
+        session = Session(
+            rollout,
+            self._params,
+            speech=self._agents.speech,
+            max_turns=rules.max_turns,
+            max_prompt_length=rules.max_prompt_length,
+            new_key=self._agents.keys.__next__,
+        )
+        worker, number = self._agents.worker(len(self._rollouts), alone=alone), next(self._agents.numbers)
+        base_url = self._agents.endpoint.open(session)
+        self._playing[number] = _Playing(
+            place=place, alone=alone, session=session, base_url=base_url, worker=worker, began=time.monotonic()
+        )
+        worker.play(Job(number=number, base_url=base_url, row=dict(rollout.prompt.row), timeout=rules.timeout))
 
     def _take_events(self, wait: float) -> None:
         with suppress(Empty):
@@ -159,7 +174,7 @@ class WithAgents:
             return
         worker, outcome = event
         if outcome is None:
-            self._lost(worker, f"agent: the process {worker.how_it_ended()}")
+            self._lost(worker, f"its process {worker.how_it_ended()}")
         elif (playing := self._playing.get(outcome.number)) is not None:
             reward, error = outcome.reward, outcome.error
             if reward is not None and not math.isfinite(reward):
@@ -169,27 +184,27 @@ class WithAgents:
     def _end_late(self) -> None:
         """End processes of agents that neither end in time nor let the others run."""
         now = time.monotonic()
-        for number, playing in tuple(self._playing.items()):
-            if number in self._playing and now - playing.began > self._rules.timeout + _GRACE:
-                error = f"took longer than {self._rules.timeout:g} s and held up the other agents of its process"
-                self._end(number, error=self._described(playing, error))
-                self._lost(playing.worker, "agent: another agent of its process held it up")
+        late = [p for p in self._playing.values() if now - p.began > self._rules.timeout + _GRACE]
+        for worker in {id(playing.worker): playing.worker for playing in late}.values():
+            self._lost(worker, f"took longer than {self._rules.timeout:g} s, and let nothing else run")
 
     def _lost(self, worker: AgentWorker, error: str) -> None:
-        """A process is gone: its episodes begin again, unless that has happened to them before."""
+        """A process is gone, for one of its episodes: each begins again alone, where it can harm no other."""
         self._agents.remove(worker)
         for number, playing in tuple(self._playing.items()):
             if playing.worker is not worker:
                 continue
-            if playing.attempt < _ATTEMPTS:
-                self._close(number, error=error)
-                self._to_begin.append((playing.place, playing.attempt + 1))
+            if playing.alone:
+                self._end(number, error=self._described(playing, error))
             else:
-                self._end(number, error=error)
+                self._close(number, error=error)
+                self._suspects.append(playing.place)
 
     def _end(self, number: int, *, reward: float | None = None, error: str | None = None) -> None:
-        place = self._playing[number].place
-        self.played[place] = self._close(number, reward=reward, error=error)
+        playing = self._playing[number]
+        self.played[playing.place] = self._close(number, reward=reward, error=error)
+        if playing.alone:
+            self._agents.remove(playing.worker)
 
     def _close(self, number: int, *, reward: float | None = None, error: str | None = None) -> list[Played]:
         playing = self._playing.pop(number)

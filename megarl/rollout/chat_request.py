@@ -121,8 +121,8 @@ def _check_parameters(body: Mapping[str, Any], drawn: Sequence[SamplingParams]) 
             known = [getattr(params, name) for params in drawn]
             if value not in known:
                 raise Refused(
-                    f"{name} = {value!r}: the run draws tokens with {name} = {known[0]:g}, and trains on what was drawn "
-                    f"so; leave {name} out",
+                    f"{name} = {value!r}: the run draws tokens with {name} = {known[0]:g}, and trains on what it drew; "
+                    f"leave {name} out",
                     param=name,
                 )
         elif name not in _NEUTRAL or value not in _NEUTRAL[name]:

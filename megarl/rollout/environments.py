@@ -219,7 +219,8 @@ class WithEnvironments:
     def _described(self, episode: _Open, what: str, error: str) -> str:
         prompt = episode.rollout.prompt
         reason, _, frames = error.partition("\n")
-        return f"environment: {what} {reason}; row {prompt.source or prompt.index}, turn {episode.turns}\n{frames}".rstrip()
+        where = f"row {prompt.source or prompt.index}, turn {episode.turns}"
+        return f"environment: {what} {reason}; {where}\n{frames}".rstrip()
 
 
 def _check_observation(observation: object) -> None:

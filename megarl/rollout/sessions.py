@@ -1,4 +1,4 @@
-"""Conversations with the policy as token ids: what it sampled stays as it was, whatever the client makes of its text."""
+"""Conversations with the policy as token ids: what it sampled stays as it was, whatever a client makes of the text."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-
 _ALWAYS = ("prompt", "response", "answer", "reward")
 
 

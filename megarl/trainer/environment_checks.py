@@ -30,7 +30,8 @@ def check_environment(config: Config) -> None:
         _check_agent(config)
     if config.actor_rollout_ref.rollout.carry_over.enable:
         raise ValueError(
-            "rollout.carry_over interrupts responses, and an environment cannot wait for other weights; use one of the two"
+            "rollout.carry_over interrupts responses, and an environment cannot wait for other weights: use one of "
+            "the two"
         )
     if settings.name and settings.max_observation_length >= limit:
         raise ValueError(
