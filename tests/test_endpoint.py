@@ -17,6 +17,7 @@ import torch.distributed as dist
 import yaml
 from chat_tokenizer import SIZE, write_chat_tokenizer
 from ranks import Ranks
+from test_vllm_engine import needs_vllm
 from tiny_engines import engine_of
 from tiny_families import ARCHITECTURES
 from tiny_run import FOUR_RANKS, megarl, metrics_of, train_in, write_run
@@ -267,7 +268,7 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
         *("temperature", "top_p", "presence_penalty", "n", "stream", "logit_bias", "min_p", "max_tokens"),
         *("messages", "messages", "messages", "stop", "stop"),
     ]
-    assert said[0][2].startswith("temperature = 0.2: the run draws tokens with temperature = 1, and trains on what it drew; ")
+    assert said[0][2].startswith("temperature = 0.2: the run draws tokens with temperature = 1, and trains on what")
     assert said[4][1:] == ["unsupported_parameter", "stream: answers come in one piece: leave it out"]
     assert said[10][1] == "context_length_exceeded" and "data.max_prompt_length = 130" in said[10][2]
     assert models == ["policy", "there is no such session, or its episode is over"]
@@ -366,6 +367,25 @@ def test_conversations_in_several_segments_are_trained_on(ranks: Ranks, tmp_path
     for row in metrics_of(tmp_path):
         assert row["episode/turns_mean"] == 1.5 and row["rollout/logp_gap_max"] < 1e-4
         assert 0 < row["reward/mean"] < 1 and row["actor/grad_norm"] > 0
+
+
+@needs_vllm
+def test_a_run_trains_with_an_agent_and_vllm(tmp_path: Path) -> None:
+    """On two ranks that make one replica."""
+    layout = {"name": "vllm", "n": 4, "tensor_model_parallel_size": 2, "max_num_seqs": 32}
+    config = agent_run(
+        tmp_path,
+        "two_turns",
+        data__val_files=[],
+        actor_rollout_ref__rollout=layout,
+        actor_rollout_ref__actor__megatron={"pipeline_model_parallel_size": 2},
+    )
+    model = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"model_type": "qwen2", "hidden_size": 128}))
+    done = megarl("train", "--nproc", "2", str(config), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for row in metrics_of(tmp_path):
+        assert row["episode/turns_mean"] == 2.0 and row["rollout/logp_gap_max"] < 1e-4
 
 
 @pytest.mark.slow

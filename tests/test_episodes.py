@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import Ranks
+from test_vllm_engine import needs_vllm
 from tiny_engines import engine_of, text_of
 from tiny_families import ARCHITECTURES, VOCAB
 from tiny_run import FOUR_RANKS, megarl, metrics_of, numbers_of, train_in, write_run
@@ -352,14 +353,14 @@ class Guess:
 """
 
 
-def guessing_run(folder: Path, **sections: Any) -> Path:
+def guessing_run(folder: Path, *, rollout: dict[str, Any] | None = None, **sections: Any) -> Path:
     (folder / "guess.py").write_text(GUESSING)
     return write_run(
         folder,
         environment={"name": f"{folder / 'guess.py'}:Guess", "max_observation_length": 3},
         reward__name="environment",
         data__max_response_length=12,
-        actor_rollout_ref__rollout__stop=["="],
+        actor_rollout_ref__rollout=rollout or {"n": 4, "stop": ["="]},
         **sections,
     )
 
@@ -388,6 +389,31 @@ def test_a_run_learns_from_episodes(ranks: Ranks, tmp_path: Path) -> None:
     turns = [json.loads(line)["turns"] for line in samples]
     assert ["environment", "+"] in [turn for one in turns for turn in one]
     assert {turn[0][0] for turn in turns} == {"policy"}
+
+
+@needs_vllm
+def test_a_run_of_episodes_with_vllm(tmp_path: Path) -> None:
+    """On two ranks that make one replica; twice the same."""
+    rollout = {"name": "vllm", "n": 4, "tensor_model_parallel_size": 2, "max_num_seqs": 32, "stop": ["="]}
+    found = []
+    for name in ("one", "again"):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = guessing_run(
+            folder,
+            data__val_files=[],
+            actor_rollout_ref__actor__megatron={"pipeline_model_parallel_size": 2},
+            trainer__total_training_steps=1,
+            rollout=rollout,
+        )
+        model = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(model | {"model_type": "qwen2", "hidden_size": 128}))
+        done = megarl("train", "--nproc", "2", str(config), timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (row,) = metrics_of(folder)
+        assert row["episode/turns_mean"] > 1.2 and row["rollout/logp_gap_max"] < 1e-4
+        found.append([row[key] for key in ("reward/mean", "episode/turns_mean", "tokens")])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("how", ["raise", "hang"])
