@@ -30,7 +30,9 @@ setup(
         "aiohttp>=3.10",
         "omegaconf==2.4.0",
         "pydantic>=2.7",
+        "aiohttp>=3.10",
         "einops>=0.8",
+        "math-verify[antlr4_13_2]>=0.9,<0.10",
         "matplotlib>=3.9",
         "numpy>=2.0",
         "psutil>=5.9",  # Megatron-Core's checkpoint writer
@@ -48,8 +50,11 @@ setup(
         "loggers": ["wandb", "mlflow"],
         "dev": [
             "accelerate>=1.0",
+            "flask>=3.0",  # moto's server
+            "flask-cors>=5.0",
             "gguf>=0.10",
             "hypothesis>=6.100",
+            "moto>=5.0",
             "mypy>=1.11",
             "openai>=2.0",
             "pytest>=8",

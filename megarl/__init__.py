@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from megarl.trainer.build import policy_loss as policy_loss
     from megarl.trainer.build import prompt_sampler as prompt_sampler
     from megarl.trainer.evaluate import evaluate as evaluate
-    from megarl.trainer.scoring import score as score
     from megarl.trainer.session import Run as Run
     from megarl.trainer.stopped import RunStopped as RunStopped
     from megarl.types import Batch as Batch
@@ -90,7 +89,6 @@ _PLACES = {
     "load_config": "config",
     "policy_loss": "trainer.build",
     "prompt_sampler": "trainer.build",
-    "score": "trainer.scoring",
     "sft": "flows.sft",
     "token_weights": "algorithms.aggregation",
     "train": "api",

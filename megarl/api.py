@@ -37,7 +37,8 @@ def train(
     Args:
         config: a configuration, or the path of a YAML file.
         overrides: `section.key=value`, for a file.
-        reward: scores a response, instead of `reward.name`.
+        reward: scores a response, instead of `reward.name`. It may be a closure, which no other process can find: so
+            it is called in the ranks themselves, one response after another, and not in `reward.workers`.
         flow: what the run does, instead of `trainer.flow`: a function of a `Run`, a name, or path/to/file.py:function.
         callbacks: called after each step, on every rank, with the loop, its step and the row of the metric files.
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Collection
 from contextlib import suppress
+from typing import NoReturn
 
 import psutil
 
@@ -28,6 +29,11 @@ def die_with_parent(parent: int | None = None) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell_of_parents_end(signum: int) -> None:
+    """The kernel sends this process a signal when its parent ends, or the parent's thread that started it."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans() -> None:
@@ -51,6 +57,25 @@ def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(killed, timeout=10)
+
+
+def kill_tree(pid: int) -> None:
+    """End a process and all that it and its children started; does not wait for them."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+def end_with_descendants() -> NoReturn:
+    """Leave with code 0 once all descendants are gone; for a process that adopts orphans, and so finds them all."""
+    while left := children():
+        for child in left:
+            kill_tree(child.pid)
+        with suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+    os._exit(0)
 
 
 def end_now(code: int) -> None:

@@ -64,6 +64,7 @@ def main(argv: list[str]) -> int:
 
 def _failed(error: BaseException, rank: int) -> int:
     """Say what ended the run, the rank that knows most first; returns the exit code."""
+    from megarl.data.row_files import RowsChanged
     from megarl.parallel.watch import Stalled, is_peer_loss
     from megarl.rewards.judge import RewardError
 
@@ -77,7 +78,7 @@ def _failed(error: BaseException, rank: int) -> int:
     text = f"rank {rank} failed:\n{traceback.format_exc()}"
     if isinstance(error, Stalled):
         text = str(error)
-    elif isinstance(error, RewardError):  # its text has the user's frames, and ours say nothing
+    elif isinstance(error, RowsChanged | RewardError):  # its text has the user's frames, and ours say nothing
         text = f"rank {rank} failed: {error}"
     print(f"megarl: {text}", file=sys.stderr, flush=True)
     return 1

@@ -21,12 +21,14 @@ class Prompt:
         token_ids: the tokenised prompt.
         row: every column of the row as read, for the reward function.
         source: file and line of the row, "train.jsonl:17", for messages.
+        data_source: what `data.source_key` says it is from, or else the file's name without its ending.
     """
 
     index: int
     token_ids: tuple[int, ...]
     row: Mapping[str, Any]
     source: str = ""
+    data_source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from megarl.algorithms.declaration import about_of
 from megarl.cli.algorithms import REGISTRIES, first_line
 from megarl.cli.main import main
 from megarl.config.load import all_keys
+from megarl.rewards import load_reward
+from megarl.rewards.registry import names
 
 ALL = [(key, name) for key, registry in REGISTRIES.items() for name in registry.names()]
 KEYS = set(all_keys())
@@ -57,6 +59,20 @@ def test_one_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         "keys: algorithm.gamma, algorithm.lam, critic.lam",
         "needs: critic",
     ]
+
+
+def test_rewards_are_listed_with_their_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in names():
+        (line,) = [line for line in lines if line.startswith(f"│ {name} ")]
+        assert first_line(load_reward(name).function) in line
+    (line,) = [line for line in lines if line.startswith("│ length ")]
+    assert "│ target, width, shorter_is_fine=True " in line
+    assert main(["algorithms", "format"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("reward.name=format\n\nMatch the whole response against a pattern")
+    assert out.endswith("reward.args: pattern=...\n")
 
 
 def test_an_unknown_name_or_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ def test_what_comes_with_the_program_is_where_it_is_said_to_be(known: Registry[A
             "trainer.logger=[console,jsonll]",
             "trainer.logger = 'jsonll' is not known; use jsonl, console, csv, tensorboard, or path/to/file.py:class",
         ),
-        ("reward.name=exact", "reward.name = 'exact' is not known; use exact_match, reasoning_gym, or"),
+        ("reward.name=exact", "reward.name = 'exact' is not known; use exact_match, regex, code, "),
         ("actor_rollout_ref.rollout.name=no/such.py:Mine", "rollout.name: no file at 'no/such.py'"),
         ("trainer.logger=[no/such.py:Mine]", "trainer.logger: no file at 'no/such.py'"),
         ("reward.name=no/such.py:mine", "reward.name: no file at 'no/such.py'"),

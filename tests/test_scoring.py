@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import threading
@@ -15,14 +17,20 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
+from tiny_run import _train, metrics_of, train_in, write_run
 
-from megarl.config import build_config
+from megarl.config import build_config, load_config
+from megarl.config.schema import Reward as Settings
 from megarl.parallel.groups import build_groups, destroy_groups
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.rewards.deadline import DeadlinePassed, call_within
-from megarl.rewards.judge import Failure, RewardError, judge
+from megarl.rewards.in_rank import InRank
+from megarl.rewards.judge import Failure, Response, RewardError, Scored
+from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward, load_reward
-from megarl.trainer.scoring import score
+from megarl.trainer.checks import check_run
+from megarl.trainer.identity import Identity, differences
+from megarl.trainer.scoring import Scorer
 from megarl.trainer.step_metrics import reward_metrics
 from megarl.types import Prompt, Rollout, Rollouts
 
@@ -31,6 +39,14 @@ PROMPT = Prompt(index=3, token_ids=(1, 2), row={"answer": "4"}, source="train.js
 
 def returning(value: object) -> Reward:
     return Reward(name="mine.py:f", function=lambda response, row: value)  # type: ignore[return-value, arg-type]
+
+
+def judge(reward: Reward, response: str, prompt: Prompt, *, timeout: float) -> float | Failure:
+    """One response, in this process."""
+    here = InRank(Part(reward=reward), Settings(timeout=timeout))
+    here.submit("it", Response(text=response), prompt)
+    result = here.collect()["it"]
+    return result.score if isinstance(result, Scored) else result
 
 
 # ------------------------------------------------------------------------------------------------------- one score
@@ -153,15 +169,16 @@ def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] 
     groups = build_groups(TrainLayout(world_size=2, tp=1, pp=1, chunks=1), GenerationLayout(world_size=2, tp=1), 1)
     inputs: Any = SimpleNamespace(  # what scoring asks of a run's inputs
         config=build_config({"reward": {"on_error": on_error, "timeout": 1}}),
-        reward=Reward(name="mine.py:f", function=eval(function)),
+        rewards=(Part(reward=Reward(name="mine.py:f", function=eval(function))),),
         tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(str, ids))),
     )
     prompts = [Prompt(index=i, token_ids=(7, 8), row={}, source=f"train.jsonl:{i + 1}") for i in range(2)]
     made = {"logp": array("f", [-1]), "finish_reason": "stop"}
-    items = [Rollout(prompt=prompts[i // 3], group=i // 3, token_ids=array("i", [i]), **made) for i in range(6)]
+    items = [Rollout(prompt=prompts[i // 3], group=i // 3, seed=i, token_ids=array("i", [i]), **made) for i in range(6)]
     lines: list[str] = []
     try:
-        return score(Rollouts(items=tuple(items)), inputs, groups, lines.append), lines
+        scorer = Scorer(inputs, groups, lines.append)
+        return scorer(Rollouts(items=tuple(items))), lines
     except RewardError as e:
         return str(e)
     finally:
@@ -196,3 +213,115 @@ def test_a_failure_ends_the_run(ranks: Ranks) -> None:
             f"response '{rank}'\n"
         )
         assert text.endswith("\n(reward.on_error=drop leaves out the responses that cannot be scored)")
+
+
+# ---------------------------------------------------------------------------------------------------------- a run
+
+TWO = """
+def digits(response, row, *, most):
+    return {"score": min(most, sum(c.isdigit() for c in response)), "chars": len(response)}
+
+async def right(response, row, *, tokens, finish_reason):
+    assert tokens <= 4 and finish_reason in ("stop", "length")
+    return response == row["answer"]
+"""
+
+
+def parts_in(folder: Path, **right: Any) -> dict[str, Any]:
+    (folder / "two.py").write_text(TWO)
+    return {
+        "digits": {"name": f"{folder / 'two.py'}:digits", "weight": 0.25, "args": {"most": 2}},
+        "right": {"name": f"{folder / 'two.py'}:right", **right},
+    }
+
+
+def with_sources(folder: Path) -> None:
+    """Give the rows of a run data sources: even and odd ids."""
+    for name in ("train", "val"):
+        rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        rows = [{**row, "kind": ("even", "odd")[row["id"] % 2]} for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_scores_by_parts_and_leaves_no_process(tmp_path: Path, ranks: Ranks) -> None:
+    config = write_run(
+        tmp_path,
+        reward={"parts": parts_in(tmp_path, data_sources=["even"]), "workers": 2, "on_error": "retry"},
+        data__source_key="kind",
+        trainer__total_training_steps=2,
+        trainer__test_freq=1,
+        trainer__logger=["jsonl"],
+    )
+    with_sources(tmp_path)
+    train_in(ranks, 1, config)
+    for row in metrics_of(tmp_path)[1:]:
+        even, odd = row["reward/source/even/mean"], row["reward/source/odd/mean"]
+        assert min(even, odd) <= row["reward/mean"] <= max(even, odd) and 0 <= row["reward/part/digits"] <= 2
+        assert 0 <= row["reward/part/digits/chars"] <= 4 and 0 <= row["reward/part/right"] <= 1
+        assert odd <= 0.5 and row["reward/source/odd/accuracy"] == 0.0 <= row["val/part/right"]
+        assert row["reward/latency_max_s"] >= row["reward/latency_p95_s"] > 0 == row["reward/retried"]
+        assert row["reward/failed"] == 0 and "val/latency_max_s" not in row
+    assert ranks.run(1, children_of_this_process) == [[]]
+
+
+def test_a_run_that_fails_leaves_no_process(tmp_path: Path, ranks: Ranks) -> None:
+    (tmp_path / "one.py").write_text("def f(response, row):\n    return 1 / 0\n")
+    config = write_run(tmp_path, reward={"name": f"{tmp_path / 'one.py'}:f"}, trainer__logger=[])
+    (said,) = ranks.launch(1, failing, str(config))
+    assert said[0].startswith(f"reward.name = {tmp_path / 'one.py'}:f raised ZeroDivisionError: division by zero; row ")
+    assert f'File "{tmp_path / "one.py"}", line 2, in f' in said[0] and said[1] == []
+
+
+def failing(config: str) -> tuple[str, list[str]]:
+    from megarl.parallel.groups import leave_world
+
+    try:
+        _train(config, [])
+    except RewardError as e:
+        leave_world()
+        return str(e), children_of_this_process()
+    raise AssertionError("it does not fail")
+
+
+def children_of_this_process() -> list[str]:
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+
+
+def test_rows_that_no_part_scores_are_refused(tmp_path: Path) -> None:
+    parts = parts_in(tmp_path, data_sources=["even", "odder"])
+    config = write_run(tmp_path, reward={"parts": parts}, data__source_key="kind")
+    with_sources(tmp_path)
+    with pytest.raises(ValueError, match=r"^reward\.parts\.right\.data_sources: no row has the data source 'odder'; "):
+        check_run(load_config(str(config)))
+    alone = load_config(str(config)).model_dump()
+    alone["reward"]["parts"] = {"right": {**parts["right"], "data_sources": ["even"]}}
+    said = r"train\.jsonl:\d+: the row has the data source 'odd', and no part of reward\.parts scores it$"
+    with pytest.raises(ValueError, match=said):
+        check_run(build_config(alone))
+    alone["data"]["source_key"] = "kinds"
+    with pytest.raises(ValueError, match="the row has the data source 'train', and no part of"):
+        check_run(build_config(alone))
+    alone["reward"]["parts"] = {"one": {"name": "exact_match"}, "two": {"name": "reasoning_gym"}}
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: reward reasoning_gym needs the columns data_source, "):
+        check_run(build_config(alone))
+
+
+def test_a_checkpoint_records_what_scores_are_made_of(tmp_path: Path) -> None:
+    path = str(write_run(tmp_path))
+
+    def identity(**reward: Any) -> Identity:
+        tree = load_config(path).model_dump()
+        tree["reward"] |= reward
+        return check_run(build_config(tree)).identity
+
+    before = {"reward": {"reward.name": "exact_match", "file": None}}  # as in a checkpoint from before there were parts
+    assert differences(before, identity(workers=7, timeout=3, on_error="retry", retries=2, concurrency=9)) == {}
+    parts = parts_in(tmp_path)
+    with_parts = identity(parts=parts)
+    assert "reward.parts.digits.args.most null -> 2" in differences(before, with_parts)["reward"]
+    heavier = identity(parts={**parts, "right": {**parts["right"], "weight": 2.0}})
+    assert differences(with_parts, heavier) == {"reward": "reward.parts.right.weight 1.0 -> 2.0"}
+    (tmp_path / "two.py").write_text(TWO + "\n")
+    assert differences(with_parts, identity(parts=parts)) == {
+        "reward": "other reward.parts.digits.file, other reward.parts.right.file"
+    }

@@ -20,7 +20,7 @@ import pytest
 from ranks import Ranks, free_port
 from tiny_run import FOUR_RANKS, ROOT, TrainedRun, megarl, metrics_of, train_in, write_run
 
-TIMES = ("timing/", "tokens_per_s")
+TIMES = ("timing/", "tokens_per_s", "reward/latency_")
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -294,6 +294,8 @@ DIES_IN_A_RESHARD = '''
 import os, signal, sys, threading, time
 from pathlib import Path
 
+from megarl.flows import ppo
+
 def watch(thread, note):
     """Ends the process when it finds the main thread between the beginning and the end of a reshard's transport."""
     while True:
@@ -306,25 +308,22 @@ def watch(thread, note):
             frame = frame.f_back
         time.sleep(1e-4)
 
-started = []
-
-def score(response, row):
-    if os.environ["RANK"] == "1" and not started:  # training is under way: the second step has a reshard to die in
+def flow(run):
+    if os.environ["RANK"] == "1":
         note = Path(__file__).with_name("died")
-        started.append(threading.Thread(target=watch, args=(threading.main_thread().ident, note), daemon=True))
-        started[0].start()
-    return 0.0
+        threading.Thread(target=watch, args=(threading.main_thread().ident, note), daemon=True).start()
+    ppo.flow(run)
 '''
 
 
 @pytest.mark.slow
 def test_a_rank_lost_during_a_reshard_takes_the_job_down(tmp_path: Path) -> None:
     """The others wait for its bytes at that moment, and must not do so for ever."""
-    (tmp_path / "reward.py").write_text(DIES_IN_A_RESHARD)
+    (tmp_path / "flow.py").write_text(DIES_IN_A_RESHARD)
     config = write_run(
         tmp_path,
         **FOUR_RANKS,
-        reward__name=f"{tmp_path / 'reward.py'}:score",
+        trainer__flow=f"{tmp_path / 'flow.py'}:flow",
         trainer__total_training_steps=10_000,
         trainer__val_before_train=False,
     )

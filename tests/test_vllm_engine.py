@@ -24,8 +24,9 @@ from vllm_layout import wanted_by_vllm
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.rollout.replicas import Quota, begin_rollouts
 from megarl.rollout.vllm import checks
-from megarl.types import Prompt, SamplingParams
+from megarl.types import Prompt, Rollouts, SamplingParams
 
 
 def _installed() -> bool:
@@ -118,7 +119,7 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
     """By one engine, for each of `asked`: what it makes of two sets of weights, one after the other."""
     arch = read_architecture(folder)
     case = Case(**{**vars(case), "config": _config(folder, case.gen_tp, name)})
-    out: dict[str, list[Made]] = {what: [] for what in asked}
+    out: dict[str, list[Made]] = {how: [] for what in asked for how in (what, f"{what} in parts")}
     with actor_in(case, arch) as actor:
         state = torch.get_rng_state()
         hybrid = hybrid_of(actor, max_model_len=192)
@@ -132,6 +133,8 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
                     for key, p in hybrid.engine.parameters().items():
                         assert torch.equal(p, wanted_by_vllm(key, p, full, case.gen_tp, at.tp)), key
                 every = {what: hybrid.rollouts(prompts, 3, asked[what], seed=1, round_=4) for what in asked}
+                for what, params in asked.items():
+                    every[f"{what} in parts"] = _in_parts(hybrid, prompts, params)
             for what, rollouts in every.items():
                 made = rollouts.to_batch()
                 mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
@@ -145,6 +148,17 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
         assert torch.equal(state, torch.get_rng_state())
         dist.barrier()  # the world outlives the engine
     return out
+
+
+def _in_parts(hybrid: Any, prompts: list[Prompt], params: SamplingParams) -> Rollouts:
+    """Stopped whenever another group is finished, and gone on with."""
+    rollouts: Any = begin_rollouts(prompts, 3, seed=1, round_=4)
+    finished = 0
+    while finished < len(prompts):
+        rollouts = hybrid.go_on(rollouts, params, version=4, quota=Quota(groups=finished + 1))
+        finished = len(prompts) - len({r.group for r in rollouts if r.finish_reason is None})
+    assert isinstance(rollouts, Rollouts)
+    return rollouts
 
 
 def _generate_in_few_blocks(case: Case, folder: str, params: SamplingParams) -> Any:
@@ -242,7 +256,8 @@ def test_greedy_equals_transformers_and_the_native_engine(
     for name in ("vllm", "native"):
         for rank in generated(family, layout, name):
             assert [tokens for tokens, _, _ in rank["greedy"]] == wanted
-            for tokens, reasons, gap in rank["greedy"]:
+            assert [tokens for tokens, _, _ in rank["greedy in parts"]] == wanted
+            for tokens, reasons, gap in rank["greedy"] + rank["greedy in parts"]:
                 assert reasons == ["stop" if t[-1] == STOP else "length" for t in tokens]
                 assert gap < 1e-4
 
@@ -298,6 +313,7 @@ def test_stop_strings_end_a_response_where_the_native_engine_ends_it(
     for name in ("vllm", "native"):
         for rank in generated("qwen2", WITH_STOP_STRINGS, name):
             assert [tokens for tokens, _, _ in rank["stop strings"]] == wanted
+            assert [tokens for tokens, _, _ in rank["stop strings in parts"]] == wanted
             for tokens, reasons, gap in rank["stop strings"]:
                 assert reasons == ["length" if len(t) == 10 and not _stops(t, params) else "stop" for t in tokens]
                 assert gap < 1e-4
@@ -364,7 +380,7 @@ def test_samples_have_the_training_layouts_log_probs(generated: Generated) -> No
     first = None
     for layout in LAYOUTS:
         for rank in generated("qwen3", layout, "vllm"):
-            assert all(gap < 1e-4 for _, _, gap in rank["sampled"]), layout
+            assert all(gap < 1e-4 for _, _, gap in rank["sampled"] + rank["sampled in parts"]), layout
             tokens, reasons, _ = rank["sampled"][0]
             first = first or (tokens, reasons)
             assert (tokens, reasons) == first, layout

@@ -172,6 +172,6 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 def numbers_of(folder: Path) -> list[dict[str, Any]]:
     """The same without what a clock decides."""
     return [
-        {key: value for key, value in row.items() if not key.startswith(("timing/", "tokens_per_s"))}
+        {key: value for key, value in row.items() if not key.startswith(("timing/", "tokens_per_s", "reward/latency_"))}
         for row in metrics_of(folder)
     ]

@@ -23,7 +23,7 @@ def flow(run: megarl.Run) -> None:
         chosen = [inputs.train_prompts[i] for i in prompts.next()]
         with generation.phase():
             made = generation.rollouts(chosen, 4, inputs.sampling(validation=False), seed=1, round_=round_)
-        return megarl.score(made, inputs, run.groups, run.report.say)
+        return run.score(made)
 
     megarl.sft(run, actor, "sft", total=2, batch_size=20)
     own = {"model": roles.model, "megatron": roles.actor.megatron, "optim": roles.actor.optim, "total_steps": 2}

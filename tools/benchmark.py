@@ -22,6 +22,7 @@ from megarl.models.tensors import Box, LogicalTensor
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, init_distributed
 from megarl.rewards import Reward
+from megarl.rewards.parts import Part
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.report import Report
 from megarl.trainer.resume import Start
@@ -50,6 +51,9 @@ class NoText:
     def encode(self, text: str) -> list[int]:
         raise NotImplementedError
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        raise NotImplementedError
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise NotImplementedError
 
@@ -72,7 +76,7 @@ def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
         arch=arch,
         tokenizer=NoText(arch.vocab_size),
         stop_tokens=(),
-        reward=Reward(name="random", function=lambda response, row: rng.random()),
+        rewards=(Part(reward=Reward(name="random", function=lambda response, row: rng.random())),),
         train_prompts=prompts,
         val_prompts=[],
         demonstrations=[],

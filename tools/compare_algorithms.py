@@ -48,6 +48,10 @@ ALGORITHMS: dict[str, list[str]] = {
     "GSPO": [f"{LOSS}=gspo", f"{ACTOR}.clip_ratio=0.02", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
     "CISPO": [f"{LOSS}=cispo"],
     "SAPO": [f"{LOSS}=sapo"],
+    "carry-over": [
+        "actor_rollout_ref.rollout.carry_over.enable=true",
+        "algorithm.rollout_correction.rollout_is=token",
+    ],
     "distillation": ["algorithm.adv_estimator=on_policy_distillation", "teacher.model.path={teacher}"],
 }
 """Name -> what it changes of the quickstart's GRPO."""

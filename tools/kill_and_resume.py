@@ -189,7 +189,8 @@ def last_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("timing/") and k != "tokens_per_s"} for row in rows]
+    clock = ("timing/", "tokens_per_s", "reward/latency_")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`megarl algorithms [NAME]`: the algorithms that a configuration can name, as the code declares them.
+"""`megarl algorithms [NAME]`: the algorithms and rewards that a configuration can name, as the code declares them.
 
 Imports torch, but not Megatron.
 """
@@ -15,6 +15,8 @@ from rich.table import Table
 from megarl.algorithms.declaration import About, about_of
 from megarl.algorithms.registry import ESTIMATORS, LOSSES, PREFERENCES
 from megarl.registry import Registry
+from megarl.rewards import registry as rewards
+from megarl.rewards.registry import RewardFunction
 from megarl.telemetry.progress import print_table
 
 REGISTRIES: dict[str, Registry[Any]] = {
@@ -23,6 +25,8 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "algorithm.preference.loss_mode": PREFERENCES,
 }
 """Configuration key -> what it can name."""
+
+_OF_THE_RESPONSE = ("tokens", "finish_reason")  # what a reward is given beside its arguments
 
 
 def algorithms(name: str | None) -> int:
@@ -35,10 +39,16 @@ def algorithms(name: str | None) -> int:
         for key, registry in REGISTRIES.items():
             if registry.names():
                 print_table(_table(key, registry))
+        print_table(_rewards())
+        return 0
+    if name in rewards.names():
+        reward = rewards.load_reward(name).function
+        Console(highlight=False, markup=False, soft_wrap=True).print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
+        Console(highlight=False, markup=False, soft_wrap=True).print(f"\nreward.args: {arguments_of(reward) or 'none'}")
         return 0
     found = {key: registry.load(name) for key, registry in REGISTRIES.items() if name in registry.names()}
     if not found:
-        names = sorted({known for registry in REGISTRIES.values() for known in registry.names()})
+        names = sorted({*rewards.names(), *(known for registry in REGISTRIES.values() for known in registry.names())})
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
         raise ValueError(f"no algorithm is called {name!r}; {rest}")
@@ -62,6 +72,27 @@ def _table(key: str, registry: Registry[Any]) -> Table:
     for name in registry.names():
         algorithm = registry.load(name)
         table.add_row(name, first_line(algorithm), *_declared(about_of(algorithm)).values())
+    return table
+
+
+def arguments_of(reward: RewardFunction) -> str:
+    """What `reward.args` can hold: "target, width, shorter_is_fine=True"."""
+    own = [p for p in inspect.signature(reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    shown = []
+    for parameter in own:
+        if parameter.name not in _OF_THE_RESPONSE:
+            default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+            shown.append(f"{parameter.name}{default if len(default) < 20 else '=...'}")
+    return ", ".join(shown)
+
+
+def _rewards() -> Table:
+    table = Table(title="reward.name", title_justify="left", show_lines=False)
+    for column in ("name", "what it is", "reward.args"):
+        table.add_column(column, no_wrap=column == "name")
+    for name in rewards.names():
+        reward = rewards.load_reward(name).function
+        table.add_row(name, first_line(reward), arguments_of(reward))
     return table
 
 

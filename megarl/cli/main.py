@@ -3,7 +3,7 @@
 megarl train --nproc N CONFIG key=value...   checks the run in this process, then starts its ranks on this machine
 megarl train --nnodes 4 --node-rank K --master-addr HOST --master-port P CONFIG ...   on each of four nodes
 megarl plan --gpus N CONFIG key=value...     memory, traffic and time of a run, without any GPU
-megarl algorithms [NAME]                     advantage estimators and losses, with their papers and keys
+megarl algorithms [NAME]                     advantage estimators, losses and rewards, with what they need
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     for command in (training, planning):
         command.add_argument("config", help="YAML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys to set")
-    listing = commands.add_parser("algorithms", help="advantage estimators and losses, with their papers and keys")
+    listing = commands.add_parser("algorithms", help="advantage estimators, losses and rewards, with what they need")
     listing.add_argument("name", nargs="?", help="one of them; default all")
     args, after_options = parser.parse_known_args(argv)  # argparse leaves out overrides that follow an option
     takes_overrides = args.command != "algorithms"

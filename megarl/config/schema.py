@@ -39,10 +39,29 @@ class Data(Section):
         description="what a row is: a prompt to answer, a prompt or conversation with its answer, a chosen and a "
         "rejected answer, or an answer with a label; auto is what trainer.flow reads",
     )
-    train_files: list[str] = Field(default_factory=list, description="jsonl or parquet files, globs allowed")
-    val_files: list[str] = Field(default_factory=list, description="held-out files for validation, globs allowed")
+    train_files: list[str] = Field(
+        default_factory=list, description="jsonl or parquet files: paths, globs, or URIs such as s3://bucket/x.parquet"
+    )
+    val_files: list[str] = Field(default_factory=list, description="held-out files for validation, the same way")
+    source: str = Field(
+        "",
+        description="path/to/file.py:function that returns training rows, or a class with __len__ and __getitem__, "
+        "instead of train_files; asked once, and again when the file or its attribute `version` changes",
+    )
+    weights: list[Annotated[float, Field(gt=0)]] = Field(
+        default_factory=list,
+        description="share of the training prompts drawn from each entry of train_files; default: as many as it has",
+    )
+    cache_dir: str = Field(
+        "",
+        description="where large, remote and generated rows are indexed once per node; default "
+        "$XDG_CACHE_HOME/megarl/rows or ~/.cache/megarl/rows",
+    )
     prompt_key: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     answer_key: str = Field("answer", description="column with the reference answer")
+    source_key: str = Field(
+        "data_source", description="column that names where a row comes from, for metrics and rewards"
+    )
     messages_key: str = Field(
         "", description="demonstrations: column with conversations, of which every turn of the assistant is learnt"
     )
@@ -62,7 +81,16 @@ class Data(Section):
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error", description="what happens to a prompt over max_prompt_length: which part is cut, or an error"
     )
+    filter: str = Field(
+        "", description="path/to/file.py:function(row) -> whether a training prompt is used; default: all"
+    )
+    drop_duplicates: bool = Field(False, description="drop training prompts that an earlier row has too")
     shuffle: bool = Field(True, description="a new order of the training prompts every epoch")
+    curriculum: str = Field(
+        "",
+        description="order of an epoch: a column with numbers to begin with the smallest of, or "
+        "path/to/file.py:function(epoch, rows) -> positions of the rows in the order to draw them in",
+    )
     seed: Whole = Field(1, ge=0, description="seeds data order, weight initialisation and sampling")
 
     @property
@@ -448,6 +476,17 @@ class OverlongBuffer(Section):
     penalty_factor: float = Field(1.0, ge=0, description="penalty at max_response_length")
 
 
+class RewardPart(Section):
+    """A function with its weight in the score."""
+
+    name: NonEmpty = Field(description="a registered verifier, or path/to/file.py:function")
+    weight: float = Field(1.0, ge=-1e6, le=1e6, description="the score is the sum of weight x part")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    data_sources: list[str] = Field(
+        default_factory=list, description="rows whose data.source_key is one of these; default all rows"
+    )
+
+
 class Reward(Section):
     """How a response is scored."""
 
@@ -455,13 +494,31 @@ class Reward(Section):
         "exact_match",
         description="a registered verifier, path/to/file.py:function, or model for the scores of `reward_model`",
     )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    parts: dict[str, RewardPart] = Field(
+        default_factory=dict,
+        description="label -> a function with a weight: scores are sums of these, instead of reward.name",
+    )
     overlong_buffer: OverlongBuffer = OverlongBuffer()
-    on_error: Literal["fail", "drop"] = Field(
+    on_error: Literal["fail", "drop", "retry"] = Field(
         "fail",
         description="when scoring a response fails, takes too long or gives no finite number: fail ends the run, drop "
-        "leaves the response out of its group and of the loss and counts it in reward/failed",
+        "leaves the response out of its group and of the loss and counts it in reward/failed, retry tries again up to "
+        "reward.retries times, and then drops it",
     )
-    timeout: float = Field(300.0, gt=0, le=86_400, description="seconds that scoring one response may take")
+    retries: Size = Field(
+        3, ge=1, le=100, description="further tries with on_error=retry, after 1 s, 2 s, 4 s and so on, 60 s at most"
+    )
+    timeout: float = Field(300.0, gt=0, le=86_400, description="seconds that one call of a function may take")
+    workers: Size | None = Field(
+        None, ge=1, description="processes per node that score, at least 1 per rank that does; default one per CPU core"
+    )
+    batch_size: Size | None = Field(
+        None, ge=1, description="the function takes lists of up to so many responses and rows, and returns their scores"
+    )
+    concurrency: Size = Field(
+        64, ge=1, description="calls of an async def that a worker has under way, such as requests to a judge"
+    )
 
 
 class Environment(Section):

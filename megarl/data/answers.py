@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.schema import Data
-from megarl.data.prompts import TooLong, encode_text
+from megarl.data.encode import TooLong, encode_text
 from megarl.data.readers import Row, require_column
 from megarl.data.tokenizer import Tokenizer
 

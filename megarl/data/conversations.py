@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megarl.data.encode import encode_messages
 from megarl.data.examples import Turns
-from megarl.data.prompts import encode_messages
 from megarl.data.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]

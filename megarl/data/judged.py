@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megarl.config.schema import Data
 from megarl.data.answers import answer_ids
+from megarl.data.encode import prompt_ids
 from megarl.data.examples import Example
-from megarl.data.prompts import prompt_ids
 from megarl.data.readers import Row, require_column
 from megarl.data.tokenizer import Tokenizer
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megarl.config.schema import Data
 from megarl.data.demonstrations import demonstration
+from megarl.data.encode import TooLong
 from megarl.data.examples import Example
 from megarl.data.formats import Format
 from megarl.data.judged import judged
 from megarl.data.preferences import preference
-from megarl.data.prompts import TooLong
-from megarl.data.readers import Row, read_rows
+from megarl.data.readers import Row, iterate_rows
 from megarl.data.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -36,8 +36,9 @@ def load_examples(
     Raises:
         ValueError: unreadable files, a row that cannot be used, or no row left after filtering.
     """
-    rows, examples = read_rows(files, what), []
-    for row in rows:
+    seen, examples = 0, []
+    for row in iterate_rows(files, what):
+        seen += 1
         try:
             examples.append(_OF_ROW[format](row, data, tokenizer))
         except TooLong:
@@ -45,9 +46,9 @@ def load_examples(
                 raise
     if not examples:
         raise ValueError(
-            f"{what}: none of the {len(rows)} rows keeps to data.max_prompt_length = {data.max_prompt_length} and "
+            f"{what}: none of the {seen} rows keeps to data.max_prompt_length = {data.max_prompt_length} and "
             f"data.max_response_length = {data.max_response_length} tokens"
         )
-    if len(examples) < len(rows):
-        _log.info("%s: %d of %d rows dropped, too long", what, len(rows) - len(examples), len(rows))
+    if len(examples) < seen:
+        _log.info("%s: %d of %d rows dropped, too long", what, seen - len(examples), seen)
     return examples

@@ -7,8 +7,8 @@ import math
 from megarl.config.schema import Data
 from megarl.data.answers import answer_ids, fitting_answer
 from megarl.data.conversations import Messages, turns_of
+from megarl.data.encode import are_messages, cut_prompt, prompt_ids
 from megarl.data.examples import Example, Turns
-from megarl.data.prompts import are_messages, cut_prompt, prompt_ids
 from megarl.data.readers import Row, require_column
 from megarl.data.tokenizer import Tokenizer
 

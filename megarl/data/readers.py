@@ -1,12 +1,18 @@
-"""Rows of jsonl and parquet files."""
+"""Rows of jsonl and parquet files. Torch-free."""
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megarl.data.files import DataFile, data_files
+
+if TYPE_CHECKING:
+    import pyarrow
+
+BATCH_ROWS = 1024
+"""Rows of a parquet file that are Python objects at a time."""
 
 
 class Row(NamedTuple):
@@ -22,30 +28,26 @@ class Row(NamedTuple):
 
 
 def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
-    """All rows of the files that the patterns match: patterns as given, the files of one pattern sorted by name.
+    """`iterate_rows`, all at once."""
+    return list(iterate_rows(patterns, what))
+
+
+def iterate_rows(patterns: Sequence[str], what: str) -> Iterator[Row]:
+    """All rows of the files that the patterns match, in the order of `data_files`.
 
     Args:
-        patterns: paths or globs of .jsonl and .parquet files; a file that two patterns match is read once.
         what: the configuration key that they come from, for messages.
 
     Raises:
-        ValueError: no pattern, a pattern without a file, an unknown extension, an empty or malformed file.
+        ValueError: as `data_files`; an empty or malformed file.
     """
-    if not patterns:
-        raise ValueError(f"{what} is empty: name at least one .jsonl or .parquet file")
-    paths: dict[str, None] = {}
-    for pattern in patterns:
-        matches = _matches(pattern)
-        if not matches:
-            raise ValueError(f"{what}: no file matches '{pattern}'")
-        paths.update(dict.fromkeys(matches))
-    rows: list[Row] = []
-    for path in paths:
-        before = len(rows)
-        rows.extend(_read_file(path, what))
-        if len(rows) == before:
-            raise ValueError(f"{what}: '{path}' holds no rows")
-    return rows
+    for file in data_files(patterns, what):
+        empty = True
+        for row in rows_of_file(file, what):
+            empty = False
+            yield row
+        if empty:
+            raise no_rows(file.name, what)
 
 
 def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
@@ -61,33 +63,12 @@ def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
             raise ValueError(f"{section_key} = '{key}': no such column in {row.source}; columns: {columns}")
 
 
-def _matches(pattern: str) -> list[str]:
-    try:
-        return sorted(glob.glob(pattern, recursive=True))
-    except (OSError, ValueError):  # a NUL byte, a name that the file system cannot hold
-        return []
+def no_rows(name: str, what: str) -> ValueError:
+    return ValueError(f"{what}: '{name}' holds no rows")
 
 
-def _read_file(path: str, what: str) -> Iterator[Row]:
-    extension = os.path.splitext(path)[1]
-    if extension == ".jsonl":
-        return _read_jsonl(path, what)
-    if extension == ".parquet":
-        return _read_parquet(path, what)
-    raise ValueError(f"{what}: '{path}' is neither .jsonl nor .parquet")
-
-
-def _read_jsonl(path: str, what: str) -> Iterator[Row]:
-    try:
-        with open(path, "rb") as f:
-            for number, line in enumerate(f, start=1):
-                if line.strip():
-                    yield Row(f"{path}:{number}", _parse(line, f"{path}:{number}", what))
-    except OSError as e:  # a directory, a link to nothing, no permission
-        raise ValueError(f"{what}: '{path}' cannot be read: {e.strerror}") from e
-
-
-def _parse(line: bytes, source: str, what: str) -> dict[str, Any]:
+def parse(line: bytes, source: str, what: str) -> dict[str, Any]:
+    """A line of a jsonl file as columns; raises ValueError, naming it, for anything else."""
     try:
         columns = json.loads(line)
     except ValueError as e:  # malformed JSON or bytes that are not UTF-8
@@ -99,12 +80,28 @@ def _parse(line: bytes, source: str, what: str) -> dict[str, Any]:
     return columns
 
 
-def _read_parquet(path: str, what: str) -> Iterator[Row]:
+def parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
+    """A parquet file's rows, `BATCH_ROWS` at a time; raises ValueError for a file that is none."""
     import pyarrow
     from pyarrow import parquet
 
     try:
-        for number, columns in enumerate(parquet.read_table(path).to_pylist(), start=1):
-            yield Row(f"{path} row {number}", columns)
+        with file.open() as f, parquet.ParquetFile(f, pre_buffer=False, buffer_size=2**20) as opened:
+            yield from opened.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
     except (pyarrow.ArrowException, OSError) as e:
-        raise ValueError(f"{what}: '{path}' is not a readable parquet file: {' '.join(str(e).split())}") from e
+        raise ValueError(f"{what}: '{file.name}' is not a readable parquet file: {' '.join(str(e).split())}") from e
+
+
+def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
+    """Its rows, one after the other; raises ValueError for a file that is malformed."""
+    if file.kind == "parquet":
+        rows = (columns for batch in parquet_batches(file, what) for columns in batch.to_pylist())
+        yield from (Row(f"{file.name} row {number}", columns) for number, columns in enumerate(rows, start=1))
+        return
+    try:
+        with file.open() as f:
+            for number, line in enumerate(f, start=1):
+                if line.strip():
+                    yield Row(f"{file.name}:{number}", parse(line, f"{file.name}:{number}", what))
+    except OSError as e:
+        raise ValueError(f"{what}: '{file.name}' cannot be read: {e.strerror or e}") from e

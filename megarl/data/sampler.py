@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
+
+from megarl.data.curriculum import Order
 
 _ORDER = {  # what the order of the prompts depends on: how it is called, and its part of a run in trainer.resume_allow
     "n_rows": ("rows of data.train_files", "data"),
@@ -23,17 +26,27 @@ class PromptSampler:
         n_rows: rows to draw from.
         batch_size: rows per batch.
         shuffle: a new order every epoch; false: always 0, 1, 2, ...
+        order: puts the rows of an epoch in another order than that.
         allow: parts of a run that may differ from where a state was taken, as in `trainer.resume_allow`.
 
     Raises:
         ValueError: not even one batch.
     """
 
-    def __init__(self, n_rows: int, batch_size: int, shuffle: bool, seed: int, *, allow: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        n_rows: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        *,
+        order: Order | None = None,
+        allow: Collection[str] = (),
+    ) -> None:
         if batch_size > n_rows:
             raise ValueError(f"data.train_batch_size = {batch_size} exceeds the {n_rows} prompts of data.train_files")
         self._n_rows, self._batch_size, self._shuffle, self._seed = n_rows, batch_size, shuffle, seed
-        self._allow = frozenset(allow)
+        self._allow, self._reordered = frozenset(allow), order
         self._start(epoch=0, position=0)
 
     def next(self) -> list[int]:
@@ -44,11 +57,11 @@ class PromptSampler:
         self._position += self._batch_size
         return [int(i) for i in self._order[start : self._position]]
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """`epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._depends_on()}
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken; in another order, where that is allowed, with the next epoch.
 
         Raises:
@@ -72,7 +85,7 @@ class PromptSampler:
             )
         self._start(epoch=state["epoch"], position=state["position"])
 
-    def _depends_on(self) -> dict[str, int]:
+    def _depends_on(self) -> dict[str, Any]:
         values = (self._n_rows, int(self._shuffle), self._batch_size, self._seed)
         return dict(zip(_ORDER, values, strict=True))
 
@@ -81,3 +94,5 @@ class PromptSampler:
         self._order = np.arange(self._n_rows)
         if self._shuffle:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._n_rows)
+        if self._reordered is not None:
+            self._order = self._reordered(epoch, self._order)

@@ -24,6 +24,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids, without special tokens."""
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
+        """The same of many texts, by all CPUs that this process may use."""
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
         """Token ids of a conversation in the chat template.
 

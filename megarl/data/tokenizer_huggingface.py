@@ -33,6 +33,12 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
+        if not texts:
+            return []
+        keys = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+        return list(self._tokenizer(list(texts), **keys)["input_ids"])
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
         return self.encode(self.chat_text(messages, reply=reply))
 

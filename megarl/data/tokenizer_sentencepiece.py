@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
+        return list(self._processor.encode(list(texts), num_threads=len(os.sched_getaffinity(0)))) if texts else []
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
         return self.encode(self.chat_text(messages, reply=reply))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.data.prompts import are_messages
+from megarl.data.encode import are_messages
 from megarl.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

@@ -140,6 +140,9 @@ def _init(job: Job, uid: int | None, alive: int) -> None:
         linux.set_host_name("sandbox")
         view.enter(job.prefix, program, disk_bytes=job.disk, files=job.files)
         path = view.PROGRAM
+        if uid is not None:  # for a program that opens /dev/stdout
+            os.fchown(1, uid, uid)
+            os.fchown(2, uid, uid)
     else:
         path = os.path.join(job.folder, "main.py")
         with open(path, "wb") as f:

@@ -67,7 +67,7 @@ def set_host_name(name: str) -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the one that started it ends. Another user or exec with privileges undoes it."""
+    """The kernel kills this process when the one that started it ends; to become another user undoes it."""
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The files that a program that nobody trusts sees: Python and the system's libraries, and one small folder to write."""
+"""The files that a program that nobody trusts sees: Python, the system's libraries, one small folder to write."""
 
 from __future__ import annotations
 

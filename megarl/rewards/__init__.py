@@ -1,6 +1,20 @@
 """How responses are scored: one verifier per file. Importing the package registers them."""
 
-from megarl.rewards import environment, exact_match, reasoning_gym  # noqa: F401
+from megarl.rewards import (  # noqa: F401
+    code,
+    environment,
+    exact_match,
+    format,
+    gsm8k,
+    http,
+    length,
+    math_verify,
+    multiple_choice,
+    openai_judge,
+    overlong,
+    reasoning_gym,
+    regex,
+)
 from megarl.rewards.registry import Reward, RewardFunction, load_reward, register
 
 __all__ = ["Reward", "RewardFunction", "load_reward", "register"]

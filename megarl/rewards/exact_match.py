@@ -6,16 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.rewards.registry import register
+from megarl.rewards.rows import check_answer
 
 
-def _check_row(row: Mapping[str, Any]) -> None:
-    if "answer" not in row:
-        raise ValueError(f"needs an answer: set data.answer_key to one of {', '.join(row)}")
-    if row["answer"] is None:
-        raise ValueError("needs an answer, and the row's is null")
-
-
-@register("exact_match", check_row=_check_row)
+@register("exact_match", check_row=check_answer)
 def exact_match(response: str, row: Mapping[str, Any]) -> float:
     """Compare the texts, blanks at both ends aside; `row` has a reference `answer`."""
     return float(response.strip() == str(row["answer"]).strip())

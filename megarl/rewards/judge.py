@@ -1,28 +1,84 @@
-"""Calls reward functions so that what they do wrong is said clearly, with the row and the response."""
+"""What a reward function returned as a score, or what is wrong with it, in the words that people read. Torch-free."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
+import struct
+import sys
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
-from megarl.rewards import deadline, registry
-from megarl.rewards.deadline import DeadlinePassed, call_within
-from megarl.rewards.registry import Reward
-from megarl.types import Prompt
-
-_OURS = {os.path.abspath(file) for file in (__file__, registry.__file__, deadline.__file__)}
+_OURS = os.path.dirname(os.path.abspath(__file__))
+_FRAMEWORK = {
+    os.path.join(_OURS, name)
+    for name in ("judge.py", "call.py", "deadline.py", "registry.py", "worker.py", "supervisor.py", "in_rank.py")
+}
 _FRAMES = 12  # of a traceback, at either end
+_FRAMES_LENGTH = 20_000  # characters: a line of source can have any length
+_DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_METRIC = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+_METRICS = 64  # of one score
+_TAKEN = {"mean", "accuracy", "failed", "retried", "greedy", "kl", "overlong_penalty", "part", "source"}
 
 
 class RewardError(RuntimeError):
     """Responses could not be scored; the message names reward, row and response, and shows the user's frames."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """What is scored.
+
+    Attributes:
+        text: the decoded response.
+        tokens: how many it has.
+        finish_reason: "stop" or "length".
+    """
+
+    text: str
+    tokens: int = 0
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """What one call of a reward function came to; JSON values.
+
+    Attributes:
+        score: None if something is wrong.
+        metrics: further numbers that the function returned, by name.
+        wrong: "raised ...", "returned ...", "took longer than ...": a predicate to the reward's name.
+        frames: where in the user's code it happened, as in a traceback; empty for a value that is no score.
+    """
+
+    score: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    wrong: str = ""
+    frames: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A response's score.
+
+    Attributes:
+        score: the weighted sum over the parts.
+        parts: score of each part, by label; a reward without parts has one, whose label is empty.
+        metrics: further numbers of the parts, as `name` or `part/label/name`.
+        seconds: that each call took.
+        retried: further tries that there were.
+    """
+
+    score: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seconds: tuple[float, ...] = field(default=(), compare=False)
+    retried: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,68 +88,140 @@ class Failure:
     Attributes:
         reason: one line.
         frames: where in the user's code it happened, as in a traceback; empty for a value that is no score.
+        seconds, retried: as `Scored` has them.
     """
 
     reason: str
     frames: str = ""
+    seconds: tuple[float, ...] = field(default=(), compare=False)
+    retried: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.frames}".rstrip()
 
 
-def judge(reward: Reward, response: str, prompt: Prompt, *, timeout: float) -> float | Failure:
-    """The reward's score of one response, or why there is none.
+class NoScore(Exception):
+    """A value is no score; the message is a predicate: "returned ..."."""
+
+
+def judged(call: Callable[[], Any], *failures: type[BaseException]) -> Judged:
+    """What the call comes to, in whatever way it fails.
 
     Args:
-        timeout: seconds that the reward may take.
+        failures: the exceptions that are the user's.
     """
-    frames: TracebackType | None = None
     try:
-        value = call_within(timeout, lambda: reward(response, prompt.row))
-        return _as_score(value)
-    except DeadlinePassed as e:
-        wrong, frames = f"took longer than reward.timeout = {timeout:g} s", e.__traceback__
-    except _NoScore as e:
-        wrong = str(e)
-    except (Exception, SystemExit) as e:  # a user's function can fail in any way
-        said = traceback.TracebackException(type(e), e, None).format_exception_only()
-        wrong, frames = f"raised {_cut(' '.join(''.join(said).split()))}", e.__traceback__
-    row = prompt.source or f"row {prompt.index}"
-    return Failure(
-        reason=f"reward.name = {reward.name} {wrong}; row {row}, response {_cut(repr(response))}",
-        frames=_users_frames(frames),
-    )
+        return judged_value(call())
+    except failures as e:  # a user's function can fail in any way
+        return judged_error(e)
 
 
-class _NoScore(Exception):
-    pass
+def judged_value(value: Any) -> Judged:
+    """A number, or a mapping with "score" and further numbers."""
+    try:
+        if not isinstance(value, Mapping):
+            return Judged(score=_number(value))
+        if "score" not in value:
+            raise NoScore(f'returned {shown(value)}, a {type(value).__name__} without "score"')
+        if len(value) > _METRICS:
+            raise NoScore(f"returned {len(value)} numbers; there may be {_METRICS}")
+        return Judged(
+            score=_number(value["score"], "score: "),
+            metrics={_name(key): _number(value[key], f"{key}: ") for key in value if key != "score"},
+        )
+    except NoScore as e:
+        return Judged(wrong=str(e))
 
 
-def _as_score(value: Any) -> float:
-    if not isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating) and not (
-        isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
-    ):
-        raise _NoScore(f"returned {_cut(repr(value))}, a {type(value).__name__}, and not one number")
+def judged_error(error: BaseException) -> Judged:
+    """Of an exception that left the user's function."""
+    try:
+        lines = traceback.TracebackException(type(error), error, None).format_exception_only()
+        said = " ".join("".join(lines)[:10_000].split())
+    except Exception:  # its own __str__ fails, in a way that traceback does not expect
+        said = type(error).__name__
+    return Judged(wrong=f"raised {cut(said)}", frames=users_frames(error.__traceback__))
+
+
+def too_late(timeout: float, frames: str = "") -> Judged:
+    return Judged(wrong=f"took longer than reward.timeout = {timeout:g} s", frames=frames)
+
+
+def _name(key: Any) -> str:
+    if not isinstance(key, str) or not _METRIC.fullmatch(key):
+        raise NoScore(f"returned {shown(key)} as a number's name; use letters, digits, '_', '.' and '-'")
+    if key in _TAKEN or key.startswith("latency_"):
+        raise NoScore(f"returned a number called {key!r}, which is a metric of the run's own")
+    return key
+
+
+def _number(value: Any, what: str = "") -> float:
+    if not isinstance(value, bool | int | float) and not _is_number_of_a_library(value):
+        raise NoScore(f"returned {what}{shown(value)}, a {type(value).__name__}, and not one number")
     try:
         number = float(value)
     except OverflowError as e:  # a whole number of more than 308 digits
-        raise _NoScore("returned a number that is too large for float32") from e
+        raise NoScore(f"returned {what}a number that is too large for float32") from e
+    return finite(number, f"returned {what}")
+
+
+def finite(number: float, verb: str) -> float:
+    """The number; raises NoScore unless float32 holds it."""
     if not math.isfinite(number):
-        raise _NoScore(f"returned {number}, which is not finite")
-    with np.errstate(over="ignore"):
-        if not np.isfinite(np.float32(number)):
-            raise _NoScore(f"returned {number:g}, which is too large for float32")
+        raise NoScore(f"{verb}{number}, which is not finite")
+    try:
+        struct.pack("<f", number)
+    except OverflowError as e:
+        raise NoScore(f"{verb}{number:g}, which is too large for float32") from e
     return number
 
 
-def _users_frames(frames: TracebackType | None) -> str:
+def _is_number_of_a_library(value: Any) -> bool:
+    """numpy's scalars and torch's of no dimension; what is not imported here has made no value."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(value, (numpy.bool_, numpy.integer, numpy.floating)):
+        return True
+    return torch is not None and isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex()
+
+
+def users_frames(frames: TracebackType | None) -> str:
     """The part of a traceback that begins in the user's function and ends where the exception came from."""
-    stack = traceback.extract_tb(frames)
-    lines = traceback.format_list([frame for frame in stack if os.path.abspath(frame.filename) not in _OURS])
+    return _formatted(traceback.extract_tb(frames))
+
+
+def dumped_frames(dump: str) -> str:
+    """The same, of what `faulthandler` wrote: the most recent call first, without source."""
+    found = [
+        traceback.FrameSummary(name, int(line), function) for name, line, function in reversed(_DUMPED.findall(dump))
+    ]
+    return _formatted([frame for frame in found if frame.filename != "<string>"])
+
+
+def live_frames(coroutine: Any) -> str:
+    """The same, of a coroutine that waits."""
+    found = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        found.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        coroutine = coroutine.cr_await
+    return _formatted(found)
+
+
+def _formatted(stack: Sequence[traceback.FrameSummary]) -> str:
+    lines = traceback.format_list([frame for frame in stack if os.path.abspath(frame.filename) not in _FRAMEWORK])
     if len(lines) > 2 * _FRAMES:
         lines = [*lines[:_FRAMES], f"  ... {len(lines) - 2 * _FRAMES} more\n", *lines[-_FRAMES:]]
-    return "".join(lines).rstrip()
+    return cut("".join(lines).rstrip(), _FRAMES_LENGTH)
 
 
-def _cut(text: str, length: int = 200) -> str:
+def shown(value: Any) -> str:
+    """What a value looks like, cut; a text of a gigabyte is cut before."""
+    if isinstance(value, str | bytes):
+        value = value[:300]
+    try:
+        return cut(repr(value))
+    except Exception as e:
+        return f"a value whose repr raises {type(e).__name__}"
+
+
+def cut(text: str, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[:length]}..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, cast
@@ -28,7 +29,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
         raise ValueError(f"needs text in column 'question', not {type(row['question']).__name__}")
 
 
-@register("reasoning_gym", check_row=_check_row)
+@register("reasoning_gym", check_row=_check_row, prepare=lambda: importlib.import_module("reasoning_gym"))
 def reasoning_gym_score(response: str, row: Mapping[str, Any]) -> float:
     """The task's own score of the response, 0 to 1.
 

@@ -8,11 +8,10 @@ What JSON carries stays as it is; anything else becomes an object with a tag: (1
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
-
-import numpy as np
 
 _TAG, _VALUE = "python", "is"
 
@@ -25,7 +24,8 @@ def encode(value: Any) -> Any:
     Raises:
         ValueError: a type that neither JSON nor this module knows.
     """
-    if isinstance(value, np.generic):  # np.str_("Amelia") compares as "Amelia" does
+    numpy = sys.modules.get("numpy")  # not imported for this: workers begin without it, and without its threads
+    if numpy is not None and isinstance(value, numpy.generic):  # np.str_("Amelia") compares as "Amelia" does
         value = value.item()
     kind = type(value)
     if value is None or kind in (str, bool, int, float):

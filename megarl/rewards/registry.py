@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.registry import Registry
+from megarl.rewards.arguments import check_types
 
 BY_MODEL = "model"
 """The value of `reward.name` that leaves scoring to a reward model."""
 
-RewardFunction = Callable[[str, Mapping[str, Any]], float]
-"""(decoded response, the prompt's row) -> score. The row holds the reference answer under "answer"."""
+RewardFunction = Callable[..., Any]
+"""(decoded response, the prompt's row) -> score: a number, or a mapping with "score" and further numbers.
+
+The row holds the reference answer under "answer". Further parameters are the configuration's `reward.args`, and, if
+they are called so, `tokens` (of the response) and `finish_reason` ("stop" or "length"). It may be an `async def`; with
+`reward.batch_size` it is handed lists and returns one.
+"""
+
+ArgsCheck = Callable[..., None]
+"""Raises ValueError for keyword arguments that the reward does not work with."""
 
 RowCheck = Callable[[Mapping[str, Any]], None]
 """Raises ValueError for a row that the reward could not score a response to."""
@@ -26,26 +35,59 @@ class Reward:
         name: the value of `reward.name`.
         function: scores one response.
         check_row: what the function needs of a row; None: nothing that is known before it is called.
+        check_args: what the values of its arguments must be, beyond their types; None: anything.
+        prepare: what takes long before the first call, such as imports; a worker does it when it starts.
+        named: whether another process finds the function under its name; a closure that a program gave is called where
+            it is.
     """
 
     name: str
     function: RewardFunction
     check_row: RowCheck | None = None
+    check_args: ArgsCheck | None = None
+    prepare: Callable[[], object] | None = None
+    named: bool = False
 
-    def __call__(self, response: str, row: Mapping[str, Any]) -> float:
-        return self.function(response, row)
+    def __call__(self, response: str, row: Mapping[str, Any], **arguments: Any) -> Any:
+        return self.function(response, row, **arguments)
 
 
 _FUNCTIONS: Registry[RewardFunction] = Registry("reward.name", "function")
-_ROW_CHECKS: dict[str, RowCheck | None] = {}
+_OF_NAMES: dict[str, dict[str, Any]] = {}
 
 
-def register(name: str, *, check_row: RowCheck | None = None) -> Callable[[RewardFunction], RewardFunction]:
-    """Decorator: make a reward function known as `reward.name = name`."""
-    _ROW_CHECKS[name] = check_row
+def register(
+    name: str,
+    *,
+    check_row: RowCheck | None = None,
+    check_args: ArgsCheck | None = None,
+    prepare: Callable[[], object] | None = None,
+) -> Callable[[RewardFunction], RewardFunction]:
+    """Decorator: make a reward function known as `reward.name = name`; the others as `Reward` has them."""
+    _OF_NAMES[name] = {"check_row": check_row, "check_args": check_args, "prepare": prepare}
     return _FUNCTIONS.register(name)
+
+
+def is_registered(name: str) -> bool:
+    """Whether the function comes with MegaRL."""
+    return name in _FUNCTIONS.names()
 
 
 def load_reward(name: str) -> Reward:
     """The reward called `name`, or the function at `path/to/file.py:function`; raises ValueError as `Registry.load`."""
-    return Reward(name=name, function=_FUNCTIONS.load(name), check_row=_ROW_CHECKS.get(name))
+    function, known = _FUNCTIONS.load(name), _OF_NAMES.get(name, {})
+    own_check: ArgsCheck | None = known.get("check_args")
+
+    def check_args(**args: Any) -> None:
+        check_types(function, args)
+        if own_check is not None:
+            own_check(**args)
+
+    if known:
+        known = {**known, "check_args": check_args}
+    return Reward(name=name, function=function, named=True, **known)
+
+
+def names() -> list[str]:
+    """Of the rewards that come with MegaRL, sorted."""
+    return _FUNCTIONS.names()

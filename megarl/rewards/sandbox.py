@@ -1,7 +1,8 @@
 """Runs Python programs that nobody trusts: what a policy writes, to see whether it is right.
 
-A program gets user, mount, pid, network, ipc and uts namespaces, limits of everything that it could use up, a filter of
-system calls, no privileges, an empty environment, and a view of this machine that holds Python and nothing of anybody's.
+A program gets mount, pid, network, ipc and uts namespaces (and a user namespace, or a user that nobody else is), limits
+of everything that it could use up, a filter of system calls, no privileges, an environment without this process's
+variables, and a view of this machine that holds Python and nothing of anybody's.
 It ends with all its processes before `run_python` returns.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from megarl.isolation.memory_group import MemoryGroup, memory_group
 
@@ -139,7 +140,7 @@ def check_isolation() -> None:
         raise ValueError(str(e)) from e
     if outcome.stdout != "42\n":
         said = " ".join((outcome.stderr or outcome.ended).split())[-300:]
-        raise ValueError(f"no program runs in the sandbox: {said}; isolation=process runs it with limits alone (unsafe)")
+        raise ValueError(f"no program runs in the sandbox: {said}; isolation=process has limits alone (unsafe)")
 
 
 def _words(limits: Limits, isolation: Isolation, folder: str, group: MemoryGroup | None) -> list[str]:
@@ -181,11 +182,11 @@ def _file_in_memory(text: str) -> Iterator[int]:
 def _run(words: list[str], program: int, stdin: int, limits: Limits) -> tuple[list[bytearray], bool]:
     """Stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
     report, report_in = os.pipe()
+    descriptors = [f"program={program}", f"stdin={stdin}", f"report={report_in}"]
     with open(report, "rb", buffering=0) as said:
         try:
             process = subprocess.Popen(
-                [os.path.realpath(sys.executable), "-I", "-S", "-c", _START]
-                + [*words, f"program={program}", f"stdin={stdin}", f"report={report_in}"],
+                [os.path.realpath(sys.executable), "-I", "-S", "-c", _START, *words, *descriptors],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -195,6 +196,8 @@ def _run(words: list[str], program: int, stdin: int, limits: Limits) -> tuple[li
                 cwd="/",
                 start_new_session=True,
             )
+        except OSError as e:
+            raise SandboxError(f"no process can be started for a program: {e}") from e
         finally:
             os.close(report_in)
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -220,12 +223,11 @@ def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bo
             selector.register(stream, selectors.EVENT_READ, content)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
-                stream: Any = key.fileobj
-                data = stream.read(1 << 16)
+                data = os.read(key.fd, 1 << 16)
                 if not data:
-                    selector.unregister(stream)
+                    selector.unregister(key.fileobj)
                 key.data.extend(data)
-                if len(key.data) > limits.output and stream is not streams[-1]:
+                if len(key.data) > limits.output and key.data is not contents[-1]:
                     del key.data[limits.output :]
                     return contents, True
     return contents, False
@@ -259,9 +261,7 @@ def _outcome(
         ended = "memory"
     elif seconds > limits.wall:
         ended = "time"
-    return Outcome(
-        stdout=stdout, stderr=stderr, ended=ended, exit_code=exit_code, seconds=seconds, cpu_seconds=cpu
-    )
+    return Outcome(stdout=stdout, stderr=stderr, ended=ended, exit_code=exit_code, seconds=seconds, cpu_seconds=cpu)
 
 
 def _refusal(reason: str) -> str:

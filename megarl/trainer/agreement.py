@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.parallel.groups import Groups
 from megarl.trainer.digests import digest, file_digest
-from megarl.trainer.identity import configuration_digest, examples_digest, prompts_digest
+from megarl.trainer.identity import configuration_digest, examples_digest, rows_digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.stopped import RunStopped
 from megarl.types import Batch
@@ -83,7 +83,7 @@ def _inputs(inputs: Inputs) -> Mapping[str, str]:
         "architecture (config.json)": json.dumps(asdict(inputs.arch), default=str),
         "tokenizer": json.dumps(identity["tokenizer"]),
         "training prompts (data.train_files)": json.dumps(identity["data"]),
-        "held-out prompts (data.val_files)": prompts_digest(inputs.val_prompts) + examples_digest(inputs.val_examples),
+        "held-out prompts (data.val_files)": rows_digest(inputs.val_prompts) + examples_digest(inputs.val_examples),
         "demonstrations (warmup.train_files)": examples_digest(inputs.demonstrations),
         "reward": json.dumps(identity.get("reward")),
         "engine (rollout.name)": str(file_digest(inputs.config.actor_rollout_ref.rollout.name.rpartition(":")[0])),

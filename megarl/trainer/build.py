@@ -13,6 +13,9 @@ from megarl.config import Config
 from megarl.config.schema import Model, Optim, OtherModel
 from megarl.config.schema import RewardModel as RewardModelKeys
 from megarl.config.schema import Teacher as TeacherKeys
+from megarl.data.curriculum import Columns, Order, as_asked, easy_first
+from megarl.data.mixture import MixtureSampler
+from megarl.data.prompts import PromptSet
 from megarl.data.sampler import PromptSampler
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, random_source
@@ -136,12 +139,23 @@ def _weights(model: Model | OtherModel, arch: Architecture, seed: int) -> Source
 
 def prompt_sampler(inputs: Inputs) -> PromptSampler:
     """The order of the training prompts, or examples."""
-    data, allow = inputs.config.data, inputs.config.trainer.resume_allow
+    data, allow, prompts = inputs.config.data, inputs.config.trainer.resume_allow, inputs.train_prompts
     if inputs.train_examples:
-        size, rows = data.train_batch_size, len(inputs.train_examples)
-    else:
-        size, rows = data.prompts_per_draw, len(inputs.train_prompts)
-    return PromptSampler(rows, size, data.shuffle, data.seed, allow=allow)
+        return PromptSampler(len(inputs.train_examples), data.train_batch_size, data.shuffle, data.seed, allow=allow)
+    size, order = data.prompts_per_draw, None
+    if isinstance(prompts, PromptSet):
+        if data.weights:
+            return MixtureSampler(prompts.sizes, data.weights, size, data.shuffle, data.seed, allow=allow)
+        order = _order(data.curriculum, prompts)
+    return PromptSampler(len(prompts), size, data.shuffle, data.seed, order=order, allow=allow)
+
+
+def _order(curriculum: str, prompts: PromptSet) -> Order | None:
+    if not curriculum:
+        return None
+    if ":" not in curriculum:
+        return easy_first(prompts.difficulty)
+    return as_asked(curriculum, Columns(lambda i: prompts.row(i).columns, len(prompts)))
 
 
 def policy_loss(config: Config, *, reference: bool | None = None) -> Loss:

@@ -10,11 +10,13 @@ from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
 from megarl.data.formats import check_format, generates
+from megarl.data.prompts import PromptSet
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.from_config import check_megatron, generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
+from megarl.rewards.parts import refusal_of, scorers_of
 from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
@@ -285,13 +287,28 @@ def _check_rows(inputs: Inputs) -> None:
         _check_examples(inputs)
     elif warmup.total_training_steps:
         _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
-    if inputs.reward is None or (check_row := inputs.reward.check_row) is None:
-        return
-    for prompt in (*inputs.train_prompts, *inputs.val_prompts):
-        try:
-            check_row(prompt.row)
-        except ValueError as e:
-            raise ValueError(f"{prompt.source}: reward {inputs.reward.name} {e}") from e
+    if inputs.rewards:
+        _check_scoring(inputs)
+
+
+def _check_scoring(inputs: Inputs) -> None:
+    """Whether every row has a part that scores it, and is what its parts need."""
+    asked, sources = scorers_of(inputs.rewards), set[str]()
+    for prompts in (inputs.train_prompts, inputs.val_prompts):
+        if isinstance(prompts, PromptSet) and prompts.checked_for == asked:  # as they were read
+            sources |= prompts.sources
+            continue
+        for prompt in prompts:
+            sources.add(prompt.data_source)
+            if wrong := refusal_of(prompt.row, prompt.data_source, asked):
+                raise ValueError(f"{prompt.source}: {wrong}")
+    for part in inputs.rewards:
+        for source in part.data_sources:
+            if source not in sources:
+                known = ", ".join([*sorted(sources)[:8], *["..."] * (len(sources) > 8)])
+                raise ValueError(
+                    f"reward.parts.{part.label}.data_sources: no row has the data source {source!r}; there are {known}"
+                )
 
 
 def _check_examples(inputs: Inputs) -> None:

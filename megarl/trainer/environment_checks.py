@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 
 from megarl.config import Config
-from megarl.data.prompts import are_messages
+from megarl.data.encode import are_messages
 from megarl.environments.agent_process import AGENTS
 from megarl.environments.environment import environment_of
 from megarl.environments.speech import Speech
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.needs import needs_of
+
+_LOOKED_AT = 64  # prompts, of any number
 
 
 def check_environment(config: Config) -> None:
@@ -64,7 +66,9 @@ def check_conversations(inputs: Inputs) -> None:
     settings, key = config.environment, config.data.prompt_key
     if not settings.answers:
         return
-    chats = settings.agent or any(are_messages(prompt.row.get(key)) for prompt in inputs.train_prompts)
+    prompts = inputs.train_prompts
+    some = (prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _LOOKED_AT)))
+    chats = settings.agent or any(are_messages(prompt.row.get(key)) for prompt in some)
     if not chats:
         return
     speech = Speech(inputs.tokenizer, stop_tokens=inputs.stop_tokens, role=settings.role, limit=1)

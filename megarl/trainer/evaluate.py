@@ -6,7 +6,7 @@ from functools import partial
 
 from megarl.hybrid.generation import Generation
 from megarl.trainer.episodes import score_episodes
-from megarl.trainer.scoring import Score, score
+from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
 from megarl.trainer.step_metrics import episode_metrics, reward_metrics
 from megarl.types import Rollouts
@@ -19,20 +19,28 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
         judge: scores them; default: the run's reward function.
 
     Returns:
-        val/reward, val/accuracy, val/failed, as `reward_metrics` has them; of episodes val/turns, their mean.
+        val/reward, val/accuracy, val/failed, as `reward_metrics` has them, and what `score_metrics` says of parts and
+        data sources; of episodes val/turns, their mean.
     """
     inputs = run.inputs
     n, params = inputs.config.actor_rollout_ref.rollout.val_kwargs.n, inputs.sampling(validation=True)
     with generation.phase():
-        rollouts = generation.rollouts(inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0)
-    judged = judge(rollouts) if judge else _scored(run, rollouts)
-    metrics = reward_metrics(judged)
-    named = {"val/reward": metrics["mean"], "val/accuracy": metrics["accuracy"], "val/failed": metrics["failed"]}
-    return named | ({"val/turns": episodes["turns_mean"]} if (episodes := episode_metrics(judged)) else {})
+        rollouts = generation.rollouts(
+            inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0, on_finished=run.on_finished
+        )
+    judged = (judge or partial(_score, run))(rollouts)
+    metrics, episodes = reward_metrics(judged), episode_metrics(judged)
+    details = {f"val/{name}": value for name, value in run.score_metrics().items() if not name.startswith("latency_")}
+    return {
+        "val/reward": metrics["mean"],
+        "val/accuracy": metrics["accuracy"],
+        "val/failed": metrics["failed"],
+        **({"val/turns": episodes["turns_mean"]} if episodes else {}),
+        **details,
+    }
 
 
-def _scored(run: Run, rollouts: Rollouts) -> Rollouts:
-    by_function = partial(score, inputs=run.inputs, groups=run.groups, say=run.report.say)
+def _score(run: Run, rollouts: Rollouts) -> Rollouts:
     if not run.config.environment.answers:
-        return by_function(rollouts)
-    return score_episodes(rollouts, score=by_function, config=run.config, say=run.report.say)
+        return run.score(rollouts)
+    return score_episodes(rollouts, score=run.score, config=run.config, say=run.report.say)

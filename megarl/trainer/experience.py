@@ -43,10 +43,12 @@ def collect(
 
     def draw(number: int) -> Rollouts:
         prompts = [inputs.train_prompts[i] for i in sampler.next()]
-        return generation.rollouts(prompts, n, sampling, seed=seed, round_=step, draw=number)
+        return generation.rollouts(
+            prompts, n, sampling, seed=seed, round_=step, draw=number, on_finished=run.on_finished
+        )
 
     def go_on(begun: Sequence[Rollout], quota: Quota) -> Rollouts:
-        return generation.go_on(begun, sampling, version=step, quota=quota)
+        return generation.go_on(begun, sampling, version=step, quota=quota, on_finished=run.on_finished)
 
     best_guess = None
     with generation.phase(verify=run.checks_agreement):
@@ -64,9 +66,12 @@ def collect(
     with run.phase(Phase.REWARD):
         if not config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)
+        details = run.score_metrics()
         if best_guess is not None:
             best_guess = score(best_guess)
+            run.score_metrics()  # what is logged is of the samples
     _show(run, rollouts, drawn)
+    run.log("reward", details)
     return _batch(run, rollouts, best_guess)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import Config
 from megarl.data.examples import Example
 from megarl.data.formats import format_of, generates
+from megarl.data.prompts import PromptSet
 from megarl.trainer.digests import digest, file_digest, tokenizer_digest
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import beside_the_policy
@@ -31,7 +32,7 @@ def identity_of(inputs: Inputs) -> Identity:
         return _without_generation(inputs)
     identity: Identity = {
         **_of_every_run(inputs),
-        "data": {"rows": len(inputs.train_prompts), "contents": prompts_digest(inputs.train_prompts)},
+        "data": _data(inputs),
         "warmup": {},
         "batch": {
             "data.train_batch_size": data.train_batch_size,
@@ -46,11 +47,7 @@ def identity_of(inputs: Inputs) -> Identity:
             "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
             "rollout.stop": sorted(rollout.stop),
         },
-        "reward": {
-            "reward.name": config.reward.name,
-            "file": file_digest(config.reward.name.rpartition(":")[0]),
-            **_environment(config),
-        },
+        "reward": {**_reward(config), **_environment(config)},
         "roles": {"reference": config.needs_reference, **_other_models(config)},
     }
     files = {
@@ -73,6 +70,18 @@ def _environment(config: Config) -> dict[str, Any]:
     keys = ("name", "args", "agent", "max_turns", "max_observation_length", "role")
     code = _user_code({"environment file": settings.name or settings.agent})
     return {**{f"environment.{key}": getattr(settings, key) for key in keys}, **code}
+
+
+def _data(inputs: Inputs) -> dict[str, Any]:
+    """The training prompts, and what their order depends on."""
+    data, prompts = inputs.config.data, inputs.train_prompts
+    said: dict[str, Any] = {"rows": len(prompts), "contents": rows_digest(prompts)}
+    if data.weights:
+        said["data.weights"] = data.weights
+    if data.curriculum:
+        file = file_digest(data.curriculum.rpartition(":")[0])
+        said |= {"data.curriculum": "a function" if file else data.curriculum, "file": file}
+    return said
 
 
 def _without_generation(inputs: Inputs) -> Identity:
@@ -101,13 +110,13 @@ def _of_every_run(inputs: Inputs) -> Identity:
         "model": {**asdict(inputs.arch), "dtype": model.dtype},
         "tokenizer": {"files": tokenizer_digest(model.tokenizer_path or model.path)},
         "seed": {"data.seed": config.data.seed, "data.shuffle": config.data.shuffle},
-        "flow": {"trainer.flow": config.trainer.flow, "file": file_digest(config.trainer.flow.rpartition(":")[0])},
+        "flow": {"trainer.flow": config.trainer.flow, "file": _code(config.trainer.flow)},
     }
 
 
 def _user_code(values: Mapping[str, str]) -> dict[str, str]:
     """Digests of the files that keys name, path/to/file.py:function."""
-    found = {key: file_digest(value.rpartition(":")[0]) for key, value in values.items()}
+    found = {key: _code(value) for key, value in values.items()}
     return {key: code for key, code in found.items() if code}
 
 
@@ -154,6 +163,28 @@ def _other_models(config: Config) -> dict[str, Any]:
     return found
 
 
+def _reward(config: Config) -> dict[str, Any]:
+    """What decides on scores. A key that is not used is left out, as in checkpoints from before there was one."""
+    reward = config.reward
+    found: dict[str, Any] = {"reward.name": reward.name, "file": _code(reward.name)}
+    found |= _flat(reward.args, "reward.args.")
+    if reward.batch_size is not None:
+        found["reward.batch_size"] = reward.batch_size
+    for label, part in reward.parts.items():
+        key = f"reward.parts.{label}"
+        found |= {f"{key}.name": part.name, f"{key}.weight": part.weight, **_flat(part.args, f"{key}.args.")}
+        if part.data_sources:
+            found |= {f"{key}.data_sources": sorted(part.data_sources), "data.source_key": config.data.source_key}
+        if digest := _code(part.name):
+            found[f"{key}.file"] = digest
+    return found
+
+
+def _code(name: str) -> str | None:
+    """The digest of the file in path/to/file.py:function."""
+    return file_digest(name.rpartition(":")[0])
+
+
 def _algorithm(config: Config) -> dict[str, Any]:
     """What decides on advantages and loss."""
     actor = config.actor_rollout_ref.actor
@@ -184,6 +215,21 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     )
 
 
+def rows_digest(prompts: Sequence[Prompt]) -> str:
+    """The same from what is known of rows that lie on disk: "rows " before it, since it is another one."""
+    return f"rows {prompts.digest}" if isinstance(prompts, PromptSet) else prompts_digest(prompts)
+
+
+def as_recorded_before(identity: Identity, recorded: Identity, inputs: Inputs) -> Identity:
+    """The identity as a checkpoint has it whose rows were digested with their tokens; that takes a look at each."""
+    then, prompts = recorded.get("data", {}).get("contents", ""), inputs.train_prompts
+    if not isinstance(prompts, PromptSet) or then.startswith("rows "):
+        return identity
+    if recorded["data"].get("rows") != len(prompts):
+        return identity
+    return {**identity, "data": {**identity["data"], "contents": prompts_digest(prompts)}}
+
+
 def examples_digest(examples: Sequence[Example]) -> str:
     """Of token ids, in order; and of what pairs and labels add to them."""
     return digest(json.dumps(_recorded(example)).encode() for example in examples)
@@ -203,6 +249,6 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _change(key: str, old: Any, new: Any) -> str:
-    if key in ("files", "file", "contents", "demonstrations"):
+    if key in ("files", "file", "contents", "demonstrations") or key.endswith(".file"):
         return f"other {key}"
     return f"{key} {json.dumps(old)} -> {json.dumps(new)}"

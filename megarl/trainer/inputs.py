@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megarl.checkpoint.huggingface_folder import end_tokens
@@ -15,8 +16,9 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.rewards import Reward, load_reward
-from megarl.rewards.registry import BY_MODEL
+from megarl.rewards import Reward
+from megarl.rewards.parts import Part, parts_of, scorers_of
+from megarl.trainer.digests import tokenizer_digest
 from megarl.trainer.identity import Identity, identity_of
 from megarl.types import Prompt, SamplingParams
 
@@ -30,7 +32,7 @@ class Inputs:
             `rollout.stop_token_ids`, without repeats.
         train_prompts, val_prompts: rows to answer; empty where `data.format` is another.
         demonstrations: what the warm-up learns from; empty without a warm-up.
-        reward: None if a reward model scores, or nothing is scored.
+        rewards: the functions that scores are sums of; empty if a reward model scores, or nothing is scored.
         train_examples, val_examples: rows with answers to learn from; empty where `data.format` is prompts.
         remarks: what is allowed, but may not be meant; for the start of the run.
     """
@@ -39,9 +41,9 @@ class Inputs:
     arch: Architecture
     tokenizer: Tokenizer
     stop_tokens: tuple[int, ...]
-    reward: Reward | None
-    train_prompts: list[Prompt]
-    val_prompts: list[Prompt]
+    rewards: tuple[Part, ...]
+    train_prompts: Sequence[Prompt]
+    val_prompts: Sequence[Prompt]
     demonstrations: list[Example]
     train_examples: list[Example] = field(default_factory=list)
     val_examples: list[Example] = field(default_factory=list)
@@ -102,7 +104,8 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     """Read everything that a run needs from disk.
 
     Args:
-        reward: scores responses, instead of the one that the configuration names.
+        reward: scores responses, instead of the one that the configuration names; one that is no `named` function is
+            called in the ranks themselves, one response after another.
 
     Raises:
         ValueError: what is missing or wrong, and what to change, in one line.
@@ -110,35 +113,50 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     model = config.actor_rollout_ref.model
     arch = read_architecture(model.path)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path)
-    rows = _prompts(config, tokenizer) if generates(config) else _examples(config, tokenizer)
-    by_function = generates(config) and config.reward.name != BY_MODEL
+    rewards = parts_of(config.reward, reward) if generates(config) else ()
+    rows = _prompts(config, tokenizer, rewards) if generates(config) else _examples(config, tokenizer)
     return Inputs(
         config=config,
         arch=arch,
         tokenizer=tokenizer,
         stop_tokens=_stop_tokens(config, arch, tokenizer),
-        reward=reward or (load_reward(config.reward.name) if by_function else None),
+        rewards=rewards,
         **rows,
     )
 
 
-def _prompts(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Fields of `Inputs`, for a run that generates."""
-    data = config.data
-    train = load_prompts(data, data.train_files, tokenizer)
-    held_out = load_prompts(data, data.val_files, tokenizer, "data.val_files") if data.val_files else []
-    seen = {prompt.token_ids for prompt in train}
+def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> dict[str, Any]:
+    """Fields of `Inputs`, for a run that generates.
+
+    Args:
+        rewards: that must be able to score responses to them.
+    """
+    data, model = config.data, config.actor_rollout_ref.model
+    read = partial(
+        load_prompts,
+        tokenizer=tokenizer,
+        scorers=scorers_of(rewards),
+        tokenizer_key=tokenizer_digest(model.tokenizer_path or model.path),
+    )
+    train = read(data, data.train_files)
+    held_out = read(data, data.val_files, what="data.val_files") if data.val_files else None
+    remarks = train.remarks
+    if held_out is not None:
+        remarks += (*held_out.remarks, *_remarks(held_out.in_common(train), len(held_out), "prompts"))
     return {
         "train_prompts": train,
-        "val_prompts": held_out,
+        "val_prompts": [] if held_out is None else held_out,
         "demonstrations": _demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
-        "remarks": _remarks(sum(prompt.token_ids in seen for prompt in held_out), len(held_out), "prompts"),
+        "remarks": remarks,
     }
 
 
 def _examples(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     """The same, for one that learns from answers in its data."""
     data, format = config.data, format_of(config)
+    for key in ("source", "filter", "curriculum", "drop_duplicates", "weights"):
+        if getattr(data, key):
+            raise ValueError(f"data.{key} is for prompts, and trainer.flow = {config.trainer.flow} reads {format}")
     train = load_examples(data, format, data.train_files, tokenizer)
     held_out = load_examples(data, format, data.val_files, tokenizer, "data.val_files") if data.val_files else []
     seen = {example.sequences for example in train}

@@ -5,31 +5,30 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from megarl.data.prompts import are_messages
+from megarl.data.encode import are_messages
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
-from megarl.rewards.registry import BY_MODEL
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
 from megarl.trainer.episodes import score_episodes
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import own_tokenizer
-from megarl.trainer.scoring import Score, score
+from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
 from megarl.types import Batch, Rollouts, batch_of
 
 
 def scorer(run: Run) -> Score:
     """How rollouts are scored; a reward model joins the run."""
-    by_function = run.config.reward.name != BY_MODEL
-    if by_function:
-        judged: Score = partial(score, inputs=run.inputs, groups=run.groups, say=run.report.say)
+    if run.inputs.rewards:
+        judged: Score = run.score
     else:
         judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
         judged = partial(score_by_model, run=run, judge=judge, tokenizer=load_tokenizer(folder) if folder else None)
     if not run.config.environment.answers:
         return judged
+    by_function = bool(run.inputs.rewards)
     return partial(score_episodes, score=judged, config=run.config, say=run.report.say, last_turn=by_function)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from megarl.algorithms.overlong import soft_overlong_penalty
 from megarl.config import Config
 from megarl.types import Rollouts
@@ -14,11 +12,12 @@ def overlong_penalties(rollouts: Rollouts, config: Config) -> list[float]:
     buffer = config.reward.overlong_buffer
     if not buffer.enable:
         return [0.0] * len(rollouts)
-    lengths = torch.tensor([len(rollout.token_ids) for rollout in rollouts])
-    penalties: list[float] = soft_overlong_penalty(
-        lengths,
-        max_response_length=config.data.max_response_length,
-        buffer_len=buffer.len,
-        penalty_factor=buffer.penalty_factor,
-    ).tolist()
-    return penalties
+    return [
+        soft_overlong_penalty(
+            len(rollout.token_ids),
+            max_response_length=config.data.max_response_length,
+            buffer_len=buffer.len,
+            penalty_factor=buffer.penalty_factor,
+        )
+        for rollout in rollouts
+    ]

@@ -25,7 +25,7 @@ from megarl.config import Config
 from megarl.config.schema import Trainer
 from megarl.data.formats import OF_FLOWS
 from megarl.telemetry.earlier import set_aside_earlier_run
-from megarl.trainer.identity import Identity, differences
+from megarl.trainer.identity import as_recorded_before, differences
 from megarl.trainer.inputs import Inputs
 
 if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
@@ -70,7 +70,7 @@ def expected_start(inputs: Inputs) -> Start:
     candidates = _candidates(trainer)
     for found in candidates:
         if found.problem is None:
-            return _start_at(found.folder, read_state(found.folder), trainer, inputs.identity)
+            return _start_at(found.folder, read_state(found.folder), inputs)
     if candidates:
         raise _none_is_whole(trainer, [(found.folder, str(found.problem)) for found in candidates])
     return Start()
@@ -108,7 +108,7 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
         problem = found.problem or _damage(inputs, found.folder, groups)
         if problem is None:
             state = groups.all_gather(read_state(found.folder) if first else None, "the checkpoint's state")[0]
-            start = _start_at(found.folder, state, trainer, inputs.identity)
+            start = _start_at(found.folder, state, inputs)
             for folder, why in passed_over if first else ():
                 say(f"skipped {folder}: {why}; it is now {set_aside(folder)}")
             if remark := remark_on(found.folder):
@@ -139,11 +139,13 @@ def _candidates(trainer: Trainer) -> list[Found]:
     return checkpoints(trainer.run_dir)
 
 
-def _start_at(folder: str, state: dict[str, Any], trainer: Trainer, identity: Identity) -> Start:
+def _start_at(folder: str, state: dict[str, Any], inputs: Inputs) -> Start:
     """Raises ValueError if the checkpoint is of another run than `trainer.resume_allow` lets pass."""
+    trainer, recorded = inputs.config.trainer, state.get("identity", {})
+    identity = as_recorded_before(inputs.identity, recorded, inputs) if "data" in recorded else inputs.identity
     # after the warm-up its settings have had their effect
     ignored = {"warmup"} if position_of(state).loop != "warmup" else set()
-    found = differences(state.get("identity", {}), identity, ignore=ignored)
+    found = differences(recorded, identity, ignore=ignored)
     refused = {part: how for part, how in found.items() if part not in trainer.resume_allow}
     if refused:
         others = "; another ".join(f"{part} ({how})" for part, how in refused.items())

@@ -67,6 +67,9 @@ def take_part(
             session.finish()
         except RunInterrupted as e:
             stopped_by = e.signal
+        except BaseException:
+            session.stop_scoring()
+            raise
     session.close()
     if stopped_by is not None:
         _say(groups, _stop_line(session, stopped_by))

@@ -1,44 +1,114 @@
-"""Scores the rollouts, spread over all ranks."""
+"""Scores the rollouts, in processes beside the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from zlib import crc32
 
 from megarl.parallel.groups import Groups
-from megarl.rewards.judge import Failure, RewardError, judge
+from megarl.rewards.in_rank import InRank
+from megarl.rewards.judge import Failure, Response, RewardError, Scored
+from megarl.rewards.pool import RewardPool
 from megarl.trainer.inputs import Inputs
-from megarl.types import Rollouts
+from megarl.trainer.reward_workers import host_here, workers_of
+from megarl.trainer.score_metrics import score_metrics
+from megarl.types import Rollout, Rollouts
 
 Score = Callable[[Rollouts], Rollouts]
 """Rollouts -> the same with `rewards`; every rank calls it."""
 
+Results = dict[tuple[int, int], Scored | Failure]
+"""What became of responses, by `_key`."""
 
-def score(rollouts: Rollouts, inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> Rollouts:
-    """The same rollouts with `rewards`; rank r scores every world-size-th response, everybody gets all scores.
 
-    With `reward.on_error=drop` a response that could not be scored has the reward None, and one line says how many of
-    them there are.
+class Scorer:
+    """Scores responses for as long as a run lasts; its worker processes start when it is constructed.
 
-    Args:
-        say: shows that line.
-
-    Raises:
-        RewardError: a response could not be scored, with `reward.on_error=fail`, or none at all could.
+    The first rank of each generation replica has workers of its own. A function that a program gave, and that no other
+    process can find, is called in those ranks themselves.
     """
-    world, rules, reward = groups.train.world_size, inputs.config.reward, inputs.reward
-    assert reward is not None, "a reward model scores by itself"
-    mine: list[float | Failure] = []
-    for rollout in rollouts[groups.rank :: world]:
-        response = inputs.tokenizer.decode(rollout.token_ids)
-        judged = judge(reward, response, rollout.prompt, timeout=rules.timeout)
-        if isinstance(judged, Failure) and rules.on_error == "fail":
-            raise RewardError(f"{judged}\n(reward.on_error=drop leaves out the responses that cannot be scored)")
-        mine.append(judged)
-    gathered = groups.all_gather(mine, "all scores")
-    results = [gathered[i % world][i // world] for i in range(len(rollouts))]
-    failures = [result for result in results if isinstance(result, Failure)]
-    if len(failures) == len(results):
-        raise RewardError(f"none of {len(results)} responses could be scored; the first: {failures[0]}")
-    if failures:
-        say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {failures[0].reason}")
-    return rollouts.scored([None if isinstance(result, Failure) else result for result in results])
+
+    def __init__(self, inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            say: shows how many responses could not be scored.
+        """
+        assert inputs.rewards, "a reward model scores by itself"
+        self._inputs, self._groups, self._say = inputs, groups, say
+        self._leaders = [groups.generation.ranks(replica)[0] for replica in range(groups.generation.replicas)]
+        self._noted: list[tuple[Scored | Failure, str]] = []
+        self._early: Results = {}
+        hosts = groups.all_gather(host_here(scores=groups.rank in self._leaders), "the CPU cores of the ranks")
+        settings, workers = inputs.config.reward, workers_of(groups.rank, hosts, inputs.config.reward.workers)
+        self._judge: RewardPool | InRank | None = None
+        if workers and all(part.reward.named for part in inputs.rewards):
+            self._judge = RewardPool(inputs.rewards, settings, workers)
+        elif workers:
+            self._judge = InRank(inputs.rewards[0], settings)
+
+    def submit(self, place: int, rollout: Rollout) -> None:
+        """Have a finished response scored while others are being generated: an `OnFinished`."""
+        del place
+        assert self._judge is not None, "the first rank of each replica scores"
+        assert rollout.finish_reason is not None
+        text = self._inputs.tokenizer.decode(rollout.token_ids)
+        response = Response(text=text, tokens=len(rollout.token_ids), finish_reason=rollout.finish_reason)
+        self._judge.submit(_key(rollout), response, rollout.prompt, rollout.prompt.data_source)
+
+    def __call__(self, rollouts: Rollouts) -> Rollouts:
+        """The same rollouts with `rewards`, the same on every rank; those that nobody submitted are scored now.
+
+        With `reward.on_error` drop or retry a response that could not be scored has the reward None, and one line says
+        how many of them there are.
+
+        Raises:
+            RewardError: a response could not be scored, with `reward.on_error=fail`, or none at all could.
+        """
+        found = self._early | self._collect()
+        missing = [rollout for rollout in rollouts if _key(rollout) not in found]
+        if missing:
+            if self._judge is not None:
+                for rollout in missing[self._leaders.index(self._groups.rank) :: len(self._leaders)]:
+                    self.submit(0, rollout)
+            found |= self._collect()
+        wanted = {_key(rollout) for rollout in rollouts}
+        self._early = {key: result for key, result in found.items() if key not in wanted}
+        return self._with_rewards(rollouts, [found[_key(rollout)] for rollout in rollouts])
+
+    def metrics(self) -> dict[str, float]:
+        """Of what was scored since the last time: see `score_metrics`."""
+        noted, self._noted = self._noted, []
+        return score_metrics([result for result, _ in noted], [source for _, source in noted])
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        if self._judge is not None:
+            self._judge.close()
+
+    def _collect(self) -> Results:
+        """What became of all responses that were submitted on any rank since the last time; every rank calls it."""
+        mine = {} if self._judge is None else self._judge.collect()
+        if self._inputs.config.reward.on_error == "fail":
+            for result in mine.values():
+                if isinstance(result, Failure):
+                    raise RewardError(
+                        f"{result}\n(reward.on_error=drop leaves out the responses that cannot be scored)"
+                    )
+        gathered: list[Results] = self._groups.all_gather(mine, "all scores")
+        return {key: result for of_rank in gathered for key, result in of_rank.items()}
+
+    def _with_rewards(self, rollouts: Rollouts, results: list[Scored | Failure]) -> Rollouts:
+        failures = [result for result in results if isinstance(result, Failure)]
+        if len(failures) == len(results):
+            raise RewardError(f"none of {len(results)} responses could be scored; the first: {failures[0]}")
+        if failures:
+            first = failures[0].reason
+            self._say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {first}")
+        sources = [rollout.prompt.data_source for rollout in rollouts]
+        self._noted += zip(results, sources, strict=True)
+        return rollouts.scored([None if isinstance(one, Failure) else one.score for one in results])
+
+
+def _key(rollout: Rollout) -> tuple[int, int]:
+    """Tells apart what is scored between two collections: equal tokens to one prompt have the same score."""
+    return rollout.seed, crc32(rollout.token_ids.tobytes())

@@ -17,6 +17,7 @@ from megarl.phases import Phase
 from megarl.roles.frozen import FrozenModel
 from megarl.roles.model import MegatronModel
 from megarl.roles.trained import TrainedModel
+from megarl.rollout.replicas import OnFinished
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.agreement import check_same_values
 from megarl.trainer.checkpointing import Checkpointing, saved_models
@@ -27,11 +28,12 @@ from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
 from megarl.trainer.nonfinite import NonFiniteUpdates
 from megarl.trainer.report import Report, title_of
 from megarl.trainer.resume import Start
+from megarl.trainer.scoring import Scorer
 from megarl.trainer.start_line import start_line
 from megarl.trainer.step_metrics import StepMetrics
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
-from megarl.types import Batch
+from megarl.types import Batch, Rollouts
 
 T = TypeVar("T")
 
@@ -79,6 +81,8 @@ class Run:
         self._announced = False
         self.generations: list[Generation] = []
         stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
+        # before any model is built: importing what scores takes seconds meanwhile
+        self._scorer = Scorer(inputs, groups, report.say) if inputs.rewards else None
 
     def add(self, name: str, joining: T) -> T:
         """A role, or something small with `state()` and `load_state()`, joins the run under a name: from now on it is
@@ -150,6 +154,31 @@ class Run:
         """Metrics of the step under way, as `{prefix}/{name}`; of one that is logged several times, what its `reduce`
         says, or the mean of numbers."""
         self._metrics.add(prefix, metrics)
+
+    def score(self, rollouts: Rollouts) -> Rollouts:
+        """The same rollouts with `rewards`, by the run's reward function; every rank calls it.
+
+        Raises:
+            RewardError: a response could not be scored, with `reward.on_error=fail`, or none at all could.
+            ValueError: the run has no reward function.
+        """
+        if self._scorer is None:
+            raise ValueError("this run has no reward function: set reward.name or reward.parts, or score otherwise")
+        return self._scorer(rollouts)
+
+    @property
+    def on_finished(self) -> OnFinished | None:
+        """Has a response scored while others are being generated, for `Generation.rollouts`; None: nothing does.
+
+        Episodes are scored when they are over, where nobody has scored them yet: see `score_episodes`.
+        """
+        if self._scorer is None or self.config.environment.answers:
+            return None
+        return self._scorer.submit
+
+    def score_metrics(self) -> dict[str, float]:
+        """Of what was scored since the last time: parts, data sources, seconds; nothing without a reward function."""
+        return self._scorer.metrics() if self._scorer is not None else {}
 
     def steps(
         self, loop: str, total: int, *, before: int | None = None, validate: Callable[[], Metrics] | None = None
@@ -238,9 +267,15 @@ class Run:
 
     def close(self) -> None:
         """Records and engines; while the world still stands."""
+        self.stop_scoring()
         self.report.close()
         for generation in self.generations:
             generation.close()
+
+    def stop_scoring(self) -> None:
+        """End the processes that score, whatever they are doing."""
+        if self._scorer is not None:
+            self._scorer.close()
 
     @property
     def models(self) -> Mapping[str, MegatronModel]:

@@ -1,0 +1,371 @@
+"""Makes the index of the rows of some files: where each lies, in order, and the tokens of those that needed a look.
+
+An index is a folder, or is held in memory if it is small:
+
+    rows.bin       `scan.FIELDS` of every row that is used, in the order of the files
+    tokens.bin     int32, token ids of the prompts that were tokenised on the way
+    N.jsonl        the rows of file N, where they were fetched from a store or come from `data.source`
+    N.arrow        the same of a parquet file, so that single rows can be read
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megarl.data.encode import TooLong, encode_messages, encode_text, usable_ids
+from megarl.data.files import DataFile
+from megarl.data.readers import BATCH_ROWS, no_rows, parquet_batches
+from megarl.data.row_cache import Progress
+from megarl.data.scan import FIELDS, MOST_SOURCES, Conversation, Scan, Scanned, Unsettled
+from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
+from megarl.data.source import spool
+from megarl.data.tokenizer import Tokenizer
+
+STRETCH_BYTES = 4 * 2**20
+"""Of a jsonl file that a process looks at in one go."""
+
+SAY_EVERY_SECONDS = 10.0
+
+
+@dataclass(kw_only=True)
+class Index:
+    """What is known of the rows.
+
+    Attributes:
+        rows: `scan.FIELDS`, of those that are used.
+        tokens: int32, what `tokens_at` points into.
+        files: what `file` counts: name, entry of the list, kind, and path; or the bytes of a small Arrow file.
+        seen: rows of the files.
+        filtered, overlong, duplicates: of these, what was left out.
+        sources: data sources of the rows.
+        digest: of the rows and of what makes prompts of them, in order.
+    """
+
+    rows: Any
+    tokens: Any
+    files: list[tuple[str, int, str, Any]] = field(default_factory=list)
+    seen: int = 0
+    filtered: int = 0
+    overlong: int = 0
+    duplicates: int = 0
+    sources: set[str] = field(default_factory=set)
+    digest: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("seen", "filtered", "overlong", "duplicates")}
+
+
+def make_index(
+    files: list[DataFile], asked: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress
+) -> Index:
+    """Look at every row of the files, or of `data.source` where there are none.
+
+    Args:
+        folder: to write to, with other processes for the work; None: all in memory, by this one.
+
+    Raises:
+        ValueError: the first row that cannot be used; a file that is none.
+        OSError: the folder cannot hold it.
+    """
+    making = _Making(asked, tokenizer, folder, progress)
+    if folder is not None:
+        processes = min(AT_MOST, len(os.sched_getaffinity(0)))
+        with ScanWorkers(asked, processes) as workers:
+            making.add(workers.look_at(making.stretches(files)))
+    else:
+        making.add(look_at(stretch, asked) for stretch in making.stretches(files))
+    return making.finished()
+
+
+def open_index(folder: Path, meta: dict[str, Any]) -> Index:
+    """One that `make_index` wrote, mapped into memory."""
+    files = [
+        (name, entry, kind, path if os.path.isabs(path) else str(folder / path))
+        for name, entry, kind, path in meta["files"]
+    ]
+    return Index(
+        rows=_mapped(str(folder / "rows.bin"), FIELDS),
+        tokens=_mapped(str(folder / "tokens.bin"), np.dtype("<i4")),
+        files=files,
+        digest=meta["digest"],
+        sources=set(meta["sources"]),
+        **meta["counts"],
+    )
+
+
+def meta_of_index(index: Index) -> dict[str, object]:
+    """What `open_index` has to know beside the files."""
+    return {"files": index.files, "counts": index.counts, "digest": index.digest, "sources": sorted(index.sources)}
+
+
+class _Making:
+    """An index that grows, stretch by stretch."""
+
+    def __init__(self, asked: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress) -> None:
+        self._asked, self._tokenizer, self._folder, self._progress = asked, tokenizer, folder, progress
+        self._index = Index(rows=None, tokens=None)
+        self._rows, self._tokens = self._output("rows.bin"), self._output("tokens.bin")
+        self._stored = 0
+        self._templates: dict[tuple[str, ...], int] = {}
+        self._file_of: list[int] = []  # of the stretches that are under way
+        self._rows_of: list[int] = []  # seen in each file
+        self._sizes: list[int] = []  # of the stretches that are under way
+        self._done, self._total = 0, 0
+        self._said = time.monotonic()
+
+    def stretches(self, files: list[DataFile]) -> Iterator[Stretch]:
+        """Parts of the files, in order; what is fetched or converted is so on the way."""
+        self._total = sum(file.size for file in files)
+        if not files:
+            assert self._folder is not None
+            spool(self._asked.data.source, self._folder / "0.jsonl", self._asked.what, self._progress)
+            yield from self._of_jsonl(self._asked.data.source, 0, str(self._folder / "0.jsonl"), local=False)
+        for file in files:
+            if file.kind == "parquet":
+                yield from self._of_parquet(file)
+            elif file.remote:
+                assert self._folder is not None
+                path = self._folder / f"{len(self._index.files)}.jsonl"
+                self._fetch(file, path)
+                yield from self._of_jsonl(file.name, file.entry, str(path), local=False)
+            else:
+                yield from self._of_jsonl(file.name, file.entry, os.path.abspath(file.name), local=True)
+            if not file.unchanged():
+                raise ValueError(f"{self._asked.what}: '{file.name}' changed while it was read; start again")
+
+    def add(self, found: Iterable[Scanned]) -> None:
+        """What was found in each stretch, in order."""
+        for number, scanned in enumerate(found):
+            file, size = self._file_of[number], self._sizes[number]
+            rows, seen = scanned.rows, self._index.seen
+            rows["index"] += seen
+            rows["file"] = file
+            kept = self._settle(scanned.unsettled, rows)
+            if scanned.refusal:
+                raise ValueError(scanned.refusal)
+            self._rows.write(rows[kept].tobytes())
+            self._index.seen += scanned.seen
+            self._index.filtered += scanned.filtered
+            if len(self._index.sources) < MOST_SOURCES:
+                self._index.sources |= scanned.sources
+            self._rows_of[file] += scanned.seen
+            self._done += size
+            self._progress()
+            self._say()
+        for name_and, count in zip(self._index.files, self._rows_of, strict=True):
+            if not count:
+                raise no_rows(name_and[0], self._asked.what)
+
+    def finished(self) -> Index:
+        """The index, without its duplicates if these are not wanted."""
+        index = self._index
+        index.rows, index.tokens = self._input(self._rows, FIELDS), self._input(self._tokens, np.dtype("<i4"))
+        if self._asked.training and self._asked.data.drop_duplicates and len(index.rows):
+            first = np.zeros(len(index.rows), bool)
+            first[np.unique(index.rows["prompt"], return_index=True)[1]] = True
+            index.duplicates = int((~first).sum())
+            index.rows = index.rows[first] if self._folder is None else _rewritten(index.rows, first)
+        index.digest = _digest(index.rows, self._asked)
+        return index
+
+    def _settle(self, unsettled: list[Unsettled], rows: Any) -> Any:
+        """Tokenise what has to be; returns which rows are kept."""
+        kept, data = np.ones(len(rows), bool), self._asked.data
+        unsettled = [one for one in unsettled if one.refusal or not self._fits(one.prompt)]
+        for one, ids in zip(unsettled, self._encoded(unsettled), strict=True):
+            try:
+                tokens = usable_ids(ids, one.source, data)
+            except TooLong:
+                if not data.filter_overlong_prompts:
+                    raise
+                kept[one.place] = False
+                self._index.overlong += 1
+                continue
+            if one.refusal:
+                raise ValueError(one.refusal)
+            if one.place < len(rows):
+                rows["tokens_at"][one.place], rows["tokens"][one.place] = self._stored, len(tokens)
+            self._tokens.write(np.asarray(tokens, "<i4").tobytes())
+            self._stored += len(tokens)
+        return kept
+
+    def _fits(self, prompt: str | Conversation) -> bool:
+        """Whether a conversation certainly does, as others with the same roles, whose text was shorter or longer.
+
+        A conversation is put into the template the first time that its roles are seen; and, with "a" for every text,
+        to see how many tokens it adds. 16 more are for what may be split otherwise where its words meet the text.
+        """
+        if isinstance(prompt, str) or not all(
+            message.keys() == {"role", "content"} and all(isinstance(text, str) for text in message.values())
+            for message in prompt
+        ):
+            return False
+        roles = tuple(message["role"] for message in prompt)
+        if roles in self._templates:
+            return self._asked.fits(" ".join(message["content"] for message in prompt), self._templates[roles])
+        with suppress(ValueError):  # the row that comes next says so, with its name
+            short = [{"role": role, "content": "a"} for role in roles]
+            self._templates[roles] = len(self._tokenizer.encode_chat(short)) + 16
+        return False
+
+    def _encoded(self, unsettled: list[Unsettled]) -> Iterator[list[int]]:
+        texts = [one.prompt for one in unsettled if isinstance(one.prompt, str)]
+        together: Iterator[list[int]] | None = None
+        if self._folder is not None and len(texts) == len(unsettled):
+            try:
+                together = iter(self._tokenizer.encode_batch(texts))
+            except Exception:  # one by one, the row that it fails at has a name
+                together = None
+        for one in unsettled:
+            if together is not None:
+                yield next(together)
+            elif isinstance(one.prompt, str):
+                yield encode_text(one.prompt, one.source, self._tokenizer)
+            else:
+                yield encode_messages(one.prompt, one.source, self._tokenizer)
+
+    def _of_jsonl(self, name: str, entry: int, path: str, *, local: bool) -> Iterator[Stretch]:
+        number = self._add_file(name, entry, "jsonl", path if local else os.path.basename(path))
+        try:
+            with open(path, "rb") as f:
+                for start, end, line in _stretches(f):
+                    self._file_of.append(number)
+                    self._sizes.append(end - start)
+                    yield Stretch("jsonl", path, name, start, end, line)
+        except OSError as e:
+            if not local:
+                raise
+            raise ValueError(f"{self._asked.what}: '{name}' cannot be read: {e.strerror}") from e
+
+    def _of_parquet(self, file: DataFile) -> Iterator[Stretch]:
+        import pyarrow
+
+        path = None if self._folder is None else str(self._folder / f"{len(self._index.files)}.arrow")
+        sink = pyarrow.BufferOutputStream() if path is None else pyarrow.OSFile(path, "wb")
+        batches = 0
+        with sink if path else nullcontext():
+            batches = _write_arrow(parquet_batches(file, self._asked.what), sink, self._progress)
+        source = path or sink.getvalue()
+        number = self._add_file(file.name, file.entry, "arrow", os.path.basename(path) if path else source)
+        step = 16
+        for first in range(0, batches, step):
+            self._file_of.append(number)
+            self._sizes.append(file.size * min(step, batches - first) // batches)
+            yield Stretch("arrow", source, file.name, first, min(first + step, batches))
+
+    def _fetch(self, file: DataFile, path: Path) -> None:
+        with open(path, "wb") as local:
+            for block in _blocks(file, self._asked.what):
+                local.write(block)
+                self._progress()
+
+    def _add_file(self, name: str, entry: int, kind: str, path: Any) -> int:
+        self._index.files.append((name, entry, kind, path))
+        self._rows_of.append(0)
+        return len(self._rows_of) - 1
+
+    def _output(self, name: str) -> BinaryIO:
+        return io.BytesIO() if self._folder is None else open(self._folder / name, "wb")
+
+    def _input(self, written: BinaryIO, dtype: np.dtype[Any]) -> Any:
+        if isinstance(written, io.BytesIO):
+            return np.frombuffer(written.getvalue(), dtype)
+        written.close()
+        return _mapped(written.name, dtype)
+
+    def _say(self) -> None:
+        if self._folder is None or time.monotonic() - self._said < SAY_EVERY_SECONDS:
+            return
+        self._said = time.monotonic()
+        part = f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB looked at, " if self._total else ""
+        print(f"megarl: {self._asked.what}: {part}{self._index.seen} rows", file=sys.stderr, flush=True)
+
+
+def _mapped(path: str, dtype: np.dtype[Any]) -> Any:
+    """A file as an array; nothing of no bytes can be mapped."""
+    return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
+
+
+def _stretches(f: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """(first byte, byte behind the last, number of the first line) of parts that end with a line."""
+    start, at, line = 0, 0, 1
+    while block := f.read(STRETCH_BYTES):
+        if last := block.rfind(b"\n") + 1:
+            yield start, at + last, line
+            start, line = at + last, line + block.count(b"\n")
+        at += len(block)
+    if at > start:
+        yield start, at, line
+
+
+def _blocks(file: DataFile, what: str) -> Iterator[bytes]:
+    try:
+        with file.open() as f:
+            while block := f.read(8 * 2**20):
+                yield block
+    except OSError as e:
+        raise ValueError(f"{what}: '{file.name}' cannot be read: {' '.join(str(e).split())[:300]}") from e
+
+
+def _write_arrow(batches: Iterator[Any], sink: Any, progress: Progress) -> int:
+    """Write an Arrow file in batches of exactly `BATCH_ROWS`, but for the last; returns how many there are."""
+    import pyarrow
+
+    written, waiting, writer = 0, [], None
+    for batch in batches:
+        if writer is None:
+            writer = pyarrow.ipc.new_file(sink, _plain(batch).schema)
+        waiting.append(_plain(batch))
+        while sum(part.num_rows for part in waiting) >= BATCH_ROWS:
+            whole = pyarrow.Table.from_batches(waiting).combine_chunks()
+            writer.write_table(whole.slice(0, BATCH_ROWS), max_chunksize=BATCH_ROWS)
+            waiting, written = whole.slice(BATCH_ROWS).to_batches(), written + 1
+        progress()
+    if any(part.num_rows for part in waiting):
+        assert writer is not None
+        writer.write_table(pyarrow.Table.from_batches(waiting).combine_chunks())
+        written += 1
+    if writer is not None:
+        writer.close()
+    return written
+
+
+def _plain(batch: Any) -> Any:
+    """Without dictionaries, which an Arrow file could not change between its batches."""
+    import pyarrow
+
+    columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _digest(rows: Any, asked: Scan) -> str:
+    data, step = asked.data, 2**16
+    cut = [data.truncation, data.max_prompt_length] if asked.cuts else []
+    total = hashlib.blake2b(json.dumps([data.answer_key, *cut]).encode(), digest_size=8)
+    for i in range(0, len(rows), step):
+        block = rows[i : i + step]
+        total.update(np.stack([block["prompt"], block["row"]], 1).tobytes())
+    return total.hexdigest()
+
+
+def _rewritten(rows: np.memmap[Any, Any], kept: Any) -> Any:
+    """Some rows of a mapped file, in its place."""
+    name, step = str(rows.filename), 2**16
+    with open(f"{name}.kept", "wb") as out:
+        for i in range(0, len(rows), step):
+            out.write(rows[i : i + step][kept[i : i + step]].tobytes())
+    os.replace(f"{name}.kept", name)
+    return np.memmap(name, rows.dtype, "r")

@@ -1,0 +1,272 @@
+"""One look at every row, before a run: where it lies, and whether it can be used. Torch-free, for worker processes.
+
+A prompt is tokenised before the run only if that could tell something: a conversation of a form that the template has
+not been seen to take, or what could have too many tokens or none. Of the others `bounded` knows enough, and they are
+tokenised when they are drawn: two gigabytes of short questions are looked at in seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megarl.config.schema import Data
+from megarl.data.encode import prompt_of
+from megarl.data.readers import BATCH_ROWS, Row, parse, require_column
+from megarl.data.tokenizer import Tokenizer
+from megarl.registry import Registry
+from megarl.rewards.parts import Scorers, refusal_of
+
+FIELDS = np.dtype(
+    [
+        ("index", "<u4"),  # position in the file list
+        ("file", "<u4"),
+        ("at", "<i8"),  # byte where the line begins; batch x BATCH_ROWS + row in an Arrow file
+        ("size", "<u4"),  # bytes of the line; 0 in an Arrow file
+        ("line", "<u4"),  # for people, from 1
+        ("prompt", "<u8"),  # digest of the prompt's column
+        ("row", "<u8"),  # digest of the line or, in an Arrow file, of the columns
+        ("tokens_at", "<i8"),  # where its tokens begin among those that are stored; -1: none are
+        ("tokens", "<u4"),
+        ("unused", "<u4"),
+        ("difficulty", "<f8"),
+    ]
+)
+"""What is kept of a row: 64 bytes."""
+
+MOST_SOURCES = 1000
+"""Names of data sources that are collected: more of them are no names of sources."""
+
+_LETTER = re.compile("[0-9A-Za-z]")
+_FILTERS: Registry[Callable[[Mapping[str, Any]], Any]] = Registry("data.filter", "function")
+
+Conversation = list[Mapping[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """What is asked of every row.
+
+    Attributes:
+        what: the key that names the files, for messages.
+        data: column names and limits.
+        bounded: whether ASCII text has at most one token more than characters.
+        scorers: that must be able to score a response to a row; empty: nothing is known of them.
+        training: whether `data.filter` and `data.curriculum` apply.
+    """
+
+    what: str
+    data: Data
+    bounded: bool
+    scorers: Scorers = ()
+    training: bool = True
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a prompt that is too long is cut."""
+        return not self.data.filter_overlong_prompts and self.data.truncation != "error"
+
+    @cached_property
+    def keep(self) -> Callable[[Row], bool] | None:
+        """`data.filter`, if there is one."""
+        name = self.data.filter if self.training else ""
+        if not name:
+            return None
+        function = _FILTERS.load(name)
+
+        def keep(row: Row) -> bool:
+            try:
+                return bool(function(with_answer(row.columns, self.data.answer_key)))
+            except Exception as e:  # a user's function fails as it likes
+                reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+                raise ValueError(f"{row.source}: data.filter = {name} failed: {reason}") from e
+
+        return keep
+
+    @property
+    def difficulty_key(self) -> str:
+        """The column that `data.curriculum` sorts by; empty for none."""
+        name = self.data.curriculum
+        return name if self.training and ":" not in name else ""
+
+    def needs_tokens(self, prompt: str | Conversation) -> bool:
+        """Whether only its tokens tell that a prompt can be used."""
+        return not isinstance(prompt, str) or not self.fits(prompt)
+
+    def fits(self, text: str, overhead: int = 0) -> bool:
+        """Whether it certainly has some tokens, and with so many more not too many."""
+        if not (self.bounded and text.isascii() and _LETTER.search(text)):
+            return False
+        return self.cuts or len(text) + overhead < self.data.max_prompt_length
+
+
+class Unsettled(NamedTuple):
+    """A prompt that has to be tokenised before its row is settled.
+
+    Attributes:
+        place: among the rows of the chunk that are kept.
+        refusal: what else is wrong with the row, if it is used.
+    """
+
+    place: int
+    source: str
+    prompt: str | Conversation
+    refusal: str
+
+
+@dataclass(kw_only=True)
+class Scanned:
+    """What was found in a chunk of a file.
+
+    Attributes:
+        rows: `FIELDS` of those that are kept; `index` counts from the chunk's first.
+        seen: rows, kept or not.
+        filtered: rows that `data.filter` left out.
+        sources: data sources of those that are kept, at most `MOST_SOURCES`.
+        refusal: why the row after the last one cannot be used; the chunk's other rows were not looked at.
+    """
+
+    rows: Any
+    seen: int = 0
+    filtered: int = 0
+    sources: set[str] = field(default_factory=set)
+    unsettled: list[Unsettled] = field(default_factory=list)
+    refusal: str = ""
+
+
+class Placed(NamedTuple):
+    """A row, and where it lies."""
+
+    at: int
+    line: int
+    raw: bytes
+    row: Row
+
+
+def check_filter(name: str) -> None:
+    """Raises ValueError if `data.filter` names nothing."""
+    if name:
+        _FILTERS.check(name)
+
+
+def bounded(tokenizer: Tokenizer) -> bool:
+    """Whether `tokenizer` gives ASCII text no more than one token more than it has characters."""
+    characters = [chr(i) for i in range(32, 127)] + ["\n", "\t", "\r", "\r\n"]
+    return all(len(tokenizer.encode("a" + 16 * c)) <= 2 + 16 * len(c) for c in characters)
+
+
+def scan(rows: Iterable[Placed], asked: Scan, stem: str) -> Scanned:
+    """Look at some rows, one after the other, up to the first that cannot be used.
+
+    Args:
+        stem: of their file's name.
+    """
+    found: list[tuple[int | float, ...]] = []
+    out = Scanned(rows=None)
+    try:
+        for placed in rows:
+            out.seen += 1
+            if asked.keep is not None and not asked.keep(placed.row):
+                out.filtered += 1
+                continue
+            source = source_of(placed.row.columns, asked.data, stem)
+            if len(out.sources) < MOST_SOURCES:
+                out.sources.add(source)
+            prompt, difficulty, refusal = _look_at(placed.row, asked, source)
+            if asked.needs_tokens(prompt):
+                out.unsettled.append(Unsettled(len(found), placed.row.source, prompt, refusal))
+            elif refusal:
+                raise ValueError(refusal)
+            size = len(placed.raw)
+            if size > 2**32 - 1:
+                raise ValueError(f"{placed.row.source} has {size} bytes; a row can have 4 GiB")
+            raw = placed.raw or json.dumps(placed.row.columns, sort_keys=True, default=str).encode()
+            digests = _number(_bytes_of(prompt)), _number(raw)
+            found.append((out.seen - 1, 0, placed.at, size, placed.line, *digests, -1, 0, 0, difficulty))
+    except ValueError as e:
+        out.refusal = str(e)
+    out.rows = np.array(found, dtype=FIELDS)
+    return out
+
+
+def lines_of(path: str, name: str, start: int, end: int, line: int, what: str) -> Iterator[Placed]:
+    """The rows of a stretch of a jsonl file that begins and ends with a line.
+
+    Args:
+        line: number of its first line.
+    """
+    with open(path, "rb", buffering=2**20) as f:
+        f.seek(start)
+        while start < end and (raw := f.readline()):
+            if raw.strip():
+                source = f"{name}:{line}"
+                yield Placed(start, line, raw, Row(source, parse(raw, source, what)))
+            start, line = start + len(raw), line + 1
+
+
+def arrow_rows(source: Any, name: str, first: int, last: int) -> Iterator[Placed]:
+    """The rows of some batches of an Arrow file.
+
+    Args:
+        source: the file's path, or its bytes.
+    """
+    import pyarrow
+
+    with pyarrow.ipc.open_file(pyarrow.memory_map(source) if isinstance(source, str) else source) as opened:
+        for number in range(first, last):
+            for i, columns in enumerate(opened.get_batch(number).to_pylist()):
+                at = number * BATCH_ROWS + i
+                yield Placed(at, at + 1, b"", Row(f"{name} row {at + 1}", columns))
+
+
+def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:
+    """Verifiers read the reference answer under 'answer', whatever its column is called."""
+    return {**columns, "answer": columns[answer_key]} if answer_key in columns else columns
+
+
+def digest_of(raw: bytes) -> int:
+    """`FIELDS.row` of a line."""
+    return _number(raw)
+
+
+def source_of(columns: Mapping[str, Any], data: Data, stem: str) -> str:
+    """The data source of a row, or its file's name."""
+    named = columns.get(data.source_key)
+    return stem if named is None else str(named)
+
+
+def _look_at(row: Row, asked: Scan, source: str) -> tuple[str | Conversation, float, str]:
+    """Its prompt and difficulty, and why no reward could score a response to it."""
+    data = asked.data
+    prompt = prompt_of(row, data.prompt_key)
+    if data.answer_key != Data().answer_key:  # misspelt, another column called "answer" would be taken for it
+        require_column([row], data.answer_key, "data.answer_key")
+    difficulty = _difficulty(row, asked.difficulty_key) if asked.difficulty_key else 0.0
+    wrong = refusal_of(with_answer(row.columns, data.answer_key), source, asked.scorers)
+    return prompt, difficulty, f"{row.source}: {wrong}" if wrong else ""  # type: ignore[return-value]
+
+
+def _difficulty(row: Row, key: str) -> float:
+    require_column([row], key, "data.curriculum")
+    value = row.columns[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{row.source}: data.curriculum sorts by column '{key}', whose {value!r:.40} is no number")
+    return float(value)
+
+
+def _bytes_of(prompt: str | Conversation) -> bytes:
+    if isinstance(prompt, str):
+        return prompt.encode(errors="surrogatepass")
+    return json.dumps(prompt, sort_keys=True, default=str).encode()
+
+
+def _number(raw: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")

@@ -1,0 +1,38 @@
+"""The values of `reward.args`, against the annotations of the function that takes them."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value of another type than its parameter's; whole numbers are numbers too."""
+    from pydantic import TypeAdapter, ValidationError
+
+    hints = typing.get_type_hints(function)
+    for name, value in args.items():
+        if name not in hints:
+            continue
+        try:
+            TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except ValidationError as e:
+            said = e.errors(include_url=False)[0]["msg"]
+            raise ValueError(f"{name} = {value!r:.80}: {said[0].lower()}{said[1:]}") from e
+
+
+def compiled(pattern: str, name: str, *, groups: int | None = None, flags: int = 0) -> re.Pattern[str]:
+    """The regular expression that an argument holds.
+
+    Raises:
+        ValueError: none, or one with another number of groups.
+    """
+    try:
+        expression = re.compile(pattern, flags)
+    except (re.error, OverflowError, RecursionError) as e:
+        raise ValueError(f"{name} = {pattern!r:.80} is no regular expression: {e}") from e
+    if groups is not None and expression.groups != groups:
+        raise ValueError(f"{name} = {pattern!r:.80} needs {groups} group in brackets, and has {expression.groups}")
+    return expression

@@ -1,0 +1,194 @@
+"""Runs the program in a response against the row's tests, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from megarl.rewards.registry import register
+from megarl.rewards.sandbox import Limits, Outcome, SandboxError, check_isolation, run_python
+
+_OPENING = re.compile(r"```(?:python|py)3?", re.IGNORECASE)
+_PAIR = ("input", "output")
+
+# The tests are not in the program's namespace before it has run, and what says that they passed is not known to it:
+# `sys.exit(0)` passes nothing.
+_ASSERTS = """
+import os as _os, sys as _sys
+def _main(source, tests, entry_point, mark, whole):
+    space = {"__name__": "__main__"}
+    exec(compile(source, "response.py", "exec"), space)
+    passed = []
+    for test in tests:
+        try:
+            exec(compile(test, "test.py", "exec"), space)
+            if entry_point is not None and callable(space.get("check")):
+                space["check"](space[entry_point])
+            passed.append(1)
+        except Exception:
+            passed.append(0)
+            if whole:
+                break
+    _sys.stdout.flush()
+    _os.write(1, ("\\n" + mark + "".join(map(str, passed))).encode())
+"""
+
+
+def _check_args(
+    *,
+    partial: bool = False,
+    wall: float = 10.0,
+    cpu: float = 10.0,
+    memory: int = 1024,
+    disk: int = 64,
+    processes: int = 32,
+    output: int = 1 << 20,
+    isolation: Literal["namespaces", "process"] = "namespaces",
+) -> None:
+    Limits(wall=wall, cpu=cpu, memory=memory, disk=disk, processes=processes, output=output)
+    if isolation == "namespaces":
+        check_isolation()
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    if "tests" not in row:
+        raise ValueError(f"needs a column 'tests'; the row has {', '.join(row)}")
+    tests = read_tests(row["tests"])
+    entry_point = row.get("entry_point")
+    if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
+        raise ValueError(f"needs a function's name in column 'entry_point', not {entry_point!r:.80}")
+    for test in tests:
+        if isinstance(test, str):
+            try:
+                compile(test, "tests", "exec")
+            except (SyntaxError, ValueError) as e:
+                raise ValueError(f"needs Python in column 'tests': {e}") from e
+
+
+@register("code", check_row=_check_row, check_args=_check_args)
+def code(
+    response: str,
+    row: Mapping[str, Any],
+    *,
+    partial: bool = False,
+    wall: float = 10.0,
+    cpu: float = 10.0,
+    memory: int = 1024,
+    disk: int = 64,
+    processes: int = 32,
+    output: int = 1 << 20,
+    isolation: Literal["namespaces", "process"] = "namespaces",
+) -> dict[str, float]:
+    """Run the last ```python block of the response against column `tests`; 1 if all pass, without a block 0.
+
+    `tests` is one of these, or JSON of it:
+    - [{"input": text, "output": text}, ...] or {"inputs": [...], "outputs": [...]}: what the program reads and should
+      write, blanks at the ends of lines aside (APPS, TACO, CodeContests). Each is a run of the program.
+    - ["assert f(1) == 2", ...]: each is a test, run after the program in its namespace (MBPP).
+    - text with asserts: one test; with column `entry_point`, its `check(f)` is called with that function (HumanEval).
+
+    With asserts, program and tests share a process: a program that looks for the tests can find them.
+
+    Args:
+        partial: the score is the share of the tests that pass.
+        wall, cpu: seconds of a run.
+        memory, disk: MiB; disk is what /tmp holds.
+        processes: with threads.
+        output: bytes.
+        isolation: "process" has limits alone, and the program has your files and your network: unsafe.
+
+    Returns:
+        score; tests_passed, a share; timed_out, the share of runs; block, whether the response has one.
+
+    Raises:
+        SandboxError: the sandbox cannot be made, or somebody killed it.
+    """
+    limits = Limits(wall=wall, cpu=cpu, memory=memory, disk=disk, processes=processes, output=output)
+    tests = read_tests(row["tests"])
+    source = last_block(response)
+    if source is None:
+        return {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0, "block": 0.0}
+    outcomes: list[Outcome] = []
+
+    def run(program: str, stdin: str = "") -> Outcome:
+        outcomes.append(run_python(program, stdin=stdin, limits=limits, isolation=isolation))
+        if outcomes[-1].ended == "killed":
+            raise SandboxError("the sandbox of a program was killed from outside: no limit of it was reached")
+        return outcomes[-1]
+
+    passed = 0
+    if isinstance(tests[0], str):
+        mark = secrets.token_hex(16)
+        call = f"_main({source!r}, {tests!r}, {row.get('entry_point')!r}, {mark!r}, {not partial})"
+        passed = _passed(run(f"{_ASSERTS}\n{call}\n"), mark, len(tests))
+    else:
+        for test in tests:
+            outcome = run(source, test["input"])
+            right = outcome.ended == "exit" and outcome.exit_code == 0
+            passed += right and _lines(outcome.stdout) == _lines(test["output"])
+            if passed < len(outcomes) and not partial:
+                break
+    share = passed / len(tests)
+    late = sum(outcome.ended == "time" for outcome in outcomes) / len(outcomes)
+    score = share if partial else float(passed == len(tests))
+    return {"score": score, "tests_passed": share, "timed_out": late, "block": 1.0}
+
+
+def last_block(response: str) -> str | None:
+    """The text of the last ```python block; None without one, or if it does not end."""
+    last: str | None = None
+    block: list[str] | None = None
+    for line in response.splitlines(keepends=True):
+        if block is None:
+            block = [] if _OPENING.fullmatch(line.strip()) else None
+        elif line.strip() == "```":
+            last, block = "".join(block), None
+        else:
+            block.append(line)
+    return last
+
+
+def read_tests(column: Any) -> list[Any]:
+    """The tests as a list of texts, or of {"input", "output"}.
+
+    Raises:
+        ValueError: another form, or none.
+    """
+    if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
+        try:
+            column = json.loads(column)
+        except ValueError as e:
+            raise ValueError(f"needs JSON or asserts in column 'tests': {e}") from e
+    if isinstance(column, str):
+        column = [column]
+    if isinstance(column, Mapping) and isinstance(column.get("inputs"), list | tuple):
+        column = list(_pairs(column))
+    tests = list(column) if isinstance(column, list | tuple) else []
+    if tests and all(isinstance(test, str) and test.strip() for test in tests):
+        return tests
+    if tests and all(isinstance(test, Mapping) and all(isinstance(test.get(k), str) for k in _PAIR) for test in tests):
+        return tests
+    raise ValueError(
+        'needs tests in column \'tests\': a list of {"input": text, "output": text}, a list of asserts, or a text of '
+        f"them, not {column!r:.80}"
+    )
+
+
+def _pairs(column: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    inputs, outputs = column["inputs"], column.get("outputs")
+    if not isinstance(outputs, list | tuple) or len(outputs) != len(inputs):
+        raise ValueError("needs as many outputs as inputs in column 'tests'")
+    for text, expected in zip(inputs, outputs, strict=True):
+        yield {"input": text, "output": expected}
+
+
+def _passed(outcome: Outcome, mark: str, tests: int) -> int:
+    _, found, results = outcome.stdout.rpartition(mark)
+    return results.count("1") if found and outcome.ended == "exit" and len(results) <= tests else 0
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

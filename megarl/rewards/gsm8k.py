@@ -1,0 +1,44 @@
+"""1 for the number after "####", if it is the reference's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from megarl.rewards.registry import register
+from megarl.rewards.rows import check_answer
+
+_MARKED = re.compile(r"####[ \t]*\$?[ \t]*([-+]?[ \t]*\$?[\d,]*\.?\d+)")
+_DIGITS = 400  # of a number; int and Decimal take long for millions
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    check_answer(row)
+    if _number_of(row["answer"]) is None:
+        raise ValueError(f"needs a number as the answer, or a solution with '#### number', not {row['answer']!r:.80}")
+
+
+@register("gsm8k", check_row=_check_row)
+def gsm8k(response: str, row: Mapping[str, Any]) -> float:
+    """Compare the number after the last "####" as a number: "#### 1,200.0" is 1200, and "$" counts for nothing.
+
+    `row` has a reference `answer`: a number, or GSM8K's solution with "#### number" at its end.
+    """
+    found, reference = _marked(response), _number_of(row["answer"])
+    return float(found is not None and found == reference)
+
+
+def _number_of(answer: Any) -> Decimal | None:
+    text = str(answer).strip()
+    return _marked(text if "####" in text else f"#### {text}")
+
+
+def _marked(text: str) -> Decimal | None:
+    """The number after the last mark; None if another thing or nothing is there."""
+    start = text.rfind("####")
+    match = _MARKED.match(text, start) if start >= 0 else None
+    if match is None or len(match[1]) > _DIGITS:
+        return None
+    return Decimal(re.sub(r"[\s$,]", "", match[1]))

@@ -1,0 +1,188 @@
+"""The functions that a score is made of, as the configuration names them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from megarl.config.schema import Reward as Settings
+from megarl.rewards.call import check_arguments, is_async
+from megarl.rewards.judge import Failure, Judged, NoScore, Scored, cut, finite, shown
+from megarl.rewards.registry import BY_MODEL, Reward, RowCheck, is_registered, load_reward
+
+Scorers = tuple[tuple[str, tuple[str, ...]], ...]
+"""Of named functions: (`reward.name`, the data sources that it scores; empty: all)."""
+
+Kind = Literal["plain", "batch", "async"]
+_LABEL = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A function with its weight in the score.
+
+    Attributes:
+        label: its name in the metrics; empty for a reward without parts.
+        args: what the function is given beside response and row.
+        data_sources: rows of these it scores; empty: all rows.
+        kind: a function of one response, of lists, or an `async def`.
+    """
+
+    label: str = ""
+    reward: Reward
+    weight: float = 1.0
+    args: Mapping[str, Any] = field(default_factory=dict)
+    data_sources: tuple[str, ...] = ()
+    kind: Kind = "plain"
+
+    @property
+    def key(self) -> str:
+        """The configuration key of the function's name."""
+        return f"reward.parts.{self.label}.name" if self.label else "reward.name"
+
+    def applies_to(self, source: str) -> bool:
+        return not self.data_sources or source in self.data_sources
+
+
+def scorers_of(parts: Sequence[Part]) -> Scorers:
+    """What a row's data source and columns are checked against; functions that have no name check nothing."""
+    return tuple((part.reward.name, part.data_sources) for part in parts if part.reward.named)
+
+
+def refusal_of(row: Mapping[str, Any], source: str, scorers: Scorers) -> str:
+    """Why a response to a row could not be scored, in words that follow the row's place; empty if it can be."""
+    if not scorers:
+        return ""
+    applying = [name for name, data_sources in scorers if not data_sources or source in data_sources]
+    if not applying:
+        return f"the row has the data source {source!r}, and no part of reward.parts scores it"
+    for name in applying:
+        if (check_row := _row_check(name)) is not None:
+            try:
+                check_row(row)
+            except ValueError as e:
+                return f"reward {name} {e}"
+    return ""
+
+
+@cache
+def _row_check(name: str) -> RowCheck | None:
+    return load_reward(name).check_row
+
+
+def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...]:
+    """What scores a response; empty if a reward model does.
+
+    Args:
+        given: a program's own function, instead of `reward.name`.
+
+    Raises:
+        ValueError: a function, an argument or a weight is wrong; one line that says what to change.
+    """
+    if settings.parts:
+        if given is not None or settings.name != type(settings)().name:
+            raise ValueError(
+                f"reward.parts is set, and {given.name if given else f'reward.name = {settings.name}'} would not be "
+                "used; leave one of the two off"
+            )
+        return _several(settings)
+    if given is None and settings.name == BY_MODEL:
+        if settings.args:
+            raise ValueError("reward.args are a function's, and reward.name=model is none; leave them off")
+        return ()
+    reward = given or load_reward(settings.name)
+    _check_json(settings.args, "reward.args")
+    check_arguments(reward, settings.args, "reward.args")
+    return (Part(reward=reward, args=settings.args, kind=_kind(reward, settings)),)
+
+
+def _several(settings: Settings) -> tuple[Part, ...]:
+    if settings.args:
+        raise ValueError("reward.args belong to reward.name; with reward.parts, set reward.parts.<label>.args")
+    if settings.batch_size is not None:
+        raise ValueError("reward.batch_size hands lists to the function of reward.name; with reward.parts, unset it")
+    if not any(part.weight for part in settings.parts.values()):
+        raise ValueError("reward.parts: every weight is 0, and so is every score; set one to another number")
+    return tuple(_part(label, part) for label, part in settings.parts.items())
+
+
+def _part(label: str, settings: Any) -> Part:
+    if not _LABEL.fullmatch(label):
+        raise ValueError(f"reward.parts: {shown(label)} is no label; use letters, digits, '_', '.' and '-'")
+    key = f"reward.parts.{label}"
+    if settings.name == BY_MODEL:
+        raise ValueError(f"{key}.name=model: a reward model scores alone, as reward.name=model without parts")
+    try:
+        reward = load_reward(settings.name)
+    except ValueError as e:
+        raise ValueError(f"{key}.name{str(e).removeprefix('reward.name')}") from e
+    _check_json(settings.args, f"{key}.args")
+    check_arguments(reward, settings.args, f"{key}.args")
+    return Part(
+        label=label,
+        reward=reward,
+        weight=settings.weight,
+        args=settings.args,
+        data_sources=tuple(settings.data_sources),
+        kind="async" if is_async(reward.function) else "plain",
+    )
+
+
+def _kind(reward: Reward, settings: Settings) -> Kind:
+    if settings.batch_size is None:
+        return "async" if is_async(reward.function) else "plain"
+    if is_async(reward.function):
+        raise ValueError(
+            f"reward.batch_size hands lists to a function; {reward.name} is an async def, of which up to "
+            "reward.concurrency run at a time: unset reward.batch_size"
+        )
+    if is_registered(reward.name):
+        raise ValueError(f"reward.batch_size: {reward.name} scores one response at a time; unset it")
+    return "batch"
+
+
+def _check_json(args: Mapping[str, Any], key: str) -> None:
+    for name, value in args.items():
+        try:
+            same = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise ValueError(f"{key}: {shown(name)} is {shown(value)}, and not a value that JSON has")
+
+
+def combined(
+    parts: Sequence[Part],
+    found: Sequence[Judged],
+    *,
+    text: str,
+    row: str,
+    seconds: tuple[float, ...],
+    retried: int,
+) -> Scored | Failure:
+    """A response's score, or why it has none, from what the parts that apply to it found, in their order.
+
+    Args:
+        text: the response.
+        row: how messages name its row.
+    """
+    at = f"; row {row}, response {cut(repr(text[:300]))}"
+    for part, one in zip(parts, found, strict=True):
+        if one.score is None:
+            reason = f"{part.key} = {part.reward.name} {one.wrong}{at}"
+            return Failure(reason=reason, frames=one.frames, seconds=seconds, retried=retried)
+    scores = {part.label: one.score for part, one in zip(parts, found, strict=True) if one.score is not None}
+    try:
+        total = finite(sum(part.weight * scores[part.label] for part in parts), "add up to ")
+    except NoScore as e:
+        return Failure(reason=f"reward.parts {e}{at}", seconds=seconds, retried=retried)
+    metrics = {
+        f"part/{part.label}/{name}" if part.label else name: value
+        for part, one in zip(parts, found, strict=True)
+        for name, value in one.metrics.items()
+    }
+    return Scored(score=total, parts=scores, metrics=metrics, seconds=seconds, retried=retried)

@@ -1,0 +1,291 @@
+"""Responses that outlive a step: which are trained on, how old they get, and that a run with them repeats itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from full_weights import random_weights, source_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+from run_cases import run_here
+from test_resume import same
+from tiny_families import ARCHITECTURES
+from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
+from training_cases import Case, actor_in, hybrid_of
+
+from megarl.config import Config, build_config, load_config
+from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
+from megarl.trainer.carry_over import CarryOver
+from megarl.trainer.checks import check_run
+from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
+
+PROMPTS = [Prompt(index=i, token_ids=(3 + i, 5, 7, *range(20, 20 + 3 * (i % 4))), row={}) for i in range(12)]
+
+
+# ------------------------------------------------------------------------------------------------------- bookkeeping
+
+
+def _config(groups: int, batch: int, staleness: int, n: int) -> Config:
+    carry_over = {"enable": True, "groups": groups, "max_staleness": staleness}
+    return build_config(
+        {"data": {"train_batch_size": batch}, "actor_rollout_ref": {"rollout": {"n": n, "carry_over": carry_over}}}
+    )
+
+
+class _Simulated:
+    """Generation whose responses have lengths of their own, on replicas that decode so many tokens at a time."""
+
+    def __init__(self, replicas: int, most: int) -> None:
+        self.replicas, self.most = replicas, most
+
+    def __call__(self, rollouts: Sequence[Rollout], quota: Quota, version: int) -> Rollouts:
+        replica_of = replicas_of_groups(rollouts, self.replicas)
+        made = list(rollouts)
+        for replica in range(self.replicas):
+            mine = [i for i, r in enumerate(rollouts) if replica_of[r.group] == replica]
+            while not self._reached([made[i] for i in mine], quota, replica):
+                for i in [i for i in mine if made[i].finish_reason is None][: self.most]:
+                    r = made[i]
+                    ends = len(r.token_ids) + 1 == 1 + r.seed % 7 * (1 + r.seed % 5)
+                    completion = Completion(
+                        token_ids=r.token_ids + array("i", [1]),
+                        logp=r.logp + array("f", [-1]),
+                        finish_reason="stop" if ends else None,
+                    )
+                    made[i] = r.further(completion, version)
+        return Rollouts(items=tuple(made), version=version)
+
+    def _reached(self, mine: list[Rollout], quota: Quota, replica: int) -> bool:
+        unfinished = {r.group for r in mine if r.finish_reason is None}
+        finished = {r.group for r in mine} - unfinished
+        return len(finished) >= quota.share(replica, self.replicas) and not unfinished & quota.required
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(2, 9),
+    more=st.integers(1, 9),
+    staleness=st.integers(1, 4),
+    n=st.integers(1, 3),
+    replicas=st.integers(1, 4),
+    most=st.integers(1, 30),
+    stop_at=st.integers(1, 11),
+)
+def test_nothing_is_lost_or_too_old(
+    batch: int, more: int, staleness: int, n: int, replicas: int, most: int, stop_at: int
+) -> None:
+    config = _config(batch + min(more, batch), batch, staleness, n)
+    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=replicas))
+    prompts = [replace(PROMPTS[i % 12], index=i) for i in range(40)]
+
+    def steps(carry_over: CarryOver, drawn: list[int], first: int, last: int) -> list[Rollouts]:
+        def draw() -> list[int]:
+            drawn[0] += batch
+            return [i % len(prompts) for i in range(drawn[0] - batch, drawn[0])]
+
+        generate = _Simulated(replicas, most)
+        return [
+            carry_over.next_batch(draw, lambda asked, quota, at=version: generate(asked, quota, at), version)
+            for version in range(first, last)
+        ]
+
+    whole = CarryOver(config, groups, prompts)
+    batches = steps(whole, [0], 1, 12)
+    trained = [group for made in batches for group in dict.fromkeys(r.group for r in made)]
+    assert len(trained) == len(set(trained)) == 11 * batch  # none twice
+    for version, made in enumerate(batches, start=1):
+        assert len(made) == batch * n and made.version == version
+        for r in made:
+            assert r.finish_reason == "stop" and len(r.token_ids) == sum(tokens for _, tokens in r.versions)
+            assert version - r.versions[0][0] <= staleness and r.versions[-1][0] <= version
+    under_way = {saved["group"] for saved in whole.state()["rollouts"]}
+    assert under_way | set(trained) == set(range(len(under_way) + len(trained)))  # none left out
+    assert min(under_way) > max(trained) - 3 * batch * staleness
+
+    first, drawn = CarryOver(config, groups, prompts), [0]
+    before = steps(first, drawn, 1, stop_at)
+    second = CarryOver(config, groups, prompts)
+    second.load_state(json.loads(json.dumps(first.state())))
+    assert second.state() == first.state()
+    assert [*before, *steps(second, drawn, stop_at, 12)] == batches
+
+
+def test_groups_whose_prompt_has_gone_are_left_out() -> None:
+    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=1))
+    first = CarryOver(_config(4, 2, 4, 1), groups, PROMPTS)
+    first.next_batch(lambda: [0, 1], lambda asked, quota: _Simulated(1, 2)(asked, quota, 1), 1)
+    places = [saved["prompt"] for saved in first.state()["rollouts"]]
+    other = CarryOver(_config(4, 2, 4, 1), groups, [PROMPTS[1], PROMPTS[1]])
+    other.load_state(first.state())
+    assert [saved["prompt"] for saved in other.state()["rollouts"]] == [place for place in places if place == 1]
+
+
+def test_what_undone_steps_have_drawn_is_drawn_anew() -> None:
+    """A run that goes back keeps its responses: none may hold tokens of weights that are gone."""
+    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=1))
+    carry_over = CarryOver(_config(4, 2, 9, 2), groups, PROMPTS)
+    for version in (1, 2, 3):
+        carry_over.next_batch(lambda: [4, 5], lambda asked, q: _Simulated(1, 2)(asked, q, version), version)  # noqa: B023
+    seen: list[Rollout] = []
+
+    def look(asked: Sequence[Rollout], quota: Quota) -> Rollouts:
+        seen.extend(asked)
+        return _Simulated(1, 2)(asked, quota, 2)
+
+    assert any(span[0] >= 2 for saved in carry_over.state()["rollouts"] for span in saved["versions"])
+    carry_over.next_batch(lambda: [6, 7], look, 2)
+    assert all(version < 2 for r in seen for version, _ in r.versions)
+    assert all((not r.versions) == (len(r.token_ids) == 0) for r in seen)
+
+
+def test_tokens_know_how_old_they_are() -> None:
+    logp = array("f", [-1.0] * 3)
+    old = Rollout(prompt=PROMPTS[0], token_ids=array("i", [1, 2, 3]), logp=logp, versions=((4, 1), (6, 2)))
+    said = replace(old, group=1, versions=((6, 3),), sampled=b"\x01\x00\x01", finish_reason="stop")
+    batch = Rollouts(items=(old, said), version=6).to_batch()
+    assert batch.staleness is not None
+    assert batch.staleness[batch.staleness > 0].tolist() == [2]
+    assert batch.staleness.tolist().index(2) == len(PROMPTS[0].token_ids)
+    assert batch.response_mask.long().sum() == 5 and not batch.response_mask[-2]
+    assert Rollouts(items=(said,), version=6).to_batch().staleness is None
+    assert Rollouts(items=(said,), version=7).to_batch().staleness is not None
+
+
+# --------------------------------------------------------------------------------------------------------- real ranks
+
+
+def _in_parts(case: Case, parts: bool) -> list[tuple[list[int], list[float], tuple[tuple[int, int], ...]]]:
+    """Responses with the weights as they are: at one go, or stopped whenever three groups are finished."""
+    with actor_in(case, ARCHITECTURES["qwen3"]) as actor:
+        actor.load(source_of(random_weights(ARCHITECTURES["qwen3"], 1)))
+        hybrid = hybrid_of(actor, max_model_len=60)
+        params = SamplingParams(max_tokens=30, stop_token_ids=tuple(range(0, 61, 12)))
+        rollouts = begin_rollouts(PROMPTS, 2, seed=1, round_=1)
+        rounds = 0
+        with hybrid.phase():
+            while any(rollout.finish_reason is None for rollout in rollouts):
+                rounds += 1
+                done = len({r.group for r in rollouts}) - len({r.group for r in rollouts if r.finish_reason is None})
+                quota = Quota(groups=min(done + 3, 12)) if parts else None
+                rollouts = list(hybrid.go_on(rollouts, params, version=rounds, quota=quota))
+        hybrid.close()
+        assert rounds > 2 if parts else rounds == 1
+        return [(list(r.token_ids), list(r.logp), r.versions) for r in rollouts]
+
+
+@pytest.mark.parametrize("case", [Case(gen_tp=1), Case(tp=2, gen_tp=2), Case(dp=2, gen_tp=1)], ids=str)
+def test_stopping_at_a_quota_changes_no_response(ranks: Ranks, case: Case) -> None:
+    whole = ranks.run(case.world, _in_parts, case, False)[0]
+    parts = ranks.run(case.world, _in_parts, case, True)
+    assert all(part == parts[0] for part in parts)
+    for (tokens, logp, versions), (others, other_logp, _) in zip(parts[0], whole, strict=True):
+        assert tokens == others and logp == pytest.approx(other_logp, abs=1e-5)
+        assert sum(count for _, count in versions) == len(tokens)
+    assert max(len(versions) for _, _, versions in parts[0]) > 1
+
+
+CARRIED: dict[str, Any] = {
+    "trainer__logger": ["jsonl"],
+    "trainer__test_freq": 0,
+    "trainer__val_before_train": False,
+    "trainer__save_freq": 1,
+    "trainer__total_training_steps": 6,
+    "data__max_response_length": 20,
+    "algorithm__rollout_correction": {"rollout_is": "token"},
+    "actor_rollout_ref__actor__optim": {"lr": 1e-2},
+    "actor_rollout_ref__rollout__stop_token_ids": [3],
+    "actor_rollout_ref__rollout__carry_over": {"enable": True, "max_staleness": 2},
+}
+
+
+def _run(ranks: Ranks, folder: Path, world: int, *overrides: str, **sections: Any) -> None:
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "reward.py").write_text(FINGERPRINT)
+        write_run(folder, **{**CARRIED, **sections})
+    reward = f"reward.name={folder.parent / 'one' / 'reward.py'}:score"
+    ended, said = ranks.run(world, run_here, str(folder / "run.yaml"), [reward, *overrides])[0]
+    assert ended == "", said
+
+
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / "run" / "checkpoints" / f"global_step_{step}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_repeats_itself_and_goes_on_with_unfinished_responses(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    for name in ("one", "two", "resumed"):
+        _run(ranks, tmp_path / name, world)
+    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
+    rows = metrics_of(one)
+    assert len(rows) == 6 and all(row["carry_over/groups"] == 16 for row in rows)
+    assert rows[0].get("rollout/staleness_max") is None
+    assert all(0 < row["rollout/staleness_mean"] < row["rollout/staleness_max"] <= 2 for row in rows[1:])
+    assert max(row["carry_over/tokens"] for row in rows) > 16
+    assert numbers_of(two) == numbers_of(one) and same(_checkpoint(two, 6), _checkpoint(one, 6))
+    for step in (6, 5, 4):
+        shutil.rmtree(_checkpoint(resumed, step))
+    _run(ranks, resumed, world)
+    assert numbers_of(resumed) == numbers_of(one) and same(_checkpoint(resumed, 6), _checkpoint(one, 6))
+
+
+def test_a_checkpoint_with_responses_under_way_is_of_another_algorithm(ranks: Ranks, tmp_path: Path) -> None:
+    _run(ranks, tmp_path / "one", 1, "trainer.total_training_steps=2")
+    overrides = ["trainer.total_training_steps=3", "actor_rollout_ref.rollout.carry_over.enable=false"]
+    ended, _ = ranks.run(1, run_here, str(tmp_path / "one" / "run.yaml"), overrides)[0]
+    assert "another algorithm (rollout.carry_over 32 -> 0)" in ended
+    _run(ranks, tmp_path / "one", 1, *overrides, "trainer.resume_allow=[algorithm]")
+    last = metrics_of(tmp_path / "one")[-1]
+    assert "carry_over/groups" not in last and "rollout/staleness_max" not in last
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"algorithm__rollout_correction": {}},
+            "rollout.carry_over trains on tokens that older weights have drawn; set ",
+        ),
+        (
+            {"actor_rollout_ref__rollout__carry_over": {"enable": True, "groups": 16}},
+            "rollout.carry_over.groups = 16 must be more than data.train_batch_size = 16 and at most twice as many",
+        ),
+        (
+            {"actor_rollout_ref__rollout__carry_over": {"enable": True, "groups": 33}},
+            "rollout.carry_over.groups = 33 must be more than data.train_batch_size = 16 and at most twice as many",
+        ),
+        (
+            {"algorithm__filter_groups": {"enable": True}},
+            "algorithm.filter_groups draws prompts until enough groups diff",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_ranks_start(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
+    config = load_config(str(write_run(tmp_path, **{**CARRIED, **sections})))
+    with pytest.raises(ValueError) as refused:
+        check_run(config)
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+
+
+def test_too_many_old_responses_cannot_fill_a_batch() -> None:
+    """Of groups that must be finished no replica has more than its share, however many replicas there are."""
+    rng = random.Random(0)
+    for _ in range(200):
+        batch, replicas = rng.randrange(1, 20), rng.randrange(1, 9)
+        quota = Quota(groups=batch)
+        required = rng.randrange(batch + 1)
+        shares = [quota.share(r, replicas) for r in range(replicas)]
+        assert sum(shares) == batch
+        assert all(len(range(r, required, replicas)) <= share for r, share in enumerate(shares))
+    assert torch.tensor(shares).max() - torch.tensor(shares).min() <= 1
