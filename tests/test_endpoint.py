@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -22,7 +24,9 @@ from tiny_engines import engine_of
 from tiny_families import ARCHITECTURES
 from tiny_run import FOUR_RANKS, megarl, metrics_of, train_in, write_run
 
+from megarl.environments.agent_process import check_agent
 from megarl.environments.speech import Speech
+from megarl.rewards.judge import RewardError
 from megarl.rollout.agents import Agents
 from megarl.rollout.channel import Channel
 from megarl.rollout.engine import Request
@@ -37,11 +41,12 @@ AGENTS = '''
 import asyncio, json, os, time
 import openai
 
+CLIENT = openai.AsyncOpenAI(base_url="http://none", max_retries=0)  # to make one takes a tenth of a second
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
 
 async def two_turns(base_url, row):
     """Asks, is asked for a tool, answers, asks again."""
-    client = openai.AsyncOpenAI(base_url=base_url, max_retries=0)
+    client = CLIENT.with_options(base_url=base_url)
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": row["question"]}]
     first = await client.chat.completions.create(
         model="policy", messages=messages, tools=TOOLS, temperature=1.0, max_tokens=20)
@@ -54,7 +59,7 @@ async def two_turns(base_url, row):
     return 0.25 + len(second.choices[0].message.content)
 
 async def rewrites(base_url, row):
-    client = openai.AsyncOpenAI(base_url=base_url, max_retries=0)
+    client = CLIENT.with_options(base_url=base_url)
     messages = [{"role": "user", "content": "a"}]
     for content in ("b", "c", "d"):
         said = await client.chat.completions.create(model="x", messages=messages, max_completion_tokens=9)
@@ -64,7 +69,7 @@ async def rewrites(base_url, row):
     return None
 
 async def asks_too_much(base_url, row):
-    client = openai.AsyncOpenAI(base_url=base_url, max_retries=0)
+    client = CLIENT.with_options(base_url=base_url)
     messages = [{"role": "user", "content": "a"}]
     ask = lambda **more: client.chat.completions.create(**{"model": "x", "messages": messages, **more})
     said = []
@@ -89,7 +94,7 @@ async def asks_too_much(base_url, row):
 
 async def misbehaves(base_url, row):
     how = row["how"]
-    client = openai.AsyncOpenAI(base_url=base_url, max_retries=0)
+    client = CLIENT.with_options(base_url=base_url)
     await client.chat.completions.create(model="x", messages=[{"role": "user", "content": "a"}], max_tokens=5)
     if how == "raises":
         raise ValueError("not today")
@@ -108,7 +113,7 @@ async def silent(base_url, row):
 
 async def impatient(base_url, row):
     """Gives its first request up while the policy speaks, and asks again."""
-    client = openai.AsyncOpenAI(base_url=base_url, max_retries=0)
+    client = CLIENT.with_options(base_url=base_url)
     messages = [{"role": "user", "content": "a"}]
     first = asyncio.ensure_future(client.chat.completions.create(model="x", messages=messages))
     await asyncio.sleep(0.6)
@@ -140,11 +145,11 @@ def rollouts_of(rows: list[dict[str, Any]]) -> dict[int, Rollout]:
 
 
 @contextmanager
-def agents_of(folder: Path, name: str, **rules: Any) -> Iterator[Agents]:
+def agents_of(folder: Path, name: str, *, file: str = "agents.py", **rules: Any) -> Iterator[Agents]:
     usual = {"max_turns": 8, "max_prompt_length": 130, "at_a_time": 64, "timeout": 60.0, "threads": 1}
     speech = Speech(tokenizer_in(str(folder)), stop_tokens=PARAMS.stop_token_ids, role="user", limit=9)
     rules = {**usual, **rules}
-    agents = Agents(f"{folder}/agents.py:{name}", speech=speech, rules=Rules(**rules), training=PARAMS)
+    agents = Agents(f"{folder}/{file}:{name}", speech=speech, rules=Rules(**rules), training=PARAMS)
     try:
         yield agents
     finally:
@@ -299,6 +304,16 @@ def test_an_agent_that_misbehaves_costs_its_episode_alone(folder: Path, how: str
     assert {process.pid for process in psutil.Process().children()} <= before
 
 
+def test_a_file_that_cannot_be_imported_ends_the_run(folder: Path) -> None:
+    (folder / "broken.py").write_text("import no_such_module\nasync def agent(base_url, row): ...\n")
+    check_agent(f"{folder}/broken.py:agent")  # which does not execute it
+    engine, _ = engine_in(folder)
+    with agents_of(folder, "agent", file="broken.py") as agents:
+        source = agents.begin(rollouts_of([{}] * 5), PARAMS)
+        with pytest.raises(RewardError, match=r"environment.agent: importing .* failed: ModuleNotFoundError"):
+            serve(engine, source, Channel(None))
+
+
 def test_an_agent_that_asks_for_nothing_fails(folder: Path) -> None:
     played, _ = play(folder, "silent", [{}])
     (one,) = played[0]
@@ -312,6 +327,42 @@ def test_a_request_that_was_given_up_is_not_trained_on(folder: Path, monkeypatch
     assert len(given_up) == 3
     for (one,) in played.values():
         assert one.reward == len(one.token_ids) <= 7
+
+
+def test_nonsense_is_answered_in_openais_form(folder: Path) -> None:
+    def ask(url: str, body: bytes | None) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data=body), timeout=10) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as e:
+            return e.code, json.loads(e.read())["error"]["message"]
+
+    with agents_of(folder, "silent") as agents:
+        (rollout,) = rollouts_of([{}]).values()
+        limits = {"max_turns": 1, "max_prompt_length": 9}
+        session = Session(rollout, PARAMS, speech=agents.speech, new_key=iter(range(9)).__next__, **limits)
+        base_url = agents.endpoint.open(session)
+        assert base_url.startswith("http://127.0.0.1:")
+        completions = f"{base_url}/chat/completions"
+        for body, said in [
+            (b"{", "the body is not JSON"),
+            (b"\xff", "the body is not JSON"),
+            (b"[]", "the body must be a JSON object"),
+            (b"{}", "messages must be a list of one message or more"),
+            (b'{"messages": [3]}', "messages[0] must be an object with a role"),
+            (b'{"messages": [{"role": "user", "content": 3}]}', "messages[0]: content must be text"),
+            (b'{"messages": [{"role": "user", "tool_calls": [1]}]}', "messages[0]: tool_calls cannot be read"),
+            (b'{"messages": [{"role": "user"}], "a": 1, "b": 2}', "a, b: it would change how tokens are drawn"),
+        ]:
+            status, message = ask(completions, body)
+            assert status == 400 and message.startswith(said)
+        assert ask(completions, None)[0] == 405 and ask(f"{base_url}/elsewhere", None)[0] == 404
+        assert ask(completions, b"x" * (65 * 2**20))[0] == 413
+        session.close(reward=None, error=None, seconds=0.0)
+        asking = b'{"messages": [{"role": "user", "content": "a"}]}'
+        assert ask(completions, asking) == (410, "the episode is over")
+        agents.endpoint.drop(base_url)
+        assert ask(completions, asking)[0] == 404
 
 
 def test_few_agents_at_a_time(folder: Path) -> None:
@@ -421,6 +472,7 @@ def _processes(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_failing_agent_ends_the_run(tmp_path: Path) -> None:
     config = agent_run(tmp_path, "misbehaves", trainer__total_training_steps=1, data__val_files=[])
     rows = [json.loads(line) | {"how": "raises"} for line in (tmp_path / "train.jsonl").read_text().splitlines()]

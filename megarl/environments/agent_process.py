@@ -7,6 +7,7 @@ Reads `Job`s from the connection with that file descriptor, and writes an `Outco
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import sys
@@ -23,6 +24,9 @@ Agent = Callable[[str, dict[str, Any]], Awaitable[float | None]]
 """(base_url, row) -> the episode's reward; None: the reward function scores it."""
 
 AGENTS: Registry[Agent] = Registry("environment.agent", "function")
+
+NO_AGENT = -1
+"""Number of the outcome of a process that found no agent."""
 
 _FRAMES = 6
 
@@ -43,18 +47,46 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the agent returned, or why it returned nothing: a line, then where."""
+    """What the agent returned, or why it returned nothing: a line, then where.
+
+    Attributes:
+        number: of the job; `NO_AGENT` where there can be none.
+    """
 
     number: int
     reward: float | None = None
     error: str | None = None
 
 
+def check_agent(value: str) -> None:
+    """Raises ValueError, in one line, where a file does not define the function. It is read, and not executed: it may
+    need what only the processes of agents have."""
+    path, _, name = value.rpartition(":")
+    if not path.endswith(".py") or not os.path.isfile(path):
+        raise ValueError(f"environment.agent = {value!r} must be path/to/file.py:function, of a file that is there")
+    try:
+        with open(path, "rb") as f:
+            tree = ast.parse(f.read(), path)
+    except (SyntaxError, ValueError) as e:
+        raise ValueError(f"environment.agent: {path!r} is no Python: {' '.join(str(e).split())}") from e
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    if isinstance(functions.get(name), ast.FunctionDef):
+        raise ValueError(f"environment.agent = {value!r} must be an async function: `async def {name}(base_url, row)`")
+    words = {getattr(node, "id", getattr(node, "asname", None) or getattr(node, "name", "")) for node in ast.walk(tree)}
+    if name not in words:
+        there = ", ".join(functions) or "none"
+        raise ValueError(f"environment.agent: {path!r} has no function {name!r}; it has {there}")
+
+
 def main(argv: list[str]) -> int:
     die_with_parent()
     os.dup2(2, 1)  # what agents print must not get between the lines of the run's progress
     connection = Connection(int(argv[1]))
-    agent = AGENTS.load(argv[2])
+    try:
+        agent = AGENTS.load(argv[2])
+    except ValueError as e:
+        connection.send(Outcome(number=NO_AGENT, error=str(e)))
+        return 1
     try:
         asyncio.run(_serve(connection, agent))
     except (EOFError, OSError):

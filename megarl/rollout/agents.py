@@ -11,9 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from megarl.environments.agent_process import Job, Outcome
+from megarl.environments.agent_process import NO_AGENT, Job, Outcome
 from megarl.environments.agent_workers import AgentWorker
 from megarl.environments.speech import Speech
+from megarl.rewards.judge import RewardError
 from megarl.rollout.endpoint import Endpoint, Waiting
 from megarl.rollout.engine import Request
 from megarl.rollout.environments import Rules
@@ -173,6 +174,8 @@ class WithAgents:
             self._requests.append(event.request)
             return
         worker, outcome = event
+        if outcome is not None and outcome.number == NO_AGENT:
+            raise RewardError(str(outcome.error))
         if outcome is None:
             self._lost(worker, f"its process {worker.how_it_ended()}")
         elif (playing := self._playing.get(outcome.number)) is not None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-
 from megarl.config import Config
 from megarl.data.encode import are_messages
-from megarl.environments.agent_process import AGENTS
+from megarl.environments.agent_process import check_agent
 from megarl.environments.environment import environment_of
 from megarl.environments.speech import Speech
 from megarl.trainer.inputs import Inputs
@@ -51,8 +49,7 @@ def _check_agent(config: Config) -> None:
     agent = config.environment.agent
     if config.environment.args:
         raise ValueError("environment.args are for environment.name; an agent gets its base_url and the row")
-    if not inspect.iscoroutinefunction(AGENTS.load(agent)):
-        raise ValueError(f"environment.agent = {agent!r} must be an async function: `async def agent(base_url, row)`")
+    check_agent(agent)
     if needs_of(config).greedy:
         raise ValueError(
             f"algorithm.adv_estimator = {config.algorithm.adv_estimator} compares with one greedy response to the same "
