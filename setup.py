@@ -27,7 +27,6 @@ setup(
     install_requires=[
         "torch>=2.11,<2.14",
         "megatron-core>=0.16.1,<0.20",
-        "aiohttp>=3.10",
         "omegaconf==2.4.0",
         "pydantic>=2.7",
         "aiohttp>=3.10",

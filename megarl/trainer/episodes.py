@@ -10,7 +10,6 @@ from megarl.environments.environment import environment_of
 from megarl.environments.speech import Speech
 from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
-from megarl.rollout.agents import Agents
 from megarl.rollout.environments import Rules, WithEnvironments
 from megarl.rollout.episodes import Episodes, Source
 from megarl.trainer.inputs import Inputs
@@ -35,6 +34,8 @@ def build_episodes(inputs: Inputs, groups: Groups) -> Episodes | None:
         threads=settings.workers,
     )
     if settings.agent:
+        from megarl.rollout.agents import Agents  # imports an HTTP server, which takes half a second
+
         agents = Agents(settings.agent, speech=speech, rules=rules, training=inputs.sampling(validation=False))
         return Episodes(groups, agents.begin, agents.close)
     make = environment_of(settings.name, settings.args)
