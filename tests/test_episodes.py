@@ -416,7 +416,7 @@ def test_a_run_of_episodes_with_vllm(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("how", ["raise", "hang"])
+@pytest.mark.parametrize("how", [pytest.param("raise", marks=pytest.mark.slow), "hang"])
 def test_episodes_that_fail_are_dropped_or_end_the_run(ranks: Ranks, tmp_path: Path, how: str) -> None:
     config = guessing_run(tmp_path, trainer__test_freq=0, data__val_files=[], data__train_batch_size=80)
     settings = [f"environment.args={{bad: 3, how: {how}}}", "environment.timeout=1.0", "trainer.total_training_steps=1"]
