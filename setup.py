@@ -55,6 +55,7 @@ setup(
             "hypothesis>=6.100",
             "moto>=5.0",
             "mypy>=1.11",
+            "openai>=2.0",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "ruff>=0.6",

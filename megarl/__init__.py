@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from megarl.config import ConfigError as ConfigError
     from megarl.config import build_config as build_config
     from megarl.config import load_config as load_config
+    from megarl.environments.environment import Environment as Environment
+    from megarl.environments.environment import Turn as Turn
     from megarl.flows.sft import sft as sft
     from megarl.hybrid.generation import Generation as Generation
     from megarl.phases import Phase as Phase
@@ -60,6 +62,7 @@ _PLACES = {
     "Config": "config",
     "ConfigError": "config",
     "Critic": "roles.critic",
+    "Environment": "environments.environment",
     "Generation": "hybrid.generation",
     "Judge": "roles.frozen",
     "Loss": "algorithms.loss",
@@ -78,6 +81,7 @@ _PLACES = {
     "SamplingParams": "types",
     "Sum": "algorithms.loss",
     "Teacher": "roles.frozen",
+    "Turn": "environments.environment",
     "about": "algorithms.declaration",
     "batch_of": "types",
     "build_actor": "trainer.build",

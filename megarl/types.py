@@ -182,6 +182,23 @@ def batch_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Episode:
+    """How a response came about that an environment, or an agent, took part in.
+
+    Attributes:
+        turns: how often the policy spoke.
+        seconds: that the environment or the agent worked.
+        limited: whether a limit ended it: of turns, or of tokens.
+        error: why it can have no score; None: it can.
+    """
+
+    turns: int
+    seconds: float = 0.0
+    limited: bool = False
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """One response to a prompt: not begun, under way or finished.
 
@@ -196,6 +213,7 @@ class Rollout:
         versions: (version, tokens) one after another: how many tokens were added with which version of the weights.
         finish_reason: None until it is finished.
         reward: its score; None until it is scored, and where scoring failed.
+        episode: how it came about; None: the policy spoke once.
     """
 
     prompt: Prompt
@@ -208,6 +226,16 @@ class Rollout:
     versions: tuple[tuple[int, int], ...] = ()
     finish_reason: FinishReason | None = None
     reward: float | None = None
+    episode: Episode | None = None
+
+    @property
+    def turns(self) -> list[tuple[bool, array[int]]]:
+        """What was said one after another: whether by the policy, and the token ids."""
+        if self.sampled is None:
+            return [(True, self.token_ids)]
+        places = [0, *(i for i in range(1, len(self.sampled)) if self.sampled[i] != self.sampled[i - 1])]
+        ends = [*places[1:], len(self.sampled)]
+        return [(bool(self.sampled[a]), self.token_ids[a:b]) for a, b in zip(places, ends, strict=True) if a < b]
 
     def further(self, completion: Completion, version: int) -> Rollout:
         """With the tokens that an engine has added under a version of the weights."""

@@ -17,6 +17,7 @@ ORDER = [
     "algorithms",
     "rewards",
     "data",
+    "environments",
     "parallel",
     "models",
     "checkpoint",

@@ -146,8 +146,8 @@ def test_unknown_name() -> None:
     with pytest.raises(ValueError) as refusal:
         load_reward("reasoning_gim")
     assert str(refusal.value) == (
-        "reward.name = 'reasoning_gim' is not known; use reasoning_gym, openai_judge, code, exact_match, format, "
-        "gsm8k, http, length, math_verify, multiple_choice, overlong, regex, or path/to/file.py:function"
+        "reward.name = 'reasoning_gim' is not known; use reasoning_gym, openai_judge, code, environment, exact_match, "
+        "format, gsm8k, http, length, math_verify, multiple_choice, overlong, regex, or path/to/file.py:function"
     )
 
 

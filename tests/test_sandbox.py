@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,26 +30,36 @@ WITHIN = 5.0  # seconds over the limit, on a machine that does something else to
 
 
 def in_other_namespaces() -> set[int]:
-    """Processes of all users that are in another pid namespace than this one."""
+    """Processes of all users that run in another pid namespace than this one."""
     own, found = os.readlink("/proc/self/ns/pid"), set()
     for pid in psutil.pids():
         try:
-            if os.readlink(f"/proc/{pid}/ns/pid") != own:
+            if os.readlink(f"/proc/{pid}/ns/pid") != own and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 found.add(pid)
-        except OSError:  # it has ended
+        except (OSError, psutil.NoSuchProcess):  # it has ended
             continue
     return found
 
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
-    before, others = in_other_namespaces(), set(psutil.Process().children(recursive=True))
+    before, others = in_other_namespaces(), running()
     yield
     until = time.monotonic() + 5
     while in_other_namespaces() - before and time.monotonic() < until:
         time.sleep(0.02)  # until the machine's init has waited for those whose parent was killed
     assert not in_other_namespaces() - before
-    assert not set(psutil.Process().children(recursive=True)) - others
+    assert not running() - others
+
+
+def running() -> set[psutil.Process]:
+    """The processes below this one, but for orphans that only wait for it, if it has made itself their parent."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
+    return found
 
 
 def with_path() -> dict[str, str]:
@@ -168,7 +179,7 @@ def test_processor_time(ignoring: bool) -> None:
     ignore = "import signal\nfor s in signal.valid_signals() - {9, 19}: signal.signal(s, signal.SIG_IGN)\n"
     outcome = run((ignore if ignoring else "") + "while True: pass", limits=Limits(wall=30, cpu=1))
     assert outcome.ended == "time" and outcome.exit_code in (-signal.SIGXCPU, -signal.SIGKILL)
-    assert outcome.cpu_seconds is not None and 0.9 < outcome.cpu_seconds < 2.5
+    assert outcome.cpu_seconds is not None and 0.7 < outcome.cpu_seconds < 2.5
 
 
 def test_sleeping() -> None:
@@ -434,7 +445,8 @@ run_python("import os, time\\nfor _ in range(3): os.fork()\\ntime.sleep(99)", li
 
 @pytest.mark.parametrize("reward", [False, True], ids=["program", "reward"])
 def test_it_is_killed_from_outside(reward: bool) -> None:
-    timer = threading.Timer(0.7, lambda: [child.kill() for child in psutil.Process().children()])
+    others = set(psutil.Process().children())  # the ranks of other tests
+    timer = threading.Timer(0.7, lambda: [child.kill() for child in set(psutil.Process().children()) - others])
     timer.start()
     source = "import os, time\nos.fork()\ntime.sleep(99)"
     if reward:
@@ -502,9 +514,10 @@ def test_limits_alone(tmp_path: Path) -> None:
     assert alone("while True: pass").ended == "time"
     assert alone("while True: print('x' * 9999)").ended == "output"
     daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(99)\n"
+    before = set(psutil.Process().children(recursive=True))
     assert alone(daemon).ended == "exit"
-    with pytest.raises(OSError):  # nothing of it is there any more, not even to wait for
-        os.waitpid(-1, os.WNOHANG)
+    # nothing of it is there any more, not even to wait for
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_limits_that_make_no_sense() -> None:

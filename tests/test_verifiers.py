@@ -127,9 +127,17 @@ os.kill(os.getpid(), 9)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     until = time.monotonic() + 10
-    while psutil.pid_exists(int(done.stdout)) and time.monotonic() < until:
+    while runs(int(done.stdout)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not psutil.pid_exists(int(done.stdout))
+    assert not runs(int(done.stdout))
+
+
+def runs(pid: int) -> bool:
+    """Whether the process goes on; it may wait to be waited for."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def score(name: str, response: str, row: dict[str, Any], **args: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
 from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
@@ -36,6 +36,22 @@ class Tokenizer(Protocol):
 
         Raises:
             ValueError: there is no chat template, or it refuses the messages.
+        """
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """A conversation as the chat template writes it.
+
+        Args:
+            tools: that the assistant may call, as JSON schemas.
+
+        Raises:
+            ValueError: as `encode_chat`.
         """
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class HuggingFaceTokenizer:
@@ -39,15 +40,27 @@ class HuggingFaceTokenizer:
         return list(self._tokenizer(list(texts), **keys)["input_ids"])
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
+        return self.encode(self.chat_text(messages, reply=reply))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in '{self._directory}' has no chat template: give prompts as plain text")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=reply
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=reply,
+                tools=[dict(tool) for tool in tools] or None,
             )
         except Exception as e:  # templates are programs and raise what they like
             raise ValueError(f"the chat template refuses the messages: {' '.join(str(e).split())[:200]}") from e
-        return self.encode(str(text))
+        return str(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
@@ -32,7 +33,16 @@ class SentencePieceTokenizer:
         return list(self._processor.encode(list(texts), num_threads=len(os.sched_getaffinity(0)))) if texts else []
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
-        del messages, reply
+        return self.encode(self.chat_text(messages, reply=reply))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        del messages, reply, tools
         raise ValueError("a SentencePiece model has no chat template: give prompts as plain text")
 
     def decode(self, ids: Sequence[int]) -> str:

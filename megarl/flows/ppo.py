@@ -11,6 +11,7 @@ from megarl.algorithms.loss import Loss
 from megarl.algorithms.returns import explained_variance, value_targets
 from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics, without_truncated
 from megarl.algorithms.value_loss import ValueLoss
+from megarl.config import Config
 from megarl.flows.sft import sft
 from megarl.phases import Phase
 from megarl.roles.actor import Actor
@@ -60,7 +61,7 @@ def flow(run: Run) -> None:
     for step in run.steps("rl", inputs.total_steps, before=0, validate=held_out):
         batch = collect(run, generation, sampler, score, greedy=needs.greedy, carry_over=carry_over)
         check_finite(batch, config, step)
-        plan = run.plan(batch, roles.actor.ppo_mini_batch_size * roles.rollout.n)
+        plan = run.plan(batch, per_update(batch, roles.actor.ppo_mini_batch_size, config))
         trains = step > config.trainer.critic_warmup
         at_once = trains and one_forward_pass(config, needs)
         if not at_once:
@@ -123,13 +124,19 @@ def update_actor(run: Run, actor: Actor, batch: Batch, plan: StepPlan, loss: Los
     return batch
 
 
+def per_update(batch: Batch, prompts: int, config: Config) -> int:
+    """Sequences of an optimizer step that is to have so many prompts: `rollout.n` to each, unless a conversation of an
+    agent became several. There are as many optimizer steps then."""
+    return -(-len(batch) // (config.data.train_batch_size // prompts))
+
+
 def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
     """The critic's optimizer steps towards the batch's returns."""
     config, settings = run.config, run.config.critic
     lam = config.algorithm.lam if settings.lam is None else settings.lam
     batch = batch.with_(returns=value_targets(batch, gamma=config.algorithm.gamma, lam=lam))
     run.log("critic", {"explained_variance": explained_variance(batch)})
-    size = config.critic_mini_batch_size * config.actor_rollout_ref.rollout.n
+    size = per_update(batch, config.critic_mini_batch_size, config)
     plan = run.plan(batch, size, model=critic, batching=settings)
     loss = ValueLoss(cliprange=settings.cliprange_value)
     for mini_batch in plan.mini_batches * settings.ppo_epochs:

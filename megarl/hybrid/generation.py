@@ -20,6 +20,7 @@ from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.model import MegatronModel
 from megarl.rollout.build import build_engine
+from megarl.rollout.episodes import Episodes
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
 from megarl.rollout.stop_strings import Decode
 from megarl.telemetry.timers import PhaseTimers
@@ -47,6 +48,7 @@ class Generation:
         timers: PhaseTimers,
         max_model_len: int,
         decode: Decode,
+        episodes: Episodes | None = None,
     ) -> None:
         """Every rank calls it.
 
@@ -55,10 +57,12 @@ class Generation:
             residency: knows the actor's memory already.
             max_model_len: tokens of the longest prompt and response together.
             decode: token ids to text, for stop strings.
+            episodes: who answers the policy; None: a response is over when the policy ends it.
         """
         groups = actor.groups
         self._actor, self._rollout, self._groups = actor, rollout, groups
         self._residency, self._timers = residency, timers
+        self._episodes = episodes
         self._weights_leave = actor.weights_leave
         shared = SharedParameters(layouts_of(actor), groups.rank, actor.parameters(), none=self._weights_leave)
         residency.enter(Phase.GENERATE)  # an engine that measures how much memory is free finds what it will find later
@@ -132,15 +136,24 @@ class Generation:
         on_finished: OnFinished | None = None,
         quota: Quota | None = None,
     ) -> Rollouts:
-        """Responses that are not begun or under way, finished; as `generate_rollouts`, only inside `phase`."""
+        """Responses that are not begun or under way, finished; as `generate_rollouts`, only inside `phase`.
+
+        Episodes are played from their beginning to their end; one can become several rollouts of its group.
+        """
         with self._timers(Phase.GENERATE):
-            made = generate_rollouts(
-                self.engine, self._groups, rollouts, params, version=version, on_finished=on_finished, quota=quota
-            )
+            if self._episodes is not None:
+                assert quota is None, "an episode cannot wait for other weights"
+                made = self._episodes.play(self.engine, rollouts, params, version=version, on_finished=on_finished)
+            else:
+                made = generate_rollouts(
+                    self.engine, self._groups, rollouts, params, version=version, on_finished=on_finished, quota=quota
+                )
         return Rollouts(items=tuple(made), temperature=params.temperature or 1.0, version=version)
 
     def close(self) -> None:
         """Give the engine's memory and process groups back; while the world still stands."""
+        if self._episodes is not None:
+            self._episodes.close()
         self.sync.release()
         self.engine.close()
 

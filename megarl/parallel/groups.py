@@ -180,6 +180,17 @@ def build_groups(train: TrainLayout, generation: GenerationLayout, seed: int = 1
     )
 
 
+def control_of_replica(groups: Groups) -> dist.ProcessGroup | None:
+    """The ranks of this rank's generation replica, over gloo; None where it is alone. Every rank calls it."""
+    generation = groups.generation
+    if generation.tp == 1:
+        return None
+    if groups.device.type == "cpu":
+        return groups.generation_tp
+    made = [dist.new_group(generation.ranks(i), backend="gloo") for i in range(generation.replicas)]
+    return made[generation.coords(groups.rank).replica]
+
+
 def add_layout(groups: Groups, train: TrainLayout, seed: int = 1) -> Groups:
     """The same ranks in another training layout, for a model beside the first. Every rank must call it.
 

@@ -2,6 +2,7 @@
 
 from megarl.rewards import (  # noqa: F401
     code,
+    environment,
     exact_match,
     format,
     gsm8k,

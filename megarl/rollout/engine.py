@@ -35,6 +35,7 @@ class Request:
         seed: int64. The same seed, prompt, response so far and weights give the same tokens.
         token_ids, logp: the response so far, as of `Completion`. Seed and place in the whole response make a token's
             random number, so that a response that was interrupted goes on as if it had not been.
+        turn_start: place in the response from which on stop strings count: they do not end a turn that was said before.
         keep: hold what the KV cache has of the response when it ends: a request with the same key whose response begins
             with it goes on without computing it again. Until then, or until `Engine.forget`.
     """
@@ -45,6 +46,7 @@ class Request:
     seed: int
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logp: array[float] = field(default_factory=lambda: array("f"))
+    turn_start: int = 0
     keep: bool = False
 
 

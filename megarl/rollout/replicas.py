@@ -71,8 +71,7 @@ def generate_rollouts(
         quota: where to stop; what is not finished then stays under way.
     """
     at, replicas = groups.generation.coords(groups.rank), groups.generation.replicas
-    replica_of = replicas_of_groups(rollouts, replicas)
-    mine = {i: r for i, r in enumerate(rollouts) if replica_of[r.group] == at.replica}
+    mine = share_of(groups, rollouts)
     share = None if quota is None else _Share(mine, quota.share(at.replica, replicas), quota.required)
     made: dict[int, Completion] = {}
     for i, completion in _generate(engine, mine, params, share):
@@ -82,6 +81,13 @@ def generate_rollouts(
     gathered = groups.all_gather(made if at.tp == 0 else None, "all completions")
     everyone = {i: completion for part in gathered if part is not None for i, completion in part.items()}
     return [r.further(everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
+
+
+def share_of(groups: Groups, rollouts: Sequence[Rollout]) -> dict[int, Rollout]:
+    """Those that this rank's replica makes, by place."""
+    replica_of = replicas_of_groups(rollouts, groups.generation.replicas)
+    own = groups.generation.coords(groups.rank).replica
+    return {i: rollout for i, rollout in enumerate(rollouts) if replica_of[rollout.group] == own}
 
 
 def replicas_of_groups(rollouts: Sequence[Rollout], replicas: int) -> dict[int, int]:

@@ -27,9 +27,13 @@ class StopStrings:
         # a token that leaves text behind is at least one byte of it
         self._window = max((len(s.encode()) for s in strings), default=0) + MARGIN
 
-    def found(self, token_ids: Sequence[int]) -> str | None:
-        """The string that the newest token completes, if it does. To be asked after every token of a response."""
+    def found(self, token_ids: Sequence[int], since: int = 0) -> str | None:
+        """The string that the newest token completes, if it does. To be asked after every token of a response.
+
+        Args:
+            since: place of the first token that counts: what was said before is not looked at.
+        """
         if not self._strings:
             return None
-        text = self._decode(token_ids[-self._window :])
+        text = self._decode(token_ids[max(since, len(token_ids) - self._window) :])
         return next((s for s in self._strings if s in text), None)

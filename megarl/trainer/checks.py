@@ -22,6 +22,7 @@ from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
+from megarl.trainer.environment_checks import check_conversations, check_environment
 from megarl.trainer.inputs import Inputs, read_inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
@@ -53,6 +54,8 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         if generates(config):
             check_other_files(config, inputs.arch, needs_of(config))
         _check_rows(inputs)
+        if generates(config):
+            check_conversations(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
     except ValueError as e:
         raise ValueError(_readable(str(e))) from e
@@ -93,6 +96,7 @@ def _check_configuration(config: Config) -> None:
             _check_batches(config, needs_of(config))
             _check_dynamic_sampling(config)
             _check_carry_over(config)
+        check_environment(config)
     elif config.trainer.flow == "preference":
         PREFERENCES.check(config.algorithm.preference.loss_mode)
     for name in config.trainer.logger:

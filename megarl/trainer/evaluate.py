@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 
 from megarl.evaluation.answers import AnswerOf, answer_in
 from megarl.evaluation.records import Record
@@ -13,10 +14,11 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.parts import Part
 from megarl.rollout.replicas import OnFinished
 from megarl.trainer.digests import digest
+from megarl.trainer.episodes import score_episodes
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
-from megarl.trainer.step_metrics import reward_metrics
+from megarl.trainer.step_metrics import episode_metrics, reward_metrics
 from megarl.types import Rollout, Rollouts
 
 
@@ -28,12 +30,12 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
 
     Returns:
         val/reward, val/accuracy, val/failed, as `reward_metrics` has them, and below val/ what `metrics` says of data
-        sources and of several samples, and `score_metrics` of parts.
+        sources and of several samples, and `score_metrics` of parts; of episodes val/turns, their mean.
     """
     rollouts = answered(run, generation, judge)
     records = records_of(rollouts, run.inputs, run.groups)
     run.report.validation(run.row, records)
-    overall = reward_metrics(rollouts)
+    overall, episodes = reward_metrics(rollouts), episode_metrics(rollouts)
     parts = {
         f"val/{name}": value
         for name, value in run.score_metrics().items()
@@ -43,6 +45,7 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
         "val/reward": overall["mean"],
         "val/accuracy": overall["accuracy"],
         "val/failed": overall["failed"],
+        **({"val/turns": episodes["turns_mean"]} if episodes else {}),
         **parts,
         **{f"val/{name}": value for name, value in metrics(summarize(records, ks_of(run.inputs))).items()},
     }
@@ -71,11 +74,22 @@ def answered(
         rollouts = generation.rollouts(
             inputs.val_prompts, n, params, seed=inputs.config.data.seed, round_=0, on_finished=told
         )
-    return (judge or run.score)(rollouts)
+    return (judge or partial(_score, run))(rollouts)
+
+
+def _score(run: Run, rollouts: Rollouts) -> Rollouts:
+    run.score_metrics()  # what a flow has scored before and not asked about
+    if not run.config.environment.answers:
+        return run.score(rollouts)
+    return score_episodes(rollouts, score=run.score, config=run.config, say=run.report.say)
 
 
 def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Record]:
-    """The responses as text, the same on every rank; rank r decodes every world-size-th."""
+    """The responses as text, the same on every rank; rank r decodes every world-size-th.
+
+    Of an episode in several parts it is the last one, which has its score.
+    """
+    rollouts = rollouts.of({(rollout.group, rollout.sample): rollout for rollout in rollouts}.values())
     world, decode = groups.train.world_size, inputs.tokenizer.decode
     mine: list[tuple[str, str, str | None]] = []
     for rollout in rollouts[groups.rank :: world]:

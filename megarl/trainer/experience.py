@@ -17,7 +17,7 @@ from megarl.trainer.first_step import remarks_on
 from megarl.trainer.overlong import overlong_penalties
 from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
-from megarl.trainer.step_metrics import response_metrics, reward_metrics
+from megarl.trainer.step_metrics import episode_metrics, response_metrics, reward_metrics
 from megarl.types import Batch, Rollout, Rollouts
 
 
@@ -95,6 +95,7 @@ def _show(run: Run, rollouts: Rollouts, drawn: Rollouts) -> None:
     run.report.samples(run.position.step, rollouts)
     run.log("reward", reward_metrics(drawn))
     run.log("response", response_metrics(drawn))
+    run.log("episode", episode_metrics(drawn))
     if run.is_first_step:
         for remark in remarks_on(drawn, run.inputs):
             run.report.warn(f"step {run.position.step}: {remark}")

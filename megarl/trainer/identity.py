@@ -47,7 +47,7 @@ def identity_of(inputs: Inputs) -> Identity:
             "stop tokens": sorted(inputs.sampling(validation=False).stop_token_ids),
             "rollout.stop": sorted(rollout.stop),
         },
-        "reward": _reward(config),
+        "reward": {**_reward(config), **_environment(config)},
         "roles": {"reference": config.needs_reference, **_other_models(config)},
     }
     files = {
@@ -60,6 +60,16 @@ def identity_of(inputs: Inputs) -> Identity:
         warmup = config.warmup.model_dump(exclude={"train_files"})
         identity["warmup"] = {**_flat(warmup, "warmup."), "demonstrations": examples_digest(inputs.demonstrations)}
     return _as_read_back(identity)
+
+
+def _environment(config: Config) -> dict[str, Any]:
+    """What answers the policy, if anything does."""
+    settings = config.environment
+    if not settings.answers:
+        return {}
+    keys = ("name", "args", "agent", "max_turns", "max_observation_length", "role")
+    code = _user_code({"environment file": settings.name or settings.agent})
+    return {**{f"environment.{key}": getattr(settings, key) for key in keys}, **code}
 
 
 def _data(inputs: Inputs) -> dict[str, Any]:

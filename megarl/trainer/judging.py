@@ -11,6 +11,7 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
+from megarl.trainer.episodes import score_episodes
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import own_tokenizer
 from megarl.trainer.scoring import Score
@@ -21,9 +22,14 @@ from megarl.types import Batch, Rollouts, batch_of
 def scorer(run: Run) -> Score:
     """How rollouts are scored; a reward model joins the run."""
     if run.inputs.rewards:
-        return run.score
-    judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
-    return partial(score_by_model, run=run, judge=judge, tokenizer=load_tokenizer(folder) if folder else None)
+        judged: Score = run.score
+    else:
+        judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
+        judged = partial(score_by_model, run=run, judge=judge, tokenizer=load_tokenizer(folder) if folder else None)
+    if not run.config.environment.answers:
+        return judged
+    by_function = bool(run.inputs.rewards)
+    return partial(score_episodes, score=judged, config=run.config, say=run.report.say, last_turn=by_function)
 
 
 def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tokenizer | None) -> Rollouts:

@@ -16,7 +16,7 @@ from megarl.telemetry.progress import Progress, print_table
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import Sink, open_sinks
 from megarl.trainer.inputs import Inputs
-from megarl.types import Rollouts
+from megarl.types import Rollout, Rollouts
 
 
 class Report:
@@ -101,17 +101,8 @@ class Report:
         """Some of the step's rollouts, as text."""
         if not self._speaks or not self._trainer.log_rollouts:
             return
-        decode = self._inputs.tokenizer.decode
         chosen = [rollouts[i] for i in _evenly(len(rollouts), self._trainer.log_rollouts)]
-        samples = [
-            Sample(
-                prompt=decode(rollout.prompt.token_ids),
-                response=decode(rollout.token_ids),
-                answer=str(rollout.prompt.row.get("answer", "")),
-                reward=rollout.reward,
-            )
-            for rollout in chosen
-        ]
+        samples = [self._sample(rollout) for rollout in chosen]
         try:
             write_samples(self._trainer.run_dir, step, samples)
         except OSError as e:
@@ -136,6 +127,20 @@ class Report:
             return
         with Counting(total, description) as counting:
             yield counting.one_more
+
+    def _sample(self, rollout: Rollout) -> Sample:
+        decode, turns, error = self._inputs.tokenizer.decode, None, None
+        if rollout.episode is not None:
+            said = [("policy" if own else "environment", decode(token_ids)) for own, token_ids in rollout.turns]
+            turns, error = tuple(said), rollout.episode.error
+        return Sample(
+            prompt=decode(rollout.prompt.token_ids),
+            response=decode(rollout.token_ids),
+            answer=str(rollout.prompt.row.get("answer", "")),
+            reward=rollout.reward,
+            turns=turns,
+            error=error,
+        )
 
     def close(self) -> None:
         """Flush the metric files and draw the learning curve from them. A finished run fails at nothing here."""

@@ -22,6 +22,7 @@ from megarl.rollout.replicas import OnFinished
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.agreement import check_same_values
 from megarl.trainer.checkpointing import Checkpointing, saved_models
+from megarl.trainer.episodes import build_episodes
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory_report import MemoryReport
 from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
@@ -120,6 +121,7 @@ class Run:
                 timers=self.timers,
                 max_model_len=self.inputs.max_sequence_length,
                 decode=self.inputs.tokenizer.decode,
+                episodes=build_episodes(self.inputs, self.groups),
             )
         )
         return self.generations[-1]
@@ -171,8 +173,13 @@ class Run:
 
     @property
     def on_finished(self) -> OnFinished | None:
-        """Has a response scored while others are being generated, for `Generation.rollouts`; None: nothing does."""
-        return self._scorer.submit if self._scorer is not None else None
+        """Has a response scored while others are being generated, for `Generation.rollouts`; None: nothing does.
+
+        Episodes are scored when they are over, where nobody has scored them yet: see `score_episodes`.
+        """
+        if self._scorer is None or self.config.environment.answers:
+            return None
+        return self._scorer.submit
 
     def score_metrics(self) -> dict[str, float]:
         """Of what was scored since the last time: parts, data sources, seconds; nothing without a reward function."""

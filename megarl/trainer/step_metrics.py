@@ -53,5 +53,25 @@ def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
+def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Of responses that somebody answered; nothing where there are none.
+
+    turns_mean, turns_max: how often the policy spoke; tool_s: seconds that environments or agents worked, per episode;
+    observed: share of the responses' tokens that the policy did not say; limited: share of episodes that a limit ended.
+    """
+    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    if not episodes:
+        return {}
+    masks = [rollout.sampled for rollout in rollouts if rollout.sampled is not None]
+    tokens = sum(len(mask) for mask in masks)
+    return {
+        "turns_mean": _mean([episode.turns for episode in episodes]),
+        "turns_max": float(max(episode.turns for episode in episodes)),
+        "tool_s": _mean([episode.seconds for episode in episodes]),
+        "observed": sum(mask.count(0) for mask in masks) / max(1, tokens),
+        "limited": _mean([episode.limited for episode in episodes]),
+    }
+
+
 def _mean(values: Sequence[float]) -> float:
     return float(sum(values)) / len(values)

@@ -25,9 +25,9 @@ class Rules:
         self.max_tokens, self._stop_token_ids = params.max_tokens, frozenset(params.stop_token_ids)
         self._stop_strings = StopStrings(params.stop, decode)
 
-    def ending(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """How the newest token finishes the response, if it does."""
-        if token_ids[-1] in self._stop_token_ids or self._stop_strings.found(token_ids) is not None:
+    def ending(self, token_ids: Sequence[int], since: int) -> FinishReason | None:
+        """How the newest token finishes the response, if it does; stop strings count from a place on."""
+        if token_ids[-1] in self._stop_token_ids or self._stop_strings.found(token_ids, since) is not None:
             return "stop"
         return None if len(token_ids) < self.max_tokens else "length"
 
@@ -186,7 +186,7 @@ class Scheduler:
         for r, (token, logp) in zip(self.running, drawn, strict=True):
             r.token_ids.append(token)
             r.logp.append(logp)
-            if reason := r.rules.ending(r.token_ids):
+            if reason := r.rules.ending(r.token_ids, r.request.turn_start):
                 finished[r.request.key] = r.completion(reason)
                 self._leave(r, keep=r.request.keep)
         if finished:

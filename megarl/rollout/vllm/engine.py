@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,9 @@ class VLLMEngine(Engine):
         with internals.undisturbed():
             for request in requests:
                 assert request.key not in self._requests
-                stop_at = StopStrings(request.params.stop, self._decode).found if request.params.stop else None
+                stop_at = None
+                if request.params.stop:
+                    stop_at = partial(StopStrings(request.params.stop, self._decode).found, since=request.turn_start)
                 internals.add_request(
                     self.llm, str(request.key), request.prompt, request.token_ids, _sampling(request), stop_at
                 )

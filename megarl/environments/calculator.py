@@ -1,0 +1,85 @@
+"""A calculator: <calc>12*7</calc> is answered by 84."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.environments.environment import Turn
+
+Number = int | float
+
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+_LONGEST, _LARGEST = 200, 10**30  # characters; what products of few digits do not reach
+
+
+class Calculator:
+    """Answers the last <calc> of a response; a response without any ends the episode.
+
+    Args:
+        answer: the observation, with the result for {result}.
+    """
+
+    def __init__(self, *, answer: str = "{result}") -> None:
+        if "{result}" not in answer:
+            raise ValueError("answer must hold {result}")
+        self._answer = answer
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        del row
+
+    def step(self, response: str) -> Turn:
+        asked = re.findall(r"<calc>(.*?)</calc>", response, re.DOTALL)
+        if not asked:
+            return Turn(done=True)
+        try:
+            result = str(evaluate(asked[-1]))
+        except ValueError as e:
+            result = str(e)
+        return Turn(observation=self._answer.replace("{result}", result))
+
+    def close(self) -> None:
+        pass
+
+
+def evaluate(expression: str) -> Number:
+    """The value of numbers with + - * / // % and brackets.
+
+    Raises:
+        ValueError: anything else, a division by zero, or too large a number.
+    """
+    if len(expression) > _LONGEST:
+        raise ValueError("error: too long")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval")
+        return _value(tree.body)
+    except ZeroDivisionError as e:
+        raise ValueError("error: division by zero") from e
+    except (SyntaxError, RecursionError, MemoryError, OverflowError) as e:
+        raise ValueError("error: no arithmetic") from e
+
+
+def _value(node: ast.expr) -> Number:
+    found: Number
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        found = node.value
+    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        found = _BINARY[type(node.op)](_value(node.left), _value(node.right))
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        found = _UNARY[type(node.op)](_value(node.operand))
+    else:
+        raise ValueError("error: no arithmetic")
+    if not abs(found) < _LARGEST:
+        raise ValueError("error: too large")
+    return found

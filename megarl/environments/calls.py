@@ -1,0 +1,140 @@
+"""Calls of code that may take long, or never return, in threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+_FRAMES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a call gave.
+
+    Attributes:
+        key: as the call was given.
+        value: that it returned.
+        error: why it returned nothing; None: it did.
+        seconds: that it took.
+    """
+
+    key: Any
+    value: Any = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    key: Any
+    function: Callable[[], Any]
+    began: float | None = None
+    left: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Calls:
+    """Runs calls in daemon threads, several at a time, in the order in which they were given.
+
+    A call that takes too long is left behind with its thread, and another thread takes its place.
+
+    Args:
+        threads: at most.
+        timeout: seconds of a call, from its start.
+    """
+
+    def __init__(self, *, threads: int, timeout: float) -> None:
+        self._most, self._timeout = threads, timeout
+        self._waiting: SimpleQueue[_Call | None] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[_Call, Answer]] = SimpleQueue()
+        self._threads = 0
+        self._open: dict[_Call, None] = {}
+
+    @property
+    def open(self) -> int:
+        """Calls without an answer."""
+        return len(self._open)
+
+    def submit(self, key: Any, function: Callable[[], Any]) -> None:
+        """Call it soon; `answers` has the answer under the key."""
+        call = _Call(key=key, function=function)
+        self._open[call] = None
+        self._waiting.put(call)
+        if self._threads < min(self._most, len(self._open)):
+            self._start()
+
+    def answers(self, wait: float) -> list[Answer]:
+        """What has been answered since the last time.
+
+        Args:
+            wait: seconds to wait for a first one, if there is none and a call is open.
+        """
+        found = self._take(0.0)
+        until = time.monotonic() + wait
+        while not found and self._open and (left := until - time.monotonic()) > 0:
+            found = self._take(min(left, self._next_end())) + self._late()
+        return found or self._late()
+
+    def close(self) -> None:
+        """End the threads that wait; those that work end after their call."""
+        for _ in range(self._threads):
+            self._waiting.put(None)
+
+    def _take(self, wait: float) -> list[Answer]:
+        found: list[Answer] = []
+        with suppress(Empty):
+            while True:
+                call, answer = self._answers.get(timeout=wait) if wait and not found else self._answers.get_nowait()
+                if self._open.pop(call, call) is None:
+                    found.append(answer)
+        return found
+
+    def _next_end(self) -> float:
+        """Seconds until a call may have taken too long; at least a moment, at most one."""
+        now = time.monotonic()
+        ends = [call.began + self._timeout - now for call in self._open if call.began is not None]
+        return min(1.0, max(0.01, min(ends, default=1.0)))
+
+    def _late(self) -> list[Answer]:
+        """Leaves calls behind that took too long."""
+        found, now = [], time.monotonic()
+        for call in tuple(self._open):
+            if call.began is None or now - call.began <= self._timeout:
+                continue
+            with call.lock:
+                call.left = True
+            del self._open[call]
+            found.append(Answer(key=call.key, error=f"took longer than {self._timeout:g} s", seconds=now - call.began))
+            self._threads -= 1
+            self._start()
+        return found
+
+    def _start(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._work, daemon=True, name="megarl-environment").start()
+
+    def _work(self) -> None:
+        while (call := self._waiting.get()) is not None:
+            call.began = began = time.monotonic()
+            try:
+                answer = Answer(key=call.key, value=call.function(), seconds=time.monotonic() - began)
+            except BaseException as e:  # a thread that ends would be missing
+                answer = Answer(key=call.key, error=described(e), seconds=time.monotonic() - began)
+            with call.lock:
+                if call.left:
+                    return
+            self._answers.put((call, answer))
+
+
+def described(error: BaseException) -> str:
+    """What was raised, in a line, then where."""
+    said = " ".join("".join(traceback.format_exception_only(error)).split())
+    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:][-_FRAMES:])
+    return f"raised {said[:300]}\n{''.join(frames)}".rstrip()

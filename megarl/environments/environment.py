@@ -1,0 +1,71 @@
+"""What an environment is: it hears what the policy says, and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from megarl.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """An environment's answer.
+
+    Attributes:
+        observation: what the policy is told next: text, or token ids that are taken as they are.
+        done: whether the episode is over; the observation is then told to nobody.
+        reward: added up over the episode; None: none. An episode without any is scored by the reward function.
+    """
+
+    observation: str | Sequence[int] = ""
+    done: bool = False
+    reward: float | None = None
+
+
+class Environment(Protocol):
+    """One episode. It is made, used and closed in threads of the rank, one call at a time.
+
+    What takes memory or processes is taken in `reset`, not when it is made. Code that nobody trusts, or that could hang
+    in C, belongs in a process of its own: a thread cannot be ended, only left behind.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> str | Sequence[int] | None:
+        """Begin the episode of a row of the data; what the policy is told at first, after the row's prompt."""
+
+    def step(self, response: str) -> Turn:
+        """The answer to what the policy said. Also asked about a response that a limit has cut off."""
+
+    def close(self) -> None:
+        """Give back what the episode took; called once, however it ended."""
+
+
+MakeEnvironment = Callable[[], Environment]
+
+ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
+    "environment.name",
+    "class",
+    lazy={
+        "calculator": "megarl.environments.calculator:Calculator",
+        "python": "megarl.environments.python_tool:PythonTool",
+    },
+)
+
+
+def environment_of(name: str, args: Mapping[str, Any]) -> MakeEnvironment:
+    """Makes environments as a configuration names them.
+
+    Raises:
+        ValueError: unknown, or it cannot be made with these arguments; one is made to see.
+    """
+    make = partial(ENVIRONMENTS.load(name), **args)
+    try:
+        make().close()
+    except (Exception, SystemExit) as e:  # a user's class can fail in any way
+        said = " ".join(f"{type(e).__name__}: {e}".split())
+        raise ValueError(
+            f"environment.name = {name!r} cannot be made with environment.args = {dict(args)}: {said}"
+        ) from e
+    return make

@@ -1,0 +1,48 @@
+"""A Python interpreter: the program in <python>...</python> runs in the sandbox and is answered by what it printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.environments.environment import Turn
+from megarl.rewards.sandbox import Isolation, Limits, check_isolation, run_python
+
+
+class PythonTool:
+    """Answers the last program of a response; a response without any ends the episode.
+
+    Args:
+        answer: the observation, with what the program printed for {output}.
+        isolation: see `run_python`.
+        limits: of `Limits`, for each program.
+    """
+
+    def __init__(self, *, answer: str = "{output}", isolation: Isolation = "namespaces", **limits: Any) -> None:
+        if "{output}" not in answer:
+            raise ValueError("answer must hold {output}")
+        if isolation not in ("namespaces", "process"):
+            raise ValueError(f"isolation = {isolation!r} must be namespaces or process")
+        if isolation == "namespaces":
+            check_isolation()
+        self._answer, self._isolation = answer, isolation
+        self._limits = Limits(**{"wall": 5.0, "cpu": 5.0, "memory": 512, **limits})
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        del row
+
+    def step(self, response: str) -> Turn:
+        programs = re.findall(r"<python>(.*?)</python>", response, re.DOTALL)
+        if not programs:
+            return Turn(done=True)
+        outcome = run_python(programs[-1], limits=self._limits, isolation=self._isolation)
+        output = outcome.stdout.strip()
+        if outcome.ended != "exit":
+            output = f"{output}\nerror: {outcome.ended}".strip()
+        elif outcome.exit_code:
+            output = f"{output}\n{outcome.stderr.strip().rpartition(chr(10))[2]}".strip()
+        return Turn(observation=self._answer.replace("{output}", output))
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,81 @@
+"""What is said to the policy, as token ids. What it said itself is never tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.data.encode import are_messages
+from megarl.data.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+_REPLY = "megarlreply"  # stands for the assistant's message; nothing that a template writes by itself
+_CUT = " [cut]"
+_LONGEST_TOKEN = 128  # characters of a text that are looked at for each token that is wanted
+
+
+class Speech:
+    """Tokenises what follows a reply of the policy.
+
+    Args:
+        stop_tokens: that can end a reply.
+        role: of an observation, in a chat.
+        limit: tokens of an observation.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, stop_tokens: Sequence[int], role: str, limit: int) -> None:
+        self.tokenizer, self._stop_tokens, self._role, self._limit = tokenizer, frozenset(stop_tokens), role, limit
+        self._cut = tokenizer.encode(_CUT)[:limit]
+
+    def opening(self, prompt: object, observation: str | Sequence[int], prompt_ids: Sequence[int]) -> list[int]:
+        """Token ids of a prompt with what an environment says at first behind it.
+
+        Args:
+            prompt: the row's: text or messages.
+        """
+        if are_messages(prompt) and isinstance(observation, str):
+            assert isinstance(prompt, list)
+            message = {"role": self._role, "content": self._shortened(observation)}
+            return self.tokenizer.encode(self.tokenizer.chat_text([*prompt, message]))
+        return [*prompt_ids, *self._plain(observation)]
+
+    def answer(self, observation: str | Sequence[int], *, chat: bool, last: int) -> list[int]:
+        """Token ids of an observation, and of what the chat template puts around it, up to where the reply begins.
+
+        Args:
+            last: the last token of the policy's reply.
+        """
+        if chat and isinstance(observation, str):
+            return self.messages([{"role": self._role, "content": self._shortened(observation)}], last=last)
+        return self._plain(observation)
+
+    def messages(self, messages: Sequence[Message], *, last: int, tools: Sequence[Message] = ()) -> list[int]:
+        """Token ids of the messages after a reply, from its end up to where the next one begins.
+
+        Raises:
+            ValueError: the chat template refuses them, or does not write the reply down.
+        """
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+        text = self.tokenizer.chat_text([*before, *messages], tools=tools)
+        _, found, rest = text.partition(_REPLY)
+        if not found:
+            raise ValueError("the chat template does not write down what the assistant said before: use plain prompts")
+        ids = self.tokenizer.encode(rest)
+        # a reply that ended by itself has its end token already; one that was cut off, or ended by a string, has not
+        return ids[1:] if ids and ids[0] == last and last in self._stop_tokens else ids
+
+    def _plain(self, observation: str | Sequence[int]) -> list[int]:
+        if isinstance(observation, str):
+            ids = self.tokenizer.encode(observation[: self._limit * _LONGEST_TOKEN])
+        else:
+            ids = [int(token) for token in observation]
+            if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
+                raise ValueError(f"observed token ids that the vocabulary of {self.tokenizer.vocab_size} does not have")
+        return ids if len(ids) <= self._limit else [*ids[: self._limit - len(self._cut)], *self._cut]
+
+    def _shortened(self, observation: str) -> str:
+        ids = self.tokenizer.encode(observation[: self._limit * _LONGEST_TOKEN])
+        if len(ids) <= self._limit:
+            return observation
+        return self.tokenizer.decode(ids[: self._limit - len(self._cut)]) + _CUT

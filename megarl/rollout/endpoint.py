@@ -1,0 +1,151 @@
+"""The HTTP server that answers OpenAI's clients, on this machine alone: what it is asked, the engine's loop takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from megarl.rollout.chat_request import MODEL, Refused, read_request
+from megarl.rollout.engine import Request
+from megarl.rollout.sessions import Session
+from megarl.types import Completion, SamplingParams
+
+_LARGEST_BODY = 64 * 2**20
+_CLOSING = 5.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A request whose client waits.
+
+    Attributes:
+        session: of the episode.
+        answer: gives it the engine's completion, or None where there will be none; from any thread.
+        gone: whether the client has stopped waiting.
+    """
+
+    request: Request
+    session: Session
+    answer: Callable[[Completion | None], None]
+    gone: Callable[[], bool]
+
+
+class Endpoint:
+    """Serves sessions at http://127.0.0.1:PORT/sessions/ID/v1, in a thread of its own.
+
+    Args:
+        ask: takes a request to the engine's loop; called in that thread.
+        training: how tokens are drawn in training, which requests may say though a phase draws them in another way.
+
+    Attributes:
+        lock: held while a session is read or changed.
+    """
+
+    def __init__(self, ask: Callable[[Waiting], None], training: SamplingParams) -> None:
+        self._ask, self._training = ask, training
+        self._sessions: dict[str, Session] = {}
+        self.lock = threading.Lock()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._port = self._socket.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="megarl-endpoint")
+        self._thread.start()
+
+    def open(self, session: Session) -> str:
+        """Serve a session; returns its base_url."""
+        number = secrets.token_hex(8)
+        with self.lock:
+            self._sessions[number] = session
+        return f"http://127.0.0.1:{self._port}/sessions/{number}/v1"
+
+    def drop(self, base_url: str) -> None:
+        """Serve it no longer."""
+        with self.lock:
+            del self._sessions[base_url.split("/")[-2]]
+
+    def close(self) -> None:
+        """End the server and its thread."""
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(timeout=_CLOSING)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        app = web.Application(middlewares=[_in_openais_form], client_max_size=_LARGEST_BODY)
+        app.router.add_post("/sessions/{session}/v1/chat/completions", self._completions)
+        app.router.add_get("/sessions/{session}/v1/models", self._models)
+        runner = web.AppRunner(app, handle_signals=False, handler_cancellation=True, access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, self._socket, shutdown_timeout=0.1).start()
+        await self._ended.wait()
+        await runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        try:
+            body = json.loads(await request.read())
+        except ValueError as e:
+            raise Refused("the body is not JSON") from e
+        asked = read_request(body, session.params, self._training)
+        future: asyncio.Future[Completion | None] = self._loop.create_future()
+
+        def answer(completion: Completion | None) -> None:
+            def arrive() -> None:
+                if not future.done():
+                    future.set_result(completion)
+
+            self._loop.call_soon_threadsafe(arrive)
+
+        with self.lock:
+            ticket = session.ask(asked)
+            self._ask(Waiting(request=ticket.request, session=session, answer=answer, gone=future.cancelled))
+        try:
+            completion = await future
+        except asyncio.CancelledError:  # the client is gone
+            with self.lock:
+                session.abandon(ticket)
+            raise
+        if completion is None:
+            raise Refused("the episode is over", status=410)
+        with self.lock:
+            return web.json_response(session.reply(ticket, completion))
+
+    def _session(self, request: web.Request) -> Session:
+        with self.lock:
+            session = self._sessions.get(request.match_info["session"])
+        if session is None:
+            raise Refused("there is no such session, or its episode is over", status=404)
+        return session
+
+
+@web.middleware
+async def _in_openais_form(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    refused: Any
+    try:
+        return await handler(request)
+    except Refused as e:
+        refused = e
+    except web.HTTPException as e:
+        refused = Refused(f"{request.method} {request.path}: {e.reason}", status=e.status)
+    except Exception as e:  # a client gets an answer, whatever happens here
+        refused = Refused(f"{type(e).__name__}: {e}", status=500)
+    return web.json_response(refused.body, status=refused.status)

@@ -1,0 +1,97 @@
+"""A run's episodes: who answers the policy, and what that is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from megarl.config import Config
+from megarl.environments.environment import environment_of
+from megarl.environments.speech import Speech
+from megarl.parallel.groups import Groups
+from megarl.rewards.judge import RewardError
+from megarl.rollout.environments import Rules, WithEnvironments
+from megarl.rollout.episodes import Episodes, Source
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.scoring import Score
+from megarl.types import Rollout, Rollouts, SamplingParams
+
+
+def build_episodes(inputs: Inputs, groups: Groups) -> Episodes | None:
+    """Who answers the policy, as the configuration says; None: nobody. Every rank calls it."""
+    config = inputs.config
+    settings, data = config.environment, config.data
+    if not settings.answers:
+        return None
+    speech = Speech(
+        inputs.tokenizer, stop_tokens=inputs.stop_tokens, role=settings.role, limit=settings.max_observation_length
+    )
+    rules = Rules(
+        max_turns=settings.max_turns,
+        max_prompt_length=data.max_prompt_length,
+        at_a_time=config.actor_rollout_ref.rollout.max_num_seqs,
+        timeout=settings.timeout,
+        threads=settings.workers,
+    )
+    if settings.agent:
+        from megarl.rollout.agents import Agents  # imports an HTTP server, which takes half a second
+
+        agents = Agents(settings.agent, speech=speech, rules=rules, training=inputs.sampling(validation=False))
+        return Episodes(groups, agents.begin, agents.close)
+    make = environment_of(settings.name, settings.args)
+
+    def begin(mine: Mapping[int, Rollout], params: SamplingParams) -> Source:
+        return WithEnvironments(mine, params, make=make, speech=speech, rules=rules, prompt_key=data.prompt_key)
+
+    return Episodes(groups, begin)
+
+
+def score_episodes(
+    rollouts: Rollouts, *, score: Score, config: Config, say: Callable[[str], None], last_turn: bool = True
+) -> Rollouts:
+    """The same rollouts with `rewards`: of an environment or an agent, else of the run's own scoring.
+
+    The rollouts of one sample are parts of one episode: the last one is scored, and all have its reward.
+
+    Args:
+        score: asked about the episodes that nobody has scored yet.
+        say: shows a line.
+        last_turn: it reads what the policy said last, not the whole response.
+
+    Raises:
+        RewardError: an episode failed, with `reward.on_error=fail`, or all did; or what `score` raises.
+    """
+    failed = [r for r in rollouts if r.episode is not None and r.episode.error is not None]
+    if failed and (config.reward.on_error == "fail" or len(failed) == len(rollouts)):
+        assert failed[0].episode is not None
+        remark = "reward.on_error=drop leaves out the episodes that fail"
+        count = f"{len(failed)} of {len(rollouts)} episodes failed; the first: "
+        raise RewardError(f"{count}{failed[0].episode.error}\n({remark})")
+    if failed:
+        assert failed[0].episode is not None and failed[0].episode.error is not None
+        reason = failed[0].episode.error.partition("\n")[0]
+        say(f"{len(failed)} of {len(rollouts)} episodes failed; the first: {reason}")
+    last = {(rollout.group, rollout.sample): i for i, rollout in enumerate(rollouts)}
+    unscored = [i for i in sorted(last.values()) if _unscored(rollouts[i])]
+    rewards = [rollout.reward for rollout in rollouts]
+    if unscored:
+        asked = rollouts.of((_last_turn if last_turn else _itself)(rollouts[i]) for i in unscored)
+        for i, reward in zip(unscored, score(asked).rewards, strict=True):
+            rewards[i] = reward
+    return rollouts.scored([rewards[last[rollout.group, rollout.sample]] for rollout in rollouts])
+
+
+def _unscored(rollout: Rollout) -> bool:
+    return rollout.reward is None and (rollout.episode is None or rollout.episode.error is None)
+
+
+def _itself(rollout: Rollout) -> Rollout:
+    return rollout
+
+
+def _last_turn(rollout: Rollout) -> Rollout:
+    """With nothing but what the policy said last, as its response."""
+    own, token_ids = rollout.turns[-1] if rollout.token_ids else (True, rollout.token_ids)
+    said = token_ids if own else token_ids[:0]
+    logp = rollout.logp[len(rollout.logp) - len(said) :]
+    return replace(rollout, token_ids=said, logp=logp, sampled=None, versions=())
