@@ -502,8 +502,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"parts": {"a": {"name": "exakt_match"}}},
-        "reward.parts.a.name = 'exakt_match' is not known; use exact_match, code, format, gsm8k, http, length, "
-        "math_verify, multiple_choice, openai_judge, overlong, reasoning_gym, regex, or path/to/file.py:function",
+        "reward.parts.a.name = 'exakt_match' is not known; use exact_match, code, environment, format, gsm8k, http, "
+        "length, math_verify, multiple_choice, openai_judge, overlong, reasoning_gym, regex, or "
+        "path/to/file.py:function",
     ),
     (
         {"parts": {"a": {"name": "exact_match", "args": {"x": 1}}}},

@@ -252,7 +252,7 @@ def test_arguments_that_make_no_sense(name: str, args: dict[str, Any], said: str
 
 
 def test_every_reward_says_what_it_does() -> None:
-    assert len(names()) == 12
+    assert len(names()) == 13
     for name in names():
         lines = (load_reward(name).function.__doc__ or "").splitlines()
         assert 20 < len(lines[0]) < 120 and lines[0].endswith((".", ":"))
