@@ -11,12 +11,12 @@ import ast
 import asyncio
 import os
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl.environments.calls import described
 from megarl.processes import die_with_parent
 from megarl.registry import Registry
 
@@ -27,8 +27,6 @@ AGENTS: Registry[Agent] = Registry("environment.agent", "function")
 
 NO_AGENT = -1
 """Number of the outcome of a process that found no agent."""
-
-_FRAMES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +131,7 @@ async def _guarded(agent: Agent, job: Job) -> Outcome:
             return Outcome(number=job.number, reward=None if reward is None else float(reward))
         return Outcome(number=job.number, error=f"returned {reward!r:.100}, a {type(reward).__name__}, and no number")
     except (Exception, SystemExit) as e:  # a user's function can fail in any way
-        said = " ".join("".join(traceback.format_exception_only(e)).split())
-        frames = traceback.format_list(traceback.extract_tb(e.__traceback__)[1:][-_FRAMES:])
-        return Outcome(number=job.number, error=f"raised {said[:300]}\n{''.join(frames)}".rstrip())
+        return Outcome(number=job.number, error=described(e))
 
 
 if __name__ == "__main__":

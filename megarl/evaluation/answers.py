@@ -8,6 +8,7 @@ from collections.abc import Callable
 AnswerOf = Callable[[str], "str | None"]
 """Response -> its answer; None: it gives none. A reward function can have one as its attribute `answer_of`."""
 
+_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _SAID = re.compile(r"(?:final\s+)?answer(?:\s+is\s*:?|\s*[:=])", re.IGNORECASE)
 _COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
@@ -18,7 +19,7 @@ def answer_in(response: str) -> str | None:
 
     "6*7\\nThe answer is: $42$." gives "42".
     """
-    boxed = _last_boxed(response)
+    boxed = last_boxed(response)
     if boxed is not None:
         return normalised(boxed)
     before, closed, _ = response.rpartition("</answer>")
@@ -38,15 +39,18 @@ def normalised(answer: str) -> str | None:
     return text.removesuffix(".").strip().casefold() or None
 
 
-def _last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` whose braces close holds."""
-    opened: list[tuple[int, bool]] = []
-    best: tuple[int, int] | None = None
-    for found in re.finditer(r"\\boxed\{|\{|\}", text):
-        if found[0] != "}":
-            opened.append((found.end(), found[0] != "{"))
-        elif opened:
-            start, boxed = opened.pop()
-            if boxed and (best is None or start > best[0]):
-                best = (start, found.start())
-    return None if best is None else text[best[0] : best[1]]
+def last_boxed(text: str) -> str | None:
+    """What the last `\\boxed{...}` holds; None without one. One whose braces do not close is none.
+
+    "\\boxed{1} so \\boxed{\\frac{1}{2}}" holds "\\frac{1}{2}".
+    """
+    start, held = -1, None
+    open_braces: list[tuple[int, bool]] = []  # where it is, whether it is a box's
+    for token in _TOKEN.finditer(text):
+        if token[0].endswith("{") and token[0] != "\\{":
+            open_braces.append((token.end(), token[0] != "{"))
+        elif token[0] == "}" and open_braces:
+            opening, boxed = open_braces.pop()
+            if boxed and opening > start:
+                start, held = opening, text[opening : token.start()]
+    return held

@@ -10,6 +10,34 @@ _LENGTH = struct.Struct("!Q")
 _READ = 1 << 18
 
 
+def framed(message: bytes) -> bytes:
+    """As it travels."""
+    return _LENGTH.pack(len(message)) + message
+
+
+def take_messages(received: bytearray, longest: int | None = None) -> list[bytes]:
+    """The messages that have arrived whole, which are removed from what was received.
+
+    Args:
+        longest: bytes of a message that is believed.
+
+    Raises:
+        EOFError: a longer one begins.
+    """
+    found, at = [], 0
+    while len(received) - at >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(received, at)
+        if longest is not None and length > longest:
+            raise EOFError
+        if len(received) - at - _LENGTH.size < length:
+            break
+        at += _LENGTH.size
+        found.append(bytes(received[at : at + length]))
+        at += length
+    del received[:at]
+    return found
+
+
 class Channel:
     """One end of a connection."""
 
@@ -27,8 +55,7 @@ class Channel:
 
     def send(self, message: bytes) -> None:
         """Hand over as much as the other side takes now; `flush` goes on with the rest."""
-        self._out += _LENGTH.pack(len(message))
-        self._out += message
+        self._out += framed(message)
         self.flush()
 
     def flush(self) -> bool:
@@ -64,7 +91,7 @@ class Channel:
             self._in += read
             if len(self._in) > 8 * _READ:  # the rest waits in the kernel while these are dealt with
                 break
-        messages = self._messages()
+        messages = take_messages(self._in, self._longest)
         if ended and not messages:
             raise EOFError
         return messages
@@ -92,17 +119,3 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _messages(self) -> list[bytes]:
-        found, at = [], 0
-        while len(self._in) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._in, at)
-            if self._longest is not None and length > self._longest:
-                raise EOFError
-            if len(self._in) - at - _LENGTH.size < length:
-                break
-            at += _LENGTH.size
-            found.append(bytes(self._in[at : at + length]))
-            at += length
-        del self._in[:at]
-        return found

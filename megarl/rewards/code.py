@@ -37,18 +37,8 @@ def _main(source, tests, entry_point, mark, whole):
 """
 
 
-def _check_args(
-    *,
-    partial: bool = False,
-    wall: float = 10.0,
-    cpu: float = 10.0,
-    memory: int = 1024,
-    disk: int = 64,
-    processes: int = 32,
-    output: int = 1 << 20,
-    isolation: Literal["namespaces", "process"] = "namespaces",
-) -> None:
-    Limits(wall=wall, cpu=cpu, memory=memory, disk=disk, processes=processes, output=output)
+def _check_args(*, partial: bool, isolation: str, **limits: Any) -> None:
+    Limits(**limits)
     if isolation == "namespaces":
         check_isolation()
 

@@ -13,7 +13,7 @@ THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer
 """One thought, then one answer, and nothing else."""
 
 
-def _check_args(*, pattern: str = THINK_ANSWER) -> None:
+def _check_args(*, pattern: str) -> None:
     compiled(pattern, "pattern", flags=re.DOTALL)
 
 

@@ -9,14 +9,7 @@ from megarl.rewards.post import check_service, key_of, number_in, post_json
 from megarl.rewards.registry import register
 
 
-def _check_args(
-    *,
-    url: str,
-    columns: Sequence[str] = ("answer",),
-    timeout: float = 30.0,
-    retries: int = 3,
-    token_env: str | None = None,
-) -> None:
+def _check_args(*, url: str, columns: Sequence[str], timeout: float, retries: int, token_env: str | None) -> None:
     check_service(url, timeout=timeout, retries=retries, key_env=token_env)
     if "response" in columns:
         raise ValueError("columns has 'response', which is the name of the response itself")

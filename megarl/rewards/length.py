@@ -8,7 +8,7 @@ from typing import Any
 from megarl.rewards.registry import register
 
 
-def _check_args(*, target: int, width: int, shorter_is_fine: bool = True) -> None:
+def _check_args(*, target: int, width: int, shorter_is_fine: bool) -> None:
     for name, value, least in (("target", target, 0), ("width", width, 1)):
         if value < least:
             raise ValueError(f"{name} = {value} must be tokens, {least} or more")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.evaluation.answers import last_boxed
 from megarl.rewards.math_process import same_value
 from megarl.rewards.registry import register
 from megarl.rewards.rows import check_answer
 
-_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
-
-def _check_args(*, boxed_only: bool = False, timeout: float = 5.0) -> None:
+def _check_args(*, boxed_only: bool, timeout: float) -> None:
     import importlib.util
 
     if not 0 < timeout < math.inf:
@@ -52,20 +50,3 @@ def math_verify(response: str, row: Mapping[str, Any], *, boxed_only: bool = Fal
     if found == (answer if reference is None else reference).strip():
         return 1.0
     return float(bool(same_value(answer, found if boxed is None else f"$\\boxed{{{boxed}}}$", timeout=timeout)))
-
-
-def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds; None without one. One whose braces do not close is none.
-
-    "\\boxed{1} so \\boxed{\\frac{1}{2}}" holds "\\frac{1}{2}".
-    """
-    start, held = -1, None
-    open_braces: list[tuple[int, bool]] = []  # where it is, whether it is a box's
-    for token in _TOKEN.finditer(text):
-        if token[0].endswith("{") and token[0] != "\\{":
-            open_braces.append((token.end(), token[0] != "{"))
-        elif token[0] == "}" and open_braces:
-            opening, boxed = open_braces.pop()
-            if boxed and opening > start:
-                start, held = opening, text[opening : token.start()]
-    return held

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.math_verify import last_boxed
+from megarl.evaluation.answers import last_boxed
 from megarl.rewards.registry import register
 from megarl.rewards.rows import check_answer
 
 
-def _check_args(*, choices: str = "ABCD") -> None:
+def _check_args(*, choices: str) -> None:
     if not choices.isalpha() or not choices.isupper() or len(set(choices)) != len(choices):
         raise ValueError(f"choices = {choices!r} must be different capital letters, such as ABCD")
 

@@ -32,14 +32,14 @@ def _check_args(
     *,
     base_url: str,
     model: str,
-    template: str = TEMPLATE,
-    pattern: str = PATTERN,
-    scale: float = 10.0,
-    prompt_column: str = "prompt",
-    max_tokens: int = 1024,
-    timeout: float = 120.0,
-    retries: int = 3,
-    api_key_env: str | None = None,
+    template: str,
+    pattern: str,
+    scale: float,
+    prompt_column: str,
+    max_tokens: int,
+    timeout: float,
+    retries: int,
+    api_key_env: str | None,
 ) -> None:
     check_service(base_url, timeout=timeout, retries=retries, key_env=api_key_env)
     compiled(pattern, "pattern", groups=1)

@@ -10,7 +10,7 @@ from megarl.algorithms.overlong import soft_overlong_penalty
 from megarl.rewards.registry import register
 
 
-def _check_args(*, max_response_length: int, buffer_len: int, penalty_factor: float = 1.0) -> None:
+def _check_args(*, max_response_length: int, buffer_len: int, penalty_factor: float) -> None:
     if not 1 <= buffer_len <= max_response_length:
         raise ValueError(f"buffer_len = {buffer_len} must be 1 to max_response_length = {max_response_length} tokens")
     if not 0 <= penalty_factor < math.inf:

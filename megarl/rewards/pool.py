@@ -7,7 +7,6 @@ import math
 import pickle
 import queue
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import Reward as Settings
+from megarl.rewards.channel import framed, take_messages
 from megarl.rewards.judge import Failure, Judged, Response, RewardError, Scored
 from megarl.rewards.parts import Part, combined
 from megarl.rewards.supervisor import Setup
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megarl.types import Prompt
 
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.supervisor import main; main(int(sys.argv[1]))"
-_LENGTH = struct.Struct("!Q")
 _CLOSE_SECONDS = 15.0
 
 
@@ -164,19 +163,15 @@ class RewardPool:
     def _send(self) -> None:
         with suppress(OSError):
             while (message := self._outgoing.get()) is not None:
-                self._connection.sendall(_LENGTH.pack(len(message)) + message)
+                self._connection.sendall(framed(message))
 
     def _receive(self) -> None:
         buffer = bytearray()
         try:
             while read := self._connection.recv(1 << 16):
                 buffer += read
-                while len(buffer) >= _LENGTH.size:
-                    (length,) = _LENGTH.unpack_from(buffer)
-                    if len(buffer) < _LENGTH.size + length:
-                        break
-                    self._take(json.loads(buffer[_LENGTH.size : _LENGTH.size + length]))
-                    del buffer[: _LENGTH.size + length]
+                for message in take_messages(buffer):
+                    self._take(json.loads(message))
         except OSError:
             pass
         with self._changed:

@@ -11,7 +11,7 @@ from megarl.rewards.registry import register
 from megarl.rewards.rows import check_answer
 
 
-def _check_args(*, pattern: str, compare: bool = True) -> None:
+def _check_args(*, pattern: str, compare: bool) -> None:
     compiled(pattern, "pattern", groups=1 if compare else None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ they are called so, `tokens` (of the response) and `finish_reason` ("stop" or "l
 """
 
 ArgsCheck = Callable[..., None]
-"""Raises ValueError for keyword arguments that the reward does not work with."""
+"""Raises ValueError for keyword arguments that the reward does not work with; it is given all, with their defaults."""
 
 RowCheck = Callable[[Mapping[str, Any]], None]
 """Raises ValueError for a row that the reward could not score a response to."""
@@ -68,6 +69,12 @@ def register(
     return _FUNCTIONS.register(name)
 
 
+def _defaults(function: RewardFunction) -> dict[str, Any]:
+    """Of the arguments that a configuration may leave out."""
+    named = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in named if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+
+
 def is_registered(name: str) -> bool:
     """Whether the function comes with MegaRL."""
     return name in _FUNCTIONS.names()
@@ -81,7 +88,7 @@ def load_reward(name: str) -> Reward:
     def check_args(**args: Any) -> None:
         check_types(function, args)
         if own_check is not None:
-            own_check(**args)
+            own_check(**{**_defaults(function), **args})
 
     if known:
         known = {**known, "check_args": check_args}
