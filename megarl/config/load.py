@@ -109,13 +109,19 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str 
             yield from _unknown_keys(value, field.annotation, f"{prefix}{name}.")
 
 
-def _suggest(key: str) -> str:
+def nearest_key(key: str) -> str | None:
+    """The key or section that a misspelt one may have meant."""
     known = list(all_keys())
     known += sorted({k.rsplit(".", i)[0] for k in known for i in range(1, k.count(".") + 1)})
     leaf = key.rsplit(".", 1)[-1]
     near = [k for k in known if k.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
     near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean '{near[0]}'?" if near else ""
+    return near[0] if near else None
+
+
+def _suggest(key: str) -> str:
+    near = nearest_key(key)
+    return f"; did you mean '{near}'?" if near else ""
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,101 @@
+"""`megarl config migrate FILE ... [key=value ...]`: another program's configuration as one of MegaRL.
+
+The YAML goes to stdout, or to --out; what became of every key goes to stderr. Exit code 0 if all keys are carried or
+translated, 1 if some are refused (the YAML is written all the same), 2 if there is nothing to migrate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megarl.config import build_config
+from megarl.config.migration import Change, Migrated, convert, read_written
+from megarl.config.migration.entry import Kind
+from megarl.telemetry.sinks import SINKS
+
+TITLES: dict[Kind, str] = {
+    "carried": "carried as they are",
+    "translated": "translated",
+    "refused": "refused: these wishes are not met",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--from", dest="source", choices=["verl", "trl"], default="verl", help="whose configuration")
+    parser.add_argument("--out", help="the YAML file to write; default stdout")
+    parser.add_argument("--quiet", action="store_true", help="report refused keys only")
+    parser.add_argument(
+        "written",
+        nargs="+",
+        metavar="FILE | key=value",
+        help="YAML files, shell scripts and overrides, as they start a run; later ones count",
+    )
+
+
+def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
+    """Writes the configuration and the report; returns the exit code.
+
+    Args:
+        args: what `add_arguments` added.
+        after_options: words that argparse leaves out because they follow an option.
+
+    Raises:
+        ValueError: an unreadable file, or nothing that sets a key.
+    """
+    words = [*args.written, *after_options]
+    migrated = convert(read_written(words), args.source, loggers=SINKS.names())
+    build_config(migrated.tree)
+    text = "# Made by megarl config migrate\n" + OmegaConf.to_yaml(OmegaConf.create(migrated.tree))
+    if args.out:
+        partial = f"{args.out}.part"
+        try:
+            with open(partial, "w", encoding="utf-8") as f:
+                f.write(text)
+            os.replace(partial, args.out)
+        except OSError as e:
+            raise ValueError(f"--out '{args.out}' cannot be written: {e.strerror or e}") from e
+    else:
+        sys.stdout.write(text)
+    for line in report(migrated, args.source, quiet=args.quiet):
+        print(line, file=sys.stderr)
+    return 1 if migrated.of("refused") else 0
+
+
+def report(migrated: Migrated, source: str, *, quiet: bool = False) -> list[str]:
+    """What became of every setting, line by line."""
+    count = len(migrated.changes)
+    lines = [f"{source}: {count} settings: " + ", ".join(f"{len(migrated.of(kind))} {kind}" for kind in TITLES)]
+    for kind, title in TITLES.items():
+        changes = migrated.of(kind)
+        if not changes or (quiet and kind != "refused"):
+            continue
+        lines.append(f"{title}:")
+        lines += [f"  {_line(change)}" for change in changes]
+    if migrated.added and not quiet:
+        lines.append(f"set beside them, since {source} has or needs these:")
+        lines += [f"  {_values(change)}  ({change.why})" for change in migrated.added]
+    return lines
+
+
+def _line(change: Change) -> str:
+    if change.kind == "carried":
+        return _values(change) or f"{change.key}: {change.why}"
+    new = _values(change) or ("nothing to set" if change.kind == "translated" else "left out")
+    return f"{change.key}={_shown(change.value)} -> {new}: {change.why}"
+
+
+def _values(change: Change) -> str:
+    return ", ".join(f"{key}={_shown(value)}" for key, value in change.values.items())
+
+
+def _shown(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else f"{text[:120]}..."

@@ -1,0 +1,24 @@
+"""Types of configuration values, and what all sections have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+KlPenalty = Literal["k1", "abs", "k2", "k3"]
+KlLoss = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+NonEmpty = Annotated[str, Field(min_length=1)]
+Whole = Annotated[int, Field(le=2**31 - 1)]
+"""Steps, tokens, seeds: what is counted in int32 somewhere, or would not come to its end in a lifetime."""
+Size = Annotated[int, Field(le=2**20)]
+"""How many ranks, sequences or rows there are at once: each takes memory."""
+Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "algorithm", "reward", "roles", "flow"]
+"""Parts of a run that a checkpoint records: one that goes on from it must have the same."""
+
+
+class Section(BaseModel):
+    """A frozen group of keys; a key that is not declared here is an error, and so are infinity and NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -1,0 +1,133 @@
+"""Another program's settings -> values of a `Config` that loads, and what became of every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from megarl.config.load import all_keys
+from megarl.config.migration.entry import Kind, Made, Settings
+from megarl.config.migration.tables import TABLES, entry_of
+from megarl.config.schema import Config
+
+LOGGERS = ("console", "jsonl", "csv", "tensorboard")
+"""Those that come with every installation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What became of one setting.
+
+    Attributes:
+        key, value: as they were written; the key is empty for what the other program has by default.
+        values: keys here with their values.
+    """
+
+    key: str
+    value: Any
+    kind: Kind
+    values: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migrated:
+    """A migrated configuration.
+
+    Attributes:
+        tree: nested values, which `build_config` accepts.
+        changes: of every setting, in the order they were written.
+        added: what the other program has by default and MegaRL has not.
+    """
+
+    tree: dict[str, Any]
+    changes: tuple[Change, ...]
+    added: tuple[Change, ...]
+
+    def of(self, kind: Kind) -> list[Change]:
+        return [change for change in self.changes if change.kind == kind]
+
+
+def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequence[str] = LOGGERS) -> Migrated:
+    """Every setting is carried, translated or refused.
+
+    Args:
+        values: the other program's, by dotted key.
+        source: that program: "verl" or "trl".
+        loggers: names that `trainer.logger` knows.
+    """
+    table = TABLES[source]
+    settings = Settings(values, table.defaults, loggers)
+    changes = [_change(key, settings, source) for key in settings]
+    made: dict[str, Any] = {}
+    for change in changes:
+        made |= change.values
+    wrong = _impossible(made)  # a value of the wrong type, say: what is left loads
+    added = {key: pair for key, pair in table.complete(settings, made).items() if key not in made}
+    made |= {key: value for key, (value, _) in added.items()}
+    wrong += _impossible(made)
+    for key, why in wrong:
+        changes = [_without(change, key, why) for change in changes]
+    added = {key: pair for key, pair in added.items() if key in made}
+    tree = _tree(made)
+    more = [Change(key="", value=None, kind="translated", values={k: v}, why=why) for k, (v, why) in added.items()]
+    return Migrated(tree=tree, changes=tuple(changes), added=tuple(more))
+
+
+def _change(key: str, settings: Settings, source: str) -> Change:
+    entry = entry_of(key, source)
+    if entry is not None:
+        try:
+            made = entry.rule(key, settings[key], settings)
+        except Exception as e:  # a rule knows the values that its program takes
+            made = Made(kind="refused", why=f"its value is none that {source} takes ({type(e).__name__})")
+    elif source == "verl" and key in set(all_keys()):
+        made = Made(kind="carried", values={key: settings[key]})
+    else:
+        made = Made(kind="refused", why=f"{source}'s key is not known here; leave it out, or set what it stands for")
+    return Change(key=key, value=settings[key], kind=made.kind, values=made.values, why=made.why)
+
+
+def _without(change: Change, key: str, why: str) -> Change:
+    if key not in change.values:
+        return change
+    rest = {name: value for name, value in change.values.items() if name != key}
+    return Change(key=change.key, value=change.value, kind="refused", values=rest, why=f"{key}: {why}")
+
+
+def _impossible(made: dict[str, Any]) -> list[tuple[str, str]]:
+    """Keys whose values a `Config` does not take, with what it says of them; they are removed from `made`."""
+    found: list[tuple[str, str]] = []
+    while True:
+        try:
+            Config.model_validate(_tree(made))
+            return found
+        except ValidationError as e:
+            first = e.errors()[0]
+        at = [str(part) for part in first["loc"]]
+        wrong = next((key for n in range(len(at), 0, -1) if (key := ".".join(at[:n])) in made), None)
+        wrong = wrong or next(key for key in made if key.startswith(".".join(at)))
+        message = first["msg"]
+        found.append((wrong, f"{message[0].lower()}{message[1:]}"))
+        del made[wrong]
+
+
+def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key in sorted(values, key=_place):
+        *parents, leaf = key.split(".")
+        at = tree
+        for name in parents:
+            at = at.setdefault(name, {})
+        at[leaf] = values[key]
+    return tree
+
+
+def _place(key: str) -> tuple[int, ...]:
+    """The order of the sections is that of the schema; within a section it is that of the settings."""
+    sections = list(Config.model_fields)
+    section = key.split(".")[0]
+    return (sections.index(section) if section in sections else len(sections),)

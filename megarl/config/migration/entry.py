@@ -1,0 +1,157 @@
+"""What becomes of one key of another program's configuration."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["carried", "translated", "refused"]
+NOTHING: tuple[Any, ...] = (None, False, "", 0, -1)
+"""Values that ask for nothing."""
+
+
+class Settings(Mapping[str, Any]):
+    """The other program's values by dotted key, in the order they were written.
+
+    Attributes:
+        loggers: names that `trainer.logger` knows.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, loggers: Sequence[str] = ()
+    ) -> None:
+        self._values, self._defaults, self.loggers = dict(values), dict(defaults or {}), tuple(loggers)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def of(self, key: str) -> Any:
+        """The value that is in force: the one written, else that program's default; None without either."""
+        return self._values.get(key, self._defaults.get(key))
+
+    def number(self, key: str, default: int = 1) -> int:
+        """A whole number; the default where there is none."""
+        value = self.of(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+
+    def under(self, section: str) -> bool:
+        """Whether anything of a section is written."""
+        return any(key.startswith(f"{section}.") for key in self._values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What one value came to.
+
+    Attributes:
+        values: keys here with their values; empty where nothing need be set, or nothing can be.
+        why: what a reader is told.
+    """
+
+    kind: Kind
+    values: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+Rule = Callable[[str, Any, Settings], Made]
+"""(the key as it was written, its value, all settings) -> what it comes to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A key, or with * for any part of it a pattern of keys.
+
+    Attributes:
+        kind: of a value that asks for something: a rule may carry another value, or refuse it.
+        to: keys here, for people; empty where there is none to set.
+        why: what is different, or why it is refused and what to use here.
+    """
+
+    key: str
+    kind: Kind
+    to: str = ""
+    why: str = ""
+    rule: Rule
+
+    def matches(self, key: str) -> bool:
+        if "*" not in self.key:
+            return key == self.key
+        return re.fullmatch(re.escape(self.key).replace(r"\*", ".+"), key) is not None
+
+
+def carried(*keys: str) -> list[Entry]:
+    """Keys that have the same name and meaning here."""
+    return [Entry(key=key, kind="carried", to=key, rule=_same) for key in keys]
+
+
+def renamed(key: str, to: str, why: str, convert: Callable[[Any], Any] = lambda value: value) -> Entry:
+    """A key of another name here; a value of null is not set."""
+
+    def rule(_: str, value: Any, settings: Settings) -> Made:
+        return Made(kind="translated", values={} if value is None else {to: convert(value)}, why=why)
+
+    return Entry(key=key, kind="translated", to=to, why=why, rule=rule)
+
+
+def met(key: str, why: str) -> Entry:
+    """A key whose wish holds here whatever its value."""
+    return Entry(key=key, kind="translated", why=why, rule=lambda *_: Made(kind="translated", why=why))
+
+
+def met_by(key: str, values: Sequence[Any], why: str, otherwise: str) -> Entry:
+    """A key whose wish holds here for some values, and null, and is refused for others."""
+
+    def rule(_: str, value: Any, settings: Settings) -> Made:
+        if value is None or value in values:
+            return Made(kind="translated", why=why)
+        return Made(kind="refused", why=otherwise)
+
+    return Entry(key=key, kind="translated", why=f"{why}; other values: {otherwise}", rule=rule)
+
+
+def refused(key: str, why: str, *, nothing: Sequence[Any] = NOTHING) -> Entry:
+    """A key that cannot be honoured; values that ask for nothing are left out."""
+
+    def rule(_: str, value: Any, settings: Settings) -> Made:
+        if any(value is one or (type(value) is type(one) and value == one) for one in nothing):
+            return Made(kind="translated", why="asks for nothing")
+        return Made(kind="refused", why=why)
+
+    return Entry(key=key, kind="refused", why=why, rule=rule)
+
+
+def ruled(key: str, kind: Kind, to: str, why: str, rule: Callable[[Any, Settings], Made | Mapping[str, Any]]) -> Entry:
+    """A key with a rule of its own, which returns what it comes to, or only the values to set."""
+
+    def whole(_: str, value: Any, settings: Settings) -> Made:
+        made = rule(value, settings)
+        return made if isinstance(made, Made) else Made(kind=kind, values=made, why=why)
+
+    return Entry(key=key, kind=kind, to=to, why=why, rule=whole)
+
+
+def worded(key: str, to: str, words: Mapping[Any, Any], why: str) -> Entry:
+    """A key whose values have other names here; those that have none are taken as they are."""
+
+    def rule(_: str, value: Any, settings: Settings) -> Made:
+        if value is None:
+            return Made(kind="translated", why="asks for nothing")
+        if value in words and words[value] is None:
+            return Made(kind="refused", why=f"there is no {value!r} here: {why}")
+        new = words.get(value, value)
+        changed = new != value or to != key
+        return Made(kind="translated" if changed else "carried", values={to: new}, why=why if changed else "")
+
+    return Entry(key=key, kind="translated" if to != key else "carried", to=to, why=why, rule=rule)
+
+
+def _same(key: str, value: Any, settings: Settings) -> Made:
+    return Made(kind="carried", values={key: value})

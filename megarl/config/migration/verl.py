@@ -1,0 +1,120 @@
+"""verl's defaults, and what a run that relies on them needs here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from megarl.config.migration.entry import Settings
+
+A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+C, J = "critic", "reward_model"
+
+DEFAULTS: Mapping[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    f"{A}.ppo_mini_batch_size": 256,
+    f"{A}.use_dynamic_bsz": False,
+    f"{R}.tensor_model_parallel_size": 2,
+    f"{R}.n": 1,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+}
+"""Of the keys that are looked at beside others."""
+
+_SPREAD = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
+
+
+def needs_critic(settings: Settings) -> bool:
+    """Whether the estimator has a critic."""
+    return str(settings.of("algorithm.adv_estimator")) == "gae"
+
+
+def longest(settings: Settings) -> int:
+    """Tokens of a prompt and its response."""
+    return settings.number("data.max_prompt_length") + settings.number("data.max_response_length")
+
+
+def experts_over(settings: Settings, model: str) -> int:
+    """Ranks over which one layer's experts are spread: expert x expert tensor parallel."""
+    ep = settings.number(f"{model}.megatron.expert_model_parallel_size")
+    etp = settings.number(f"{model}.megatron.expert_tensor_parallel_size")
+    return ep * etp if ep > 1 else 1
+
+
+def tensor_parallel(settings: Settings, model: str) -> int:
+    """Ranks that share a layer here: those that share its matrices, its sequences or its experts in verl.
+
+    Context parallelism and Ulysses leave the number of data-parallel ranks as it was; experts are spread over the
+    tensor-parallel ranks, so that there are as many of these as held a layer's experts, up to a node's.
+    """
+    tp = settings.number(f"{model}.megatron.tensor_model_parallel_size")
+    tp *= prod(settings.number(f"{model}.{name}") for name in _SPREAD)
+    experts = experts_over(settings, model)
+    return max(tp, experts) if experts <= settings.number("trainer.n_gpus_per_node") else tp
+
+
+def layout(settings: Settings, model: str) -> dict[str, Any]:
+    """Megatron keys of a model whose sequences or experts are spread."""
+    tp = tensor_parallel(settings, model)
+    own = f"{model}.megatron"
+    return {f"{own}.tensor_model_parallel_size": tp, f"{own}.sequence_parallel": tp > 1}
+
+
+def budget(settings: Settings, model: str) -> int:
+    """Tokens of a micro-batch: those that verl's keys allow at most, and one whole sequence at least."""
+    ranks = prod(settings.number(f"{model}.{name}") for name in _SPREAD)
+    dynamic = settings.of(f"{model}.use_dynamic_bsz")
+    if dynamic is None:
+        dynamic = settings.of(f"{A}.use_dynamic_bsz")
+    if dynamic:
+        tokens = settings.number(f"{model}.ppo_max_token_len_per_gpu", 16_384) * ranks
+    else:
+        rows = settings.number(f"{model}.ppo_micro_batch_size_per_gpu", 0)
+        gpus = settings.number("trainer.nnodes") * settings.number("trainer.n_gpus_per_node")
+        rows = rows or max(1, settings.number(f"{model}.ppo_micro_batch_size", 1) // gpus)
+        tokens = rows * longest(settings)
+    return max(tokens, longest(settings))
+
+
+def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Keys to set beside those that are written, with the reason."""
+    default = "verl's default"
+    added: dict[str, tuple[Any, str]] = {
+        "data.train_batch_size": (1024, default),
+        "data.answer_key": ("reward_model.ground_truth", "where verl's rows hold the reference answer"),
+        "algorithm.adv_estimator": ("gae", default),
+        f"{A}.ppo_mini_batch_size": (256, default),
+        f"{A}.ppo_max_token_len_per_gpu": (budget(settings, A), "tokens of the micro-batches that verl's keys allow"),
+        f"{A}.clip_ratio_c": (3.0, f"{default}: dual clip is on"),
+        f"{R}.n": (1, default),
+        f"{R}.name": ("vllm", "generates in verl too"),
+        "trainer.n_gpus_per_node": (8, default),
+        "trainer.total_epochs": (30, default),
+    }
+    if made.get(f"{R}.name", "vllm") == "vllm":
+        added[f"{R}.tensor_model_parallel_size"] = (2, default)
+        added[f"{R}.max_num_seqs"] = (1024, default)
+    if needs_critic(settings):
+        added[f"{C}.ppo_max_token_len_per_gpu"] = (budget(settings, C), "as for the policy")
+    if settings.under(f"{A}.megatron") and made.get(f"{A}.megatron.tensor_model_parallel_size", 1) > 1:
+        added[f"{A}.megatron.sequence_parallel"] = (True, default)
+    if "profiler.tool" in made:
+        added["profiler.steps"] = ([3], "verl's global_profiler.steps names none")
+    if made.get(f"{R}.top_p", 1) < 1 or made.get(f"{R}.top_k", -1) > 0:
+        added["algorithm.rollout_correction.rollout_is"] = ("token", "top_p and top_k sample from another distribution")
+    if not any(key.startswith("reward.parts") or key == "reward.name" for key in made):
+        added |= _reward(settings)
+    return added
+
+
+def _reward(settings: Settings) -> dict[str, tuple[Any, str]]:
+    """verl scores a row by its data source; here a key says by what, so that the files' names have to do."""
+    files = f"{settings.of('data.train_files')}".lower()
+    why = "verl chooses by the rows' data_source; here this key does, and it is guessed from data.train_files"
+    if "gsm8k" in files and "math" not in files.replace("gsm8k", ""):
+        return {"reward.name": ("gsm8k", why)}
+    return {"reward.name": ("math_verify", f"{why}: look whether it is right for your data")}

@@ -1,0 +1,179 @@
+"""Settings as people write them: a YAML file, `key=value` words, or a shell script that starts a run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+_KEY = re.compile(r"^(?:~[A-Za-z_]\w*(?:\.[\w@/\-]+)*(?:=|$)|\+{0,2}[A-Za-z_]\w*(?:\.[\w@/\-]+)+=)")
+_ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
+_ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)\+?=\(((?:[^()'\"]|'[^']*'|\"[^\"]*\"|\$\(\([^)]*\)\))*)\)", re.MULTILINE)
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_ALL_OF = re.compile(r"^\$\{(\w+)\[@\]\}$")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_MOST = 2**63
+
+
+def read_written(words: Sequence[str]) -> dict[str, Any]:
+    """Settings by dotted key; what is written later counts.
+
+    Args:
+        words: files (.yaml, .yml, .sh) and overrides: `key=value`, `+key=value`, `++key=value`, `~key`; other words of
+            a command line, such as `python3 -m verl.trainer.main_ppo`, are passed over.
+
+    Raises:
+        ValueError: a file that cannot be read, or nothing that sets a key.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        if re.search(r"\.(ya?ml|sh|bash)$", word) and not _KEY.match(word):
+            values |= _of_file(word)
+        elif _KEY.match(word) or ("=" in word and not word.startswith("-")):
+            _override(values, word)
+    if not values:
+        raise ValueError("no configuration: name a YAML file, a shell script, or key=value settings")
+    return values
+
+
+def _of_file(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"'{path}' cannot be read: {getattr(e, 'strerror', None) or e}") from e
+    if path.endswith((".sh", ".bash")):
+        return _of_script(text, path)
+    try:
+        tree: Any = OmegaConf.create(text)
+        if not OmegaConf.is_dict(tree):
+            raise ValueError("it must hold sections such as 'data:'")
+    except Exception as e:  # the parsers raise what they like
+        raise ValueError(f"'{path}' is not valid YAML: {' '.join(str(e).split())[:200]}") from e
+    return _flat(tree)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted key; a value that refers to what is not there is not set."""
+    values: dict[str, Any] = {}
+    for name in tree:
+        key = f"{prefix}{name}"
+        if key in ("defaults", "hydra") or str(name) == "_target_":  # what Hydra is told
+            continue
+        try:
+            value = tree[name]
+        except Exception:  # an interpolation of the other program's own: its default
+            continue
+        if OmegaConf.is_dict(value):
+            values |= _flat(value, f"{key}.")
+        else:
+            values[key] = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
+    return values
+
+
+def _override(values: dict[str, Any], word: str) -> None:
+    if word.startswith("~"):
+        gone = word[1:].partition("=")[0]
+        for key in [key for key in values if key == gone or key.startswith(f"{gone}.")]:
+            del values[key]
+        return
+    key, _, text = word.lstrip("+").partition("=")
+    value = _value(text)
+    if isinstance(value, dict) and value:
+        values |= _flat(OmegaConf.create({key: value})) if "." not in key else _under(key, value)
+    else:
+        values[key] = value
+
+
+def _under(key: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {f"{key}.{name}": one for name, one in _flat(OmegaConf.create(value)).items()}
+
+
+def _value(text: str) -> Any:
+    """As Hydra reads it: YAML, whose numbers may be written 1e-6."""
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text.strip()}"]))["x"]  # type: ignore[index,call-overload]
+    except Exception:  # the parser raises what it likes: what is no YAML is text
+        return text.strip("'\"")
+
+
+def _of_script(text: str, path: str) -> dict[str, Any]:
+    """What its commands set; variables are those of the script and of the environment."""
+    text = re.sub(r"\\\r?\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
+    text = _ARITHMETIC.sub(lambda found: "".join(found[0].split()), text)  # one word
+    variables: dict[str, str] = dict(os.environ)
+    arrays: dict[str, list[str]] = {}
+
+    def keep(found: re.Match[str]) -> str:
+        arrays.setdefault(found[1], []).extend(_words(found[2], path))
+        return ""
+
+    rest = _ARRAY.sub(keep, text)
+    words: list[str] = []
+    for line in rest.splitlines():
+        if (found := _ASSIGNED.match(line)) and len(assigned := _words(found[2], path)) <= 1:
+            variables[found[1]] = _expanded(assigned[0], variables) if assigned else ""
+            continue
+        for word in _words(line, path):
+            name = _ALL_OF.match(word)
+            words += arrays.get(name[1], []) if name else [word]
+    values: dict[str, Any] = {}
+    for word in words:
+        if _KEY.match(word):
+            _override(values, _expanded(word, variables))
+    if not values:
+        raise ValueError(f"'{path}' sets no key: no word of it is of the form section.key=value")
+    return values
+
+
+def _words(text: str, path: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # a quotation over several lines, which no command that starts a run has
+        return []
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """With the values of variables that are known, and sums worked out; others stay as they are."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[3]
+        return variables.get(name) or (found[2] if found[2] is not None else variables.get(name, found[0]))
+
+    for _ in range(4):  # defaults name further variables
+        text = _VARIABLE.sub(value, text)
+    return _ARITHMETIC.sub(lambda found: _sum(found[1], variables) or found[0], text)
+
+
+def _sum(text: str, variables: Mapping[str, str]) -> str | None:
+    named = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), text)
+    try:
+        return str(_number(ast.parse(named.strip(), mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < _MOST:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result = _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+        if abs(result) < _MOST:
+            return result
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    raise ValueError("no sum of whole numbers")

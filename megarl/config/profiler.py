@@ -1,0 +1,34 @@
+"""What is recorded of chosen steps, to be looked at in a viewer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megarl.config.fields import Section, Size, Whole
+
+
+class Profiler(Section):
+    """Profiles of chosen steps on chosen ranks, in RUN/profiles. A profiler that fails never stops a run."""
+
+    tool: Literal["none", "torch", "nsight", "memory"] = Field(
+        "none",
+        description="torch: a trace of CPU and GPU that Perfetto opens; nsight: NVTX ranges, and a start and a stop "
+        "for nsys around the steps; memory: what was allocated where, for https://pytorch.org/memory_viz",
+    )
+    steps: list[Annotated[Whole, Field(ge=1)]] = Field(
+        default_factory=list, description="which steps, by their numbers in the metric files, from 1"
+    )
+    ranks: list[Annotated[Size, Field(ge=0)]] | Literal["all"] = Field(
+        default=[0], description="which ranks, from 0, or all"
+    )
+    memory_snapshot: bool = Field(
+        False,
+        description="from the run's start on, every rank records where GPU memory is allocated, which costs a little "
+        "time, and writes a snapshot when memory runs out",
+    )
+
+    def covers(self, rank: int) -> bool:
+        """Whether a rank is profiled."""
+        return self.tool != "none" and (self.ranks == "all" or rank in self.ranks)
