@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import socket
 import sys
 import time
 import traceback
-import warnings
 
 from megarl.config import ConfigError, load_run_config
+from megarl.debugging import debugging, follow_environment, hush_dependencies
 from megarl.processes import die_with_parent, end_now
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunRefused, RunStopped
@@ -26,6 +25,7 @@ def main(argv: list[str]) -> int:
     if "RANK" in os.environ:  # else nobody launched it, and it may outlive the shell
         launcher = os.environ.get("MEGARL_LAUNCHER")
         die_with_parent(int(launcher) if launcher else None)
+    follow_environment()
     stop = StopRequest(rank)
     stop.install()
     if not argv or argv[0].startswith("-"):
@@ -39,11 +39,13 @@ def main(argv: list[str]) -> int:
         from megarl.trainer.run_lock import RunLock
 
         inputs = check_run(config)
-        _hush_dependencies()
+        hush_dependencies()
         enable_cpu_ranks()  # before Megatron-Core is imported, which a flow does
         flow = FLOWS.load(config.trainer.flow)
-        lock = RunLock(config.trainer.run_dir) if rank == 0 else None
+        lock = RunLock(config.trainer.run_dir, steps=inputs.total_steps or None) if rank == 0 else None
     except (ConfigError, ValueError) as e:
+        if debugging():
+            traceback.print_exc()
         return _refuse(f"error: {e}", rank)
 
     from megarl.trainer.run import run
@@ -54,20 +56,26 @@ def main(argv: list[str]) -> int:
         stopped_by = run(inputs, flow, stop)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
-        code = _failed(e, rank)
+        code = _failed(e, rank, stop)
+        if lock is not None and stop.ending is None:
+            lock.note_end(f"failed: {' '.join(str(e).split())[:200] or type(e).__name__}")
         sys.stdout.flush()
         end_now(code)
     if lock is not None:
+        lock.note_end("finished" if stopped_by is None else f"stopped by {stopped_by.name}")
         lock.release()
     return 0 if stopped_by is None else 128 + stopped_by
 
 
-def _failed(error: BaseException, rank: int) -> int:
+def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
     """Say what ended the run, the rank that knows most first; returns the exit code."""
     from megarl.data.row_files import RowsChanged
     from megarl.parallel.watch import Stalled, is_peer_loss
     from megarl.rewards.judge import RewardError
+    from megarl.telemetry.profiler import OutOfMemory
 
+    if debugging():
+        traceback.print_exc()
     if isinstance(error, RunRefused):
         return _refuse(f"error: {error}", rank)
     if isinstance(error, RunStopped):
@@ -75,20 +83,15 @@ def _failed(error: BaseException, rank: int) -> int:
         return 1
     if is_peer_loss(error):
         time.sleep(SECOND_VOICE_SECONDS)
+        if stop.ending is not None:  # so were the peers, and a person knows why
+            return 128 + stop.ending
     text = f"rank {rank} failed:\n{traceback.format_exc()}"
     if isinstance(error, Stalled):
         text = str(error)
-    elif isinstance(error, RowsChanged | RewardError):  # its text has the user's frames, and ours say nothing
+    elif isinstance(error, RowsChanged | RewardError | OutOfMemory):  # its text says all, and our frames nothing
         text = f"rank {rank} failed: {error}"
     print(f"megarl: {text}", file=sys.stderr, flush=True)
     return 1
-
-
-def _hush_dependencies() -> None:
-    """Megatron-Core, torch and vLLM warn of their own deprecations and absent options, per rank and call site."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    for module in ("megatron", "torch", "vllm"):
-        warnings.filterwarnings("ignore", module=module)
 
 
 def _refuse(message: str, rank: int) -> int:

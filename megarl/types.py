@@ -213,6 +213,7 @@ class Rollout:
         versions: (version, tokens) one after another: how many tokens were added with which version of the weights.
         finish_reason: None until it is finished.
         reward: its score; None until it is scored, and where scoring failed.
+        parts: of the score, and what reward functions returned beside theirs, by name.
         episode: how it came about; None: the policy spoke once.
     """
 
@@ -226,6 +227,7 @@ class Rollout:
     versions: tuple[tuple[int, int], ...] = ()
     finish_reason: FinishReason | None = None
     reward: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
     episode: Episode | None = None
 
     @property
@@ -294,9 +296,11 @@ class Rollouts(Sequence[Rollout]):
         """One per response."""
         return tuple(rollout.reward for rollout in self.items)
 
-    def scored(self, rewards: Sequence[float | None]) -> Rollouts:
-        """The same with these scores."""
-        return self.of(replace(rollout, reward=r) for rollout, r in zip(self.items, rewards, strict=True))
+    def scored(self, rewards: Sequence[float | None], parts: Sequence[Mapping[str, float]] | None = None) -> Rollouts:
+        """The same with these scores, and with what they are made of."""
+        made_of = [rollout.parts for rollout in self.items] if parts is None else parts
+        scores = zip(self.items, rewards, made_of, strict=True)
+        return self.of(replace(rollout, reward=r, parts=p) for rollout, r, p in scores)
 
     def of_groups(self, which: Sequence[int]) -> Rollouts:
         """The responses of some groups, by the groups' places in `groups`."""

@@ -11,7 +11,8 @@ responses of a step, `data.train_batch_size` x `rollout.n`:
     carry-over   as with rollout.carry_over: the round ends when enough groups are finished, the next one has the others
     even         as waiting, but all responses have the mean length: what there would be to gain with no tail at all
 
-The first rounds, in which carry-over begins with more groups than it ends with, do not count.
+The first rounds, in which engines warm up and carry-over begins with more groups than it ends with, do not count.
+Without `data.train_files` the prompts are random, of `data.max_prompt_length` tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from benchmark import finish, run_of, start
+from benchmark import finish, inputs_of, run_of, start
 
 from megarl.config import ConfigError, load_run_config
 from megarl.parallel.groups import Groups
@@ -34,12 +35,11 @@ from megarl.rollout.engine import Engine, Request
 from megarl.rollout.replicas import Quota
 from megarl.trainer.build import build_actor
 from megarl.trainer.carry_over import CarryOver
-from megarl.trainer.checks import check_run
 from megarl.trainer.inputs import Inputs
 from megarl.types import Completion, Rollout, Rollouts
 
 LONG_ONE_IN, SHORTER = 20, 8
-WARM_UP = 4
+WARM_UP = {"waiting": 1, "carry-over": 4, "even": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     carrying = ["actor_rollout_ref.rollout.carry_over.enable=true", "algorithm.rollout_correction.rollout_is=token"]
     try:
-        inputs = check_run(load_run_config(args.config, [*carrying, *args.overrides]))
+        inputs = inputs_of(load_run_config(args.config, [*carrying, *args.overrides]))
     except (ConfigError, ValueError) as e:
         print(f"bench_carry_over: error: {e}", file=sys.stderr)
         return 2
@@ -123,8 +123,8 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
     staleness, left = 0, 0.0
     for way, make in {"waiting": waiting, "carry-over": carrying, "even": waiting}.items():
         _set_lengths(generation.engine, submit, longest, even=way == "even")
-        for round_ in range(WARM_UP + rounds):
-            if round_ == WARM_UP:
+        for round_ in range(WARM_UP[way] + rounds):
+            if round_ == WARM_UP[way]:
                 decoded[0] = 0
             dist.barrier(group=groups.control)
             began = time.perf_counter()
@@ -137,7 +137,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
             if groups.device.type == "cuda":
                 torch.cuda.synchronize()
             dist.barrier(group=groups.control)
-            if round_ >= WARM_UP:
+            if round_ >= WARM_UP[way]:
                 seconds.setdefault(way, []).append(time.perf_counter() - began)
                 tokens[way] = tokens.get(way, 0) + drawn_tokens
                 assert made.version is not None

@@ -18,7 +18,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 
-from megarl.config.schema import Reward as Settings
+from megarl.config.reward import Reward as Settings
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Response
 from megarl.rewards.parts import parts_of

@@ -4,7 +4,8 @@
     torchrun --nproc_per_node N tools/bench_rollout.py CONFIG [key=value ...] [--rounds 3] [--peer vllm] [--json FILE]
 
 Everything a training run holds is there: the actor, its optimizer and the reshard. Each round measures two ways of
-generating `rollout.n` responses to the first `data.train_batch_size` prompts:
+generating `rollout.n` responses to the first `data.train_batch_size` prompts (without `data.train_files`: random ones
+of `data.max_prompt_length` tokens):
 
     hybrid    as the trainer does it: a seed per sample, log-probabilities, everything on every rank
     raw       `LLM.generate` with vLLM's defaults: no seeds, no log-probabilities, nothing gathered
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from benchmark import finish, run_of, start
+from benchmark import finish, inputs_of, run_of, start
 
 from megarl.config import ConfigError, load_run_config
 from megarl.parallel.groups import Groups
@@ -41,7 +42,6 @@ from megarl.rollout.vllm import internals
 from megarl.rollout.vllm.checks import check_vllm
 from megarl.rollout.vllm.engine import VLLMEngine
 from megarl.trainer.build import build_actor
-from megarl.trainer.checks import check_run
 from megarl.trainer.inputs import Inputs
 from megarl.types import Prompt
 
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", help="file for the figures")
     args = parser.parse_intermixed_args(argv)
     try:
-        inputs = check_run(load_run_config(args.config, args.overrides))
+        inputs = inputs_of(load_run_config(args.config, args.overrides))
         if args.peer:
             check_peer(inputs)
     except (ConfigError, ValueError) as e:

@@ -23,7 +23,9 @@ from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, init_distributed
 from megarl.rewards import Reward
 from megarl.rewards.parts import Part
+from megarl.trainer.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.memory import check_memory
 from megarl.trainer.report import Report
 from megarl.trainer.resume import Start
 from megarl.trainer.session import Callback, Run
@@ -64,12 +66,25 @@ class NoText:
         return ""
 
 
+def inputs_of(config: Config) -> Inputs:
+    """What the configuration's run reads, or synthetic inputs where it names no data.
+
+    Raises:
+        ValueError: it cannot run.
+    """
+    if config.data.train_files:
+        return check_run(config)
+    arch = check_layouts(config)
+    check_memory(config, arch)
+    return synthetic_inputs(config, arch)
+
+
 def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
-    """Random prompts and scores; nothing ends a response before it is full."""
+    """Random prompts, enough for several steps, and scores; nothing ends a response before it is full."""
     rng, data = random.Random(0), config.data
     prompts = [
         Prompt(index=i, token_ids=tuple(rng.choices(range(arch.vocab_size), k=data.max_prompt_length)), row={})
-        for i in range(data.train_batch_size)
+        for i in range(4 * data.train_batch_size)
     ]
     return Inputs(
         config=config,

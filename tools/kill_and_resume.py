@@ -30,6 +30,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from megarl.telemetry.metrics import TIMED
+
 ROOT = Path(__file__).parents[1]
 MOMENTS = {  # name -> file and function that the main thread is in
     "generate": ("rollout/native/engine.py", "_decode"),
@@ -189,8 +191,7 @@ def last_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without what depends on the clock."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clock = ("timing/", "tokens_per_s", "reward/latency_")
-    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
 
 
 def main(argv: list[str] | None = None) -> int:

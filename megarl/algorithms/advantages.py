@@ -6,7 +6,7 @@ import torch
 
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.registry import ESTIMATORS
-from megarl.config.schema import Algorithm
+from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
 
 

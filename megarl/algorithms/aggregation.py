@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.config.schema import LossAggMode
+from megarl.config.fields import LossAggMode
 from megarl.types import Batch
 
 

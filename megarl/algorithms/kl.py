@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.config.schema import KlLoss, KlPenalty
+from megarl.config.fields import KlLoss, KlPenalty
 
 MAX_LOG_RATIO = 20.0
 """nats. The exponential of more overflows for a long sequence, and in a gradient 0 x infinity is NaN."""

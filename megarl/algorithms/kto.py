@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.loss import LossInput, LossOutput, Metric
 from megarl.algorithms.pairs import log_probs_of_sequences
-from megarl.config.schema import Preference
+from megarl.config.algorithm import Preference
 
 _KEYS = ("beta", "desirable_weight", "undesirable_weight")
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algorithms.loss import Loss
-    from megarl.config.schema import Actor, Algorithm, Preference
+    from megarl.config.algorithm import Algorithm, Preference
+    from megarl.config.policy import Actor
     from megarl.types import Batch
 
 ESTIMATORS: Registry[Callable[[Batch, Algorithm], Tensor]] = Registry(

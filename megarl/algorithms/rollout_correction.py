@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import bounded
-from megarl.config.schema import RolloutCorrection
+from megarl.config.algorithm import RolloutCorrection
 from megarl.types import Batch
 
 
@@ -29,6 +29,8 @@ def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
     if config.rollout_is is not None:
         ratio = _ratio(batch, log_ratio, config.rollout_is)
         weights = weights * ratio.clamp_max(config.rollout_is_threshold)
+        if config.rollout_is_batch_normalize:
+            weights = weights / _mean(batch, weights, config.rollout_is)
     if config.rollout_rs is not None:
         ratio = _ratio(batch, log_ratio, config.rollout_rs)
         weights = weights * ((ratio >= config.rs_lower) & (ratio <= config.rollout_rs_threshold))
@@ -80,6 +82,14 @@ def gap_metrics(batch: Batch) -> dict[str, float]:
         metrics["weight_mean"] = float(weights.mean())
         metrics["rejected"] = float((weights == 0).float().mean())
     return metrics
+
+
+def _mean(batch: Batch, weights: Tensor, level: str) -> Tensor:
+    """Of the response tokens' weights, or, where all tokens of a sequence have one, of the sequences'."""
+    if level == "token":
+        return weights[batch.response_mask].mean()
+    answered = batch.response_lengths > 0
+    return (batch.sum_per_sequence(weights)[answered] / batch.response_lengths[answered]).mean()
 
 
 def _ratio(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.encode import TooLong, encode_text
-from megarl.data.readers import Row, require_column
+from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -20,7 +20,7 @@ def answer_ids(row: Row, key: str, section_key: str, data: Data, tokenizer: Toke
             `data.max_response_length` tokens (`TooLong`).
     """
     require_column([row], key, section_key)
-    answer = row.columns[key]
+    answer = value_at(row.columns, key)
     if not isinstance(answer, str | int | float):  # str(None) would teach the model to say "None"
         raise ValueError(
             f"{row.source}: the answer in column '{key}' must be text or a number, "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.answers import answer_ids
 from megarl.data.conversations import turns_of
 from megarl.data.encode import TooLong, are_messages, prompt_ids
 from megarl.data.examples import Example
-from megarl.data.readers import Row, require_column
+from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -27,7 +27,7 @@ def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
 def _conversation(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
     key = data.messages_key
     require_column([row], key, "data.messages_key")
-    messages = row.columns[key]
+    messages = value_at(row.columns, key)
     if not are_messages(messages):
         raise ValueError(
             f"{row.source}: column '{key}' must hold a list of messages with role and content, "

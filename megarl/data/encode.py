@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from megarl.config.schema import Data
-from megarl.data.readers import Row, require_column
+from megarl.config.data import Data
+from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -55,7 +54,7 @@ def prompt_ids(row: Row, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
 def prompt_of(row: Row, key: str) -> str | Sequence[Mapping[str, str]]:
     """The text or the messages in the prompt's column; raises ValueError where there are none."""
     require_column([row], key, "data.prompt_key")
-    value = row.columns[key]
+    value = value_at(row.columns, key)
     if isinstance(value, str) or are_messages(value):
         return value
     raise ValueError(
@@ -88,8 +87,3 @@ def cut_prompt(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
         head = {"left": 0, "right": limit, "middle": limit // 2}[data.truncation]
         ids = [*ids[:head], *ids[len(ids) - (limit - head) :]]
     return tuple(ids)
-
-
-def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:
-    """Verifiers read the reference answer under 'answer', whatever its column is called."""
-    return {**columns, "answer": columns[answer_key]} if answer_key in columns else columns

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.answers import answer_ids
 from megarl.data.encode import prompt_ids
 from megarl.data.examples import Example
-from megarl.data.readers import Row, require_column
+from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -17,7 +17,7 @@ def judged(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
         ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.
     """
     require_column([row], data.label_key, "data.label_key")
-    label = row.columns[data.label_key]
+    label = value_at(row.columns, data.label_key)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         raise ValueError(
             f"{row.source}: the label in column '{data.label_key}' must be true, false, 1 or 0, not {label!r:.40}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.demonstrations import demonstration
 from megarl.data.encode import TooLong
 from megarl.data.examples import Example

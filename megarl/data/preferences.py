@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.answers import answer_ids, fitting_answer
 from megarl.data.conversations import Messages, turns_of
 from megarl.data.encode import are_messages, cut_prompt, prompt_ids
 from megarl.data.examples import Example, Turns
-from megarl.data.readers import Row, require_column
+from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -26,7 +26,7 @@ def preference(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
     for section_key, key in keys.items():
         require_column([row], key, section_key)
     margin = _margin(row, data.margin_key) if data.margin_key else 0.0
-    if any(are_messages(row.columns[key]) for key in keys.values()):
+    if any(are_messages(value_at(row.columns, key)) for key in keys.values()):
         chosen, rejected = (_conversation(row, key, data, tokenizer) for key in keys.values())
         if chosen[0] != rejected[0]:
             raise ValueError(
@@ -40,7 +40,7 @@ def preference(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
 
 
 def _conversation(row: Row, key: str, data: Data, tokenizer: Tokenizer) -> Turns:
-    messages: Messages = row.columns[key]
+    messages: Messages = value_at(row.columns, key)
     if not are_messages(messages) or messages[-1]["role"] != "assistant":
         raise ValueError(
             f"{row.source}: column '{key}' must hold a list of messages whose last is the assistant's, as the other "
@@ -52,14 +52,14 @@ def _conversation(row: Row, key: str, data: Data, tokenizer: Tokenizer) -> Turns
                 f"{row.source}: column '{key}' holds the answer alone, so that column '{data.prompt_key}' "
                 f"(data.prompt_key) must hold the messages before it"
             )
-        messages = [*row.columns[data.prompt_key], *messages]
+        messages = [*value_at(row.columns, data.prompt_key), *messages]
     prompt, answer = turns_of(messages, [len(messages) - 1], row.source, tokenizer)
     return cut_prompt(prompt, row.source, data), fitting_answer(answer, key, row.source, data)
 
 
 def _margin(row: Row, key: str) -> float:
     require_column([row], key, "data.margin_key")
-    margin = row.columns[key]
+    margin = value_at(row.columns, key)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise ValueError(f"{row.source}: the margin in column '{key}' must be a finite number, not {margin!r:.40}")
     return float(margin)

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.curriculum import load_curriculum
 from megarl.data.encode import prompt_ids
 from megarl.data.files import DataFile, data_files

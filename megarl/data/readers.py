@@ -50,6 +50,23 @@ def iterate_rows(patterns: Sequence[str], what: str) -> Iterator[Row]:
             raise no_rows(file.name, what)
 
 
+def has(columns: Mapping[str, Any], key: str) -> bool:
+    """Whether there is such a column, or, for "reward_model.ground_truth", such a field of one."""
+    if key in columns:
+        return True
+    name, dot, rest = key.partition(".")
+    inner = columns.get(name) if dot else None
+    return isinstance(inner, Mapping) and has(inner, rest)
+
+
+def value_at(columns: Mapping[str, Any], key: str) -> Any:
+    """The value there; raises KeyError unless `has`."""
+    if key in columns:
+        return columns[key]
+    name, _, rest = key.partition(".")
+    return value_at(columns[name], rest)
+
+
 def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
     """Raise ValueError, naming the columns there are, unless every row has the column.
 
@@ -58,7 +75,7 @@ def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
         section_key: the configuration key that names it, such as "data.prompt_key".
     """
     for row in rows:
-        if key not in row.columns:
+        if not has(row.columns, key):
             columns = ", ".join(str(name) for name in row.columns)
             raise ValueError(f"{section_key} = '{key}': no such column in {row.source}; columns: {columns}")
 

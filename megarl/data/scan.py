@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.encode import prompt_of
-from megarl.data.readers import BATCH_ROWS, Row, parse, require_column
+from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
 from megarl.registry import Registry
 from megarl.rewards.parts import Scorers, refusal_of
@@ -229,7 +229,7 @@ def arrow_rows(source: Any, name: str, first: int, last: int) -> Iterator[Placed
 
 def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:
     """Verifiers read the reference answer under 'answer', whatever its column is called."""
-    return {**columns, "answer": columns[answer_key]} if answer_key in columns else columns
+    return {**columns, "answer": value_at(columns, answer_key)} if has(columns, answer_key) else columns
 
 
 def digest_of(raw: bytes) -> int:
@@ -256,7 +256,7 @@ def _look_at(row: Row, asked: Scan, source: str) -> tuple[str | Conversation, fl
 
 def _difficulty(row: Row, key: str) -> float:
     require_column([row], key, "data.curriculum")
-    value = row.columns[key]
+    value = value_at(row.columns, key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{row.source}: data.curriculum sorts by column '{key}', whose {value!r:.40} is no number")
     return float(value)

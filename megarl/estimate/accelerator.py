@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -40,3 +41,33 @@ H200 = Accelerator(
     peer_rate=374e9,  # measured: one GPU pulls from another's memory through NVLink
     network_rate=50e9,  # an assumption: one 400 Gbit/s adapter per GPU
 )
+
+PEAKS: Mapping[str, float] = {
+    "GB200": 2450e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+}
+"""Peak FLOP/s of dense matrix products in bfloat16, by what stands in a GPU's name, in the order in
+which it is looked for: NVIDIA's data sheets, without sparsity."""
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """Peak FLOP/s of a GPU; None where it is not known.
+
+    Args:
+        name: as the driver calls it, such as "NVIDIA H200".
+        dtype: of the operands; only those of 16 bits are in the table.
+    """
+    if dtype not in ("bfloat16", "float16"):
+        return None
+    return next((peak for known, peak in PEAKS.items() if known in name), None)

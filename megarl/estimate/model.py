@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megarl.config import Config
-from megarl.config.schema import Batching, Megatron
+from megarl.config.policy import Batching, Megatron
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import ITEMSIZE
 from megarl.parallel.layout import TrainLayout

@@ -76,10 +76,19 @@ def between_nodes(job: Job, rank: int, elements: Counter[int]) -> int:
 
 
 def forward_flops(arch: Architecture, tokens: float) -> float:
-    """FLOPs of a sequence's forward pass: 2 per weight and token, and causal attention's 2 x tokens^2 per query channel
-    and layer (half of what the full matrix would take; arXiv 2205.05198, appendix A)."""
-    attention = 2 * tokens * arch.num_layers * arch.num_attention_heads * arch.head_dim
-    return tokens * (2 * active_parameter_count(arch) + attention)
+    """FLOPs of a sequence's forward pass."""
+    return flops_of_sequences(arch, active_parameter_count(arch), tokens, tokens**2)
+
+
+def flops_of_sequences(arch: Architecture, parameters: int, tokens: float, squares: float) -> float:
+    """FLOPs of a forward pass: 2 per weight and token, and causal attention's 2 x tokens^2 per query channel and layer
+    (half of what the full matrix would take; arXiv 2205.05198, appendix A).
+
+    Args:
+        parameters: that multiply a token, see `active_parameter_count`.
+        tokens, squares: sums of the sequences' lengths and of their squares.
+    """
+    return 2 * parameters * tokens + 2 * squares * arch.num_layers * arch.num_attention_heads * arch.head_dim
 
 
 def bubble(model: ModelJob, lengths: Lengths, sequences: int, mini_batches: int = 1) -> float:

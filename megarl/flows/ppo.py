@@ -82,6 +82,7 @@ def flow(run: Run) -> None:
         batch = correct_rollouts(batch, algorithm.rollout_correction)
         batch = compute_advantages(batch, algorithm, kl.coefficient)
         run.check_agreement(batch)
+        run.pace.passed(batch, (0 if at_once else 1) + (3 * roles.actor.ppo_epochs if trains else 0))
 
         if critic is not None:
             with run.phase(Phase.UPDATE_CRITIC):
@@ -92,6 +93,7 @@ def flow(run: Run) -> None:
         if at_once:
             check_gap(batch, config, step)
         run.log("rollout", gap_metrics(batch))
+        run.report.trained_on(batch)
         if batch.old_logp is not None and batch.teacher_logp is not None:
             gap = (batch.old_logp - batch.teacher_logp)[batch.response_mask]
             run.log("teacher", {"kl": float(gap.mean())})

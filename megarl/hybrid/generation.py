@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megarl.config.schema import Reshard
-from megarl.config.schema import Rollout as RolloutKeys
+from megarl.config.policy import Reshard
+from megarl.config.policy import Rollout as RolloutKeys
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.phases import Item, Phase
@@ -22,6 +22,7 @@ from megarl.roles.model import MegatronModel
 from megarl.rollout.build import build_engine
 from megarl.rollout.episodes import Episodes
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
+from megarl.rollout.speed import Speed
 from megarl.rollout.stop_strings import Decode
 from megarl.telemetry.timers import PhaseTimers
 from megarl.types import Prompt, Rollout, Rollouts, SamplingParams
@@ -35,6 +36,7 @@ class Generation:
     Attributes:
         engine: asleep outside `phase`.
         sync: what brings the actor's weights into it.
+        speed: of what was generated since somebody asked.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Generation:
         groups = actor.groups
         self._actor, self._rollout, self._groups = actor, rollout, groups
         self._residency, self._timers = residency, timers
-        self._episodes = episodes
+        self._episodes, self.speed = episodes, Speed()
         self._weights_leave = actor.weights_leave
         shared = SharedParameters(layouts_of(actor), groups.rank, actor.parameters(), none=self._weights_leave)
         residency.enter(Phase.GENERATE)  # an engine that measures how much memory is free finds what it will find later
@@ -140,14 +142,21 @@ class Generation:
 
         Episodes are played from their beginning to their end; one can become several rollouts of its group.
         """
-        with self._timers(Phase.GENERATE):
+
+        def told(place: int, rollout: Rollout) -> None:
+            self.speed.finished()
+            if on_finished is not None:
+                on_finished(place, rollout)
+
+        with self._timers(Phase.GENERATE), self.speed.measured():
             if self._episodes is not None:
                 assert quota is None, "an episode cannot wait for other weights"
                 made = self._episodes.play(self.engine, rollouts, params, version=version, on_finished=on_finished)
             else:
                 made = generate_rollouts(
-                    self.engine, self._groups, rollouts, params, version=version, on_finished=on_finished, quota=quota
+                    self.engine, self._groups, rollouts, params, version=version, on_finished=told, quota=quota
                 )
+        self.speed.count(rollouts, made)
         return Rollouts(items=tuple(made), temperature=params.temperature or 1.0, version=version)
 
     def close(self) -> None:

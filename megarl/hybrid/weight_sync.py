@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.config.schema import Reshard
+from megarl.config.policy import Reshard
 from megarl.models.tensors import EMBEDDING
 from megarl.reshard.execute import Resharder, ReshardStatistics
 from megarl.reshard.layouts import Layouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,7 +79,13 @@ def transformer_config(
         transformer_engine=transformer_engine,
         on_gpu=groups.device.type == "cuda",
     )
-    return TransformerConfig(**fields | dict(overrides or {}))
+    return TransformerConfig(**fields | with_kernels_here(overrides or {}))
+
+
+def with_kernels_here(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Without a fused kernel that is not installed: plain torch computes the same, and who plans has no GPU."""
+    absent = importlib.util.find_spec("transformer_engine") is None
+    return {name: value for name, value in overrides.items() if not (absent and name == "moe_permute_fusion")}
 
 
 def transformer_fields(

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megarl.models.architecture import Architecture
-from megarl.models.gpt import transformer_fields
+from megarl.models.gpt import transformer_fields, with_kernels_here
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.layout import TrainLayout
 
@@ -62,7 +62,7 @@ def check_overrides(
         _check_type(name, hints[name], value)
     enable_gradient_accumulation_fusion()
     try:
-        TransformerConfig(**fields | dict(overrides))
+        TransformerConfig(**fields | with_kernels_here(overrides))
     except Exception as e:  # Megatron-Core refuses by assertions, too
         reason = " ".join(str(e).split())[:300] or type(e).__name__
         raise ValueError(f"{_KEY} = {dict(overrides)}: Megatron-Core refuses it: {reason}") from e

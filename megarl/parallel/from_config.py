@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.config.schema import Megatron
+from megarl.config.policy import Megatron
 from megarl.data.formats import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 

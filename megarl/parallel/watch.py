@@ -13,13 +13,15 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 _SHOWN_RANKS, _SHOWN_FRAMES = 4, 6
+_REMEMBERED_WAITS = 4096
 _SECOND_VOICE_SECONDS = 2.5  # the launcher ends a rank before it says with less what another one says
 _TIMED_OUT = ("timed out waiting", "timed out after", "timeout")
 _PEER_LOST = ("connection closed by peer", "connection reset", "broken pipe", "connection refused", "socket closed",
@@ -28,6 +30,14 @@ _PEER_LOST = ("connection closed by peer", "connection reset", "broken pipe", "c
 
 class Stalled(RuntimeError):
     """A wait for other ranks ran out. Its text says who waited, for what, and where the late ranks are."""
+
+
+class Wait(NamedTuple):
+    """A stretch of `Watch.waiting`: the phase, `start` on this process's `time.perf_counter`, and its seconds."""
+
+    phase: str
+    start: float
+    seconds: float
 
 
 class Watch:
@@ -44,6 +54,7 @@ class Watch:
         self._hosts: list[str] = []
         self._rank, self._limit = 0, float("inf")
         self._join: Callable[[], dist.Store] = _job_store
+        self._waits: deque[Wait] = deque(maxlen=_REMEMBERED_WAITS)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -52,17 +63,25 @@ class Watch:
         Raises:
             Stalled: it took too long, and a rank that is late has a name.
         """
-        self._waits_for, began = what, time.monotonic()
+        self._waits_for, began = what, time.perf_counter()
         try:
             yield
         except RuntimeError as e:
             if self._hosts and is_timeout(e):
-                raise Stalled(self._explain(what, time.monotonic() - began)) from None
+                raise Stalled(self._explain(what, time.perf_counter() - began)) from None
             raise
         finally:
             self._waits_for = None
+            self._waits.append(Wait(self._phase(), began, time.perf_counter() - began))
         self._passed += 1
         self._since = time.monotonic()
+
+    def collect_waits(self) -> list[Wait]:
+        """What this rank waited for others since the last call, some thousands of waits at most; starts again from
+        none."""
+        waits = list(self._waits)
+        self._waits.clear()
+        return waits
 
     @contextmanager
     def active(

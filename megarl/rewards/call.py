@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.rewards.judge import Judged, NoScore, Response, judged_value, shown
 from megarl.rewards.registry import Reward, RewardFunction
+from megarl.rewards.verl_signature import MANY, arguments, asked_of, list_arguments, numbers_of
 
 OF_THE_RESPONSE = ("tokens", "finish_reason")
 """Parameters that a function is given if its signature names them."""
@@ -20,29 +21,47 @@ class Caller:
 
     def __init__(self, reward: Reward, args: Mapping[str, Any]) -> None:
         self._function, self._args = reward.function, dict(args)
-        self._of_response = [name for name in OF_THE_RESPONSE if name in _parameters(reward.function)]
+        parameters = _parameters(reward.function)
+        self._of_response = [name for name in OF_THE_RESPONSE if name in parameters]
+        self._verl = asked_of(parameters)
 
     def one(self, response: Response, row: Mapping[str, Any]) -> Any:
         """What the function returns; of an `async def` a coroutine."""
         own = {name: getattr(response, name) for name in self._of_response}
-        return self._function(response.text, row, **self._args, **own)
+        if not self._verl:
+            return self._function(response.text, row, **self._args, **own)
+        value = self._function(**arguments(self._verl, response, row), **self._args, **own)
+        return _numbers(value) if inspect.isawaitable(value) else numbers_of(value)
 
     def many(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[Judged]:
         """What a function of lists returns for each of them; raises NoScore unless that is as many values."""
         own = {name: [getattr(response, name) for response in responses] for name in self._of_response}
-        values = self._function([response.text for response in responses], list(rows), **self._args, **own)
+        if self._verl:
+            values = self._function(**list_arguments(self._verl, responses, rows), **self._args, **own)
+        else:
+            values = self._function([response.text for response in responses], list(rows), **self._args, **own)
         if not isinstance(values, str | bytes | Mapping) and isinstance(values, Iterable):
             values = list(values)
         if not isinstance(values, list):
             raise NoScore(f"returned {shown(values)}, a {type(values).__name__}, for a list of responses")
         if len(values) != len(responses):
             raise NoScore(f"returned {len(values)} scores for {len(responses)} responses")
-        return [judged_value(value) for value in values]
+        return [judged_value(numbers_of(value) if self._verl else value) for value in values]
+
+
+async def _numbers(value: Awaitable[Any]) -> Any:
+    return numbers_of(await value)
 
 
 def is_async(function: RewardFunction) -> bool:
     """Whether it is an `async def`, or an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def takes_lists(function: RewardFunction) -> bool | None:
+    """Whether a function that is called as verl calls them takes lists; None for any other function."""
+    asked = asked_of(_parameters(function))
+    return asked[0] == MANY[0] if asked else None
 
 
 def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
@@ -54,11 +73,11 @@ def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
     parameters = _parameters(reward.function)
     if not parameters:  # of an extension's function nothing is known
         return
-    taken = list(parameters.values())
+    taken, as_verl = list(parameters.values()), asked_of(parameters)
     positional = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in taken):
+    if not as_verl and len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in taken):
         raise ValueError(f"reward {reward.name} takes ({', '.join(parameters)}) and not (response, row)")
-    first = {p.name for p in positional[:2]}
+    first = set(as_verl) or {p.name for p in positional[:2]}
     free = {p.name: p for p in taken if p.kind in _NAMED and p.name not in first}
     for name in args:
         if name in OF_THE_RESPONSE:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.schema import Reward as Settings
+from megarl.config.reward import Reward as Settings
 from megarl.rewards.call import Caller
 from megarl.rewards.deadline import DeadlinePassed, call_within
 from megarl.rewards.judge import (

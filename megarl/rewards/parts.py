@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from megarl.config.schema import Reward as Settings
-from megarl.rewards.call import check_arguments, is_async
+from megarl.config.reward import Reward as Settings
+from megarl.rewards.call import check_arguments, is_async, takes_lists
 from megarl.rewards.judge import Failure, Judged, NoScore, Scored, cut, finite, shown
 from megarl.rewards.registry import BY_MODEL, Reward, RowCheck, is_registered, load_reward
 
@@ -133,6 +133,9 @@ def _part(label: str, settings: Any) -> Part:
 
 
 def _kind(reward: Reward, settings: Settings) -> Kind:
+    if (lists := takes_lists(reward.function)) is not None and lists != (settings.batch_size is not None):
+        what = "lists: set reward.batch_size, to 64 say" if lists else "one response at a time: unset reward.batch_size"
+        raise ValueError(f"reward {reward.name} takes {what}")
     if settings.batch_size is None:
         return "async" if is_async(reward.function) else "plain"
     if is_async(reward.function):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.schema import Reward as Settings
+from megarl.config.reward import Reward as Settings
 from megarl.rewards.channel import framed, take_messages
 from megarl.rewards.judge import Failure, Judged, Response, RewardError, Scored
 from megarl.rewards.parts import Part, combined

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from megarl.config.schema import Megatron, Model
+from megarl.config.policy import Megatron, Model
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Head, ScalarHead
 from megarl.parallel.groups import Groups

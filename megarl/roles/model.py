@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.algorithms.loss import Loss
-from megarl.config.schema import Megatron, Model
+from megarl.config.policy import Megatron, Model
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, fill
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config

@@ -12,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.schema import Megatron, Optim
+from megarl.config.policy import Megatron, Optim
 from megarl.models.kernels import adam_kernels
 from megarl.parallel.groups import Groups, in_its_layout
 from megarl.parallel.megatron_internals import storage_identity
@@ -72,13 +72,14 @@ class MegatronOptimizer:
             use_gloo_process_groups=False,
             pg_collection=self.groups.pgs,
         )
+        warmup = optim.warmup_of(total_steps)
         self._schedule = OptimizerParamScheduler(
             self._adam,
             init_lr=0.0,
             max_lr=optim.lr,
             min_lr=optim.lr if optim.lr_decay_style == "constant" else optim.min_lr,
-            lr_warmup_steps=optim.lr_warmup_steps,
-            lr_decay_steps=max(total_steps, optim.lr_warmup_steps + 1),
+            lr_warmup_steps=warmup,
+            lr_decay_steps=max(total_steps, warmup + 1),
             lr_decay_style=optim.lr_decay_style,
             start_wd=optim.weight_decay,
             end_wd=optim.weight_decay,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megarl.config.schema import Megatron, Model
+from megarl.config.policy import Megatron, Model
 from megarl.parallel.offload import OnHost
 from megarl.phases import Item
 from megarl.roles.model import MegatronModel

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, columns_of, prepared, scope_of
-from megarl.config.schema import LossAggMode, Megatron, Model, Optim
+from megarl.config.fields import LossAggMode
+from megarl.config.policy import Megatron, Model, Optim
 from megarl.data.packing import MiniBatch
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Passed

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import Rollout
+from megarl.config.policy import Rollout
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.registry import Registry

@@ -86,6 +86,11 @@ class Engine(Protocol):
         """Whether requests are not finished."""
         ...
 
+    def under_way(self) -> Mapping[int, Sequence[int]]:
+        """By key, the response tokens so far of requests that are not finished, for whoever watches; an engine need not
+        show them."""
+        return {}
+
     def interrupt(self) -> Mapping[int, Completion]:
         """Take all requests back that are not finished: by key, what there is of their responses."""
         ...

@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 
-_RECORDS = ("tensorboard", "rollouts", "validation", "config.yaml", "learning_curve.png")
+_RECORDS = (
+    *("tensorboard", "rollouts", "validation", "timeline", "profiles", "memory.json"),
+    *("config.yaml", "learning_curve.png", "report.html"),
+    *("wandb", "wandb_run.txt", "mlflow_run.txt"),
+)
 
 
 def set_aside_earlier_run(run_dir: str) -> str | None:
-    """Move metric files, sample rollouts, configuration and picture into RUN/earlier/1 (2, 3 ... if that is there).
+    """Move metrics, rollouts, profiles, configuration and picture into RUN/earlier/1 (2, 3 ... if that is there).
 
     Checkpoints stay where they are. Call it on one rank, before anything of the new run is written.
 

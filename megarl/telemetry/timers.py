@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 
 from megarl.phases import Phase
 from megarl.telemetry.memory import peak_memory
+
+Ranges = Callable[[Phase], AbstractContextManager[None]]
+
+
+class Span(NamedTuple):
+    """A stretch of one phase: `start` on this process's `time.perf_counter`, and its seconds."""
+
+    phase: str
+    start: float
+    seconds: float
 
 
 class PhaseTimers:
@@ -23,8 +34,12 @@ class PhaseTimers:
     kernel counts for the phase that launched it, and the host may run ahead.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, ranges: Ranges | None = None) -> None:
+        """
+        Args:
+            ranges: what is entered with each phase, such as a profiler's range of that name; None: nothing.
+        """
+        self._device, self._ranges = device, ranges or (lambda phase: nullcontext())
         self._edges: list[tuple[float | torch.cuda.Event, str | None]] = []  # when, and the phase that ends there
         self._peaks: defaultdict[str, int] = defaultdict(int)
         self._open: list[str] = []
@@ -34,7 +49,8 @@ class PhaseTimers:
         self._edge()
         self._open.append(phase)
         try:
-            yield
+            with self._ranges(phase):
+                yield
         finally:
             self._edge()
             self._open.pop()
@@ -44,17 +60,23 @@ class PhaseTimers:
         """The innermost open phase; empty between phases."""
         return self._open[-1] if self._open else ""
 
-    def collect(self) -> dict[str, float]:
-        """Seconds by phase since the last call, in order of first use; starts again from zero. Waits for the GPU."""
+    def spans(self) -> list[Span]:
+        """What was timed since the last call, in order; starts again from none. Waits for the GPU."""
         self._edge()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        seconds: dict[str, float] = {}
-        for (start, _), (stop, phase) in zip(self._edges, self._edges[1:], strict=False):
-            if phase is not None:
-                seconds[phase] = seconds.get(phase, 0.0) + _between(start, stop)
+        now, (last, _) = time.perf_counter(), self._edges[-1]
+        found = [
+            Span(phase, now - _between(start, last), _between(start, stop))
+            for (start, _), (stop, phase) in zip(self._edges, self._edges[1:], strict=False)
+            if phase is not None
+        ]
         self._edges = self._edges[-1:]
-        return seconds
+        return found
+
+    def collect(self) -> dict[str, float]:
+        """Seconds by phase since the last call, in order of first use; starts again from zero. Waits for the GPU."""
+        return seconds_by_phase(self.spans())
 
     def collect_peaks(self) -> dict[str, int]:
         """Bytes in use at most by phase since the last call, in order of first use; nothing on CPU ranks."""
@@ -72,6 +94,14 @@ class PhaseTimers:
             if phase is not None:
                 self._peaks[phase] = max(self._peaks[phase], peak)
         self._edges.append((now, phase))
+
+
+def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
+    """Phases in order of first use."""
+    seconds: dict[str, float] = {}
+    for phase, _, lasted in spans:
+        seconds[phase] = seconds.get(phase, 0.0) + lasted
+    return seconds
 
 
 def _between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.folder import Position, checkpoints, read_state
-from megarl.config.schema import Trainer
+from megarl.config.trainer import Trainer
 from megarl.data.formats import OF_FLOWS
 from megarl.evaluation.folder import write_json
 

@@ -10,9 +10,10 @@ from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint
 from megarl.config import Config
-from megarl.config.schema import Model, Optim, OtherModel
-from megarl.config.schema import RewardModel as RewardModelKeys
-from megarl.config.schema import Teacher as TeacherKeys
+from megarl.config.other_models import OtherModel
+from megarl.config.other_models import RewardModel as RewardModelKeys
+from megarl.config.other_models import Teacher as TeacherKeys
+from megarl.config.policy import Model, Optim
 from megarl.data.curriculum import Columns, Order, as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
 from megarl.data.prompts import PromptSet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -106,6 +107,8 @@ class Checkpointing:
             return False
         self.position = position
         self.best.saved(self.latest, validation)
+        if self._config.checkpoint.save_hf:
+            self._report.artifact(os.path.join(self.latest, "huggingface"))
         if self._groups.rank == 0:
             prune_checkpoints(run_dir, self._config.trainer.max_ckpt_to_keep, self.latest, self.best.folder)
         return True

@@ -23,12 +23,13 @@ from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
 from megarl.trainer.environment_checks import check_conversations, check_environment
-from megarl.trainer.inputs import Inputs, read_inputs
+from megarl.trainer.inputs import Inputs, read_inputs, read_model
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import check_other_files, check_other_layouts
 from megarl.trainer.resume import expected_start
 from megarl.trainer.run_folder import check_run_folder
+from megarl.trainer.telemetry_checks import check_telemetry
 
 LONGEST_LINE = 1000
 """Characters of a refusal."""
@@ -68,6 +69,25 @@ def _readable(message: str) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
 
 
+def check_answering(config: Config) -> Inputs:
+    """The part of `check_run` for a model that answers whatever it is asked: no data, no rewards, no folder.
+
+    Raises:
+        ValueError: the first thing that is wrong, in one line.
+    """
+    try:
+        ENGINES.check(config.actor_rollout_ref.rollout.name)
+        train_layout(config)
+        generation_layout(config)
+        check_megatron_core()
+        inputs = read_model(config)
+        _check_shapes(config, inputs.arch)
+        _check_model_files(inputs)
+    except ValueError as e:
+        raise ValueError(_readable(str(e))) from e
+    return inputs
+
+
 def check_layouts(config: Config) -> Architecture:
     """The part of `check_run` that needs nothing but the configuration and the models' config.json.
 
@@ -101,6 +121,8 @@ def _check_configuration(config: Config) -> None:
         PREFERENCES.check(config.algorithm.preference.loss_mode)
     for name in config.trainer.logger:
         SINKS.check(name)
+    check_telemetry(config)
+    _check_profiler(config)
     train_layout(config)
     generation_layout(config)
     check_megatron(config.actor_rollout_ref.actor.megatron)
@@ -149,6 +171,17 @@ def _check_best(config: Config) -> None:
     if trainer.test_freq == 0 or unvalidated:
         what = "data.val_files" if unvalidated else "trainer.test_freq"
         raise ValueError(f"{key} is measured by validations, and there are none; set {what}")
+
+
+def _check_profiler(config: Config) -> None:
+    profiler, world = config.profiler, config.trainer.world_size
+    if profiler.tool == "none":
+        return
+    if not profiler.steps or not profiler.ranks:
+        missing = "ranks" if profiler.steps else "steps"
+        raise ValueError(f"profiler.tool = {profiler.tool} records nothing: name profiler.{missing}, such as [3]")
+    if profiler.ranks != "all" and max(profiler.ranks) >= world:
+        raise ValueError(f"profiler.ranks: there is no rank {max(profiler.ranks)}, but ranks 0 to {world - 1}")
 
 
 def _check_optimization(config: Config) -> None:

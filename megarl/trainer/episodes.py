@@ -73,12 +73,13 @@ def score_episodes(
         say(f"{len(failed)} of {len(rollouts)} episodes failed; the first: {reason}")
     last = {(rollout.group, rollout.sample): i for i, rollout in enumerate(rollouts)}
     unscored = [i for i in sorted(last.values()) if _unscored(rollouts[i])]
-    rewards = [rollout.reward for rollout in rollouts]
+    rewards, parts = [rollout.reward for rollout in rollouts], [rollout.parts for rollout in rollouts]
     if unscored:
         asked = rollouts.of((_last_turn if last_turn else _itself)(rollouts[i]) for i in unscored)
-        for i, reward in zip(unscored, score(asked).rewards, strict=True):
-            rewards[i] = reward
-    return rollouts.scored([rewards[last[rollout.group, rollout.sample]] for rollout in rollouts])
+        for i, judged in zip(unscored, score(asked), strict=True):
+            rewards[i], parts[i] = judged.reward, judged.parts
+    places = [last[rollout.group, rollout.sample] for rollout in rollouts]
+    return rollouts.scored([rewards[i] for i in places], [parts[i] for i in places])
 
 
 def _unscored(rollout: Rollout) -> bool:

@@ -17,7 +17,7 @@ from megarl.trainer.first_step import remarks_on
 from megarl.trainer.overlong import overlong_penalties
 from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
-from megarl.trainer.step_metrics import episode_metrics, response_metrics, reward_metrics
+from megarl.trainer.step_metrics import episode_metrics, response_metrics, reward_metrics, spread_metrics
 from megarl.types import Batch, Rollout, Rollouts
 
 
@@ -94,6 +94,7 @@ def _show(run: Run, rollouts: Rollouts, drawn: Rollouts) -> None:
     """What people look at: samples of what is trained on, and numbers about all that was drawn."""
     run.report.samples(run.position.step, rollouts)
     run.log("reward", reward_metrics(drawn))
+    run.log("score", spread_metrics(drawn))
     run.log("response", response_metrics(drawn))
     run.log("episode", episode_metrics(drawn))
     if run.is_first_step:

@@ -101,6 +101,9 @@ class Inputs:
         )
 
 
+_NO_ROWS: dict[str, Any] = {"rewards": (), "train_prompts": [], "val_prompts": [], "demonstrations": []}
+
+
 def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     """Read everything that a run needs from disk.
 
@@ -124,6 +127,19 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
         rewards=rewards,
         **rows,
     )
+
+
+def read_model(config: Config) -> Inputs:
+    """The part of it that the model is: its architecture, its tokenizer and what ends its responses, and no rows.
+
+    Raises:
+        ValueError: as `read_inputs`.
+    """
+    model = config.actor_rollout_ref.model
+    arch = read_architecture(model.path)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
+    stop_tokens = _stop_tokens(config, arch, tokenizer)
+    return Inputs(config=config, arch=arch, tokenizer=tokenizer, stop_tokens=stop_tokens, **_NO_ROWS)
 
 
 def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> dict[str, Any]:

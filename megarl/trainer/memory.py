@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.schema import Critic
+from megarl.config.other_models import Critic
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megarl.config import Config
 from megarl.data.formats import generates, trains
 from megarl.estimate.budget import StageBudget, budget
+from megarl.estimate.budget_file import write_budget
 from megarl.estimate.budget_table import measured_table, predicted_table
 from megarl.estimate.fit import what_may_not_fit
 from megarl.estimate.prediction import reshard_of_some_ranks
@@ -26,7 +27,7 @@ class MemoryReport:
 
     def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
         self._groups, self._report = groups, report
-        self._steps = 0
+        self._run_dir, self._steps = config.trainer.run_dir, 0
         self._accelerator = this_accelerator()
         predicts = self._accelerator and generates(config) and trains(config)
         self._job = job_of(config, arch) if predicts else None
@@ -38,9 +39,19 @@ class MemoryReport:
     def predict(self) -> None:
         """Print the table, and what may turn out to be too much."""
         if self._accelerator and self._job:
+            self._write()
             self._report.show(predicted_table(self._job, self.predicted, self._accelerator))
             for line in what_may_not_fit(self._job, self._accelerator, self.predicted):
                 self._report.say(f"warning: if the estimates are right, {line}")
+
+    def _write(self) -> None:
+        """The prediction, into the run's folder."""
+        assert self._accelerator
+        if self._groups.rank == 0:
+            try:
+                write_budget(self._run_dir, self.predicted, self._accelerator)
+            except OSError as e:
+                self._report.warn(f"the predicted memory is not written: {e}")
 
     def measured(self, peaks: Mapping[str, int]) -> dict[str, float]:
         """Metrics of a step; every rank calls it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config import Config
-from megarl.config.schema import Batching
+from megarl.config.policy import Batching
 from megarl.data.packing import MicroBatches, MiniBatch, pack_by_count, pack_by_tokens
 from megarl.parallel.groups import Groups
 from megarl.types import Batch

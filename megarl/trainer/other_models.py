@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from megarl.algorithms.declaration import Needs
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code, weight_entries
 from megarl.config import Config
-from megarl.config.schema import Batching, Critic, Megatron, OtherModel, RewardModel, Teacher
+from megarl.config.other_models import Critic, OtherModel, RewardModel, Teacher
+from megarl.config.policy import Batching, Megatron
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE

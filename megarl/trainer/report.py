@@ -7,16 +7,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 from rich.table import Table
 
+from megarl.data.pieces import Pieces
 from megarl.evaluation.records import Record, write_records
 from megarl.telemetry.counting import Counting
 from megarl.telemetry.progress import Progress, print_table
-from megarl.telemetry.samples import Sample, write_samples
-from megarl.telemetry.sinks import Sink, open_sinks
+from megarl.telemetry.samples import write_samples
+from megarl.telemetry.sinks import FILES, SINKS, Sink, described, open_sinks
+from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
-from megarl.types import Rollout, Rollouts
+from megarl.trainer.shown_rollouts import ShownRollouts
+from megarl.types import Batch, Rollouts
 
 
 class Report:
@@ -31,14 +35,21 @@ class Report:
         self._trainer = inputs.config.trainer
         self._sinks: list[Sink] = []
         self._progress: Progress | None = None
-        self._unwritten: set[int] = set()  # which sinks have rows that wait for room
+        self._pieces: Pieces | None = None
+        self._shown: ShownRollouts | None = None  # may still be told of their tokens
+        self._failing: set[Sink] = set()  # of which a person was told
+        self._files: tuple[type, ...] = ()  # classes of sinks that are files
         self._open(first_step)
-        self._since = time.perf_counter()
+        config = os.path.join(self._trainer.run_dir, "config.yaml")
+        if os.path.exists(config):
+            self.artifact(config)
+        self._began = self._since = time.perf_counter()
 
     def rewind(self, first_step: int) -> None:
         """The run goes back: `first_step` (at most 0 in a warm-up) comes next, and what is there of it is dropped."""
-        self._close_sinks()
-        self._open(first_step)
+        staying = [sink for sink in self._sinks if getattr(sink, "append_only", False)]
+        self._close_sinks([sink for sink in self._sinks if sink not in staying])
+        self._open(first_step, staying)
 
     @contextmanager
     def progress(self, name: str, total: int, done: int = 0) -> Iterator[None]:
@@ -80,11 +91,14 @@ class Report:
         else:
             print_table(table)
 
-    def step(self, row: int, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    def step(
+        self, row: int, metrics: Mapping[str, float], seconds: Mapping[str, float], sequences: int = 0
+    ) -> dict[str, float]:
         """A step, under its number in the metric files; a supervised warm-up's are those up to 0.
 
         Args:
             seconds: by phase.
+            sequences: that the step trained on.
 
         Returns:
             the row.
@@ -94,6 +108,9 @@ class Report:
         timing["timing/step_s"], self._since = now - self._since, now
         if "tokens" in metrics:
             timing["tokens_per_s"] = metrics["tokens"] / timing["timing/step_s"]
+        if sequences:
+            timing["perf/samples_per_s"] = sequences / timing["timing/step_s"]
+        timing |= {"perf/since_start_s": now - self._began, "perf/timestamp_s": time.time()}
         self._log(row, {**metrics, **timing})
         return {**metrics, **timing}
 
@@ -101,12 +118,34 @@ class Report:
         """Some of the step's rollouts, as text."""
         if not self._speaks or not self._trainer.log_rollouts:
             return
-        chosen = [rollouts[i] for i in _evenly(len(rollouts), self._trainer.log_rollouts)]
-        samples = [self._sample(rollout) for rollout in chosen]
+        self._pieces = self._pieces or Pieces(self._inputs.tokenizer)
+        shown = self._shown = ShownRollouts(step, rollouts, self._trainer.log_rollouts, self._pieces)
+        self._write_samples(shown)
+        for sink in self._sinks:
+            if isinstance(sink, TakesRollouts):
+                with self._told_once(sink, f"the sample rollouts of step {step}"):
+                    sink.rollouts(step, shown.samples())
+
+    def trained_on(self, batch: Batch) -> None:
+        """The batch that was made of the rollouts of the last `samples`, with what was computed of its tokens: their
+        log-probabilities and advantages are written beside the samples. A step that ends before leaves them without."""
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            self._write_samples(shown, batch)
+
+    def _write_samples(self, shown: ShownRollouts, batch: Batch | None = None) -> None:
         try:
-            write_samples(self._trainer.run_dir, step, samples)
+            write_samples(self._trainer.run_dir, shown.step, shown.samples(batch))
         except OSError as e:
-            self.warn(f"the sample rollouts of step {step} are not written: {e}")
+            self._shown = None  # once is enough
+            self.warn(f"the sample rollouts of step {shown.step} are not written: {e}")
+
+    def artifact(self, path: str) -> None:
+        """A file or folder that the run has written, for the sinks that note such things."""
+        for sink in self._sinks:
+            if isinstance(sink, TakesArtifacts):
+                with self._told_once(sink, path):
+                    sink.artifact(path)
 
     def validation(self, step: int, records: Sequence[Record]) -> None:
         """All responses of a validation, in `validation/step_000012.jsonl`."""
@@ -128,23 +167,9 @@ class Report:
         with Counting(total, description) as counting:
             yield counting.one_more
 
-    def _sample(self, rollout: Rollout) -> Sample:
-        decode, turns, error = self._inputs.tokenizer.decode, None, None
-        if rollout.episode is not None:
-            said = [("policy" if own else "environment", decode(token_ids)) for own, token_ids in rollout.turns]
-            turns, error = tuple(said), rollout.episode.error
-        return Sample(
-            prompt=decode(rollout.prompt.token_ids),
-            response=decode(rollout.token_ids),
-            answer=str(rollout.prompt.row.get("answer", "")),
-            reward=rollout.reward,
-            turns=turns,
-            error=error,
-        )
-
     def close(self) -> None:
         """Flush the metric files and draw the learning curve from them. A finished run fails at nothing here."""
-        self._close_sinks()
+        self._close_sinks(self._sinks)
         if not self._speaks or "jsonl" not in self._trainer.logger:
             return
         from megarl.telemetry.plot import plot_learning_curve  # matplotlib, which no other rank needs
@@ -158,36 +183,48 @@ class Report:
         else:
             self.say(f"learning curve, metrics and sample rollouts are in {run_dir}")
 
-    def _open(self, first_step: int | None) -> None:
-        if self._speaks:
-            self._sinks = open_sinks(self._trainer.logger, self._trainer.run_dir, first_step, self.warn)
+    def _open(self, first_step: int | None, staying: Sequence[Sink] = ()) -> None:
+        if not self._speaks:
+            return
+        run_dir, config = self._trainer.run_dir, self._inputs.config
+        self._files = tuple(cast(type, SINKS.load(name)) for name in self._trainer.logger if name in FILES)
+        there = {type(sink) for sink in staying}
+        names = [name for name in self._trainer.logger if not (there and SINKS.load(name) in there)]
+        self._sinks = [*staying, *open_sinks(names, run_dir, first_step, self.warn, config)]
 
-    def _close_sinks(self) -> None:
-        for sink in self._sinks:
+    def _close_sinks(self, sinks: Sequence[Sink]) -> None:
+        for sink in sinks:
             try:
                 sink.close()
-            except OSError as e:
-                self.warn(f"metrics are lost: {e}")
-        self._sinks, self._unwritten = [], set()
+            except Exception as e:
+                self.warn(f"metrics are lost: {e if isinstance(e, OSError) else described(e)}")
+        self._sinks = [sink for sink in self._sinks if sink not in sinks]
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for i, sink in enumerate(self._sinks):
-            try:
+        for sink in self._sinks:
+            with self._told_once(sink, f"metrics of step {step}"):
                 sink.log(step, metrics)
-                self._unwritten.discard(i)
-            except OSError as e:
-                if i not in self._unwritten:
-                    self.warn(f"metrics of step {step} and later ones wait until they can be written: {e}")
-                self._unwritten.add(i)
         if self._progress is not None:
             self._progress.advance(metrics)
+
+    @contextmanager
+    def _told_once(self, sink: Sink, what: str) -> Iterator[None]:
+        """A sink that fails is no reason to stop. Of a file a person is told again if it was writable in between."""
+        try:
+            yield
+        except Exception as e:  # a user's class, or a library, can fail in any way
+            if sink in self._failing:
+                return
+            self._failing.add(sink)
+            if isinstance(e, OSError) and isinstance(sink, self._files):
+                self.warn(f"{what} and later ones wait until they can be written: {e}")
+            else:
+                self.warn(f"{type(sink).__name__} of trainer.logger failed at {what}: {described(e)}; the run goes on")
+        else:
+            if isinstance(sink, self._files):
+                self._failing.discard(sink)
 
 
 def title_of(loop: str) -> str:
     """What people call a loop of a flow."""
     return {"rl": "RL", "warmup": "warm-up", "train": "training"}.get(loop, loop)
-
-
-def _evenly(there_are: int, wanted: int) -> range:
-    """At most `wanted` places of a list, evenly spread."""
-    return range(0, there_are, max(1, there_are // wanted))[:wanted]

@@ -22,7 +22,7 @@ from megarl.checkpoint.folder import (
     set_aside,
 )
 from megarl.config import Config
-from megarl.config.schema import Trainer
+from megarl.config.trainer import Trainer
 from megarl.data.formats import OF_FLOWS, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.trainer.identity import as_recorded_before, differences

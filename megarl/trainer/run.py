@@ -48,6 +48,7 @@ def take_part(
     Raises:
         RunRefused: on every rank, if the ranks differ in what they read, or no checkpoint is fit to go on from.
         RunStopped: on every rank, if something went wrong that more steps would not mend.
+        OutOfMemory: on a rank whose GPU has not enough memory.
     """
     config = inputs.config
     torch.manual_seed(config.data.seed)
@@ -67,6 +68,9 @@ def take_part(
             session.finish()
         except RunInterrupted as e:
             stopped_by = e.signal
+        except torch.OutOfMemoryError as e:
+            session.stop_scoring()
+            raise session.profiler.out_of_memory(e) from e
         except BaseException:
             session.stop_scoring()
             raise

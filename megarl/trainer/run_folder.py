@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megarl.checkpoint.folder import checkpoints, position_of, read_state
-from megarl.config.schema import Trainer
+from megarl.config.trainer import Trainer
 
 ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints need is far more
 _RESULTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard", "validation", "eval.json")

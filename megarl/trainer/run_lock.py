@@ -1,4 +1,7 @@
-"""RUN/lock: a run folder belongs to one run at a time."""
+"""RUN/lock: a run folder belongs to one run at a time. The file says whose it is, and how the last one ended.
+
+{"host": "node7", "pid": 123, "since": "2026-01-31 12:00", "steps": 500, "ended": "finished"}
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import datetime
+from typing import Any
 
 LOCK_FILE = "lock"
 PATIENCE = 1.0  # seconds: a process that was killed holds its lock for a moment more, and so does one that only looks
@@ -20,8 +24,11 @@ _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 class RunLock:
     """Holds a run folder until this process ends; the kernel gives it back, however the process ends."""
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, *, steps: int | None = None) -> None:
         """
+        Args:
+            steps: of the whole run.
+
         Raises:
             ValueError: another run is in the folder; names it and says what to change.
         """
@@ -37,13 +44,23 @@ class RunLock:
         # A helper that outlives this process would keep the folder locked.
         os.register_at_fork(after_in_child=self._close)
         since = datetime.now().strftime("%Y-%m-%d %H:%M")
-        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode()
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, holder, 0)
+        self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "steps": steps}
+        self._write()
+
+    def note_end(self, how: str) -> None:
+        """Write down how the run ended, in a line such as "finished"; the folder is still held."""
+        self._holder["ended"] = how
+        with suppress(OSError):  # a full disk: then nobody knows
+            self._write()
 
     def release(self) -> None:
         """Give the folder back before the process ends."""
         self._close()
+
+    def _write(self) -> None:
+        written = json.dumps(self._holder).encode()
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, written, 0)
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -60,6 +77,27 @@ def check_free(run_dir: str) -> None:
         return
     try:
         _take(descriptor, fcntl.LOCK_SH, run_dir, remark=False)
+    finally:
+        os.close(descriptor)
+
+
+def holder_of(run_dir: str) -> tuple[dict[str, Any], bool]:
+    """What the lock's file says, empty if there is none, and whether a run holds the folder now."""
+    file = os.path.join(run_dir, LOCK_FILE)
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+    except OSError:
+        return {}, False
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held = False
+        except OSError as e:
+            held = e.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        holder: Any = {}
+        with suppress(OSError, ValueError):
+            holder = json.loads(os.pread(descriptor, 4096, 0))
+        return (holder if isinstance(holder, dict) else {}), held
     finally:
         os.close(descriptor)
 

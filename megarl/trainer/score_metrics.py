@@ -6,9 +6,15 @@ import math
 from collections.abc import Sequence
 
 from megarl.rewards.judge import Failure, Scored
+from megarl.trainer.step_metrics import quantile
 
 MOST_SOURCES = 64
 """Data sources with metrics of their own: a column that is different in every row names none."""
+
+
+def parts_by_name(scored: Scored) -> dict[str, float]:
+    """part/{label}, and what functions returned beside their scores."""
+    return {f"part/{label}": score for label, score in scored.parts.items() if label} | {**scored.metrics}
 
 
 def score_metrics(results: Sequence[Scored | Failure], sources: Sequence[str]) -> dict[str, float]:
@@ -21,7 +27,7 @@ def score_metrics(results: Sequence[Scored | Failure], sources: Sequence[str]) -
         part/{label}, and what functions returned beside their scores: means over the responses that have them.
         source/{source}/mean, source/{source}/accuracy: of the responses of a data source, if there are several.
         retried: further tries.
-        latency_mean_s, latency_p95_s, latency_max_s: seconds of the calls.
+        latency_mean_s, latency_p50_s, latency_p95_s, latency_max_s: seconds of the calls.
     """
     if not results:
         return {}
@@ -30,7 +36,7 @@ def score_metrics(results: Sequence[Scored | Failure], sources: Sequence[str]) -
     for result, source in zip(results, sources, strict=True):
         if isinstance(result, Failure):
             continue
-        found = {f"part/{label}": score for label, score in result.parts.items() if label} | {**result.metrics}
+        found = parts_by_name(result)
         if several:
             found[f"source/{source}/mean"] = result.score
             found[f"source/{source}/accuracy"] = float(result.score >= 1.0)
@@ -41,6 +47,7 @@ def score_metrics(results: Sequence[Scored | Failure], sources: Sequence[str]) -
         **{name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)},
         "retried": float(sum(result.retried for result in results)),
         "latency_mean_s": math.fsum(seconds) / len(seconds),
-        "latency_p95_s": seconds[math.ceil(0.95 * len(seconds)) - 1],
+        "latency_p50_s": quantile(seconds, 0.5),
+        "latency_p95_s": quantile(seconds, 0.95),
         "latency_max_s": seconds[-1],
     }

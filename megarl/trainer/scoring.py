@@ -11,7 +11,7 @@ from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.pool import RewardPool
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.reward_workers import host_here, workers_of
-from megarl.trainer.score_metrics import score_metrics
+from megarl.trainer.score_metrics import parts_by_name, score_metrics
 from megarl.types import Rollout, Rollouts
 
 Score = Callable[[Rollouts], Rollouts]
@@ -106,7 +106,10 @@ class Scorer:
             self._say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {first}")
         sources = [rollout.prompt.data_source for rollout in rollouts]
         self._noted += zip(results, sources, strict=True)
-        return rollouts.scored([None if isinstance(one, Failure) else one.score for one in results])
+        return rollouts.scored(
+            [None if isinstance(one, Failure) else one.score for one in results],
+            [{} if isinstance(one, Failure) else parts_by_name(one) for one in results],
+        )
 
 
 def _key(rollout: Rollout) -> tuple[int, int]:

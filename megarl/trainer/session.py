@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
-from megarl.config.schema import Batching, Megatron
+from megarl.config.policy import Batching, Megatron
 from megarl.data.formats import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
@@ -19,7 +19,9 @@ from megarl.roles.frozen import FrozenModel
 from megarl.roles.model import MegatronModel
 from megarl.roles.trained import TrainedModel
 from megarl.rollout.replicas import OnFinished
-from megarl.telemetry.timers import PhaseTimers
+from megarl.rollout.speed import Speed
+from megarl.telemetry.profiler import Profiler
+from megarl.telemetry.timers import PhaseTimers, seconds_by_phase
 from megarl.trainer.agreement import check_same_values
 from megarl.trainer.checkpointing import Checkpointing, saved_models
 from megarl.trainer.episodes import build_episodes
@@ -27,6 +29,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory_report import MemoryReport
 from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
 from megarl.trainer.nonfinite import NonFiniteUpdates
+from megarl.trainer.pace import Pace
 from megarl.trainer.report import Report, title_of
 from megarl.trainer.resume import Start
 from megarl.trainer.scoring import Scorer
@@ -34,6 +37,7 @@ from megarl.trainer.start_line import start_line
 from megarl.trainer.step_metrics import StepMetrics
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
+from megarl.trainer.timeline import Timeline
 from megarl.types import Batch, Rollouts
 
 T = TypeVar("T")
@@ -55,6 +59,7 @@ class Run:
         inputs: what the run reads: data, tokenizer, reward.
         position: of the last step that is done, or of the one under way.
         generations: the engines that were built.
+        pace: is told what the actor's model computes.
         is_first_step: whether the step under way is the first of its loop in this process.
         resumes: whether the run goes on from a checkpoint, so that first weights need not be read.
     """
@@ -69,12 +74,17 @@ class Run:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.inputs, self.config, self.groups, self.report = inputs, inputs.config, groups, report
-        self.timers, self.residency = PhaseTimers(groups.device), Residency()
+        self.profiler = Profiler(
+            self.config.profiler, self.config.trainer.run_dir, rank=groups.rank, device=groups.device, warn=report.warn
+        )
+        self.timers, self.residency = PhaseTimers(groups.device, self.profiler.phase), Residency()
         self.memory = MemoryReport(self.config, inputs.arch, groups, report)
+        self.pace = Pace(inputs.arch, groups, self.config.actor_rollout_ref.model.dtype)
+        self._timeline = Timeline(self.config.trainer, groups, report.warn)
         self.checkpoints = Checkpointing(inputs, groups, start, report)
         self.position, self.resumes = start.position, start.folder is not None
         self._stop, self._start, self._callbacks = stop, start, tuple(callbacks)
-        self._metrics = StepMetrics()
+        self._metrics, self._skipped = StepMetrics(), 0
         self._loops: list[str] = []  # begun or passed over
         self._open: str | None = None
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
@@ -244,9 +254,10 @@ class Run:
             while done < total:
                 self._leave_if_asked(order)
                 self.position, self._validated = Position(order, done + 1, loop), {}
-                yield self.position.step
-                self._end_step(total, validate)
-                done = self._after_updates(total, nonfinite)
+                with self.profiler.step(self.row):
+                    yield self.position.step
+                    self._end_step(total, validate)
+                    done = self._after_updates(total, nonfinite)
 
     @property
     def row(self) -> int:
@@ -281,7 +292,9 @@ class Run:
     def close(self) -> None:
         """Records and engines; while the world still stands."""
         self.stop_scoring()
+        self.pace.close()
         self.report.close()
+        self._timeline.close()
         for generation in self.generations:
             generation.close()
 
@@ -346,12 +359,15 @@ class Run:
 
     def _end_step(self, total: int, validate: Callable[[], Metrics] | None) -> None:
         self.is_first_step = False
-        metrics = self._metrics.collect()
+        metrics, speed = self._metrics.collect(), self._speed()
         if validate is not None and _due(self.config.trainer.test_freq, self.position.step, total, at_end=True):
             self._validated = self._validate(validate)
             metrics |= self._validated
         metrics |= self.memory.measured(self.timers.collect_peaks())
-        self._report_step(self.position, metrics)
+        self._skipped += sum(sum(model.skipped) for model in self._trained)
+        if self._trained:
+            metrics["perf/skipped_updates"] = float(self._skipped)
+        self._report_step(self.position, metrics, speed)
 
     def _after_updates(self, total: int, nonfinite: NonFiniteUpdates) -> int:
         """Recover from a step that went wrong, or save it where that is due; returns how many steps are done."""
@@ -369,10 +385,19 @@ class Run:
             raise RunStopped(f"{problem}; {self.checkpoints.latest} holds the steps so far")
         return self.position.step
 
-    def _report_step(self, position: Position, metrics: Metrics) -> None:
+    def _speed(self) -> Speed | None:
+        """Of generation since the last time; None where nothing was generated."""
+        return next((speed for one in self.generations if (speed := one.speed.collect()).seconds), None)
+
+    def _report_step(self, position: Position, metrics: Metrics, speed: Speed | None = None) -> None:
         loop, step = position.loop, position.step
         named = {f"{loop}/step": float(step)} if loop != "rl" else {}
-        row = self.report.step(self._before + step, {**named, **metrics}, self.timers.collect())
+        spans, waits = self.timers.spans(), self.groups.watch.collect_waits()
+        seconds = seconds_by_phase(spans)
+        pace, sequences = self.pace.collect(seconds, waits, speed)
+        self._speed()  # of a validation: it is of no step
+        row = self.report.step(self._before + step, {**named, **metrics, **pace}, seconds, sequences)
+        self._timeline.step(self._before + step, loop, spans, waits)
         for callback in self._callbacks:
             callback(loop, step, row)
 
@@ -394,6 +419,7 @@ class Run:
                 self.checkpoints.load(folder, None)
                 self.position, self._validated = saved, {}
                 self.report.rewind(self._before + saved.step + 1)
+                self._timeline.rewind()
                 self.report.warn(f"{what}; rolled back to {folder}, to go on with the next batches")
                 return
             what += f"; rolled back to {folder} too often"

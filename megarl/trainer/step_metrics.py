@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from megarl.algorithms.loss import Metric
@@ -33,6 +34,11 @@ def _reduced(metrics: Sequence[Metric]) -> float:
     return values[0] if kind == "first" else max(values) if kind == "max" else _mean(values)
 
 
+def quantile(in_order: Sequence[float], share: float) -> float:
+    """The number that this share of sorted ones stay at or below."""
+    return in_order[math.ceil(share * len(in_order)) - 1]
+
+
 def response_metrics(rollouts: Rollouts) -> dict[str, float]:
     """length_mean, length_max: tokens per response; truncated: share that was cut off at max_response_length."""
     lengths = [len(rollout.token_ids) for rollout in rollouts]
@@ -51,6 +57,25 @@ def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
         "accuracy": _mean([score >= 1.0 for score in scores]),
         "failed": float(len(rollouts) - len(scores)),
     }
+
+
+def spread_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """How far the scores are apart.
+
+    std, min, max, p10, p50, p90: over all scored responses; no_signal: share of the groups with several scored
+    responses whose scores are all the same; left out where no group has several.
+    """
+    scores = sorted(reward for reward in rollouts.rewards if reward is not None)
+    mean = _mean(scores)
+    found = {
+        "std": math.sqrt(_mean([(score - mean) ** 2 for score in scores])),
+        "min": scores[0],
+        "max": scores[-1],
+        **{f"p{percent}": quantile(scores, percent / 100) for percent in (10, 50, 90)},
+    }
+    groups = [[r for i in places if (r := rollouts[i].reward) is not None] for places in rollouts.groups]
+    compared = [len(set(group)) == 1 for group in groups if len(group) > 1]
+    return found | ({"no_signal": _mean(compared)} if compared else {})
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:

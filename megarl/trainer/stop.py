@@ -27,6 +27,9 @@ class StopRequest:
     which may wait inside a collective for minutes.
     """
 
+    ending: signal.Signals | None = None
+    """The signal that ends this process now, whatever its main thread does."""
+
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._asked: signal.Signals | None = None
@@ -82,6 +85,7 @@ class StopRequest:
                     self._end(asked, "ended at once by a second signal")
 
     def _end(self, asked: signal.Signals, why: str) -> None:
+        self.ending = asked
         self._say(f"{asked.name}: {why}")
         end_now(128 + asked)
 

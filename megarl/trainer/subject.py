@@ -18,6 +18,9 @@ from megarl.data.formats import EVAL
 from megarl.evaluation.folder import CONFIG_FILE
 from megarl.trainer.best import best_checkpoint
 
+USUAL_CONTEXT = 4096
+"""Tokens of prompt and response together, where the model has so many positions and nobody asks for more."""
+
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -108,9 +111,50 @@ def evaluation_config(
         model["path"] = subject.folder
     tree["data"]["format"] = "auto"
     tree["warmup"]["total_training_steps"] = 0
+    tree["profiler"]["tool"] = "none"  # it is for steps, and names ranks that may not be there
     ranks = {"nnodes": 1, **({} if nproc is None else {"n_gpus_per_node": nproc})}
     kept = {"flow": EVAL, "default_local_dir": folder, "resume_mode": "auto", "best_metric": "", "logger": ["console"]}
     tree["trainer"] |= {**kept, **ranks}
+    return build_config(tree)
+
+
+def answering_config(
+    config: Config, *, positions: int, requests: int, max_tokens: int | None, context: int | None, keep_engine: bool
+) -> Config:
+    """An evaluation's configuration for one rank that is asked anything.
+
+    Args:
+        positions: of the model.
+        requests: prompts that are asked together at most.
+        max_tokens: of a response; None: `data.max_response_length`, or half of the context if that is less.
+        context: tokens of prompt and response together; None: `USUAL_CONTEXT`, or what the data needs if that is more.
+        keep_engine: the configured one, instead of the native one, which shows tokens as they come.
+
+    Raises:
+        ValueError: lengths that do not fit, in one line.
+    """
+    if context is not None and context > positions:
+        raise ValueError(f"--context {context} is more than the model's {positions} positions")
+    whole = context or min(positions, max(USUAL_CONTEXT, config.data.max_sequence_length))
+    response = max_tokens or min(config.data.max_response_length, whole // 2)
+    if response >= whole:
+        raise ValueError(f"--max-tokens {response} leaves no room for a prompt in a context of {whole} tokens")
+    tree = config.model_dump()
+    tree["data"] |= {"max_prompt_length": whole - response, "max_response_length": response}
+    tree["environment"] |= {"name": "", "agent": ""}
+    roles = tree["actor_rollout_ref"]
+    roles["rollout"] |= {
+        "tensor_model_parallel_size": 1,
+        "max_num_seqs": min(requests, config.actor_rollout_ref.rollout.max_num_seqs),
+    }
+    if not keep_engine:
+        roles["rollout"]["name"] = "native"
+    roles["actor"]["megatron"] |= {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "sequence_parallel": False,
+    }
     return build_config(tree)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.returns import at_trained, gae_advantages
 from megarl.algorithms.whitening import whitened
-from megarl.config.schema import Algorithm
+from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
-from megarl.config.schema import Algorithm
+from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
 
 

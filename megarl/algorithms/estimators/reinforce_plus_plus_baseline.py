@@ -8,7 +8,7 @@ from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import group_scores
 from megarl.algorithms.returns import at_trained
 from megarl.algorithms.whitening import whitened
-from megarl.config.schema import Algorithm
+from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
 
 

@@ -13,7 +13,7 @@ from megarl.algorithms.covariance import covariances, with_selected
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, policy_output
-from megarl.config.schema import Actor
+from megarl.config.policy import Actor
 from megarl.types import Batch
 
 KEYS = ("actor.policy_loss.clip_cov_ratio", "actor.policy_loss.clip_cov_lb", "actor.policy_loss.clip_cov_ub")

@@ -8,7 +8,7 @@ from typing import ClassVar
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, log_ratio, policy_output
-from megarl.config.schema import Actor
+from megarl.config.policy import Actor
 
 
 @about("GMPO, arXiv 2507.20673", keys=CLIP_KEYS)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, policy_output
-from megarl.config.schema import Actor
+from megarl.config.policy import Actor
 
 
 @about("GSPO, arXiv 2507.18071, eq. 5 and 7", keys=CLIP_KEYS)

@@ -10,7 +10,7 @@ from megarl.algorithms.covariance import covariances, with_selected
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import log_ratio, policy_output
-from megarl.config.schema import Actor
+from megarl.config.policy import Actor
 from megarl.types import Batch
 
 KEYS = ("actor.policy_loss.kl_cov_ratio", "actor.policy_loss.ppo_kl_coef")

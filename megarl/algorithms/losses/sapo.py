@@ -10,7 +10,7 @@ import torch
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import log_ratio, policy_output
-from megarl.config.schema import Actor
+from megarl.config.policy import Actor
 
 
 @about("SAPO, arXiv 2511.20347, eq. 5 and 6", keys=("actor.policy_loss.tau_pos", "actor.policy_loss.tau_neg"))

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.pairs import chosen_cross_entropy, log_probs_of_sequences, pair_metrics, pair_weights
-from megarl.config.schema import Preference
+from megarl.config.algorithm import Preference
 
 _KEYS = ("beta", "length_normalization", "sft_coef")
 

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput, Metric
 from megarl.algorithms.pairs import chosen_cross_entropy, log_probs_of_sequences, pair_metrics, pair_weights
-from megarl.config.schema import Preference
+from megarl.config.algorithm import Preference
 
 NEAR_CERTAIN = -1e-6
 """nats. Odds of a probability nearer to 1 overflow; there they stay as they are, and give no gradient."""

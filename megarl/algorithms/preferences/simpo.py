@@ -14,7 +14,7 @@ from megarl.algorithms.pairs import (
     pair_weights,
     preferred,
 )
-from megarl.config.schema import Preference
+from megarl.config.algorithm import Preference
 
 _KEYS = ("beta", "gamma", "label_smoothing", "sft_coef")
 

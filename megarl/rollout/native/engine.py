@@ -157,6 +157,9 @@ class NativeEngine(Engine):
         self._prefill(cache, scheduler.admit())
         return scheduler.advance(self._decode(scheduler.running, one_kind=scheduler.one_kind))
 
+    def under_way(self) -> Mapping[int, Sequence[int]]:
+        return {} if self._scheduler is None else {r.request.key: r.token_ids for r in self._scheduler.running}
+
     def interrupt(self) -> Mapping[int, Completion]:
         return {} if self._scheduler is None else self._scheduler.interrupt()
 

@@ -15,8 +15,11 @@ from torch import Tensor
 
 
 def bucket(rows: int, most: int) -> int:
-    """The batch size to which so many rows are filled up: a power of two, at most `most`."""
-    return min(1 << (rows - 1).bit_length(), most)
+    """The batch size to which so many rows are filled up: a power of two or a multiple of 64, at most `most`.
+
+    A few rows take as long as one, the weights having to be read; where there are many, each takes its own time.
+    """
+    return min(1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64, most)
 
 
 class DecodeGraphs:

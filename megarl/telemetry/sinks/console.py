@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.telemetry.sinks.lines import Say
+from megarl.telemetry.lines import Say
 
 
 class ConsoleSink:

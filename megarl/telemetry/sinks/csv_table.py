@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Iterable, Mapping
 
-from megarl.telemetry.sinks.lines import LineFile, Say, complete_lines, keep, rewrite
+from megarl.telemetry.lines import LineFile, Say, complete_lines, keep, rewrite
 
 Row = Mapping[str, object]
 

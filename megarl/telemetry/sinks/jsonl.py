@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.telemetry.sinks.lines import LineFile, Say, complete_lines, keep
+from megarl.telemetry.lines import LineFile, Say, complete_lines, keep
 
 
 class JsonlSink:

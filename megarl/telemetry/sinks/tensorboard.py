@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from megarl.telemetry.sinks.lines import Say
+from megarl.telemetry.lines import Say
 
 
 class TensorBoardSink:
@@ -39,8 +40,9 @@ class TensorBoardSink:
                 # void what a half-written file may have of these rows
                 self._writer = SummaryWriter(self._folder, purge_step=self._waiting[0][0])
             for step, metrics in self._waiting:
-                for key, value in metrics.items():
-                    self._writer.add_scalar(key, value, step)
+                # one event a row: `add_scalar` would hand one of each metric to the thread that writes
+                scalars = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+                self._writer._get_file_writer().add_summary(Summary(value=scalars), step)
             self._writer.flush()
         except OSError:
             broken, self._writer = self._writer, None  # its thread has ended

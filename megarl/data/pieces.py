@@ -1,0 +1,48 @@
+"""The texts of single tokens, which joined are the text of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.data.tokenizer import Tokenizer
+
+_HALF = "\ufffd"  # what decoding makes of a part of a character
+
+
+class Pieces:
+    """Looks each token of a vocabulary up once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self._known = tokenizer, dict[int, str]()
+        self._before: tuple[list[int], str] | None = None
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """A text for each token: a special one's as the vocabulary spells it.
+
+        The text of a character that several tokens make up is the first one's, and the others have none: the bytes
+        E2, 82, AC give "€", "", "".
+        """
+        pieces = [self._known.get(i) for i in ids]
+        found = [self._look_up(i) if piece is None else piece for i, piece in zip(ids, pieces, strict=True)]
+        start = None
+        for place in range(len(found) + 1):
+            half = place < len(found) and _HALF in found[place]
+            if half and start is None:
+                start = place
+            elif not half and start is not None:
+                found[start:place] = [self._after_another(ids[start:place]), *[""] * (place - start - 1)]
+                start = None
+        return found
+
+    def _look_up(self, token_id: int) -> str:
+        piece = self._after_another([token_id]) or self.tokenizer.token(token_id)
+        self._known[token_id] = piece
+        return piece
+
+    def _after_another(self, ids: Sequence[int]) -> str:
+        """The text that tokens add to one before them: alone, a word's would lose its space."""
+        if self._before is None:
+            ids_before = self.tokenizer.encode("a")[-1:]
+            self._before = ids_before, self.tokenizer.decode(ids_before)
+        ids_before, before = self._before
+        return self.tokenizer.decode([*ids_before, *ids]).removeprefix(before)

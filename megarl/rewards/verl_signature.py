@@ -1,0 +1,53 @@
+"""Reward functions that are called as verl calls them: (data_source, solution_str, ground_truth, extra_info).
+
+One is known by its parameters' names. The row's columns are verl's: `data_source`, `extra_info`, and
+`reward_model.ground_truth`, which `data.answer_key` names. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.rewards.judge import Response
+
+ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
+MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Of a function of lists, for `reward.batch_size`."""
+
+
+def asked_of(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which of these names a function takes; empty for one that is not called that way."""
+    for names in (ONE, MANY):
+        if set(names[:3]) <= set(parameters):
+            return tuple(name for name in names if name in parameters)
+    return ()
+
+
+def arguments(asked: Sequence[str], response: Response, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one response."""
+    values = (row.get("data_source", ""), response.text, _ground_truth(row), row.get("extra_info"))
+    return {name: value for name, value in zip(ONE, values, strict=True) if name in asked}
+
+
+def list_arguments(
+    asked: Sequence[str], responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Any]]:
+    """Of several."""
+    pairs = list(zip(responses, rows, strict=True))
+    single = [arguments(ONE, response, row) for response, row in pairs]
+    return {many: [one[name] for one in single] for name, many in zip(ONE, MANY, strict=True) if many in asked}
+
+
+def numbers_of(value: Any) -> Any:
+    """What verl's function returned, without texts beside the score, which it allows for its records."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: one for name, one in value.items() if name == "score" or not isinstance(one, str | None)}
+
+
+def _ground_truth(row: Mapping[str, Any]) -> Any:
+    if "answer" in row:
+        return row["answer"]
+    of_model = row.get("reward_model")
+    return of_model.get("ground_truth") if isinstance(of_model, Mapping) else None

@@ -1,0 +1,53 @@
+"""How fast an engine generates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from megarl.types import Rollout
+
+
+@dataclass(kw_only=True)
+class Speed:
+    """Of a rank's calls of the engine since the last `collect`.
+
+    Attributes:
+        tokens: that the policy drew, on all ranks.
+        seconds: from the first request until all ranks had all responses.
+        latencies: seconds from the first request until a response was finished, of those that this rank tells of.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    _began: float = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """A call of the engine."""
+        self._began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - self._began
+
+    def finished(self) -> None:
+        """A response is, within `measured`."""
+        self.latencies.append(time.perf_counter() - self._began)
+
+    def count(self, before: Sequence[Rollout], after: Sequence[Rollout]) -> None:
+        """The tokens that were drawn."""
+        self.tokens += sum(map(_drawn, after)) - sum(map(_drawn, before))
+
+    def collect(self) -> Speed:
+        """What there is; starts again from nothing."""
+        taken = Speed(tokens=self.tokens, seconds=self.seconds, latencies=self.latencies)
+        self.tokens, self.seconds, self.latencies = 0, 0.0, []
+        return taken
+
+
+def _drawn(rollout: Rollout) -> int:
+    return len(rollout.token_ids) if rollout.sampled is None else rollout.sampled.count(1)

@@ -1,0 +1,284 @@
+"""Every metric that a run can log: its name, its unit, what it means, and what it is taken over. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from megarl.phases import Phase
+
+Reduction = Literal["mean", "sum", "max", "min", "quantile", "first update", "rank 0", "last"]
+"""What makes one number of many.
+
+mean, sum, max, min, quantile: over what the meaning names, wherever it is: responses, tokens, calls, updates or ranks.
+first update: the largest within the step's first update.
+rank 0: measured there alone.
+last: the number as it is at the end of the step, the same on every rank.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec:
+    """One metric, or a family of them.
+
+    Attributes:
+        name: as in the metric files; `{phase}`, say, stands for one of `PLACEHOLDERS`.
+        unit: "s", "tokens"; "1" for shares and numbers without a unit.
+        meaning: one sentence.
+        reduction: see `Reduction`.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    reduction: Reduction
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Of the names that this one stands for."""
+        parts = re.split(r"\{(\w+)\}", self.name)
+        return re.compile("".join(_PATTERNS[part] if i % 2 else re.escape(part) for i, part in enumerate(parts)))
+
+
+PLACEHOLDERS: dict[str, str] = {
+    "phase": "what a rank does at a time: " + ", ".join(Phase),
+    "update": "what is updated: `actor` or `critic`; `train` or `warmup` where examples are learnt from, or what a "
+    "flow of one's own calls it",
+    "examples": "`train`, of the step's examples, or `val`, of all of `data.val_files`",
+    "loop": "a loop other than that of the RL steps: `warmup`, `train`, or one of a flow of one's own",
+    "part": "the label of a part of the reward, `reward.parts`",
+    "source": "a data source of the rows",
+    "k": "a number of samples",
+    "own": "whatever a reward function calls it",
+}
+"""What stands in braces in names."""
+
+_PATTERNS = {
+    "phase": "(?:" + "|".join(Phase) + ")",
+    "update": "[a-z][a-z0-9_-]*",
+    "examples": "(?:train|val)",
+    "loop": "[a-z][a-z0-9-]*",
+    "part": "[^/]+",
+    "source": ".+",
+    "k": "[0-9]+",
+    "own": ".+",
+}
+
+TIMED = ("timing/", "tokens_per_s", "perf/", "gpu/", "straggler/", "reward/latency_", "response/latency_")
+"""How metrics of the clock and the machine begin: two runs that are otherwise equal differ in them."""
+
+
+def _m(name: str, unit: str, meaning: str, reduction: Reduction = "mean") -> MetricSpec:
+    return MetricSpec(name=name, unit=unit, meaning=meaning, reduction=reduction)
+
+
+_STEP = (
+    _m(
+        "step",
+        "steps",
+        "number of the row: of the RL step, 0 for the validation before the first, less in a warm-up",
+        "last",
+    ),
+    _m("{loop}/step", "steps", "number of the step within its loop, from 1", "last"),
+    _m("tokens", "tokens", "prompt and response tokens of the batch that is trained on", "sum"),
+    _m("tokens_per_s", "tokens/s", "`tokens` per second of the whole step, all ranks together", "rank 0"),
+)
+
+_REWARD = (
+    _m("reward/mean", "score", "score of the responses that have one"),
+    _m("reward/accuracy", "1", "share of the scored responses whose score is 1 or more"),
+    _m("reward/failed", "responses", "responses whose scoring failed; they are in no other number", "sum"),
+    _m("score/std", "score", "standard deviation of the scores over all responses"),
+    _m("score/min", "score", "lowest score", "min"),
+    _m("score/max", "score", "highest score", "max"),
+    _m("score/p10", "score", "score that a tenth of the responses stay at or below", "quantile"),
+    _m("score/p50", "score", "median score", "quantile"),
+    _m("score/p90", "score", "score that nine tenths of the responses stay at or below", "quantile"),
+    _m("score/no_signal", "1", "share of the prompts whose responses all scored the same: nothing to learn from them"),
+    _m("reward/greedy", "score", "score of the greedy responses that are ReMax's baseline"),
+    _m("reward/kl", "nats", "KL to the reference that is taken off the rewards, summed over a response"),
+    _m("reward/overlong_penalty", "score", "what `reward.overlong_buffer` adds to a score; at most 0"),
+    _m("reward/retried", "calls", "further calls of a reward function after one that failed", "sum"),
+    _m("reward/latency_mean_s", "s", "seconds of a call of a reward function"),
+    _m("reward/latency_p50_s", "s", "seconds that half of the calls stay at or below", "quantile"),
+    _m("reward/latency_p95_s", "s", "seconds that 95 % of the calls stay at or below", "quantile"),
+    _m("reward/latency_max_s", "s", "seconds of the longest call", "max"),
+    _m("reward/part/{part}", "score", "score that a part of the reward gave, before its weight"),
+    _m("reward/source/{source}/mean", "score", "score of the responses to one data source, if there are several"),
+    _m("reward/source/{source}/accuracy", "1", "share of a data source's scored responses with a score of 1 or more"),
+    _m("reward/tests_passed", "1", "share of the tests of a row that the response passes (reward `code`)"),
+    _m("reward/timed_out", "1", "share of a response's runs that took too long (reward `code`)"),
+    _m("reward/block", "1", "share of the responses that hold a block of code (reward `code`)"),
+    _m("reward/part/{part}/{own}", "", "a number that a part's reward function returned beside its score"),
+    _m("reward/{own}", "", "a number that a reward function returned beside its score"),
+)
+
+_RESPONSE = (
+    _m("response/length_mean", "tokens", "tokens of a response"),
+    _m("response/length_max", "tokens", "tokens of the longest response", "max"),
+    _m("response/truncated", "1", "share of the responses that were cut off at `data.max_response_length`"),
+    _m(
+        "response/latency_p50_s",
+        "s",
+        "from the start of generation until half of the responses were finished",
+        "quantile",
+    ),
+    _m(
+        "response/latency_p95_s",
+        "s",
+        "from the start of generation until 95 % of the responses were finished",
+        "quantile",
+    ),
+    _m("response/latency_max_s", "s", "from the start of generation until the last response was finished", "max"),
+    _m("episode/turns_mean", "turns", "how often the policy spoke in an episode"),
+    _m("episode/turns_max", "turns", "how often it spoke in the longest episode", "max"),
+    _m("episode/tool_s", "s", "seconds that environments or agents worked, per episode"),
+    _m("episode/observed", "1", "share of the responses' tokens that the policy did not say"),
+    _m("episode/limited", "1", "share of the episodes that a limit ended"),
+    _m(
+        "filter_groups/draws",
+        "draws",
+        "draws of prompts until enough groups differed (DAPO's dynamic sampling)",
+        "last",
+    ),
+    _m("filter_groups/kept", "1", "share of the drawn prompts whose responses differ"),
+    _m("carry_over/groups", "prompts", "prompts whose responses the next step goes on with", "sum"),
+    _m("carry_over/finished", "prompts", "those of them whose responses are all finished", "sum"),
+    _m("carry_over/tokens", "tokens", "tokens that they have so far", "sum"),
+)
+
+_ROLLOUT = (
+    _m("rollout/logp_gap_mean", "nats", "|log-probability by training - by the engine| of a response token"),
+    _m("rollout/logp_gap_max", "nats", "the largest of them", "max"),
+    _m("rollout/kl_k1", "nats", "KL(engine || training) per token, estimated by the mean log-ratio"),
+    _m("rollout/kl_k3", "nats", "the same by the estimator k3, which is never negative"),
+    _m("rollout/ratio_p01", "1", "first percentile of p_training / p_engine of the response tokens", "quantile"),
+    _m("rollout/ratio_p50", "1", "median of p_training / p_engine", "quantile"),
+    _m("rollout/ratio_p99", "1", "99th percentile of p_training / p_engine", "quantile"),
+    _m("rollout/staleness_mean", "versions", "versions of the weights between a token's and the newest"),
+    _m("rollout/staleness_max", "versions", "the largest of them", "max"),
+    _m("rollout/weight_mean", "1", "importance weight of a token, with `algorithm.rollout_correction`"),
+    _m("rollout/rejected", "1", "share of the response tokens whose importance weight is 0"),
+)
+
+_UPDATE = (
+    _m("actor/pg_loss", "1", "policy-gradient loss alone"),
+    _m(
+        "actor/ppo_kl",
+        "nats",
+        "mean log-ratio of the probabilities before an update's batch to those of now, per token",
+    ),
+    _m("actor/clipfrac", "1", "share of the loss whose gradient the clip leaves out or changes"),
+    _m("actor/ratio_max_deviation", "1", "largest |p_new / p_old - 1| of a token", "max"),
+    _m(
+        "actor/first_ratio_max_deviation",
+        "1",
+        "largest |p_new / p_old - 1| while the policy is still the one that generated: 0 where training is exact",
+        "first update",
+    ),
+    _m("actor/entropy", "nats", "entropy of the next token's distribution"),
+    _m("actor/ref_kl", "nats", "KL to the reference per token, by `actor.kl_loss_type`"),
+    _m("critic/vf_loss", "1", "value loss"),
+    _m("critic/vf_clipfrac", "1", "share of the tokens where the clipped value's error is the larger"),
+    _m("critic/vpred_mean", "score", "predicted value of a token"),
+    _m("critic/explained_variance", "1", "1 - var(returns - values) / var(returns), before the update"),
+    _m("teacher/kl", "nats", "mean log-ratio of the policy to the teacher, per response token"),
+    _m(
+        "{examples}/accuracy",
+        "1",
+        "share of the pairs whose chosen answer has the higher reward; of KTO's answers on "
+        "their right side. Of a validation of an RL run: share of the scored responses with a score of 1 or more",
+    ),
+    _m("{examples}/margin", "score", "reward of the chosen answer less that of the rejected one, or KTO's distance"),
+    _m("{examples}/chosen_reward", "score", "reward of the chosen answers, as the loss defines it"),
+    _m("{examples}/rejected_reward", "score", "reward of the rejected answers"),
+    _m("{examples}/sft_loss", "nats", "cross-entropy of the chosen answers (ORPO)"),
+    _m("train/reward", "score", "beta times an answer's log-ratio to the reference (KTO)"),
+    _m("{examples}/reference_point", "nats", "KL to the reference from which answers are measured (KTO)"),
+    _m("{update}/loss", "1", "the loss that is differentiated; mean over the step's updates"),
+    _m("{update}/grad_norm", "1", "L2 norm of the gradient before it is clipped; mean over the step's updates"),
+    _m("{update}/lr", "1", "learning rate; mean over the step's updates"),
+    _m("{update}/skipped", "1", "share of the step's updates left out because loss or gradient was not finite"),
+)
+
+_VALIDATION = (
+    _m(
+        "val/reward", "score", "score of the responses to the held-out prompts; of KTO's held-out answers, their reward"
+    ),
+    _m("val/reward_ci95", "score", "half of the 95 % confidence interval of val/reward, over prompts"),
+    _m("val/failed", "responses", "responses without a score", "sum"),
+    _m("val/turns", "turns", "how often the policy spoke in an episode"),
+    _m("val/retried", "calls", "further calls of a reward function after one that failed", "sum"),
+    _m("val/part/{part}", "score", "score that a part of the reward gave, before its weight"),
+    _m("val/pass@{k}", "1", "chance that one of k samples is right (arXiv 2107.03374), mean over prompts"),
+    _m("val/maj@{k}", "1", "chance that the answer that most of k samples give is right, mean over prompts"),
+    _m("val/perplexity", "1", "exp of val/loss, in supervised training", "last"),
+    _m("val/tests_passed", "1", "as reward/tests_passed, of the held-out prompts"),
+    _m("val/timed_out", "1", "as reward/timed_out, of the held-out prompts"),
+    _m("val/block", "1", "as reward/block, of the held-out prompts"),
+    _m("val/loss", "1", "loss over all of `data.val_files`, in flows that learn from examples"),
+    _m("val/part/{part}/{own}", "", "a number that a part's reward function returned beside its score"),
+    _m("val/{source}/mean", "score", "score of the responses to one data source"),
+    _m("val/{source}/mean_ci95", "score", "half of its 95 % confidence interval"),
+    _m("val/{source}/pass@{k}", "1", "pass@k of one data source"),
+    _m("val/{source}/maj@{k}", "1", "maj@k of one data source"),
+    _m("val/{own}", "", "a number that a reward function returned beside its score"),
+)
+
+_MACHINE = (
+    _m("timing/step_s", "s", "the whole step", "rank 0"),
+    _m("timing/{phase}_s", "s", "time in a phase; nested phases count once, for the inner one", "rank 0"),
+    _m(
+        "perf/generated_tokens_per_s",
+        "tokens/s",
+        "response tokens of the step per second of the phase `generate`, all ranks together",
+        "rank 0",
+    ),
+    _m("perf/generated_tokens_per_s_per_gpu", "tokens/s", "the same per rank", "rank 0"),
+    _m("perf/samples_per_s", "responses/s", "responses or examples of the step per second of the whole step", "rank 0"),
+    _m(
+        "perf/mfu",
+        "1",
+        "matrix products of the actor's passes and updates per second of the phases `log_probs` and "
+        "`update`, as a share of the GPUs' peak; recomputation is not counted (arXiv 2204.02311, appendix B)",
+        "rank 0",
+    ),
+    _m("perf/since_start_s", "s", "since this process of the run began", "rank 0"),
+    _m("perf/timestamp_s", "s", "when the step was done, in seconds since 1970", "rank 0"),
+    _m(
+        "perf/skipped_updates",
+        "updates",
+        "updates left out since this process of the run began, because loss or gradient was not finite",
+        "sum",
+    ),
+    _m("straggler/rank", "rank", "the rank that worked longest in the step, waiting for others left out", "max"),
+    _m("straggler/excess_s", "s", "how much longer it worked than the median rank", "max"),
+    _m("straggler/{phase}_rank", "rank", "the rank that worked longest in a phase, waiting for others left out", "max"),
+    _m("straggler/{phase}_excess_s", "s", "how much longer it worked than the median rank", "max"),
+    _m("memory/{phase}_gib", "GiB", "memory in use at most in a phase, of the rank that used most", "max"),
+    _m("gpu/utilization_mean", "1", "share of the time in which a GPU ran a kernel, as NVML says; mean over GPUs"),
+    _m("gpu/utilization_min", "1", "the same of the GPU that was idle most", "min"),
+    _m("gpu/power_w", "W", "power that the GPUs draw together, mean over the step", "sum"),
+    _m("gpu/temperature_max_c", "°C", "temperature of the hottest GPU, the highest of the step", "max"),
+    _m("gpu/memory_max", "1", "share of its memory in use, of the fullest GPU, the highest of the step", "max"),
+)
+
+METRICS: tuple[MetricSpec, ...] = (*_STEP, *_REWARD, *_RESPONSE, *_ROLLOUT, *_UPDATE, *_VALIDATION, *_MACHINE)
+"""In the order of the documentation; of several that fit a name, `find` takes the one that says most about it."""
+
+
+@lru_cache(maxsize=4096)
+def find(name: str) -> MetricSpec | None:
+    """The metric that describes a name of the metric files; None if there is none."""
+    fitting = [spec for spec in _BY_PRECISION if spec.pattern.fullmatch(name)]
+    return fitting[0] if fitting else None
+
+
+def _vagueness(spec: MetricSpec) -> tuple[bool, int, int]:
+    free = "{own}" in spec.name
+    return free, 0 if free else spec.name.count("{"), -len(re.sub(r"\{\w+\}", "", spec.name))
+
+
+_BY_PRECISION = sorted(METRICS, key=_vagueness)

@@ -1,0 +1,126 @@
+"""MLflow: rows, parameters, tables of sample rollouts, the configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, ClassVar, TypeVar
+
+from megarl.config import Config
+from megarl.telemetry.lines import Say, rewrite
+from megarl.telemetry.samples import Sample
+from megarl.telemetry.sinks.background import Background, Row
+from megarl.telemetry.sinks.tables import COLUMNS, cells
+
+RUN_FILE = "mlflow_run.txt"
+"""In the run's folder: the run's id at MLflow, with which a resumed run goes on."""
+
+_MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 500
+"""Of one request, and in characters: what every version's server takes."""
+
+_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""Of one request, where the environment does not say: `Background` asks again anyway."""
+
+T = TypeVar("T")
+
+
+class MlflowSink(Background):
+    """`trainer.logger=mlflow`: a run called `trainer.experiment_name` in the experiment `trainer.project_name`.
+
+    A step that is made again, after a resume or a rollback, is a second point at the same step, with a later time.
+    """
+
+    configured: ClassVar = True
+
+    def __init__(self, run_dir: str, first_step: int, say: Say, config: Config) -> None:
+        del first_step
+        super().__init__("mlflow", _Mlflow(run_dir, config), config.telemetry, say)
+
+
+class _Mlflow:
+    def __init__(self, run_dir: str, config: Config) -> None:
+        self._noted, self._config = os.path.join(run_dir, RUN_FILE), config
+        self._client: Any = None
+        self._id = ""
+
+    def open(self) -> None:
+        for key, value in _PATIENCE.items():
+            os.environ.setdefault(key, value)
+        from mlflow.tracking import MlflowClient
+
+        for noisy in ("mlflow", "alembic"):  # a new store's tables
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        self._client = MlflowClient(self._config.telemetry.mlflow.tracking_uri or None)
+        if os.path.exists(self._noted):
+            with open(self._noted, encoding="utf-8") as f:
+                self._id = f.read().strip()
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        if not self._id:
+            self._id = self._create()
+        self._log_parameters()
+        rewrite(self._noted, self._id.encode())
+
+    def log(self, rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric
+
+        now, points = int(time.time() * 1000), []
+        for step, metrics in rows:
+            named = {metric_name(name): float(value) for name, value in metrics.items()}
+            points += [Metric(name, value, now, step) for name, value in named.items()]
+        for some in _in_parts(points, _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=some)
+
+    def rollouts(self, step: int, samples: Sequence[Sample]) -> None:
+        if self._config.telemetry.mlflow.rollouts:
+            table = {"columns": list(COLUMNS), "data": [cells(step, sample) for sample in samples]}
+            self._client.log_dict(self._id, table, f"rollouts/step_{step:06d}.json")
+
+    def artifact(self, path: str) -> None:
+        """config.yaml as a file; of a folder where it is, because weights are large."""
+        if os.path.isdir(path):
+            self._client.set_tag(self._id, "megarl.model", os.path.abspath(path))
+        else:
+            self._client.log_artifact(self._id, path)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+    def abandon(self) -> None: ...
+
+    def _create(self) -> str:
+        trainer, tags = self._config.trainer, self._config.telemetry.mlflow.tags
+        experiment = self._client.get_experiment_by_name(trainer.project_name)
+        where = experiment.experiment_id if experiment else self._client.create_experiment(trainer.project_name)
+        made = self._client.create_run(where, run_name=trainer.experiment_name, tags=dict.fromkeys(tags, "true"))
+        return str(made.info.run_id)
+
+    def _log_parameters(self) -> None:
+        from mlflow.entities import Param
+
+        flat = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in _flat(self._config.model_dump())]
+        for some in _in_parts(flat, _MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=some)
+
+
+def metric_name(name: str) -> str:
+    """With "_" for characters that MLflow has no room for: val/pass@4 -> val/pass_4."""
+    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{metric_name(str(key))}.")
+        else:
+            yield prefix + metric_name(str(key)), value
+
+
+def _in_parts(items: Sequence[T], most: int) -> Iterator[list[T]]:
+    left = iter(items)
+    while some := list(islice(left, most)):
+        yield some

@@ -1,0 +1,144 @@
+"""Prometheus: the newest value of every metric, scraped, pushed, or in a file for node_exporter."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import ClassVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    delete_from_gateway,
+    push_to_gateway,
+    start_http_server,
+    write_to_textfile,
+)
+from prometheus_client.core import GaugeMetricFamily
+
+from megarl.config import Config
+from megarl.telemetry.lines import Say
+from megarl.telemetry.metrics import find
+from megarl.telemetry.samples import Sample
+from megarl.telemetry.sinks.background import Background, Row
+from megarl.telemetry.sinks.sink import Sink
+
+JOB = "megarl"
+_SECONDS = 10.0  # for one push
+
+
+def prometheus_name(name: str) -> str:
+    """reward/mean -> megarl_reward_mean, val/pass@4 -> megarl_val_pass_4."""
+    return "megarl_" + re.sub(r"[^a-zA-Z0-9_]+", "_", name)
+
+
+class Gauges:
+    """The newest value of each metric, as prometheus_client collects them.
+
+    A metric that a row lacks keeps its value: that of the latest validation, say.
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels, self._newest = dict(labels), dict[str, float]()
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def set(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._newest = {**self._newest, **metrics, "step": step}  # in one move: a scrape sees whole rows
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        named = {prometheus_name(name): (name, value) for name, value in self._newest.items()}
+        for name, (own, value) in named.items():
+            spec = find(own)
+            text = f"{own} ({spec.unit}): {spec.meaning}" if spec else own
+            gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), value)
+            yield gauge
+
+
+class PrometheusSink:
+    """`trainer.logger=prometheus`, in the mode that `telemetry.prometheus.mode` names.
+
+    Of a run that is over nothing is shown any more: its server, its group of the Pushgateway or its file is gone.
+    """
+
+    configured: ClassVar = True
+    append_only: ClassVar = True
+
+    def __init__(self, run_dir: str, first_step: int, say: Say, config: Config) -> None:
+        del first_step
+        settings, trainer = config.telemetry.prometheus, config.trainer
+        run = os.path.basename(os.path.abspath(run_dir))
+        gauges = Gauges({"project": trainer.project_name, "experiment": trainer.experiment_name, "run": run})
+        self._sink: Sink
+        if settings.mode == "pull":
+            self._sink = _Pull(gauges, settings.port, settings.address, say)
+        elif settings.mode == "textfile":
+            self._sink = _Textfile(gauges, settings.textfile)
+        else:
+            grouping = {"project": trainer.project_name, "experiment": trainer.experiment_name, "run": run}
+            self._sink = Background("prometheus", _Push(Gauges({}), settings.gateway, grouping), config.telemetry, say)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._sink.log(step, metrics)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+class _Pull:
+    """A server in a thread of this process."""
+
+    def __init__(self, gauges: Gauges, port: int, address: str, say: Say) -> None:
+        self._gauges, self._server, self._thread = gauges, None, None
+        try:
+            self._server, self._thread = start_http_server(port, address, registry=gauges.registry)
+        except OSError as e:
+            say(
+                f"trainer.logger=prometheus: telemetry.prometheus.port = {port} of {address} is not to be had ({e}); "
+                "nobody can scrape this run"
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._gauges.set(step, metrics)
+
+    def close(self) -> None:
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+
+class _Textfile:
+    """Written anew, in one move, after each step."""
+
+    def __init__(self, gauges: Gauges, path: str) -> None:
+        self._gauges, self._path = gauges, path
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._gauges.set(step, metrics)
+        write_to_textfile(self._path, self._gauges.registry)
+
+    def close(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+
+
+class _Push:
+    def __init__(self, gauges: Gauges, gateway: str, grouping: Mapping[str, str]) -> None:
+        self._gauges, self._gateway, self._grouping = gauges, gateway, dict(grouping)
+
+    def open(self) -> None: ...
+
+    def log(self, rows: Sequence[Row]) -> None:
+        for step, metrics in rows:
+            self._gauges.set(step, metrics)
+        push_to_gateway(self._gateway, JOB, self._gauges.registry, grouping_key=self._grouping, timeout=_SECONDS)
+
+    def rollouts(self, step: int, samples: Sequence[Sample]) -> None: ...
+    def artifact(self, path: str) -> None: ...
+    def abandon(self) -> None: ...
+
+    def close(self) -> None:
+        delete_from_gateway(self._gateway, JOB, grouping_key=self._grouping, timeout=_SECONDS)

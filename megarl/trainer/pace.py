@@ -1,0 +1,127 @@
+"""How fast a step went, how well the GPUs were used, and which rank held the others up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from megarl.estimate.accelerator import peak_flops
+from megarl.estimate.job import active_parameter_count
+from megarl.estimate.prediction import flops_of_sequences
+from megarl.models.architecture import Architecture
+from megarl.parallel.groups import Groups
+from megarl.parallel.watch import Wait
+from megarl.phases import Phase
+from megarl.rollout.speed import Speed
+from megarl.telemetry.gpu import GpuSampler, gpu_metrics
+from megarl.trainer.step_metrics import quantile
+from megarl.types import Batch
+
+_OF_MFU = (Phase.LOG_PROBS, Phase.UPDATE)
+
+
+class Pace:
+    """Gathers once per step what each rank measured by itself."""
+
+    def __init__(self, arch: Architecture, groups: Groups, dtype: str) -> None:
+        """
+        Args:
+            dtype: of the actor's matrix products.
+        """
+        self._arch, self._groups = arch, groups
+        self._peak: float | None = None
+        self._gpu: GpuSampler | None = None
+        if groups.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(groups.device)
+            self._peak = peak_flops(properties.name, dtype)
+            self._gpu = GpuSampler(str(properties.uuid))
+        self._parameters = active_parameter_count(arch) if self._peak else 0
+        self._flops, self._sequences = 0.0, 0
+
+    def passed(self, batch: Batch, passes: float) -> None:
+        """The actor's model computed with a batch.
+
+        Args:
+            passes: over all of it, a forward one being 1 and a forward and backward one 3. Recomputation is none.
+        """
+        self._sequences += len(batch)
+        if self._peak:
+            tokens, squares = float(batch.lengths.sum()), float(batch.lengths.square().sum())
+            self._flops += passes * flops_of_sequences(self._arch, self._parameters, tokens, squares)
+
+    def collect(
+        self, seconds: Mapping[str, float], waits: Sequence[Wait], speed: Speed | None
+    ) -> tuple[dict[str, float], int]:
+        """Metrics of a step, and how many sequences it trained on; every rank calls it.
+
+        Args:
+            seconds, waits: by phase, and among them those for other ranks, on this rank.
+            speed: of generation on this rank, if there was any.
+        """
+        waited: defaultdict[str, float] = defaultdict(float)
+        for wait in waits:
+            waited[wait.phase] += wait.seconds
+        mine: dict[str, Any] = {
+            "work": {phase: max(0.0, s - waited[phase]) for phase, s in seconds.items()},
+            "latencies": speed.latencies if speed else [],
+            "gpu": self._gpu.collect() if self._gpu else [],
+        }
+        ranks = self._groups.all_gather(mine, "the seconds of a step")
+        found = {
+            **self._mfu(seconds),
+            **(_speed_metrics(speed, len(ranks)) if speed else {}),
+            **_latencies([one for rank in ranks for one in rank["latencies"]]),
+            **stragglers([rank["work"] for rank in ranks]),
+            **gpu_metrics([rank["gpu"] for rank in ranks]),
+        }
+        sequences, self._sequences, self._flops = self._sequences, 0, 0.0
+        return found, sequences
+
+    def close(self) -> None:
+        if self._gpu is not None:
+            self._gpu.close()
+
+    def _mfu(self, seconds: Mapping[str, float]) -> dict[str, float]:
+        taken = sum(seconds.get(phase, 0.0) for phase in _OF_MFU)
+        if not self._peak or not self._flops or not taken:
+            return {}
+        return {"perf/mfu": self._flops / (taken * self._groups.train.world_size * self._peak)}
+
+
+def stragglers(work: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The slowest rank of the step and of each phase, and its seconds beyond the median rank's; nothing of one rank.
+
+    Args:
+        work: seconds by phase of each rank, without what it waited for others.
+    """
+    if len(work) < 2:
+        return {}
+    whole = [sum(of_rank.values()) for of_rank in work]
+    found = {"straggler/rank": float(whole.index(max(whole))), "straggler/excess_s": max(whole) - median(whole)}
+    for phase in dict.fromkeys(phase for of_rank in work for phase in of_rank):
+        seconds = [of_rank.get(phase, 0.0) for of_rank in work]
+        found[f"straggler/{phase}_rank"] = float(seconds.index(max(seconds)))
+        found[f"straggler/{phase}_excess_s"] = max(seconds) - median(seconds)
+    return found
+
+
+def _speed_metrics(speed: Speed, ranks: int) -> dict[str, float]:
+    if not speed.seconds:
+        return {}
+    rate = speed.tokens / speed.seconds
+    return {"perf/generated_tokens_per_s": rate, "perf/generated_tokens_per_s_per_gpu": rate / ranks}
+
+
+def _latencies(seconds: Sequence[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    in_order = sorted(seconds)
+    return {
+        "response/latency_p50_s": quantile(in_order, 0.5),
+        "response/latency_p95_s": quantile(in_order, 0.95),
+        "response/latency_max_s": in_order[-1],
+    }
