@@ -1,0 +1,68 @@
+"""`megarl report RUN [RUN ...]`: what runs have left in their folders, as one page. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from megarl.report.blocks import Blocks
+from megarl.report.page import page
+from megarl.report.runs import runs_at
+
+DEFAULT_PORT = 6007
+EXAMPLE = "megarl report runs/math/a runs/math/b --out report.html"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", metavar="FILE", help="default report.html in the folder of one run, or here of several")
+    where.add_argument(
+        "--serve",
+        nargs="?",
+        type=int,
+        const=DEFAULT_PORT,
+        metavar="PORT",
+        help=f"follow the runs on http://127.0.0.1:PORT/ instead; default {DEFAULT_PORT}, 0 any that is free",
+    )
+
+
+def run(args: argparse.Namespace, rest: Sequence[str] = ()) -> int:
+    """Writes the page, or serves it until Ctrl-C; returns the exit code.
+
+    Raises:
+        ValueError: a folder holds no run with metrics, or the file cannot be written, or the port is taken.
+    """
+    assert not rest
+    if args.serve is not None:
+        from megarl.report.serve import serve  # imports an HTTP server, which takes half a second
+
+        serve(runs_at(args.runs, may_be_empty=True), args.serve)
+        return 0
+    runs = runs_at(args.runs)
+    out = args.out or os.path.join(runs[0].folder if len(runs) == 1 else ".", "report.html")
+    try:
+        text = page(Blocks(runs).refresh()).encode()
+    except OSError as e:
+        raise ValueError(f"'{e.filename}' cannot be read ({e.strerror or e})") from e
+    try:
+        _write(out, text)
+    except OSError as e:
+        raise ValueError(f"'{out}' cannot be written ({e.strerror or e}); give --out another file") from e
+    print(f"{out} ({len(text) / 2**20:.1f} MiB, {len(runs)} run{'s' if len(runs) > 1 else ''})")
+    return 0
+
+
+def _write(out: str, text: bytes) -> None:
+    """The file takes its name when it is whole; two that are written at once do not mix."""
+    partial = f"{out}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as f:
+            f.write(text)
+        os.replace(partial, out)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise

@@ -1,0 +1,42 @@
+// Configuration: what differs from the defaults, and between runs.
+
+const Settings = {
+  title: "Configuration", search: "", only: "changed",
+
+  show(main) {
+    const search = el("input", { type: "search", id: "search", placeholder: "Search keys  (/)", value: this.search,
+      "aria-label": "Search keys" });
+    search.addEventListener("input", () => { this.search = search.value; this.draw(); });
+    const only = el("select", { id: "settings-only" }, option("changed", "not the default"),
+      report.runs.length > 1 ? option("different", "different between runs") : [], option("all", "every key"));
+    only.value = this.only;
+    only.addEventListener("change", () => { this.only = only.value; this.draw(); });
+    this.count = el("span", { class: "count", id: "count" });
+    this.body = el("div", { class: "panel" });
+    main.replaceChildren(el("div", { class: "bar" }, search, only, this.count), this.body);
+    this.draw();
+  },
+
+  draw() {
+    const { rows, unreadable } = report.settings, runs = shownRuns(),
+      words = this.search.toLowerCase().split(/\s+/).filter(Boolean);
+    const kept = rows.filter(([key, description, , values, differs]) => {
+      const mine = runs.map((run) => values[run.place]);
+      if (this.only === "changed" && !runs.some((run) => differs[run.place])) return false;
+      if (this.only === "different" && new Set(mine).size < 2) return false;
+      const text = `${key} ${description} ${mine.join(" ")}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    });
+    this.count.textContent = `${kept.length} of ${rows.length} keys`;
+    const notes = runs.filter((run) => unreadable[run.place]).map((run) =>
+      el("p", {}, el("span", { class: "note" }, `${run.name}: ${unreadable[run.place]}`)));
+    const legend = runs.length > 1 ? el("div", { class: "legend" }, "Shaded: the runs differ.") : "";
+    this.body.replaceChildren(...notes, legend, el("table", { class: "plain", id: "settings" },
+      el("tr", {}, el("th", {}, "key"), el("th", {}, "default"), runs.map((run) => el("th", {}, run.name))),
+      kept.map(([key, description, value, values, differs]) => el("tr", { title: description,
+        class: new Set(runs.map((run) => values[run.place])).size > 1 ? "differs" : "" },
+        el("td", {}, el("code", {}, key)), el("td", {}, el("code", {}, value ?? "–")),
+        runs.map((run) => el("td", { class: differs[run.place] ? "changed" : "" }, el("code", {},
+          values[run.place] ?? "–")))))));
+  },
+};

@@ -1,0 +1,56 @@
+"""The page: one HTML file with its style, its program and, unless it is live, its blocks."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Mapping
+from importlib.resources import files
+
+import megarl
+from megarl.report.blocks import Block, now
+
+_SCRIPTS = ("data.js", "dom.js", "chart.js", "curves.js", "rollouts.js", "tokens.js", "timeline.js", "memory.js",
+            "settings.js", "app.js")  # fmt: skip
+
+
+def page(blocks: Mapping[str, Block] | None) -> str:
+    """
+    Args:
+        blocks: what it shows; None: it asks the server that it comes from.
+
+    The program is the only one that the browser runs: its digest is in the page's policy, so that a response which
+    brings a program along stays text even if a mistake of the page made it markup.
+    """
+    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    connect = "'none'" if blocks is not None else "'self'"
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    embedded = "".join(
+        f'<script type="application/gzip;base64" id="block-{html.escape(name)}">'
+        f"{base64.b64encode(block.data).decode()}</script>\n"
+        for name, block in (blocks or {}).items()
+    )
+    made = f"live, megarl {megarl.__version__}" if blocks is None else f"{now()}, megarl {megarl.__version__}"
+    parts = {
+        "policy": policy,
+        "live": "true" if blocks is None else "false",
+        "made": html.escape(made),
+        "style": _asset("style.css"),
+        "blocks": embedded,
+        "script": script,
+    }
+    text = _asset("page.html")
+    for name, part in parts.items():
+        before, mark, after = text.partition(f"<!--{name}-->")
+        assert mark, name
+        text = before + part + after
+    return text
+
+
+def _asset(name: str) -> str:
+    return (files("megarl.report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,87 @@
+"""A live page of runs, for this machine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from megarl.report.blocks import Blocks
+from megarl.report.page import page
+from megarl.report.runs import Run
+
+HOST = "127.0.0.1"
+_READ_SECONDS = 2.0  # between two looks at the runs' files
+_OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+class LivePage:
+    """Answers a browser on this machine: the page, a list of its blocks with their versions, each block.
+
+    Files are read when somebody asks, at most once in two seconds.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._blocks, self._lock, self._read_at = Blocks(runs), asyncio.Lock(), float("-inf")
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_only_here])
+        app.router.add_get("/", self._page)
+        app.router.add_get("/blocks", self._list)
+        app.router.add_get("/blocks/{name}", self._block)
+        return app
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(text=page(None), content_type="text/html", headers={"Cache-Control": "no-store"})
+
+    async def _list(self, request: web.Request) -> web.Response:
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            if now - self._read_at >= _READ_SECONDS:
+                try:
+                    await asyncio.to_thread(self._blocks.refresh)
+                except OSError as e:  # a file that is being replaced, say: the page asks again
+                    raise web.HTTPServiceUnavailable(text=f"the runs cannot be read now: {e}") from e
+                self._read_at = asyncio.get_running_loop().time()
+            versions = {name: block.version for name, block in self._blocks.blocks.items()}
+        return web.json_response(versions, headers={"Cache-Control": "no-store"})
+
+    async def _block(self, request: web.Request) -> web.Response:
+        block = self._blocks.blocks.get(request.match_info["name"])
+        if block is None:
+            raise web.HTTPNotFound(text="no such block")
+        headers = {"Cache-Control": "no-store", "X-Version": block.version}
+        return web.Response(body=block.data, content_type="application/gzip", headers=headers)
+
+
+@web.middleware
+async def _only_here(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Refuse a request under another name: a page elsewhere could have its own name lead here."""
+    name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
+    if name not in _OWN_NAMES:
+        raise web.HTTPForbidden(text="this page is for 127.0.0.1")
+    response: web.StreamResponse = await handler(request)
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    return response
+
+
+def serve(runs: Sequence[Run], port: int) -> None:
+    """Answer until SIGINT or SIGTERM comes.
+
+    Args:
+        port: 0: any that is free.
+
+    Raises:
+        ValueError: the port is taken, or may not be used.
+    """
+    try:
+        listening = socket.create_server((HOST, port))
+    except (OSError, OverflowError) as e:
+        reason = getattr(e, "strerror", None) or str(e)
+        raise ValueError(f"port {port} of {HOST} cannot be used ({reason}); give --serve another one") from e
+    with listening:
+        print(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C ends it)", flush=True)
+        web.run_app(LivePage(runs).app(), sock=listening, print=None, access_log=None, shutdown_timeout=1.0)
