@@ -66,12 +66,15 @@ def train(
     from megarl.trainer.run import run
 
     chosen_flow = flow if callable(flow) else FLOWS.load(chosen.trainer.flow)
-    lock = RunLock(chosen.trainer.run_dir) if rank == 0 else None
+    lock = RunLock(chosen.trainer.run_dir, steps=inputs.total_steps or None) if rank == 0 else None
+    ended = "failed"
     rows: list[Mapping[str, float]] = []
     try:
         stopped_by = run(inputs, chosen_flow, stop, [*callbacks, lambda loop, step, row: rows.append(row)])
+        ended = "finished" if stopped_by is None else f"stopped by {stopped_by.name}"
     finally:
         if lock is not None:
+            lock.note_end(ended)
             lock.release()
         if not launched and dist.is_initialized():  # the run failed: the next one makes a world of its own
             from megarl.parallel.groups import leave_world

@@ -1,10 +1,8 @@
-"""`megarl algorithms [NAME]`: the algorithms and rewards that a configuration can name, as the code declares them.
-
-Imports torch, but not Megatron.
-"""
+"""List the algorithms and rewards that a configuration can name, as the code declares them."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 from typing import Any
@@ -19,6 +17,7 @@ from megarl.rewards import registry as rewards
 from megarl.rewards.registry import RewardFunction
 from megarl.telemetry.progress import print_table
 
+EXAMPLE = "megarl algorithms grpo"
 REGISTRIES: dict[str, Registry[Any]] = {
     "algorithm.adv_estimator": ESTIMATORS,
     "actor.policy_loss.loss_mode": LOSSES,
@@ -27,6 +26,17 @@ REGISTRIES: dict[str, Registry[Any]] = {
 """Configuration key -> what it can name."""
 
 _OF_THE_RESPONSE = ("tokens", "finish_reason")  # what a reward is given beside its arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `megarl algorithms`."""
+    parser.add_argument("name", nargs="?", help="one of them; default all")
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    """See `algorithms`."""
+    del rest
+    return algorithms(args.name)
 
 
 def algorithms(name: str | None) -> int:

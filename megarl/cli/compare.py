@@ -1,4 +1,4 @@
-"""`megarl compare A B [CONFIG] [key=value ...]`: two models over the same prompts with the same seeds, paired.
+"""Compare two models over the same prompts with the same seeds, prompt by prompt.
 
 A and B are what `megarl eval` takes, or folders that it has filled. Data, reward, sampling and layout are the same for
 both: those of CONFIG, or else of a finished evaluation, or else of the run that A lies in, or else B.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
-from megarl.cli.evaluate import Request, add_options, check, config_of, fill
+from megarl.cli.evaluate import Request, add_options, check, config_of, fill, request_of
 from megarl.evaluation.comparison import compare as compared
 from megarl.evaluation.comparison import differing_settings, pair, table, write_comparison
 from megarl.evaluation.folder import (
@@ -25,12 +26,19 @@ from megarl.evaluation.folder import (
 from megarl.telemetry.progress import print_table
 from megarl.trainer.subject import Subject, find_subject
 
+EXAMPLE = "megarl compare runs/math/run/checkpoints/global_step_20 runs/math/run --out compared"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `megarl compare`."""
     for name in ("a", "b"):
         parser.add_argument(name, help="what megarl eval takes, or a folder that it has filled")
     add_options(parser, "default: A-vs-B beside A; -2, -3 ... if used")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """See `compare`."""
+    return compare(args.a, args.b, request_of(args, rest))
 
 
 def compare(a: str, b: str, request: Request) -> int:

@@ -1,4 +1,4 @@
-"""`megarl eval PATH [CONFIG] [key=value ...]`: responses to held-out prompts, scored.
+"""Have held-out prompts answered, and score the responses.
 
 PATH is a checkpoint (global_step_N), a run's folder, or a Hugging Face folder. Data, reward, sampling and layout come
 from CONFIG, or else from the run that PATH lies in, and from key=value. What is written goes beside the path, into a
@@ -13,9 +13,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megarl.cli.words import add_words, split_words
 from megarl.config import Config, dump_config
 from megarl.evaluation.folder import CONFIG_FILE, check_unused, is_finished, new_folder, remove_unused
 from megarl.trainer.subject import Subject, evaluation_config, find_subject
+
+EXAMPLE = "megarl eval runs/math/run --best actor_rollout_ref.rollout.val_kwargs.n=8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser, out: str) -> None:
     """Those of `megarl eval` and `megarl compare`."""
-    described = "YAML file, default the run's own configuration; and configuration keys to set"
-    parser.add_argument("words", nargs="*", metavar="[CONFIG] key=value", help=described)
+    add_words(parser)
     parser.add_argument("--out", help=f"folder to write to, which must be new or empty; {out}")
     parser.add_argument("--nproc", type=int, help="ranks to start; default trainer.n_gpus_per_node")
     parser.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
 
 
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """See `evaluate`."""
+    return evaluate(args.path, request_of(args, rest))
+
+
 def request_of(args: argparse.Namespace, after_options: Sequence[str]) -> Request:
     """Raises ValueError for a word that is neither a file nor key=value."""
-    words = [*args.words, *after_options]
-    file = words.pop(0) if words and ("=" not in words[0] or os.path.isfile(words[0])) else None
-    for word in words:
-        if "=" not in word:
-            raise ValueError(f"'{word}' is not of the form key=value; CONFIG comes right after the paths, and once")
+    file, words = split_words([*args.words, *after_options])
     if args.nproc is not None and args.nproc < 1:
         raise ValueError(f"--nproc {args.nproc} must be 1 or more")
     return Request(file=file, overrides=words, out=args.out, nproc=args.nproc, best=args.best)

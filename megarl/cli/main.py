@@ -1,116 +1,180 @@
-"""The `megarl` command.
+"""The `megarl` command: a table of commands, one module each.
 
-megarl train --nproc N CONFIG key=value...   checks the run in this process, then starts its ranks on this machine
-megarl train --nnodes 4 --node-rank K --master-addr HOST --master-port P CONFIG ...   on each of four nodes
-megarl eval PATH [CONFIG] key=value...       scores of a checkpoint on held-out prompts, with their uncertainty
-megarl compare A B [CONFIG] key=value...     two checkpoints, or two evaluations, prompt by prompt
-megarl plan --gpus N CONFIG key=value...     memory, traffic and time of a run, without any GPU
-megarl algorithms [NAME]                     advantage estimators, losses and rewards, with what they need
+A command's module has `add_arguments(parser)` and `run(args, rest)`, which returns the exit code and raises ValueError
+for what cannot work; `EXAMPLE` is shown by its --help. Only the module of the command that is asked for is imported.
 """
+
+# PYTHON_ARGCOMPLETE_OK
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
 
-import megarl
-from megarl.cli import algorithms, compare, evaluate, plan
-from megarl.config import load_config
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A line of the table.
+
+    Attributes:
+        help: what it does, in a line.
+        takes_keys: whether `key=value` may follow its options.
+        module: of `megarl.cli`; default its name.
+    """
+
+    name: str
+    help: str
+    takes_keys: bool = False
+    module: str = ""
+
+
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "Train": (
+        Command(name="train", help="train on this machine, or on several together", takes_keys=True),
+        Command(name="plan", help="memory, traffic and time of a run, without any GPU", takes_keys=True),
+        Command(name="runs", help="runs in a folder: state, step, last metrics, size"),
+        Command(name="report", help="curves, rollouts, timeline and settings of runs, as one page"),
+    ),
+    "Use a checkpoint": (
+        Command(name="eval", help="score it on held-out prompts", takes_keys=True, module="evaluate"),
+        Command(name="compare", help="two of them, or two evaluations, prompt by prompt", takes_keys=True),
+        Command(name="generate", help="talk to it, or have prompts answered", takes_keys=True),
+        Command(name="convert", help="between Hugging Face and Megatron-Core folders"),
+        Command(name="serve", help="print the command with which vLLM serves it"),
+    ),
+    "Look things up": (
+        Command(name="config", help="print, explain and compare configurations", takes_keys=True),
+        Command(name="algorithms", help="advantage estimators, losses and rewards, with what they need"),
+        Command(name="doctor", help="what is installed here, what is missing, and how to get it"),
+        Command(name="completion", help="print what completes these commands in bash or zsh"),
+    ),
+}
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 2 for a run that is refused; otherwise that of the command, for `train` of the ranks."""
-    parser = argparse.ArgumentParser(prog="megarl", description=megarl.__doc__)
-    parser.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train", help="train on this machine, or on several together")
-    _add_launch_arguments(training)
-    planning = commands.add_parser("plan", help="memory, traffic and time of a run, without any GPU")
-    plan.add_arguments(planning)
-    for command in (training, planning):
-        command.add_argument("config", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys to set")
-    evaluate.add_arguments(commands.add_parser("eval", help="evaluate a checkpoint on held-out prompts"))
-    compare.add_arguments(commands.add_parser("compare", help="compare two checkpoints, or two evaluations"))
-    listing = commands.add_parser("algorithms", help="advantage estimators, losses and rewards, with what they need")
-    listing.add_argument("name", nargs="?", help="one of them; default all")
-    args, after_options = parser.parse_known_args(argv)  # argparse leaves out overrides that follow an option
-    takes_overrides = args.command != "algorithms"
-    if unknown := [word for word in after_options if word.startswith("-") or not takes_overrides]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    """Exit code 2 for what is refused, 130 after Ctrl-C; otherwise that of the command, for `train` of the ranks."""
+    words = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in words
     try:
-        if not takes_overrides:
-            return algorithms.algorithms(args.name)
-        if args.command == "eval":
-            return evaluate.evaluate(args.path, evaluate.request_of(args, after_options))
-        if args.command == "compare":
-            return compare.compare(args.a, args.b, evaluate.request_of(args, after_options))
-        overrides = [*args.overrides, *after_options]
-        if args.command == "plan":
-            return plan.plan(args, overrides)
-        return _train(args, overrides)
+        if debug:
+            _debug()
+        if "_ARGCOMPLETE" in os.environ:
+            _complete()
+        return _run(words)
     except ValueError as e:
+        if debug:
+            import traceback
+
+            traceback.print_exc()
         print(f"megarl: error: {e}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as e:
+        if debug or (e.name or "megarl").partition(".")[0] == "megarl":
+            raise
+        print(f"megarl: error: the package {e.name} is not installed; `megarl doctor` says how to", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("megarl: SIGINT: stopped before the ranks started", file=sys.stderr)
+        with suppress(ModuleNotFoundError):
+            from megarl.processes import kill_descendants
+
+            kill_descendants()
+        if debug:
+            raise
+        print("megarl: SIGINT: stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # of `megarl ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
-def _add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--flow", help="what the run does: a name, or path/to/file.py:function; default trainer.flow")
-    parser.add_argument("--nproc", type=int, help="ranks to start here; default trainer.n_gpus_per_node")
-    parser.add_argument("--nnodes", type=int, help="machines, each with a command of its own; default trainer.nnodes")
-    parser.add_argument("--node-rank", type=int, help="which of them this is, from 0; default SLURM_NODEID")
-    parser.add_argument("--master-addr", help="with several nodes: the host of node 0")
-    parser.add_argument("--master-port", type=int, help="with several nodes: a free port of that host")
+def _run(words: Sequence[str]) -> int:
+    if "config" in words:
+        words = ["migrate" if word == "--migrate" else word for word in words]
+    parser, module = parser_for(words)
+    args, rest = parser.parse_known_args(words)  # argparse leaves out overrides that follow an option
+    command = COMMANDS[args.command]
+    if unknown := [word for word in rest if word.startswith("-") or not command.takes_keys]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    assert module is not None
+    code: int = module.run(args, rest)
+    return code
 
 
-def _train(args: argparse.Namespace, overrides: list[str]) -> int:
-    counts = {"trainer.n_gpus_per_node": args.nproc, "trainer.nnodes": args.nnodes}
-    ranks = [f"{key}={count}" for key, count in counts.items() if count is not None]
-    if args.flow is not None:
-        overrides = [*overrides, f"trainer.flow={args.flow}"]
-    config = load_config(args.config, [*overrides, *ranks])
-    node_rank = _node_rank(args, config.trainer.nnodes)
-    from megarl.flows.registry import FLOWS
-    from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
-    from megarl.trainer.resume import expected_start, finished
-    from megarl.trainer.run_lock import check_free
+def parser_for(words: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleType | None]:
+    """The parser, and the module of the command that the words name, which alone has its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="megarl",
+        usage="megarl [--version] [--debug] COMMAND ...",
+        description=f"Post-training of language models inside one Megatron program.\n\n{_listing()}",
+        epilog="`megarl COMMAND --help` explains one. First: megarl doctor",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    _add_debug(parser, default=False)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="megarl", help=argparse.SUPPRESS
+    )
+    named = next((word for word in words if word in COMMANDS), None)
+    module = None
+    for command in COMMANDS.values():
+        if command.name != named:
+            commands.add_parser(command.name, help=command.help)
+            continue
+        module = importlib.import_module(f"megarl.cli.{command.module or command.name}")
+        own = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=module.__doc__,
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        _add_debug(own, default=argparse.SUPPRESS)
+        module.add_arguments(own)
+    return parser, module
 
-    inputs = check_run(config)
-    FLOWS.check(config.trainer.flow)
-    if done := finished(inputs, expected_start(inputs)):
-        print(f"megarl: {done}", file=sys.stderr)
-        return 0
-    if node_rank == 0:  # the ranks of node 0 may hold it when another node comes here
-        check_free(config.trainer.run_dir)
-    from megarl.launcher import Node, launch
 
-    node = Node(nproc=config.trainer.n_gpus_per_node, nnodes=config.trainer.nnodes, node_rank=node_rank)
-    if node.nnodes > 1:
-        node = replace(node, master_addr=args.master_addr, master_port=args.master_port)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core's order of kernels needs it
-    command = [sys.executable, "-m", "megarl.train", args.config, *overrides]
-    return launch(command, node, timeout_minutes=config.trainer.timeout_minutes)
+class _Version(argparse.Action):
+    """Imports the package's face only when asked."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import megarl
+
+        print(f"megarl {megarl.__version__}")
+        parser.exit()
 
 
-def _node_rank(args: argparse.Namespace, nnodes: int) -> int:
-    """Which node this is; raises ValueError if several nodes could not find each other."""
-    if nnodes == 1:
-        return 0
-    node_rank = args.node_rank
-    if node_rank is None and "SLURM_NODEID" in os.environ:
-        node_rank = int(os.environ["SLURM_NODEID"])
-    needed = {"--node-rank": node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
-    if missing := [option for option, value in needed.items() if value is None]:
-        raise ValueError(f"a job of {nnodes} nodes needs {', '.join(missing)} on each of them, or slurm/train.sbatch")
-    if not 0 <= node_rank < nnodes:
-        raise ValueError(f"--node-rank {node_rank} is not one of {nnodes} nodes: 0 to {nnodes - 1}")
-    return node_rank
+def _add_debug(parser: argparse.ArgumentParser, default: object) -> None:
+    parser.add_argument(
+        "--debug", action="store_true", default=default, help="tracebacks and logs of all libraries, on every rank"
+    )
+
+
+def _listing() -> str:
+    lines = []
+    for title, group in GROUPS.items():
+        lines += [f"{title}:", *(f"  {command.name:<12}{command.help}" for command in group), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _debug() -> None:
+    from megarl.debugging import enable_debugging
+
+    enable_debugging()
+
+
+def _complete() -> None:
+    """Answer the shell, and leave."""
+    import argcomplete
+
+    parser, _ = parser_for(os.environ.get("COMP_LINE", "").split()[1:])
+    argcomplete.autocomplete(parser)
 
 
 if __name__ == "__main__":

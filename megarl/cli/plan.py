@@ -1,4 +1,4 @@
-"""`megarl plan CONFIG --gpus N [key=value...]`: what a run will hold, move and take, before there is any GPU.
+"""Predict what a run will hold, move and take, before there is any GPU.
 
 Reads the configuration and the models' config.json; neither weights, tokenizer nor data files. Exit code 0 if the run
 fits, 1 if some GPU's memory is too small, 2 if `megarl train` would refuse the layout.
@@ -15,6 +15,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
+from megarl.cli.words import add_config
 from megarl.config import load_config
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import CacheRoom, budget, cache_room
@@ -26,11 +27,13 @@ from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.progress import print_table
 
+EXAMPLE = "megarl plan configs/quickstart.yaml --gpus 8 --gpu-memory 80GB"
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options; what they replace is in `megarl.estimate.accelerator`."""
+    add_config(parser)
     parser.add_argument("--gpus", type=int, help="ranks of the job; default those of the configuration")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpus; default 8")
     parser.add_argument("--gpu-memory", type=bytes_of, help=f"such as 80GB; default {size(H200.memory)}")
@@ -43,11 +46,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-tokens", type=positive, help="mean; default data.max_response_length")
 
 
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """See `plan`."""
+    return plan(args, [*args.overrides, *rest])
+
+
 def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints the plan; returns the exit code.
 
     Args:
-        args: what `add_arguments` added, and `config`, the YAML file.
+        args: what `add_arguments` added.
         overrides: `key=value`.
 
     Raises:

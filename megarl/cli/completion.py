@@ -1,0 +1,27 @@
+"""Print what completes commands, options, files and configuration keys in a shell.
+
+bash: source <(megarl completion bash)     for good: that line in ~/.bashrc
+zsh:  source <(megarl completion zsh)      for good: that line in ~/.zshrc, after compinit
+"""
+
+from __future__ import annotations
+
+import argparse
+
+EXAMPLE = "source <(megarl completion bash)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `megarl completion`."""
+    parser.add_argument("shell", choices=["bash", "zsh"])
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    """Prints the script."""
+    del rest
+    try:
+        import argcomplete
+    except ImportError as e:
+        raise ValueError("completion needs argcomplete: pip install argcomplete") from e
+    print(argcomplete.shellcode(["megarl"], shell=args.shell))
+    return 0

@@ -1,0 +1,124 @@
+"""Convert checkpoints between Hugging Face folders and Megatron-Core `dist_checkpointing` folders.
+
+  hf-to-megatron SRC DST [--tp N --pp N]
+  megatron-to-hf SRC DST
+
+The Megatron folder is what MegaRL's checkpoints are: DST is an `actor_rollout_ref.model.checkpoint`, SRC a
+global_step_N. A job reads it in any layout; --tp and --pp say how it is cut up, so that the ranks of that layout each
+read only their own part. One process, no GPU; beside the program itself it needs two to three times the memory of the
+largest parameter, however large the model is.
+
+A checkpoint's files are compared with its manifest first, and weights that are not finite are refused.
+
+--verify reads the result back and compares every weight with the source's, bit for bit; --verify=logits also runs both
+models, ours and that of `transformers`, in float32 on a few sequences, for which both must fit into memory in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from megarl.debugging import hush_dependencies
+
+EXAMPLE = "megarl convert megatron-to-hf runs/math/run/checkpoints/global_step_20 exported --verify"
+SHARD_BYTES = 5 * 10**9
+M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `megarl convert`."""
+    ways = parser.add_subparsers(dest="way", required=True, metavar="hf-to-megatron | megatron-to-hf")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("source", metavar="SRC", help="folder to read")
+    common.add_argument("target", metavar="DST", help="folder to make; it must not be there yet")
+    common.add_argument(
+        "--max-shard-bytes", default=SHARD_BYTES, type=int, help="about the size of a file (default 5e9)"
+    )
+    common.add_argument(
+        "--verify", nargs="?", const="weights", choices=["weights", "logits"], help="read the result back and compare"
+    )
+    into = ways.add_parser("hf-to-megatron", parents=[common], help="import")
+    into.add_argument("--tp", default=1, type=int, help="tensor-parallel size to cut the checkpoint for (default 1)")
+    into.add_argument("--pp", default=1, type=int, help="pipeline-parallel size to cut it for (default 1)")
+    into.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of the weights; default one that changes no weight"
+    )
+    out = ways.add_parser("megatron-to-hf", parents=[common], help="export")
+    out.add_argument("--no-check", action="store_true", help="do not compare SRC's files with its manifest first")
+    out.add_argument("--model", help="folder with config.json and tokenizer; default SRC, which has them")
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    """Raises ValueError, in one line, for what cannot be converted."""
+    del rest
+    return_freed_memory()
+    hush_dependencies()
+    try:
+        convert(args)
+        if args.verify:
+            verify(args)
+    except (ValueError, OSError) as e:
+        raise ValueError(str(e).splitlines()[0] if str(e) else type(e).__name__) from e
+    return 0
+
+
+def return_freed_memory() -> None:
+    """glibc keeps freed blocks of up to 32 MiB for itself: the parameters of several layers would pile up there."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+def convert(args: argparse.Namespace) -> None:
+    import torch
+
+    from megarl.checkpoint.convert import huggingface_to_megatron, megatron_to_huggingface
+
+    with progress(f"{args.way} {os.path.basename(os.path.abspath(args.source))}") as advance:
+        if args.way == "hf-to-megatron":
+            huggingface_to_megatron(
+                args.source,
+                args.target,
+                tp=args.tp,
+                pp=args.pp,
+                dtype=getattr(torch, args.dtype) if args.dtype else None,
+                max_file_bytes=args.max_shard_bytes,
+                advance=advance,
+            )
+        else:
+            megatron_to_huggingface(
+                args.source,
+                args.target,
+                model_files=args.model or args.source,
+                max_shard_bytes=args.max_shard_bytes,
+                check=not args.no_check,
+                advance=advance,
+            )
+    print(f"wrote {args.target}")
+
+
+def verify(args: argparse.Namespace) -> None:
+    from megarl.checkpoint.verify import compare_logits, compare_weights
+    from megarl.models.families import read_architecture
+
+    pair = (args.source, args.target) if args.way == "hf-to-megatron" else (args.target, args.source)
+    arch = read_architecture(pair[0])
+    print(f"verified: {compare_weights(*pair, arch)} weights are the same bits")
+    if args.verify == "logits":
+        print(f"verified: log-probabilities agree with transformers to {compare_logits(*pair, arch):.1e}")
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the elements that are done."""
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,80 @@
+"""Look at this machine: what is installed, which fast paths are on, what a run would stumble over, and what to do.
+
+Each line is ok, "-" (optional, or of no use here) or MISSING, with the command that mends it. Exit code 0 if a run can
+work here, 1 otherwise. --nccl also sends data between the local GPUs (between CPU ranks where there are none).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from megarl.diagnosis.finding import Finding, State
+from megarl.diagnosis.machine import gpus, limits, network, sandbox, scheduler
+from megarl.diagnosis.packages import fast_paths, packages
+
+EXAMPLE = "megarl doctor --nccl"
+SECTIONS: dict[str, Callable[[], list[Finding]]] = {
+    "Packages": packages,
+    "GPUs": gpus,
+    "Fast paths": fast_paths,
+    "Communication": network,
+    "Limits": limits,
+    "Sandbox for programs that a policy writes": sandbox,
+    "Scheduler": scheduler,
+}
+_SHOWN = {State.OK: "ok", State.OPTIONAL: "-", State.MISSING: "MISSING"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `megarl doctor`."""
+    parser.add_argument(
+        "--nccl", action="store_true", help="all-reduce over the local GPUs, or two CPU ranks: its rate"
+    )
+    parser.add_argument("--nproc", type=int, help="with --nccl: ranks; default all GPUs, or 2")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Prints all findings; exit code 1 if something is missing that every run needs."""
+    del rest
+    if args.nproc is not None and args.nproc < 1:
+        raise ValueError(f"--nproc {args.nproc} must be 1 or more")
+    findings = []
+    for title, look in SECTIONS.items():
+        print(title, flush=True)
+        found = looked(title, look)
+        findings += found
+        for finding in found:
+            print(f"  {_SHOWN[finding.state]:<8}{finding.name}: {finding.detail}")
+            if finding.cure:
+                print(f"          -> {finding.cure}")
+    missing = [finding.name for finding in findings if finding.state is State.MISSING]
+    if args.nccl and not missing:
+        print("All-reduce", flush=True)
+        if _all_reduce(args.nproc):
+            missing.append("communication between ranks")
+    print(f"\nA run cannot work here: {', '.join(missing)}." if missing else "\nA run can work here.")
+    return 1 if missing else 0
+
+
+def looked(title: str, look: Callable[[], list[Finding]]) -> list[Finding]:
+    """What is found; a broken installation raises anything, and is itself a finding."""
+    try:
+        return look()
+    except Exception as e:
+        text = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        return [Finding(title, State.MISSING, text, "reinstall what it names, with launch/requirements.txt")]
+
+
+def _all_reduce(nproc: int | None) -> int:
+    import torch
+
+    from megarl.launcher import Node, launch
+
+    ranks = nproc or torch.cuda.device_count() or 2
+    if 0 < torch.cuda.device_count() < ranks:
+        raise ValueError(f"--nproc {ranks} is more than the {torch.cuda.device_count()} GPUs here")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return launch([sys.executable, "-m", "megarl.diagnosis.all_reduce"], Node(nproc=ranks), timeout_minutes=2)

@@ -1,0 +1,132 @@
+"""Print the command with which vLLM serves a checkpoint; this program does not serve.
+
+PATH is what `megarl eval` takes. vLLM reads a Hugging Face folder: that of the checkpoint (checkpoint.save_hf), or else
+one that is made beside it, PATH-huggingface. The command alone goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, read_config
+from megarl.cli.convert import SHARD_BYTES
+from megarl.config import Config, load_config
+from megarl.debugging import hush_dependencies
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.trainer.subject import Subject, find_subject
+
+EXAMPLE = "megarl serve runs/math/run --best --tp 2"
+_FAST_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `megarl serve`."""
+    parser.add_argument("path", help="checkpoint (global_step_N), run folder (its newest one), or Hugging Face folder")
+    parser.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
+    parser.add_argument("--out", help="where the Hugging Face folder is made, if there is none")
+    parser.add_argument("--tp", type=int, help="GPUs that share the model; default as the run generated, or 1")
+    parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer; default the model's positions")
+    parser.add_argument("--chat-template", metavar="FILE", help="if the tokenizer has none")
+
+
+def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Raises ValueError, in one line, for what vLLM cannot serve."""
+    del rest
+    subject = find_subject(args.path, best=args.best)
+    arch = read_architecture(subject.folder)
+    config = load_config(subject.recorded) if subject.recorded else None
+    tp = args.tp or (config.actor_rollout_ref.rollout.tensor_model_parallel_size if config else 1)
+    length = args.max_model_len or arch.max_position_embeddings
+    _check(arch, tp, length, args.chat_template)
+    if "model_type" not in read_config(subject.folder):
+        raise ValueError(f"vLLM needs the field model_type in '{subject.folder}/{CONFIG}' (qwen2, say): add it")
+    folder = _huggingface(subject, args.out)
+    values = read_config(folder)
+    words = ["vllm", "serve", os.path.abspath(folder), "--served-model-name", subject.name]
+    words += ["--dtype", str(values.get("dtype") or values.get("torch_dtype") or "auto")]
+    words += ["--tensor-parallel-size", str(tp), "--max-model-len", str(length), "--generation-config", "auto"]
+    if config is not None and (sampling := _sampling(config)):
+        words += ["--override-generation-config", json.dumps(sampling)]
+    if args.chat_template:
+        words += ["--chat-template", os.path.abspath(args.chat_template)]
+    for remark in _remarks(folder, config, args.chat_template):
+        print(f"megarl: {remark}", file=sys.stderr)
+    print(shlex.join(words))
+    return 0
+
+
+def _check(arch: Architecture, tp: int, length: int, chat_template: str | None) -> None:
+    from megarl.rollout.vllm.checks import check_vllm_tp
+
+    if tp < 1:
+        raise ValueError(f"--tp {tp} must be 1 or more")
+    arch.check_generation(tp=tp)
+    check_vllm_tp(arch, tp)
+    if not 1 <= length <= arch.max_position_embeddings:
+        raise ValueError(f"--max-model-len {length}: the model has {arch.max_position_embeddings} positions")
+    if chat_template and not os.path.isfile(chat_template):
+        raise ValueError(f"--chat-template: no file at '{chat_template}'")
+
+
+def _huggingface(subject: Subject, out: str | None) -> str:
+    """The folder that vLLM can read; made if there is none."""
+    if not subject.is_checkpoint:
+        return subject.folder
+    made = out or f"{os.path.normpath(subject.folder)}-huggingface"
+    for folder in (os.path.join(subject.folder, "huggingface"), made):
+        if os.path.isfile(os.path.join(folder, CONFIG)):
+            check_weights(folder, read_architecture(folder))
+            return folder
+    hush_dependencies()
+    from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
+
+    print(f"megarl: {subject.folder} has no Hugging Face folder; making {made}", file=sys.stderr)
+    megatron_to_huggingface(
+        subject.folder,
+        made,
+        model_files=subject.folder,
+        max_shard_bytes=SHARD_BYTES,
+        check=True,
+        advance=lambda done, total: None,
+    )
+    return made
+
+
+def _sampling(config: Config) -> dict[str, float]:
+    """As the policy generated while it was trained, where that is not vLLM's own default."""
+    rollout = config.actor_rollout_ref.rollout
+    wanted = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    return {name: value for name, value in wanted.items() if value != usual[name] or name == "temperature"}
+
+
+def _remarks(folder: str, config: Config | None, chat_template: str | None) -> list[str]:
+    """What the command cannot say."""
+    remarks, names = [], os.listdir(folder)
+    if not any(name in names for name in _FAST_TOKENIZERS):
+        remarks.append("the tokenizer is a SentencePiece file alone, which vLLM may not read: add a tokenizer.json")
+    if not chat_template and not _has_chat_template(folder):
+        remarks.append("no chat template: ask /v1/completions, or give one with --chat-template")
+    if config is not None and (rollout := config.actor_rollout_ref.rollout).stop_token_ids:
+        remarks.append(
+            f"the run ended responses with other tokens, too: ask with stop_token_ids={rollout.stop_token_ids}"
+        )
+    if config is not None and config.actor_rollout_ref.rollout.stop:
+        remarks.append(f"the run ended responses with strings: ask with stop={config.actor_rollout_ref.rollout.stop}")
+    return remarks
+
+
+def _has_chat_template(folder: str) -> bool:
+    if any(os.path.isfile(os.path.join(folder, name)) for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    try:
+        with open(os.path.join(folder, "tokenizer_config.json"), encoding="utf-8") as f:
+            return bool(json.load(f).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,0 +1,92 @@
+"""Checks the run in this process, then starts its ranks on this machine.
+
+With several nodes it is started on each of them, with --nnodes, --node-rank, --master-addr and --master-port. The first
+Ctrl-C saves a checkpoint after the step under way, a second one ends the run at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from dataclasses import replace
+
+from megarl.cli.words import add_config
+from megarl.config import Config, load_config
+
+EXAMPLE = "megarl train --nproc 4 configs/quickstart.yaml trainer.total_training_steps=20"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of `megarl train`."""
+    add_config(parser)
+    parser.add_argument("--flow", help="what the run does: a name, or path/to/file.py:function; default trainer.flow")
+    parser.add_argument("--nproc", type=int, help="ranks to start here; default trainer.n_gpus_per_node")
+    parser.add_argument("--nnodes", type=int, help="machines, each with a command of its own; default trainer.nnodes")
+    parser.add_argument("--node-rank", type=int, help="which of them this is, from 0; default SLURM_NODEID")
+    parser.add_argument("--master-addr", help="with several nodes: the host of node 0")
+    parser.add_argument("--master-port", type=int, help="with several nodes: a free port of that host")
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    """Exit code of the ranks.
+
+    Raises:
+        ValueError: the run cannot work, in one line.
+    """
+    overrides = [*args.overrides, *rest]
+    counts = {"trainer.n_gpus_per_node": args.nproc, "trainer.nnodes": args.nnodes}
+    ranks = [f"{key}={count}" for key, count in counts.items() if count is not None]
+    if args.flow is not None:
+        overrides = [*overrides, f"trainer.flow={args.flow}"]
+    config = load_config(args.config, [*overrides, *ranks])
+    node_rank = _node_rank(args, config.trainer.nnodes)
+    from megarl.flows.registry import FLOWS
+    from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.resume import expected_start, finished
+    from megarl.trainer.run_lock import check_free
+
+    inputs = check_run(config)
+    FLOWS.check(config.trainer.flow)
+    if done := finished(inputs, expected_start(inputs)):
+        print(f"megarl: {done}", file=sys.stderr)
+        return 0
+    if node_rank == 0:  # the ranks of node 0 may hold it when another node comes here
+        check_free(config.trainer.run_dir)
+    say_how_to_profile(config)
+    from megarl.launcher import Node, launch
+
+    node = Node(nproc=config.trainer.n_gpus_per_node, nnodes=config.trainer.nnodes, node_rank=node_rank)
+    if node.nnodes > 1:
+        node = replace(node, master_addr=args.master_addr, master_port=args.master_port)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core's order of kernels needs it
+    command = [sys.executable, "-m", "megarl.train", args.config, *overrides]
+    return launch(command, node, timeout_minutes=config.trainer.timeout_minutes)
+
+
+def _node_rank(args: argparse.Namespace, nnodes: int) -> int:
+    """Which node this is; raises ValueError if several nodes could not find each other."""
+    if nnodes == 1:
+        return 0
+    node_rank = args.node_rank
+    if node_rank is None and "SLURM_NODEID" in os.environ:
+        node_rank = int(os.environ["SLURM_NODEID"])
+    needed = {"--node-rank": node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
+    if missing := [option for option, value in needed.items() if value is None]:
+        raise ValueError(f"a job of {nnodes} nodes needs {', '.join(missing)} on each of them, or slurm/train.sbatch")
+    if not 0 <= node_rank < nnodes:
+        raise ValueError(f"--node-rank {node_rank} is not one of {nnodes} nodes: 0 to {nnodes - 1}")
+    return node_rank
+
+
+def say_how_to_profile(config: Config) -> None:
+    """The command with nsys, where a run is to be profiled with it, and nsys is not there yet."""
+    keys = config.profiler
+    if keys.tool != "nsight" or "NSYS_PROFILING_SESSION_ID" in os.environ:
+        return
+    from megarl.telemetry.profiler import nsight_command
+
+    line = nsight_command(shlex.join(["megarl", *sys.argv[1:]]), len(keys.steps))
+    print(f"megarl: profiler.tool=nsight only marks the steps; this records them: {line}", file=sys.stderr)

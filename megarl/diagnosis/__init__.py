@@ -1,0 +1,1 @@
+"""What a machine has, and what a run would stumble over there."""

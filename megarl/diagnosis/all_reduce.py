@@ -1,0 +1,58 @@
+"""One rank of `megarl doctor --nccl`: sums a buffer over all ranks, and says how fast."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from megarl.processes import die_with_parent
+
+BYTES_ON_GPU, BYTES_ON_CPU = 256 * 2**20, 8 * 2**20
+ROUNDS = 10
+
+
+def main() -> int:
+    """Exit code 1 if the ranks do not get the sum."""
+    die_with_parent(int(os.environ["MEGARL_LAUNCHER"]))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    buffer = torch.full(((BYTES_ON_GPU if on_gpu else BYTES_ON_CPU) // 4,), float(rank + 1), device=device)
+    dist.all_reduce(buffer)
+    wanted = world * (world + 1) / 2
+    right = bool((buffer == wanted).all())
+    seconds = _seconds(buffer)
+    if rank == 0:
+        moved = 2 * (world - 1) / world * buffer.nbytes  # by each rank, in a ring
+        what = f"{world} {'GPUs over NCCL' if on_gpu else 'CPU ranks over gloo'}"
+        rate = f"{moved / seconds / 1e9:.1f} GB/s per rank" if world > 1 else "nothing to send to"
+        verdict = "ok" if right else "MISSING"
+        size = f"{buffer.nbytes / 2**20:.0f} MiB in {1e3 * seconds:.2f} ms"
+        print(f"  {verdict:<8}{what}: {size}, {rate}", flush=True)
+    dist.destroy_process_group()
+    return 0 if right else 1
+
+
+def _seconds(buffer: torch.Tensor) -> float:
+    """Of one round, the mean of several."""
+    buffer.zero_()
+    dist.barrier()
+    if buffer.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        dist.all_reduce(buffer)
+    if buffer.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / ROUNDS
+
+
+if __name__ == "__main__":
+    sys.exit(main())
