@@ -8,6 +8,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+DATA = ("bash", "css", "html", "js", "json", "sh", "svg", "txt", "yaml", "yml", "zsh")
+"""Endings of the files within the package that are no Python."""
 
 
 def version() -> str:
@@ -23,6 +25,7 @@ setup(
     description="Reinforcement-learning post-training of language models inside one Megatron program",
     license="Apache-2.0",
     packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl": ["py.typed", *(f"**/*.{kind}" for kind in DATA)]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.11,<2.14",
@@ -30,10 +33,12 @@ setup(
         "omegaconf==2.4.0",
         "pydantic>=2.7",
         "aiohttp>=3.10",
+        "argcomplete>=3.5",
         "einops>=0.8",
         "math-verify[antlr4_13_2]>=0.9,<0.10",
         "matplotlib>=3.9",
         "numpy>=2.0",
+        "nvidia-ml-py>=12.560",
         "psutil>=5.9",  # Megatron-Core's checkpoint writer
         "pyarrow>=17",
         "reasoning-gym>=0.1.19",
@@ -46,19 +51,39 @@ setup(
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.11"],
         "vllm": ["vllm>=0.25.1,<0.26"],
-        "loggers": ["wandb", "mlflow"],
+        "docs": [
+            "latex2mathml>=3.77",
+            "mkdocs>=1.6",
+            "mkdocs-material>=9.5",
+            "mkdocstrings[python]>=0.26",
+            "pymdown-extensions>=10.9",
+        ],
+        "loggers": [
+            "alembic>=1.13",  # with sqlalchemy what MLflow's local stores need
+            "mlflow-skinny>=3.1",
+            "prometheus_client>=0.20",
+            "sqlalchemy>=2.0",
+            "wandb>=0.21",
+        ],
         "dev": [
             "accelerate>=1.0",
+            "alembic>=1.13",
             "flask>=3.0",  # moto's server
             "flask-cors>=5.0",
             "gguf>=0.10",
             "hypothesis>=6.100",
+            "mlflow-skinny>=3.1",
             "moto>=5.0",
             "mypy>=1.11",
             "openai>=2.0",
+            "prometheus_client>=0.20",
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "ruff>=0.6",
+            "selenium>=4.25",
+            "sqlalchemy>=2.0",
+            "wandb>=0.21",
         ],
     },
     entry_points={"console_scripts": ["megarl = megarl.cli.main:main"]},

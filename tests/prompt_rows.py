@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.tokenizer import load_tokenizer
 from tools.prepare_reasoning_gym import train_tokenizer

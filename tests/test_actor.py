@@ -14,7 +14,7 @@ from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_b
 
 def one_optimizer_at_a_time() -> list[bool]:
     """Whether the first optimizer is gone while the second is built, and once it is."""
-    from megarl.config.schema import Optim
+    from megarl.config.policy import Optim
     from megarl.roles import optimizer as module
 
     alive = []

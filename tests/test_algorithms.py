@@ -18,7 +18,7 @@ from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.estimators.grpo import group_advantages
 from megarl.algorithms.kl import AdaptiveKlController, KlPenalty, kl_estimate
 from megarl.algorithms.loss import LossInput
-from megarl.config.schema import Algorithm
+from megarl.config.algorithm import Algorithm
 from megarl.types import Batch, batch_of
 
 

@@ -83,7 +83,7 @@ STEP = (
 
 def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str, int]]:
     """What this rank holds of a critic and a reward model in each phase of the second step."""
-    from megarl.config.schema import Megatron, Model
+    from megarl.config.policy import Megatron, Model
     from megarl.hybrid.residency import Residency
     from megarl.models.fill import random_source
     from megarl.parallel.groups import add_layout

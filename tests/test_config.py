@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
+import megarl
 from megarl.config import Config, ConfigError, build_config, dump_config, load_config
 from megarl.config.load import all_keys
 
@@ -97,3 +102,26 @@ def test_sections_are_frozen() -> None:
 def test_every_shipped_configuration_parses() -> None:
     for path in (Path(__file__).parents[1] / "configs").glob("**/*.yaml"):
         load_config(str(path))
+
+
+def fields_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key, those of a list's items too."""
+    for name, field in section.model_fields.items():
+        inner = [a for a in (field.annotation, *get_args(field.annotation)) if isinstance(a, type)]
+        models = [a for a in inner if issubclass(a, BaseModel)]
+        if not models or field.annotation not in models:
+            yield prefix + name, field
+        for model in models:
+            yield from fields_of(model, f"{prefix}{name}.")
+
+
+def test_every_key_is_described_and_used() -> None:
+    program = {path: path.read_text() for path in Path(megarl.__file__).parent.rglob("*.py")}
+    code = "\n".join(text for path, text in program.items() if path.parent.name not in ("config", "migration"))
+    sections = "\n".join(text for path, text in program.items() if path.parent.name == "config")
+    keys = dict(fields_of(Config))
+    assert set(all_keys()) <= keys.keys()
+    assert [key for key, field in keys.items() if not field.description] == []
+    names = {key: key.rsplit(".", 1)[-1] for key in keys}
+    uses = set(re.findall(r"\.(\w+)\b", code)) | set(re.findall(r"self\.(\w+)\b", sections))
+    assert [key for key, name in names.items() if name not in uses] == []

@@ -1,4 +1,4 @@
-"""tools/convert.py: bits, logits, memory, refusals, and that a job reads what it wrote."""
+"""`megarl convert`: bits, logits, memory, refusals, and that a job reads what it wrote."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         capsys.readouterr()
         assert main(arguments) == 2
         printed = capsys.readouterr().err.splitlines()[-1]
-        assert printed.startswith("convert: error: ") and message in printed, printed
+        assert printed.startswith("megarl: error: ") and message in printed, printed
         assert not (tmp_path / "x").exists() and not (tmp_path / ".x.partial").exists()
 
     file.write_bytes(flipped)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.examples import Example, Turns, batch_of_examples, mismatched
 from megarl.data.load import load_examples
 from megarl.data.prompts import load_prompts

@@ -18,7 +18,7 @@ from megarl.algorithms.group_scores import GroupScores
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.algorithms.returns import value_targets
 from megarl.algorithms.whitening import whitened
-from megarl.config.schema import Algorithm
+from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
 
 

@@ -20,7 +20,9 @@ from megarl.algorithms.loss import Loss, LossInput, Metric, columns_of, prepared
 from megarl.algorithms.registry import LOSSES
 from megarl.algorithms.regularizers import KlToReference
 from megarl.algorithms.rollout_correction import correct_rollouts
-from megarl.config.schema import Actor, KlLoss, LossAggMode, RolloutCorrection
+from megarl.config.algorithm import RolloutCorrection
+from megarl.config.fields import KlLoss, LossAggMode
+from megarl.config.policy import Actor
 from megarl.types import Batch, batch_of
 
 LOW, HIGH, TAU_POS, TAU_NEG, KL_COEF = 0.2, 0.3, 0.8, 1.7, 0.25

@@ -38,7 +38,7 @@ def _batch(actor: Any) -> Batch:
 
 
 def _train(case: Case, sizes: tuple[int, ...]) -> History:
-    from megarl.config.schema import Actor, Optim
+    from megarl.config.policy import Actor, Optim
     from megarl.models.fill import random_source
 
     config = Actor.model_validate({"policy_loss": SETTINGS})
@@ -106,7 +106,7 @@ Updates = list[tuple[float, float]]
 
 def _both_scopes(case: Case, arch: Architecture) -> tuple[dict[str, float], list[Updates]]:
     """How far two scopes' gradients are apart, of each parameter as a share of their norm; three updates of each."""
-    from megarl.config.schema import Optim
+    from megarl.config.policy import Optim
     from megarl.data.packing import MiniBatch
     from megarl.models.fill import random_source
 

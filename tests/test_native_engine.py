@@ -15,6 +15,7 @@ from tiny_families import ARCHITECTURES
 
 from megarl.models.architecture import Architecture
 from megarl.models.placements import engine_placements
+from megarl.rollout.native.graphs import bucket
 from megarl.rollout.native.model import parameter_shapes
 from megarl.types import Completion, SamplingParams
 
@@ -193,3 +194,10 @@ def test_released_weights_come_back_in_the_same_tensors() -> None:
     fill_engine(held, arch, random_weights(arch, seed=1), 1, 0)
     engine.wake()
     assert engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED)) == want
+
+
+def test_graphs_are_filled_up_by_few_rows() -> None:
+    """Rows are not free beyond some tens: no batch is filled up by 64 or more, none to more than twice its rows."""
+    filled = {rows: bucket(rows, 1000) for rows in range(1, 1001)}
+    assert all(0 <= size - rows < min(rows, 64) for rows, size in filled.items())
+    assert max(filled.values()) == 1000 and len(set(filled.values())) == 7 + 15

@@ -41,7 +41,7 @@ def _loss(name: str) -> Any:
     from megarl.algorithms.bradley_terry import BradleyTerry
     from megarl.algorithms.kto import kto
     from megarl.algorithms.registry import PREFERENCES
-    from megarl.config.schema import Preference
+    from megarl.config.algorithm import Preference
 
     if name == "bradley_terry":
         return BradleyTerry()

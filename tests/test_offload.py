@@ -47,7 +47,7 @@ def _held(*tensors: Tensor) -> int:
 def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
     """Two steps as the trainer makes them: what they computed, and the bytes that were there in each phase."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.config.schema import Algorithm
+    from megarl.config.algorithm import Algorithm
     from megarl.phases import Phase
     from megarl.types import Prompt, SamplingParams
 

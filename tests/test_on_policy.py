@@ -28,7 +28,7 @@ OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_ga
 def _first_update(case: Case) -> tuple[dict[str, float], float]:
     """Metrics of the first mini-batch with a reference, and the largest |log p - log p_ref| before it."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.config.schema import Algorithm
+    from megarl.config.algorithm import Algorithm
 
     with actor_in(case, lr=1e-2) as actor:
         reference = reference_of(actor)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ORDER = [
     "processes",
+    "debugging",
     "phases",
     "isolation",
     "registry",
@@ -31,12 +32,15 @@ ORDER = [
     "api",
     "rank",
     "launcher",
+    "report",
+    "diagnosis",
     "cli",
     "train",
 ]
 ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
     "processes.py",
+    "debugging.py",
     "phases.py",
     "registry.py",
     "isolation",
@@ -63,8 +67,14 @@ TORCH_FREE = [
     "parallel/layout.py",
     "parallel/from_config.py",
     "telemetry/earlier.py",
+    "telemetry/metrics.py",
     "evaluation",
-    "telemetry/sinks/lines.py",
+    "telemetry/lines.py",
+    "telemetry/sinks/jsonl.py",
+    "telemetry/spans.py",
+    "telemetry/samples.py",
+    "report",
+    "cli/report.py",
     "models/architecture.py",
     "models/placements.py",
     "models/sizes.py",

@@ -19,7 +19,7 @@ from megarl.algorithms.preferences.dpo import dpo
 from megarl.algorithms.preferences.ipo import ipo
 from megarl.algorithms.preferences.orpo import orpo
 from megarl.algorithms.preferences.simpo import simpo
-from megarl.config.schema import Preference
+from megarl.config.algorithm import Preference
 
 LOGP = st.floats(-80, -(2.0**-13), width=32)
 

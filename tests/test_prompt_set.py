@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 import megarl.data.prompt_index
 import megarl.data.prompts
-from megarl.config.schema import Data
+from megarl.config.data import Data
 from megarl.data.prompts import PromptSet
 from megarl.data.readers import read_rows
 from megarl.data.row_files import RowsChanged

@@ -130,7 +130,8 @@ def test_what_comes_with_the_program_is_where_it_is_said_to_be(known: Registry[A
         ),
         (
             "trainer.logger=[console,jsonll]",
-            "trainer.logger = 'jsonll' is not known; use jsonl, console, csv, tensorboard, or path/to/file.py:class",
+            "trainer.logger = 'jsonll' is not known; use jsonl, console, csv, mlflow, prometheus, tensorboard, wandb, "
+            "or path/to/file.py:class",
         ),
         ("reward.name=exact", "reward.name = 'exact' is not known; use exact_match, regex, code, "),
         ("actor_rollout_ref.rollout.name=no/such.py:Mine", "rollout.name: no file at 'no/such.py'"),

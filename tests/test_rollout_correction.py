@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms.aggregation import LossAggMode, token_weights
 from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics
-from megarl.config.schema import RolloutCorrection
+from megarl.config.algorithm import RolloutCorrection
 from megarl.types import Batch, batch_of
 
 LOG_RATIOS = [[0.1], [-0.2, 2.0, 0.3], [-3.0, 0.5], [0.0, 0.0, 0.0, 0.0]]
@@ -51,6 +51,18 @@ def test_token_level_truncation() -> None:
 def test_sequence_level_truncation() -> None:
     wanted = [[min(math.exp(sum(row)), 5.0)] * len(row) for row in LOG_RATIOS]
     assert _weights(rollout_is="sequence", rollout_is_threshold=5.0) == _approx(wanted)
+
+
+def test_weights_divided_by_their_mean() -> None:
+    token = [[min(math.exp(x), 2.0) for x in row] for row in LOG_RATIOS]
+    mean = sum(map(sum, token)) / 10
+    normalized = _weights(rollout_is="token", rollout_is_batch_normalize=True)
+    assert normalized == _approx([[x / mean for x in row] for row in token])
+    sequence = [min(math.exp(sum(row)), 5.0) for row in LOG_RATIOS]
+    mean = sum(sequence) / 4
+    wanted = [[x / mean] * len(row) for x, row in zip(sequence, LOG_RATIOS, strict=True)]
+    own = {"rollout_is": "sequence", "rollout_is_threshold": 5.0, "rollout_is_batch_normalize": True}
+    assert _weights(**own) == _approx(wanted)
 
 
 def test_rejection() -> None:

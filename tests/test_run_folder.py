@@ -17,7 +17,7 @@ import pytest
 from tiny_run import ROOT
 
 from megarl.checkpoint.folder import checkpoint_folder, rl_step, write_state
-from megarl.config.schema import Trainer
+from megarl.config.trainer import Trainer
 from megarl.trainer.run_folder import check_run_folder
 from megarl.trainer.run_lock import RunLock, check_free
 
@@ -95,7 +95,7 @@ def test_a_folder_of_somebody_else_s_is_refused() -> None:
     os.chmod(folder, 0o555)
     code = """
 import os, sys
-from megarl.config.schema import Trainer
+from megarl.config.trainer import Trainer
 from megarl.trainer.run_folder import check_run_folder
 if os.geteuid() == 0:  # who may write everywhere
     os.setuid(65534)

@@ -20,7 +20,7 @@ from ranks import Ranks
 from tiny_run import _train, metrics_of, train_in, write_run
 
 from megarl.config import build_config, load_config
-from megarl.config.schema import Reward as Settings
+from megarl.config.reward import Reward as Settings
 from megarl.parallel.groups import build_groups, destroy_groups
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.rewards.deadline import DeadlinePassed, call_within

@@ -20,7 +20,7 @@ from small_disk import fill, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.config import Config
-from megarl.config.schema import Trainer
+from megarl.config.trainer import Trainer
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.plot import _phase_seconds, plot_learning_curve
 from megarl.telemetry.progress import Progress, duration

@@ -20,11 +20,11 @@ import pytest
 from ranks import Ranks, free_port
 from tiny_run import FOUR_RANKS, ROOT, TrainedRun, megarl, metrics_of, train_in, write_run
 
-TIMES = ("timing/", "tokens_per_s", "reward/latency_")
+from megarl.telemetry.metrics import TIMED
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    return {k: v for k, v in row.items() if not k.startswith(TIMES)}
+    return {k: v for k, v in row.items() if not k.startswith(TIMED)}
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ import sentencepiece
 import yaml
 from ranks import Ranks
 
+from megarl.telemetry.metrics import METRICS, TIMED, find
+
 ROOT = Path(__file__).parents[1]
 
 FINGERPRINT = "import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n"
@@ -165,13 +167,14 @@ def _train(config: str, overrides: list[str]) -> str:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    """The rows of a run's metrics.jsonl, all of whose metrics are documented but those of a flow of one's own."""
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    ours = {spec.name.partition("/")[0] for spec in METRICS}
+    unknown = {name for row in rows for name in row if find(name) is None and name.partition("/")[0] in ours}
+    assert not unknown, f"not in megarl/telemetry/metrics.py: {sorted(unknown)}"
+    return rows
 
 
 def numbers_of(folder: Path) -> list[dict[str, Any]]:
     """The same without what a clock decides."""
-    return [
-        {key: value for key, value in row.items() if not key.startswith(("timing/", "tokens_per_s", "reward/latency_"))}
-        for row in metrics_of(folder)
-    ]
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in metrics_of(folder)]

@@ -142,7 +142,7 @@ def _model_in(
     groups: Any, case: Case, arch: Architecture, dtype: str, *, role: str, total_steps: int, **optim: Any
 ) -> Any:
     import megarl
-    from megarl.config.schema import ActorRolloutRef, Optim
+    from megarl.config.policy import ActorRolloutRef, Optim
     from megarl.models.fill import random_source
 
     config = ActorRolloutRef.model_validate(
@@ -228,7 +228,7 @@ def policy_loss(*, entropy_coeff: float = 0.0, kl_coef: float = 0.0, **clip: Any
 def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; `loss` is "supervised" or "policy" (clipped, with entropy and reference)."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.config.schema import Algorithm
+    from megarl.config.algorithm import Algorithm
 
     size = 2 if case.pp > 1 or case.world == 1 else 4  # fewer leave a pipeline no steady state
     with actor_in(case, arch, lr=3e-3, total_steps=steps) as actor:

@@ -1,0 +1,352 @@
+"""Configurations of verl and TRL as ones of MegaRL: every key has an entry, and what comes out loads and is planned."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import ROOT, write_run
+
+from megarl.cli.main import main
+from megarl.cli.migrate import add_arguments, migrate
+from megarl.config import Config, ConfigError, build_config, load_config
+from megarl.config.load import all_keys
+from megarl.config.migration import convert, entries, entry_of, read_written
+from megarl.rewards.parts import parts_of
+from megarl.trainer.checks import check_run
+
+SHIPPED = ROOT / "tests" / "migration"
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def _uses() -> dict[str, int]:
+    lines = (ROOT / "tests" / "data" / "verl_keys.txt").read_text().splitlines()
+    pairs = [line.split() for line in lines if not line.startswith("#")]
+    return {key: int(count) for count, key in pairs}
+
+
+def _value(config: Config, key: str) -> Any:
+    at: Any = config
+    for name in key.split("."):
+        at = at[name] if isinstance(at, dict) else getattr(at, name)
+    return at
+
+
+def _migrated(*words: str, source: str = "verl") -> Config:
+    return build_config(convert(read_written(words), source).tree)
+
+
+def _reason(word: str) -> str:
+    (change,) = convert(read_written([word])).changes
+    assert change.kind == "refused" and not change.values
+    return change.why
+
+
+def test_every_key_of_the_shipped_scripts_has_an_entry() -> None:
+    uses = _uses()
+    assert (len(uses), sum(uses.values())) == (304, 6077)
+    kinds = {"carried": 0, "translated": 0, "refused": 0}
+    for key, count in uses.items():
+        entry = entry_of(key)
+        assert entry is not None, key
+        kinds[entry.kind] += count
+    assert (kinds["carried"] + kinds["translated"]) / 6077 >= 0.97, kinds
+
+
+@pytest.mark.parametrize("source", ["verl", "trl"])
+def test_entries_say_what_becomes_of_a_key(source: str) -> None:
+    known, seen = set(all_keys()), set()
+    for entry in entries(source):
+        assert entry.key not in seen, entry.key
+        seen.add(entry.key)
+        assert entry.kind == "carried" or entry.why, entry.key
+        assert entry.kind != "refused" or not entry.to, entry.key
+        if entry.kind == "carried" and "*" not in entry.key:
+            assert entry.to in known, entry
+    assert len(seen) > 90
+
+
+def test_the_first_entry_that_matches_is_not_hidden_by_a_pattern() -> None:
+    for source in ("verl", "trl"):
+        for entry in entries(source):
+            found = entry_of(entry.key.replace("*", "x.y"), source)
+            assert found is not None
+            if "*" not in entry.key:
+                assert found is entry, (entry.key, found.key)
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in SHIPPED.iterdir()))
+def test_whole_runs_are_planned(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.yaml"
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    source = ["--from", "trl"] if file.startswith("trl_") else []
+    code = migrate(parser.parse_args([*source, "--out", str(out), str(SHIPPED / file)]))
+    said = capsys.readouterr()
+    assert said.out == "" and code == (1 if "refused: these" in said.err else 0)
+    load_config(str(out))
+    assert main(["plan", str(out)]) in (0, 1)  # 1: the GPUs' memory is too small, as that script's is
+    assert "parameters, on" in capsys.readouterr().out
+
+
+def test_a_script_with_variables_and_sums() -> None:
+    config = _migrated(str(SHIPPED / "dapo_qwen2.5_32b.sh"))
+    data, actor, trainer = config.data, config.actor_rollout_ref.actor, config.trainer
+    assert (data.max_prompt_length, data.max_response_length, data.gen_batch_size) == (2048, 20480, 1536)
+    assert (trainer.nnodes, config.reward.overlong_buffer.len, config.reward.name) == (16, 4096, "math_verify")
+    megatron = actor.megatron
+    assert (megatron.tensor_model_parallel_size, megatron.sequence_parallel) == (4, True)  # of Ulysses
+    assert actor.ppo_max_token_len_per_gpu == 4 * 22528
+    assert megatron.param_offload and megatron.optimizer_offload and actor.clip_ratio_c == 10.0
+
+
+def test_values_of_other_names() -> None:
+    config = _migrated(
+        "python3",
+        "-m",
+        "verl.trainer.main_ppo",
+        "data.train_files=[a.parquet,b.parquet]",
+        "+data.val_files='c.parquet'",
+        "++algorithm.adv_estimator=rloo_vectorized",
+        f"{A}.use_kl_loss=True",
+        f"{A}.kl_loss_type=low_var_kl",
+        f"{A}.policy_loss.loss_mode=gpg",
+        f"{A}.grad_clip=0.5",
+        f"{A}.ppo_micro_batch_size_per_gpu=4",
+        f"{R}.name=sglang",
+        f"{R}.n=4",
+        f"{R}.val_kwargs.n=4",
+        f"{R}.val_kwargs.temperature=0.7",
+        f"{R}.checkpoint_engine.update_weights_bucket_megabytes=64",
+        "actor_rollout_ref.nccl_timeout=3600",
+        "trainer.logger=[console,file,swanlab]",
+        "trainer.max_actor_ckpt_to_keep=3",
+        "algorithm.kl_penalty=low_var_kl",
+        f"{A}.fsdp_config.forward_prefetch=True",
+        "~algorithm.kl_penalty",
+    )
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.data.train_files, config.data.val_files) == (["a.parquet", "b.parquet"], ["c.parquet"])
+    assert (config.algorithm.adv_estimator, config.algorithm.kl_penalty) == ("rloo", "k1")
+    assert (actor.kl_loss_type, actor.policy_loss.loss_mode, actor.optim.clip_grad) == ("k3", "reinforce", 0.5)
+    assert (actor.ppo_max_token_len_per_gpu, actor.clip_ratio_c) == (4 * 1024, 3.0)
+    assert (rollout.name, rollout.tensor_model_parallel_size, rollout.val_kwargs.n) == ("vllm", 2, 1)
+    assert rollout.val_kwargs.temperature == 0.0  # verl's do_sample is off
+    assert config.actor_rollout_ref.reshard.bucket_bytes == 64 * 2**20
+    assert (config.trainer.timeout_minutes, config.trainer.max_ckpt_to_keep) == (60.0, 3)
+    assert config.trainer.logger == ["console", "jsonl"]
+    assert actor.megatron.overlap_param_gather and actor.megatron.overlap_grad_reduce
+
+
+def test_what_relies_on_defaults() -> None:
+    config = _migrated("data.max_prompt_length=256")
+    assert (config.algorithm.adv_estimator, config.trainer.n_gpus_per_node) == ("gae", 8)
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (1024, 256)
+    assert (config.actor_rollout_ref.rollout.n, config.data.answer_key) == (1, "reward_model.ground_truth")
+
+
+def test_ranks_of_sequences_and_experts_become_tensor_parallel() -> None:
+    own = f"{A}.megatron"
+    cp = _migrated(f"{own}.tensor_model_parallel_size=2", f"{own}.context_parallel_size=2")
+    assert cp.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 4
+    experts = [f"{own}.expert_model_parallel_size=8", f"{own}.expert_tensor_parallel_size=1"]
+    ep = _migrated(f"{own}.tensor_model_parallel_size=2", *experts)
+    assert ep.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 8
+    assert "of which a node has 8" in _reason(f"{own}.expert_model_parallel_size=32")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("actor_rollout_ref.model.lora_rank=32", "there are no adapters"),
+        ("data.image_key=images", "rows of text"),
+        (f"{A}.strategy=fsdp2", "there is no FSDP"),
+        (f"{R}.multi_turn.tool_config_path=x.yaml", "environment.name"),
+        (f"{A}.optim.override_optimizer_config.optimizer_cpu_offload=True", "steps are taken on the GPU"),
+        ("algorithm.adv_estimator=gdpo", "megarl algorithms"),
+        ("actor_rollout_ref.model.trust_remote_code=True", "no code of a model's folder"),
+        ("nobody.knows_this=1", "not known here"),
+        ("data.train_batch_size=many", "should be a valid integer"),
+        (f"{A}.megatron.override_transformer_config.moe_aux_loss_coeff=0.01", "no auxiliary loss"),
+    ],
+)
+def test_refusals_say_what_to_use_here(word: str, said: str) -> None:
+    assert said in _reason(word)
+
+
+def test_what_asks_for_nothing_is_not_refused() -> None:
+    words = ["actor_rollout_ref.model.lora_rank=0", f"{A}.megatron.context_parallel_size=1"]
+    words += ["actor_rollout_ref.model.trust_remote_code=False", f"{R}.multi_turn.enable=False", "data.image_key=null"]
+    assert convert(read_written(words)).of("refused") == []
+
+
+def test_a_profile_is_the_runs() -> None:
+    words = [f"{A}.profiler.enable=True", f"{A}.profiler.ranks=[0,1]", f"{A}.profiler.all_ranks=False"]
+    migrated = convert(read_written(words))
+    there = "profiler.tool" in set(all_keys())
+    assert bool(migrated.of("refused")) != there
+    assert migrated.tree.get("profiler", {}).get("tool") == ("torch" if there else None)
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "a: [1\n", "a: ${nothing.here}\n", "\x00", "data: 3\n"])
+def test_nonsense_is_one_line(text: str, tmp_path: Path) -> None:
+    for suffix in ("yaml", "sh"):
+        (tmp_path / f"x.{suffix}").write_text(text)
+        try:
+            build_config(convert(read_written([str(tmp_path / f"x.{suffix}")])).tree)
+        except ConfigError:
+            raise
+        except ValueError as e:
+            assert "\n" not in str(e) and len(str(e)) < 400
+
+
+NONSENSE = [
+    "",
+    "null",
+    "True",
+    "-1",
+    "1e400",
+    "9" * 400,
+    "nan",
+    "[1,2]",
+    "{a: 1}",
+    "x",
+    "${x}",
+    "[console,wandb]",
+    "\0",
+    "-",
+]
+
+
+@pytest.mark.parametrize("source", ["verl", "trl"])
+def test_any_value_of_any_key_is_carried_translated_or_refused(source: str) -> None:
+    rng = random.Random(0)
+    for entry in entries(source):
+        key = entry.key.replace("*", "some.x")
+        try:
+            settings = read_written([f"{key}={rng.choice(NONSENSE)}"])
+        except ValueError:
+            continue
+        migrated = convert(settings, source)
+        assert len(migrated.changes) == len(settings)
+        build_config(migrated.tree)
+
+
+def test_files_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match=r"'no\.yaml' cannot be read: No such file"):
+        read_written(["no.yaml"])
+    with pytest.raises(ValueError, match="name a YAML file, a shell script, or key=value"):
+        read_written(["verl.trainer.main_ppo"])
+
+
+def test_trl_grpo() -> None:
+    config = _migrated(str(SHIPPED / "trl_grpo.yaml"), source="trl")
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.trainer.flow, config.algorithm.adv_estimator) == ("ppo", "grpo")
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n) == (32, 32, 8)  # 8 x 4 x 8 / 8
+    assert (actor.loss_agg_mode, actor.kl_loss_coef, actor.clip_high) == ("seq-mean-token-sum-norm", 0.04, 0.28)
+    assert actor.optim.lr_warmup_steps_ratio == 0.1 and not config.algorithm.norm_adv_by_std_in_grpo
+
+
+def test_trl_preferences_and_demonstrations() -> None:
+    dpo = _migrated("beta=0.2", "loss_type=ipo", "rpo_alpha=0.5", "per_device_train_batch_size=4", source="trl")
+    preference = dpo.algorithm.preference
+    assert (dpo.trainer.flow, dpo.data.train_batch_size) == ("preference", 4)
+    assert (preference.beta, preference.loss_mode, preference.sft_coef) == (0.2, "ipo", 0.5)
+    assert _migrated("learning_rate=1e-5", "packing=true", source="trl").trainer.flow == "sft"
+
+
+def test_warm_up_as_a_share_of_all_steps() -> None:
+    optim = Config().actor_rollout_ref.actor.optim
+    assert optim.model_copy(update={"lr_warmup_steps_ratio": 0.05}).warmup_of(210) == 10
+    assert optim.model_copy(update={"lr_warmup_steps_ratio": 0.05, "lr_warmup_steps": 3}).warmup_of(210) == 3
+
+
+def _verl_rows(folder: Path) -> str:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{a}+{b}="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": 10 * a + b, "split": "train"},
+        }
+        for a in range(5)
+        for b in range(5)
+    ]
+    file = folder / "verl.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return str(file)
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    right = solution_str.strip() == ground_truth
+    return {"score": right + bonus + extra_info["index"] / 100, "acc": right, "pred": solution_str}
+
+def of_lists(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    return [float(s == g) for s, g in zip(solution_strs, ground_truths)]
+"""
+
+
+def test_rows_and_rewards_of_verl(tmp_path: Path) -> None:
+    """Parquet rows and a reward function as verl has them go through every check, and the function is called."""
+    from chat_tokenizer import write_chat_tokenizer
+
+    from megarl.rewards.call import Caller
+    from megarl.rewards.judge import Response, judged_value
+
+    (tmp_path / "mine.py").write_text(REWARD)
+    own = read_written(
+        [
+            f"data.train_files={_verl_rows(tmp_path)}",
+            "data.train_batch_size=8",
+            "data.max_prompt_length=24",
+            "data.max_response_length=4",
+            "algorithm.adv_estimator=grpo",
+            f"{A}.ppo_mini_batch_size=8",
+            f"{A}.ppo_micro_batch_size_per_gpu=2",
+            f"{R}.n=2",
+            "trainer.n_gpus_per_node=1",
+            "trainer.test_freq=-1",
+            f"trainer.default_local_dir={tmp_path / 'run2'}",
+            f"custom_reward_function.path={tmp_path / 'mine.py'}",
+            "custom_reward_function.name=compute_score",
+            "+custom_reward_function.reward_kwargs.bonus=1.0",
+        ]
+    )
+    tree = convert(own).tree
+    write_run(tmp_path)
+    write_chat_tokenizer(tmp_path)
+    architecture = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(architecture | {"vocab_size": 96}))
+    model = {"path": str(tmp_path), "tokenizer_path": str(tmp_path), "random_init": True, "dtype": "float32"}
+    tree["actor_rollout_ref"]["model"] = model
+    tree["actor_rollout_ref"]["rollout"] |= {"name": "native", "tensor_model_parallel_size": 1}
+    inputs = check_run(build_config(tree))
+    prompt = inputs.train_prompts[7]
+    assert (prompt.row["answer"], prompt.data_source, prompt.row["extra_info"]["index"]) == ("3", "sums", 12)
+    (part,) = parts_of(inputs.config.reward)
+    judged = judged_value(Caller(part.reward, part.args).one(Response(text="3"), prompt.row))
+    assert judged.score == pytest.approx(2.12) and judged.metrics == {"acc": 1.0}
+    lists = inputs.config.reward.model_copy(update={"name": f"{tmp_path / 'mine.py'}:of_lists", "args": {}})
+    with pytest.raises(ValueError, match=r"takes lists: set reward\.batch_size"):
+        parts_of(lists)
+    (part,) = parts_of(lists.model_copy(update={"batch_size": 4}))
+    many = Caller(part.reward, {}).many([Response(text="3"), Response(text="4")], [prompt.row] * 2)
+    assert [one.score for one in many] == [1.0, 0.0]
+
+
+def test_a_misspelt_place_of_the_answer(tmp_path: Path) -> None:
+    run = write_run(tmp_path, data__answer_key="reward_model.truth")
+    with pytest.raises(
+        ValueError, match=r"data\.answer_key = 'reward_model\.truth': no such column in .*train\.jsonl:1"
+    ):
+        check_run(load_config(str(run)))
