@@ -204,6 +204,15 @@ class Terminal:
                 except OSError:  # the process has left
                     assert self.said.count(text) >= count, self.said
 
+    def wait_until_it_reads(self, timeout: float = 30) -> None:
+        """Until the main thread sleeps: a signal between the prompt and the read is told to Python after a line only."""
+        end, asleep = time.monotonic() + timeout, 0
+        while asleep < 3:
+            assert time.monotonic() < end, self.said
+            time.sleep(0.1)
+            stat = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/stat").read_text()
+            asleep = asleep + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
+
     def type(self, text: str) -> None:
         os.write(self.side, text.encode())
 
@@ -222,6 +231,7 @@ def test_a_conversation(small: TrainedRun, request: pytest.FixtureRequest) -> No
     terminal.type("1" * 40 + "\n")
     terminal.wait_for("40 tokens leave no room for an answer in 32; raise --context, or /clear")
     terminal.wait_for("> ", 4)
+    terminal.wait_until_it_reads()
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.process.wait(60) == 130
     terminal.wait_for("megarl: SIGINT: stopped")

@@ -26,7 +26,7 @@ from megarl.estimate.budget_file import write_budget
 from megarl.phases import Phase
 from megarl.telemetry.samples import Sample, TokenColumns, chosen, write_samples
 from megarl.telemetry.spans import SpanFile, newest, read_spans, span_files
-from megarl.telemetry.timers import PhaseTimers, seconds_by_phase
+from megarl.telemetry.timers import PhaseTimers, Span, seconds_by_phase
 
 
 def test_spans_are_in_order_and_add_up() -> None:
@@ -125,12 +125,13 @@ def late_rank(folder: str) -> None:
     with timers(Phase.GENERATE):
         time.sleep(0.4 * dist.get_rank())
         groups.barrier("the test")
-    timeline.step(1, "rl", timers.spans(), groups.watch.collect_waits())
+    timeline.step(1, "rl", groups.all_gather(timeline.own(timers.spans(), groups.watch.collect_waits())))
     with timers(Phase.UPDATE):
         time.sleep(0.01)
-    timeline.step(2, "rl", timers.spans(), groups.watch.collect_waits())
+    timeline.step(2, "rl", groups.all_gather(timeline.own(timers.spans(), groups.watch.collect_waits())))
     timeline.close()
-    Timeline(Trainer(default_local_dir=folder + "/quiet", logger=["console"]), groups, print).step(1, "rl", [], [])
+    quiet = Timeline(Trainer(default_local_dir=folder + "/quiet", logger=["console"]), groups, print)
+    quiet.step(1, "rl", [quiet.own([Span(Phase.UPDATE, 0.0, 1.0)], [])])
     destroy_groups(groups)
 
 

@@ -25,6 +25,8 @@ from statistics import fmean, median
 from typing import Any
 
 WARM_UP = 5
+WITHIN = "Report.step"
+"""Shown, and not counted again: a part of `Run._report_step`, whose rest is the gather over the ranks and its words."""
 SINKS = ["jsonl", "csv", "tensorboard", "prometheus", "wandb", "mlflow"]
 
 
@@ -81,20 +83,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"bench_telemetry: error: {e}", file=sys.stderr)
         return 2
     enable_cpu_ranks()
-    from megarl.trainer.pace import Pace
     from megarl.trainer.report import Report
     from megarl.trainer.run import run
+    from megarl.trainer.session import Run
     from megarl.trainer.stop import StopRequest
-    from megarl.trainer.timeline import Timeline
 
     clock = Clock()
-    for owner, name in (
-        (Pace, "collect"),
-        (Timeline, "step"),
-        (Report, "step"),
-        (Report, "samples"),
-        (Report, "trained_on"),
-    ):
+    for owner, name in ((Run, "_report_step"), (Report, "samples"), (Report, "trained_on"), (Report, "step")):
         clock.around(owner, name)
 
     def next_step(loop: str, step: int, row: Any) -> None:
@@ -122,12 +117,14 @@ def show(steps: Sequence[dict[str, float]]) -> None:
         print(f"{name:24}{taken * 1e6:>10.0f} us{share:>9.3%}")
     for name, taken in threads.items():
         print(f"thread {name:17}{taken * 1e6:>10.0f} us{taken / cpu:>9.3%}")
+    counted = {name: taken for name, taken in cost.items() if not name.startswith(WITHIN)}
+    of_cpu = sum(taken for name, taken in counted.items() if name.endswith("cpu"))
     shares = {
-        "wall": sum(taken for name, taken in cost.items() if name.endswith("wall")) / wall,
-        "cpu": sum(taken for name, taken in cost.items() if name.endswith("cpu")) / cpu,
+        "wall": sum(taken for name, taken in counted.items() if name.endswith("wall")) / wall,
+        "cpu": of_cpu / cpu,
         "threads": sum(threads.values()) / cpu,
-        "of_step": sum(taken for name, taken in cost.items() if name.endswith("cpu")) / wall,
-        "of_step_with_threads": sum([*threads.values(), *(s for n, s in cost.items() if n.endswith("cpu"))]) / wall,
+        "of_step": of_cpu / wall,
+        "of_step_with_threads": (of_cpu + sum(threads.values())) / wall,
     }
     print(json.dumps({"steps": len(steps), "step_s": wall, "step_cpu_s": cpu, "seconds": cost, "shares": shares}))
 

@@ -106,13 +106,6 @@ class Groups:
             dist.all_gather_object(out, value, group=self.control)
         return out
 
-    def all_gather_tensor(self, value: torch.Tensor, what: str = "an exchange") -> list[torch.Tensor]:
-        """A tensor of every rank, in rank order; of one shape on all of them, in the host's memory."""
-        out = [torch.empty_like(value) for _ in range(self.train.world_size)]
-        with self.watch.waiting(what):
-            dist.all_gather(out, value, group=self.control)
-        return out
-
     def maximum(self, value: int, what: str = "an exchange") -> int:
         """The largest value of any rank."""
         most = torch.tensor(value, dtype=torch.int64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -17,15 +17,24 @@ from megarl.parallel.groups import Groups
 from megarl.parallel.watch import Wait
 from megarl.phases import Phase
 from megarl.rollout.speed import Speed
-from megarl.telemetry.gpu import GpuSampler, gpu_metrics
+from megarl.telemetry.gpu import GpuReading, GpuSampler, gpu_metrics
 from megarl.trainer.step_metrics import quantile
 from megarl.types import Batch
 
 _OF_MFU = (Phase.LOG_PROBS, Phase.UPDATE)
 
 
+class OfRank(NamedTuple):
+    """What one rank tells the others of its step: seconds of work by phase, without what it waited for others; seconds
+    until responses were finished; its GPU's counters."""
+
+    work: dict[str, float]
+    latencies: list[float]
+    gpu: list[GpuReading]
+
+
 class Pace:
-    """Gathers once per step what each rank measured by itself."""
+    """Makes metrics of what each rank measured by itself."""
 
     def __init__(self, arch: Architecture, groups: Groups, dtype: str) -> None:
         """
@@ -53,10 +62,8 @@ class Pace:
             tokens, squares = float(batch.lengths.sum()), float(batch.lengths.square().sum())
             self._flops += passes * flops_of_sequences(self._arch, self._parameters, tokens, squares)
 
-    def collect(
-        self, seconds: Mapping[str, float], waits: Sequence[Wait], speed: Speed | None
-    ) -> tuple[dict[str, float], int]:
-        """Metrics of a step, and how many sequences it trained on; every rank calls it.
+    def own(self, seconds: Mapping[str, float], waits: Sequence[Wait], speed: Speed | None) -> OfRank:
+        """This rank's part of a step, for all of them.
 
         Args:
             seconds, waits: by phase, and among them those for other ranks, on this rank.
@@ -65,18 +72,27 @@ class Pace:
         waited: defaultdict[str, float] = defaultdict(float)
         for wait in waits:
             waited[wait.phase] += wait.seconds
-        mine: dict[str, Any] = {
-            "work": {phase: max(0.0, s - waited[phase]) for phase, s in seconds.items()},
-            "latencies": speed.latencies if speed else [],
-            "gpu": self._gpu.collect() if self._gpu else [],
-        }
-        ranks = self._groups.all_gather(mine, "the seconds of a step")
+        return OfRank(
+            work={phase: max(0.0, s - waited[phase]) for phase, s in seconds.items()},
+            latencies=speed.latencies if speed else [],
+            gpu=self._gpu.collect() if self._gpu else [],
+        )
+
+    def collect(
+        self, ranks: Sequence[OfRank], seconds: Mapping[str, float], speed: Speed | None
+    ) -> tuple[dict[str, float], int]:
+        """Metrics of a step, and how many sequences it trained on; what is counted begins again from nothing.
+
+        Args:
+            ranks: what all of them told.
+            seconds, speed: as of `own`.
+        """
         found = {
             **self._mfu(seconds),
             **(_speed_metrics(speed, len(ranks)) if speed else {}),
-            **_latencies([one for rank in ranks for one in rank["latencies"]]),
-            **stragglers([rank["work"] for rank in ranks]),
-            **gpu_metrics([rank["gpu"] for rank in ranks]),
+            **_latencies([one for rank in ranks for one in rank.latencies]),
+            **stragglers([rank.work for rank in ranks]),
+            **gpu_metrics([rank.gpu for rank in ranks]),
         }
         sequences, self._sequences, self._flops = self._sequences, 0, 0.0
         return found, sequences

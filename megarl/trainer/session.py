@@ -394,10 +394,12 @@ class Run:
         named = {f"{loop}/step": float(step)} if loop != "rl" else {}
         spans, waits = self.timers.spans(), self.groups.watch.collect_waits()
         seconds = seconds_by_phase(spans)
-        pace, sequences = self.pace.collect(seconds, waits, speed)
+        told = self.pace.own(seconds, waits, speed), self._timeline.own(spans, waits)
+        paces, timelines = zip(*self.groups.all_gather(told, "the seconds of a step"), strict=True)
+        self._timeline.step(self._before + step, loop, timelines)
+        pace, sequences = self.pace.collect(paces, seconds, speed)
         self._speed()  # of a validation: it is of no step
         row = self.report.step(self._before + step, {**named, **metrics, **pace}, seconds, sequences)
-        self._timeline.step(self._before + step, loop, spans, waits)
         for callback in self._callbacks:
             callback(loop, step, row)
 
