@@ -205,7 +205,7 @@ class Terminal:
                     assert self.said.count(text) >= count, self.said
 
     def wait_until_it_reads(self, timeout: float = 30) -> None:
-        """Until the main thread sleeps: a signal between the prompt and the read is told to Python after a line only."""
+        """Until the main thread sleeps: Python hears of a signal between prompt and read after a line only."""
         end, asleep = time.monotonic() + timeout, 0
         while asleep < 3:
             assert time.monotonic() < end, self.said

@@ -26,7 +26,7 @@ from typing import Any
 
 WARM_UP = 5
 WITHIN = "Report.step"
-"""Shown, and not counted again: a part of `Run._report_step`, whose rest is the gather over the ranks and its words."""
+"""Shown, and not counted again: it is a part of `Run._report_step`, whose rest is a gather over the ranks."""
 SINKS = ["jsonl", "csv", "tensorboard", "prometheus", "wandb", "mlflow"]
 
 

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 
 from megarl.cli.evaluate import Request, add_options, check, config_of, fill, request_of
+from megarl.config.load import CONFIG_FILE
 from megarl.evaluation.comparison import compare as compared
 from megarl.evaluation.comparison import differing_settings, pair, table, write_comparison
 from megarl.evaluation.folder import (
-    CONFIG_FILE,
     Finished,
     check_unused,
     is_finished,

@@ -17,11 +17,10 @@ from typing import Any
 from megarl.cli import migrate
 from megarl.cli.words import add_config, keys
 from megarl.config import Config, ConfigError, dump_config, load_config
-from megarl.config.describe import Described, describe_all, sections
-from megarl.config.load import nearest_key
+from megarl.config.describe import Described, describe_all, flat, sections
+from megarl.config.load import CONFIG_FILE, nearest_key
 
 EXAMPLE = "megarl config explain actor_rollout_ref.actor.clip_ratio"
-CONFIG_FILE = "config.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +75,8 @@ def explain(key: str) -> str:
 
 def differences(a: Config, b: Config) -> list[str]:
     """`key: value in A | value in B`, for the keys whose values differ."""
-    left, right = _flat(a), _flat(b)
+    known = {one.key for one in describe_all()}
+    left, right = flat(a.model_dump(), known), flat(b.model_dump(), known)
     return [f"{key}: {_shown(left[key])} | {_shown(right[key])}" for key in left if left[key] != right[key]]
 
 
@@ -87,18 +87,6 @@ def _read(path: str) -> Config:
             raise ValueError(f"'{path}' is no run's folder: it has no {CONFIG_FILE}")
         path = file
     return load_config(path)
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    tree = config.model_dump()
-
-    def value(key: str) -> Any:
-        at: Any = tree
-        for name in key.split("."):
-            at = at[name]
-        return at
-
-    return {one.key: value(one.key) for one in describe_all()}
 
 
 def _explained(one: Described) -> str:

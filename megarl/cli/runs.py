@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.load import CONFIG_FILE
 from megarl.evaluation.folder import EVAL_FILE
+from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.trainer.run_lock import LOCK_FILE, holder_of
 
 EXAMPLE = "megarl runs runs"
-CONFIG_FILE, METRICS_FILE, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
+CHECKPOINTS = "checkpoints"
 DEPTH = 4
 """Folders below the given one that are looked into."""
 TAIL = 256 * 2**10

@@ -43,12 +43,12 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def keys(prefix: str, **_: object) -> Iterable[str]:
     """Keys that begin so, up to the next dot: whole lists of hundreds are of no use; then the values of a choice."""
-    from megarl.config.describe import choices, describe_all
+    from megarl.config.describe import describe_all
 
     key, sep, _value = prefix.partition("=")
     described = {one.key: one for one in describe_all()}
     if sep:
-        return [f"{key}={value}" for value in choices(described[key])] if key in described else []
+        return [f"{key}={value}" for value in described[key].choices] if key in described else []
     depth = prefix.count(".") + 1
     offered = []
     for name in described:

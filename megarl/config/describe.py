@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -60,9 +60,20 @@ def default_of(field: FieldInfo) -> Any:
     return field.get_default(call_default_factory=True)
 
 
-def choices(described: Described) -> Sequence[str]:
-    """The values that a key can have, where these are few."""
-    return described.choices
+def flat(tree: Mapping[str, Any], keys: Container[str], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name, of a tree with sections.
+
+    Args:
+        keys: those of the schema: one that holds a mapping keeps it.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and key not in keys:
+            found |= flat(value, keys, f"{key}.")
+        else:
+            found[key] = value
+    return found
 
 
 def _sections(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.config.schema import Config
 
+CONFIG_FILE = "config.yaml"
+"""In the folder of a run, or of an evaluation: what it resolved to."""
+
 
 class ConfigError(ValueError):
     """The configuration cannot run as written; the message is one line that says what to change."""

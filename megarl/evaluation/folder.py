@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.load import CONFIG_FILE
 from megarl.evaluation.records import SAMPLES_FILE, Record, read_records, write_records, write_whole
 from megarl.evaluation.summary import Summary, as_json
 
 EVAL_FILE = "eval.json"
-CONFIG_FILE = "config.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)

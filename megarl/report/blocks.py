@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megarl.config.load import CONFIG_FILE
 from megarl.report.rollouts import Batch, Files, file_batches, index_of, read_batch
 from megarl.report.runs import Run, curves
-from megarl.report.settings import CONFIG_FILE, settings
+from megarl.report.settings import settings
 from megarl.telemetry.lines import complete_lines
 from megarl.telemetry.spans import newest, read_spans, span_files
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
 from collections.abc import Mapping
 from importlib.resources import files
 
 import megarl
 from megarl.report.blocks import Block, now
+from megarl.telemetry.colors import PHASE_COLORS
 
 _SCRIPTS = ("data.js", "dom.js", "chart.js", "curves.js", "rollouts.js", "tokens.js", "timeline.js", "memory.js",
             "settings.js", "app.js")  # fmt: skip
@@ -23,7 +25,8 @@ def page(blocks: Mapping[str, Block] | None) -> str:
     The program is the only one that the browser runs: its digest is in the page's policy, so that a response which
     brings a program along stays text even if a mistake of the page made it markup.
     """
-    script = "\n".join(_asset(name) for name in _SCRIPTS)
+    colors = f"const PHASE_COLORS = {json.dumps({str(phase): color for phase, color in PHASE_COLORS.items()})};"
+    script = "\n".join([colors, *(_asset(name) for name in _SCRIPTS)])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     connect = "'none'" if blocks is not None else "'self'"
     policy = (

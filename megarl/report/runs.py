@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.config.load import CONFIG_FILE
 from megarl.telemetry.lines import complete_lines
 from megarl.telemetry.metrics import find
-from megarl.telemetry.sinks.jsonl import read_row
-
-METRICS_FILE = "metrics.jsonl"
+from megarl.telemetry.sinks.jsonl import METRICS_FILE, read_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ def _check(folder: str, may_be_empty: bool) -> None:
         raise ValueError(f"'{folder}' cannot be read")
     metrics = os.path.join(folder, METRICS_FILE)
     if not os.path.isfile(metrics):
-        if may_be_empty and os.path.isfile(os.path.join(folder, "config.yaml")):
+        if may_be_empty and os.path.isfile(os.path.join(folder, CONFIG_FILE)):
             return
         raise ValueError(f"'{folder}' holds no {METRICS_FILE}: no run, or one whose trainer.logger has no jsonl")
     try:

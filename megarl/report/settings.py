@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel
 
+from megarl.config.describe import describe_all, flat
+from megarl.config.load import CONFIG_FILE
 from megarl.config.schema import Config
 from megarl.report.runs import Run
 
-CONFIG_FILE = "config.yaml"
 _MISSING = object()
 _LIKE_THE_ACTOR = ("critic.megatron.", "reward_model.megatron.", "teacher.megatron.")
 _ACTORS = "actor_rollout_ref.actor.megatron."
@@ -26,8 +26,8 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
             default. Values are texts.
         unreadable: of each run, why its file cannot be read; empty: it can.
     """
-    known = dict(_keys(Config))
-    defaults = _flat(Config().model_dump(), known)
+    known = {one.key: one.text for one in describe_all()}
+    defaults = flat(Config().model_dump(), known)
     of_runs, unreadable = [], []
     for run in runs:
         written, why = _read(run, known)
@@ -45,28 +45,6 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
         shown = [None if value is _MISSING else _text(value) for value in (default, *values)]
         rows.append([key, known.get(key, ""), shown[0], shown[1:], differs])
     return {"rows": rows, "unreadable": unreadable}
-
-
-def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted names of the keys that are not themselves sections, with their descriptions."""
-    for name, field in section.model_fields.items():
-        sub = field.annotation
-        if isinstance(sub, type) and issubclass(sub, BaseModel):
-            yield from _keys(sub, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field.description or ""
-
-
-def _flat(tree: Mapping[str, Any], known: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; a key of the schema that holds a mapping keeps it."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in known:
-            found |= _flat(value, known, f"{key}.")
-        else:
-            found[key] = value
-    return found
 
 
 def _default(key: str, default: Any, of_run: Mapping[str, Any]) -> Any:
@@ -87,7 +65,7 @@ def _read(run: Run, known: Mapping[str, str]) -> tuple[dict[str, Any], str]:
         return {}, f"{CONFIG_FILE} cannot be read: {' '.join(str(e).split())[:200]}"
     if not isinstance(tree, dict):
         return {}, f"{CONFIG_FILE} holds no sections"
-    return _flat({str(key): value for key, value in tree.items()}, known), ""
+    return flat({str(key): value for key, value in tree.items()}, known), ""
 
 
 def _text(value: Any) -> str:

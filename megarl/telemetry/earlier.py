@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 
+from megarl.config.load import CONFIG_FILE
+
 _RECORDS = (
     *("tensorboard", "rollouts", "validation", "timeline", "profiles", "memory.json"),
-    *("config.yaml", "learning_curve.png", "report.html"),
+    *(CONFIG_FILE, "learning_curve.png", "report.html"),
     *("wandb", "wandb_run.txt", "mlflow_run.txt"),
 )
 

@@ -12,27 +12,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from megarl.phases import Phase
+from megarl.telemetry.colors import OTHER, PHASE_COLORS
 from megarl.telemetry.sinks.jsonl import read_row
 
 Row = Mapping[str, Any]
 
-_OTHER = "other"
-_COLORS: Mapping[str, str] = {  # in the order of a step, drawn from the bottom up
-    Phase.GENERATE: "#4269d0",
-    Phase.RESHARD: "#ff725c",
-    Phase.OFFLOAD: "#ff8ab7",
-    Phase.REWARD: "#efb118",
-    Phase.LOG_PROBS: "#6cc5b0",
-    Phase.REF: "#97bbf5",
-    Phase.TEACHER: "#b3cde3",
-    Phase.VALUES: "#f7c6a3",
-    Phase.UPDATE_CRITIC: "#8cc26a",
-    Phase.UPDATE: "#3ca951",
-    Phase.VALIDATE: "#a463f2",
-    Phase.SAVE: "#9c6b4e",
-    _OTHER: "#c4c4c4",
-}
 _ACCURACY, _REWARD, _WARMUP, _INK, _GRID = "#4269d0", "#ef9118", "#777777", "#333333", "#e4e4e4"
 _WARMUP_WIDTH = 0.22  # of the RL steps' width
 
@@ -142,7 +126,7 @@ def _draw_times(axes: Axes, steps: Sequence[Row]) -> None:
         np.append(x - 0.5, x[-1] + 0.5),
         np.append(heights, heights[:, -1:], axis=1),
         step="post",
-        colors=[_COLORS.get(phase, f"C{i}") for i, phase in enumerate(seconds)],
+        colors=[PHASE_COLORS.get(phase, f"C{i}") for i, phase in enumerate(seconds)],
         labels=[f"{phase} {_seconds(float(np.median(s[s > 0])))}" for phase, s in seconds.items()],
         linewidth=0,
     )
@@ -171,8 +155,8 @@ def _phase_seconds(steps: Sequence[Row]) -> dict[str, np.ndarray]:
     }
     whole = columns.pop("step", None)
     if whole is not None:
-        columns[_OTHER] = np.maximum(whole - sum(columns.values()), 0.0)
-    order = [*_COLORS, *(columns.keys() - _COLORS.keys())]
+        columns[OTHER] = np.maximum(whole - sum(columns.values()), 0.0)
+    order = [*PHASE_COLORS, *(columns.keys() - PHASE_COLORS.keys())]
     visible = 1e-3 * sum(seconds.sum() for seconds in columns.values())
     return {phase: columns[phase] for phase in order if phase in columns and columns[phase].sum() > visible}
 

@@ -11,12 +11,14 @@ from typing import cast
 
 from rich.table import Table
 
+from megarl.config.load import CONFIG_FILE
 from megarl.data.pieces import Pieces
 from megarl.evaluation.records import Record, write_records
 from megarl.telemetry.counting import Counting
 from megarl.telemetry.progress import Progress, print_table
 from megarl.telemetry.samples import write_samples
 from megarl.telemetry.sinks import FILES, SINKS, Sink, described, open_sinks
+from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.shown_rollouts import ShownRollouts
@@ -40,7 +42,7 @@ class Report:
         self._failing: set[Sink] = set()  # of which a person was told
         self._files: tuple[type, ...] = ()  # classes of sinks that are files
         self._open(first_step)
-        config = os.path.join(self._trainer.run_dir, "config.yaml")
+        config = os.path.join(self._trainer.run_dir, CONFIG_FILE)
         if os.path.exists(config):
             self.artifact(config)
         self._began = self._since = time.perf_counter()
@@ -177,7 +179,7 @@ class Report:
         run_dir = self._trainer.run_dir
         picture = os.path.join(run_dir, "learning_curve.png")
         try:
-            plot_learning_curve(os.path.join(run_dir, "metrics.jsonl"), picture)
+            plot_learning_curve(os.path.join(run_dir, METRICS_FILE), picture)
         except Exception as e:  # matplotlib's and the disk's
             self.warn(f"no learning curve is drawn: {str(e) or type(e).__name__}".splitlines()[0])
         else:

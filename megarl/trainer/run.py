@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config import dump_config
+from megarl.config.load import CONFIG_FILE
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.trainer.agreement import check_same_inputs
@@ -22,8 +23,6 @@ from megarl.trainer.resume import Start, check_seen, choose_start, finished, las
 from megarl.trainer.session import Callback, Run
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused
-
-CONFIG_FILE = "config.yaml"
 
 Flow = Callable[[Run], None]
 """What a run does, as a function over roles: see `megarl.flows`."""

@@ -6,9 +6,10 @@ import os
 
 from megarl.checkpoint.folder import checkpoints, position_of, read_state
 from megarl.config.trainer import Trainer
+from megarl.telemetry.sinks.jsonl import METRICS_FILE
 
 ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints need is far more
-_RESULTS = ("checkpoints", "metrics.jsonl", "rollouts", "tensorboard", "validation", "eval.json")
+_RESULTS = ("checkpoints", METRICS_FILE, "rollouts", "tensorboard", "validation", "eval.json")
 
 
 def check_run_folder(trainer: Trainer, resume_from: str | None, *, room: int = ROOM) -> None:

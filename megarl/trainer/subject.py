@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megarl.checkpoint.folder import STATE_FILE, check_whole, checkpoints, read_state
 from megarl.checkpoint.huggingface_folder import CONFIG
 from megarl.config import Config, build_config, load_config
+from megarl.config.load import CONFIG_FILE
 from megarl.data.formats import EVAL
-from megarl.evaluation.folder import CONFIG_FILE
 from megarl.trainer.best import best_checkpoint
 
 USUAL_CONTEXT = 4096

@@ -1,11 +1,6 @@
 // Phases of every rank on one time axis.
 
-const PHASE_COLORS = {
-  generate: "#4269d0", reshard: "#ff725c", offload: "#ff8ab7", reward: "#efb118", log_probs: "#6cc5b0", ref: "#97bbf5",
-  teacher: "#b3cde3", values: "#f7c6a3", update_critic: "#8cc26a", update: "#3ca951", validate: "#a463f2",
-  save: "#9c6b4e",
-};
-const phaseColor = (name) => PHASE_COLORS[name] ?? "#8a94a3";
+const phaseColor = (name) => PHASE_COLORS[name] ?? PHASE_COLORS.other;
 
 const Timeline = {
   title: "Timeline", run: 0, end: Infinity, count: 3, view: null,

@@ -10,13 +10,16 @@ from typing import Any
 
 from megarl.telemetry.lines import LineFile, Say, complete_lines, keep
 
+METRICS_FILE = "metrics.jsonl"
+"""In the folder of a run."""
+
 
 class JsonlSink:
     """Appends `{"step": ..., metric: value, ...}`; a value that is not finite is written as null."""
 
     def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
         os.makedirs(run_dir, exist_ok=True)
-        path = os.path.join(run_dir, "metrics.jsonl")
+        path = os.path.join(run_dir, METRICS_FILE)
         lines = complete_lines(path)
         rows = [(line, row) for line in lines if (row := read_row(line)) is not None]
         kept = [line for line, row in rows if row["step"] < first_step]

@@ -70,15 +70,14 @@ class PrometheusSink:
         del first_step
         settings, trainer = config.telemetry.prometheus, config.trainer
         run = os.path.basename(os.path.abspath(run_dir))
-        gauges = Gauges({"project": trainer.project_name, "experiment": trainer.experiment_name, "run": run})
+        labels = {"project": trainer.project_name, "experiment": trainer.experiment_name, "run": run}
         self._sink: Sink
         if settings.mode == "pull":
-            self._sink = _Pull(gauges, settings.port, settings.address, say)
+            self._sink = _Pull(Gauges(labels), settings.port, settings.address, say)
         elif settings.mode == "textfile":
-            self._sink = _Textfile(gauges, settings.textfile)
+            self._sink = _Textfile(Gauges(labels), settings.textfile)
         else:
-            grouping = {"project": trainer.project_name, "experiment": trainer.experiment_name, "run": run}
-            self._sink = Background("prometheus", _Push(Gauges({}), settings.gateway, grouping), config.telemetry, say)
+            self._sink = Background("prometheus", _Push(Gauges({}), settings.gateway, labels), config.telemetry, say)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._sink.log(step, metrics)
