@@ -137,12 +137,13 @@ def test_tokenizer_directory_with_only_a_model_file(tokenizer: Tokenizer, model_
     assert found.encode("12") == tokenizer.encode("12")
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_no_tokenizer(tmp_path: Path, model_file: str) -> None:
     garbage = tmp_path / "garbage.model"
     garbage.write_bytes(b"\x00\xffgarbage" * 50)
     assert message(lambda: load_tokenizer(str(garbage))) == f"'{garbage}' is not a readable SentencePiece model"
     assert "no tokenizer at" in message(lambda: load_tokenizer(str(tmp_path / "none")))
     (tmp_path / "empty").mkdir()
+    assert message(lambda: load_tokenizer(model_file, {"plain": True})).endswith("has no chat template")
     assert "holds no tokenizer.json" in message(lambda: load_tokenizer(str(tmp_path / "empty")))
 
 
@@ -293,6 +294,18 @@ def test_every_turn_of_the_assistant_is_learnt(tmp_path: Path) -> None:
     assert batch.response_lengths.tolist() == [5, 2] and batch.groups.tolist() == [0, 1]
     whole = tokenizer.encode_chat(chat("7", "8 8", "7 + 7", "8"), reply=False)
     assert batch.tokens[: first.tokens].tolist() == whole[:-1]  # all but what follows the last end token
+
+
+def test_the_template_is_told_more_than_the_messages(tmp_path: Path) -> None:
+    """Of prompts and of whole conversations; what it does not read is refused, and what it is told anyway."""
+    template = TURNS + "{% if add_generation_prompt %}a : {% if not plain %}+ {% endif %}{% endif %}"
+    usual = chat_tokenizer(tmp_path, template)
+    told = load_tokenizer(str(tmp_path), {"plain": True})
+    asked = chat("7")[:1]
+    assert [spelled([one.encode_chat(asked)]) for one in (usual, told)] == [["u : 7 <e> / a : +"], ["u : 7 <e> / a :"]]
+    for name in ("plan", "messages", "tokenize"):
+        said = f"data.apply_chat_template_kwargs: the chat template in '{tmp_path}' reads no '{name}' from there"
+        assert message(lambda name=name: load_tokenizer(str(tmp_path), {name: True})) == said  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

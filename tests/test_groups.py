@@ -184,6 +184,24 @@ def test_every_layer_is_on_one_stage() -> None:
     assert list(TrainLayout(world_size=2, pp=2, chunks=2).layers(8, 1, 0)) == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "pp", "chunks", "held"),
+    [
+        (61, 16, 1, [3, 3, *[4] * 13, 3]),  # not the last stage, and the first one last
+        (94, 4, 1, [23, 24, 24, 23]),
+        (7, 4, 1, [2, 2, 2, 1]),
+        (7, 2, 2, [2, 2, 2, 1]),  # chunks in the order of the model: stages 0, 1, 0, 1
+        (9, 2, 2, [2, 2, 3, 2]),
+        (4, 4, 1, [1, 1, 1, 1]),
+    ],
+)
+def test_stages_differ_by_a_layer_at_most(num_layers: int, pp: int, chunks: int, held: list[int]) -> None:
+    layout = TrainLayout(world_size=pp, pp=pp, chunks=chunks)
+    parts = layout.all_layers(num_layers)
+    assert [len(part) for part in parts] == held and [i for part in parts for i in part] == list(range(num_layers))
+    assert parts[pp * (chunks - 1) + 1] == layout.layers(num_layers, 1, chunks - 1)
+
+
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="6 ranks cannot be split into tensor x pipeline x context = 2 x 2 x 1"):
         TrainLayout(world_size=6, tp=2, pp=2)

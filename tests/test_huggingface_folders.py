@@ -100,7 +100,7 @@ def test_a_box_is_cut_from_the_file(case: tuple[LogicalTensor, Box]) -> None:
 
 # ------------------------------------------------------------------------------------------------- a real model
 
-REAL_CASES = [Case(), Case(pp=2), Case(tp=3), Case(pp=3), Case(tp=3, pp=2)]
+REAL_CASES = [Case(), Case(pp=2), Case(tp=3), Case(pp=4), Case(tp=3, pp=2)]
 
 
 @pytest.fixture(scope="module")

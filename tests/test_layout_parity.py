@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ranks import Ranks
-from training_cases import WITH_EXPERTS, Case, train
+from training_cases import ARCH, WITH_EXPERTS, Case, train
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
@@ -47,6 +48,23 @@ def test_loss_and_gradient_norm_agree(
 ) -> None:
     for history in ranks.run(case.world, train, case, 3, loss):
         for got, want in zip(history, plain[loss], strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+SEVEN = replace(ARCH, num_layers=7)
+UNEVEN_CASES = [
+    Case(pp=2),
+    Case(pp=4),
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(pp=2, dp=2, chunks=2, config=OVERLAP),
+]
+
+
+@pytest.mark.parametrize("case", UNEVEN_CASES, ids=lambda case: case.name)
+def test_stages_may_differ_by_a_layer(ranks: Ranks, case: Case) -> None:
+    (plain,) = ranks.run(1, train, Case(), 3, "policy", SEVEN)
+    for history in ranks.run(case.world, train, case, 3, "policy", SEVEN):
+        for got, want in zip(history, plain, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

@@ -117,7 +117,7 @@ def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str
                 "critic.megatron.tensor_model_parallel_size=1",
                 "critic.megatron.pipeline_model_parallel_size=4",
             ],
-            "critic: pipeline_model_parallel_size = 4 does not divide the model's 2 layers",
+            "critic: pipeline_model_parallel_size = 4 is more than the model's 2 layers",
         ),
         (["algorithm.adv_estimator=gae", "critic.model.path=/nowhere"], "critic: model.path: no config.json in '/nowh"),
         (["data.max_response_length=200"], "data.max_prompt_length + data.max_response_length = 216 is more than the"),

@@ -16,6 +16,7 @@ from megarl.estimate.prediction import (
     Lengths,
     bubble,
     forward_flops,
+    forward_seconds,
     generation_seconds,
     layout_warnings,
     reshard_of_some_ranks,
@@ -62,6 +63,16 @@ def test_the_slowest_link_bounds_a_reshard() -> None:
 def test_flops() -> None:
     weights = 2 * 1000 * active_parameter_count(LLAMA_3_8B)
     assert forward_flops(LLAMA_3_8B, 1000) == weights + 2 * 1000**2 * 32 * 4096
+
+
+def test_the_fullest_stage_sets_the_pace() -> None:
+    """94 layers in four stages of at most 24: as slow as 96 would be."""
+    assert QWEN3_235B.num_layers == 94
+    uneven, whole = (job(QWEN3_235B, gpus=8, tp=2, pp=pp, generation_tp=4) for pp in (4, 1))
+    batch = uneven.actor.forward_batch
+    waiting = bubble(uneven.actor, LENGTHS, batch, mini_batches=uneven.sequences // batch)
+    seconds = [forward_seconds(one, one.actor, H200, LENGTHS) for one in (uneven, whole)]
+    assert seconds[0] * (1 - waiting) / seconds[1] == pytest.approx(96 / 94)
 
 
 def test_bubbles() -> None:

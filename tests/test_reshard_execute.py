@@ -89,7 +89,7 @@ def reshard_all(tp: int, pp: int, generation_tp: int) -> list[int]:
         (torch.float32, 4096, True, EXPERTS, 2),
     )
     for dtype, bucket_bytes, tied, moe, ranks_per_node in cases:
-        arch = architecture(num_layers=pp, tied=tied, qkv_bias=True, qk_norm=True, moe=moe)
+        arch = architecture(num_layers=2 * pp - 1, tied=tied, qkv_bias=True, qk_norm=True, moe=moe)
         world = build(
             arch,
             train,

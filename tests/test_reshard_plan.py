@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn) -> Case:
     groups = draw(st.sampled_from((1, 2, 4)))
     most = max(tp, generation_tp)
     arch = architecture(
-        num_layers=pp * chunks * draw(st.sampled_from((1, 2))),
+        num_layers=draw(st.integers(pp * chunks, 2 * pp * chunks)),
         vocab_size=draw(st.sampled_from((5, 8, 13))),  # 5 leaves the last of four ranks without a row
         tied=draw(st.booleans()),
         num_key_value_heads=groups,

@@ -113,6 +113,8 @@ def _remarks(folder: str, config: Config | None, chat_template: str | None) -> l
         remarks.append("the tokenizer is a SentencePiece file alone, which vLLM may not read: add a tokenizer.json")
     if not chat_template and not _has_chat_template(folder):
         remarks.append("no chat template: ask /v1/completions, or give one with --chat-template")
+    if config is not None and (told := config.data.apply_chat_template_kwargs):
+        remarks.append(f"the run told its chat template more: ask with chat_template_kwargs={json.dumps(told)}")
     if config is not None and (rollout := config.actor_rollout_ref.rollout).stop_token_ids:
         remarks.append(
             f"the run ended responses with other tokens, too: ask with stop_token_ids={rollout.stop_token_ids}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -38,6 +38,10 @@ class Data(Section):
     prompt_key: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     answer_key: str = Field(
         "answer", description="column with the reference answer, or its place in one: reward_model.ground_truth"
+    )
+    apply_chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="what the policy's chat template is told beside the messages, such as enable_thinking: false",
     )
     source_key: str = Field(
         "data_source", description="column that names where a row comes from, for metrics and rewards"

@@ -61,19 +61,25 @@ class Tokenizer(Protocol):
         """One token as the vocabulary spells it, special ones too; empty for ids from vocab_size on."""
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, template_arguments: Mapping[str, Any] | None = None) -> Tokenizer:
     """Open a SentencePiece `.model` file, or a directory with a Hugging Face tokenizer or a `tokenizer.model`.
 
+    Args:
+        template_arguments: what the chat template is told beside the messages.
+
     Raises:
-        ValueError: nothing there, or nothing that can be read.
+        ValueError: nothing there, nothing that can be read, or no chat template that reads such arguments.
     """
-    if os.path.isfile(path):
-        return SentencePieceTokenizer(path)
-    if not os.path.isdir(path):
+    if os.path.isdir(path):
+        if any(os.path.isfile(os.path.join(path, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
+            return HuggingFaceTokenizer(path, template_arguments or {})
+        model = os.path.join(path, "tokenizer.model")
+        if not os.path.isfile(model):
+            raise ValueError(f"'{path}' holds no tokenizer.json, tokenizer_config.json or tokenizer.model")
+    elif os.path.isfile(path):
+        model = path
+    else:
         raise ValueError(f"no tokenizer at '{path}': set actor_rollout_ref.model.tokenizer_path")
-    if any(os.path.isfile(os.path.join(path, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
-        return HuggingFaceTokenizer(path)
-    model = os.path.join(path, "tokenizer.model")
-    if os.path.isfile(model):
-        return SentencePieceTokenizer(model)
-    raise ValueError(f"'{path}' holds no tokenizer.json, tokenizer_config.json or tokenizer.model")
+    if template_arguments:
+        raise ValueError(f"data.apply_chat_template_kwargs: '{model}' has no chat template")
+    return SentencePieceTokenizer(model)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+_OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "tokenize")
 
 
 class HuggingFaceTokenizer:
     """See `megarl.data.tokenizer.Tokenizer`. Reads local files only and runs no code that comes with them.
 
     Raises:
-        ValueError: the directory cannot be read, transformers is absent, or there is no end-of-sequence token.
+        ValueError: the directory cannot be read, transformers is absent, there is no end-of-sequence token, or the chat
+            template does not read what it is to be told.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, template_arguments: Mapping[str, Any] | None = None) -> None:
         try:
             from transformers import AutoTokenizer  # costs a second to import
         except ImportError as e:
@@ -29,6 +33,12 @@ class HuggingFaceTokenizer:
         if eos_id is None:
             raise ValueError(f"the tokenizer in '{directory}' has no eos_token: responses could never end")
         self.eos_id = int(eos_id)
+        self._arguments = dict(template_arguments or {})
+        for name in self._arguments:
+            if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
+                raise ValueError(
+                    f"data.apply_chat_template_kwargs: the chat template in '{directory}' reads no '{name}' from there"
+                )
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -57,6 +67,7 @@ class HuggingFaceTokenizer:
                 tokenize=False,
                 add_generation_prompt=reply,
                 tools=[dict(tool) for tool in tools] or None,
+                **self._arguments,
             )
         except Exception as e:  # templates are programs and raise what they like
             raise ValueError(f"the chat template refuses the messages: {' '.join(str(e).split())[:200]}") from e

@@ -114,7 +114,7 @@ def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int
     at = layout.coords(rank)
     firsts = {layout.layers(arch.num_layers, at.pp, chunk)[0] for chunk in range(layout.chunks)}
     held = training_placements(arch, layout, rank, transformer_engine=True, layers=firsts, experts=FIRST_EXPERT)
-    return _elements(held, repetitions(arch, chunks=layout.pp * layout.chunks))
+    return _elements(held, repetitions(arch, layout))
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
@@ -152,7 +152,7 @@ def _own_elements(job: Job, rank: int) -> int:
         return job.layouts.wanted(job.generation.coords(rank).tp, layers=layers, experts=FIRST_EXPERT)
 
     shared = (placement for placement in held(shared_layers) if placement.param in places)
-    in_chunk = repetitions(job.arch, chunks=job.train.pp * job.train.chunks)
+    in_chunk = repetitions(job.arch, job.train)
     return _elements(held((0,)), repetitions(job.arch)) - _elements(shared, in_chunk)
 
 

@@ -114,7 +114,8 @@ def layers_in_flight(model: ModelJob, stage: int) -> int:
     ahead = layout.pp - stage - 1
     chunks = ahead + 1 if layout.chunks == 1 else 2 * ahead + (layout.chunks - 1) * layout.pp + 1
     all_chunks = model.micro_batches(model.mini_batch, longest) * layout.chunks
-    return min(chunks, all_chunks) * (model.arch.num_layers // (layout.pp * layout.chunks))
+    largest = max(len(layout.layers(model.arch.num_layers, stage, chunk)) for chunk in range(layout.chunks))
+    return min(chunks, all_chunks) * largest
 
 
 def forward_and_backward(model: ModelJob, stage: int) -> Items:

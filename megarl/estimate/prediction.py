@@ -118,9 +118,12 @@ def update_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths:
 
 
 def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
-    """Seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not counted."""
+    """Seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not counted. A
+    pipeline is as fast as the stage with the most layers."""
+    layout, layers = model.layout, model.arch.num_layers
     flops = job.sequences * forward_flops(model.arch, lengths.total)
-    return flops / (model.layout.world_size * _flops(job, accelerator))
+    most = max(layout.layers_of_stage(layers, stage) for stage in range(layout.pp))
+    return flops * (most * layout.pp / layers) / (layout.world_size * _flops(job, accelerator))
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:

@@ -132,9 +132,9 @@ class Architecture:
                 f"a mixture of experts with tensor_model_parallel_size = {tp} needs "
                 "actor.megatron.sequence_parallel=true"
             )
-        if self.num_layers % (pp * chunks):
+        if self.num_layers < pp * chunks:
             what = "pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if chunks > 1 else "")
-            raise ValueError(f"{what} = {pp * chunks} does not divide the model's {self.num_layers} layers")
+            raise ValueError(f"{what} = {pp * chunks} is more than the model's {self.num_layers} layers")
 
     def check_generation(self, *, tp: int) -> None:
         """Raises ValueError with what to change if the generation layout cannot hold this model."""

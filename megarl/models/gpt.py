@@ -141,11 +141,19 @@ def transformer_fields(
         overlap_p2p_comm=layout.chunks > 1,
         batch_p2p_comm=layout.chunks == 1,
     )
+    if arch.num_layers % (layout.pp * layout.chunks):
+        fields |= dict(pipeline_model_parallel_layout=_uneven_stages(layout.all_layers(arch.num_layers)))
     if arch.moe:
         fields |= _expert_fields(arch, arch.moe)
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return fields
+
+
+def _uneven_stages(chunks: Sequence[range]) -> list[list[str]]:
+    """What each model chunk holds, as Megatron-Core spells it."""
+    rows = [["decoder"] * len(layers) for layers in chunks]
+    return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]]
 
 
 def _expert_fields(arch: Architecture, moe: MixtureOfExperts) -> dict[str, Any]:

@@ -56,10 +56,24 @@ class TrainLayout:
         return tuple(self.rank(tp=tp, cp=at.cp, dp=at.dp, pp=pp) for pp in range(self.pp) for tp in range(self.tp))
 
     def layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Global indices of the layers in one model chunk (interleaved placement, arXiv 2104.04473 section 2.2)."""
-        per_chunk = num_layers // (self.pp * self.chunks)
-        first = (chunk * self.pp + pp) * per_chunk
-        return range(first, first + per_chunk)
+        """Global indices of the layers in one model chunk (interleaved placement, arXiv 2104.04473 section 2.2).
+
+        Where the chunks cannot have equally many, some have one more: not the last one, which has the output layer as
+        well, but those right before it, whose stages keep the activations of the fewest micro-batches.
+        """
+        place, parts = chunk * self.pp + pp, self.pp * self.chunks
+        least, more = divmod(num_layers, parts)
+        one_more = range(parts - 1 - more, parts - 1)
+        first = place * least + len(range(one_more.start, min(place, one_more.stop)))
+        return range(first, first + least + (place in one_more))
+
+    def all_layers(self, num_layers: int) -> list[range]:
+        """`layers` of every model chunk, in the order of the model."""
+        return [self.layers(num_layers, pp, chunk) for chunk in range(self.chunks) for pp in range(self.pp)]
+
+    def layers_of_stage(self, num_layers: int, pp: int) -> int:
+        """How many all of a stage's model chunks have together."""
+        return sum(len(self.layers(num_layers, pp, chunk)) for chunk in range(self.chunks))
 
     def is_first(self, pp: int, chunk: int) -> bool:
         """Whether the chunk starts the model (holds the embedding)."""

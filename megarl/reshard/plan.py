@@ -28,7 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby, product
+from itertools import groupby
 
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, even_share, intersect, relative, volume
@@ -104,7 +104,7 @@ def plan_reshard(layouts: Layouts, rank: int) -> Plan:
     Args:
         rank: global rank; its peers are among `layouts.train.model_ranks(rank)`.
     """
-    times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
+    times = repetitions(layouts.arch, layouts.train)
     steps = plan_once(layouts, rank)
     with _garbage_collection_paused():
         local, sends, receives = _by_peer(_repeat(steps, times), rank)
@@ -152,8 +152,7 @@ def plan_once(layouts: Layouts, rank: int) -> list[Step]:
     """
     train, block = layouts.train, _Block(layouts, rank)
     engine_rank = block.engine_rank
-    chunks = product(range(train.pp), range(train.chunks))
-    first_layers = {train.layers(layouts.arch.num_layers, pp, chunk)[0] for pp, chunk in chunks}
+    first_layers = {layers[0] for layers in train.all_layers(layouts.arch.num_layers)}
     wanted = {
         g: _by_tensor(layouts.wanted(g, layers=first_layers, experts=FIRST_EXPERT)) for g in set(engine_rank.values())
     }
@@ -245,7 +244,7 @@ def _repeat(steps: Iterable[Step], times: Repetitions) -> Iterator[Piece]:
             _RepeatedPieces([piece for step in part for piece in step.pieces], times.experts if expert else 1)
             for expert, part in groupby(in_layer, key=lambda step: of_expert(step.tensor))
         ]
-        for i in range(1 if number is None else times.layers):
+        for i in range(1 if number is None else times.layers[number]):
             for part in parts:
                 yield from part.of_layer(i)
 

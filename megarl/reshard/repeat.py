@@ -6,10 +6,12 @@ Planning looks at the first layer of every model chunk and at the first expert; 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement
+from megarl.parallel.layout import TrainLayout
 
 FIRST_EXPERT = (0,)
 """The experts that are looked at."""
@@ -33,21 +35,24 @@ class Repetitions:
     """How often what is planned once occurs.
 
     Attributes:
-        layers: in each model chunk.
+        layers: of a model chunk, by the number of its first one.
         experts: in each layer.
     """
 
-    layers: int
+    layers: Mapping[int, int]
     experts: int
 
     def of(self, tensor: str) -> int:
         """Tensors that the one of this name stands for."""
-        return (1 if layer_of(tensor) is None else self.layers) * (self.experts if of_expert(tensor) else 1)
+        number = layer_of(tensor)
+        return (1 if number is None else self.layers[number]) * (self.experts if of_expert(tensor) else 1)
 
 
-def repetitions(arch: Architecture, chunks: int = 1) -> Repetitions:
-    """Those of a model that is cut into equal chunks."""
-    return Repetitions(layers=arch.num_layers // chunks, experts=arch.moe.num_experts if arch.moe else 1)
+def repetitions(arch: Architecture, layout: TrainLayout | None = None) -> Repetitions:
+    """Those of a model that a layout cuts into chunks; without one it is whole."""
+    chunks = layout.all_layers(arch.num_layers) if layout else [range(arch.num_layers)]
+    layers = {chunk[0]: len(chunk) for chunk in chunks}
+    return Repetitions(layers=layers, experts=arch.moe.num_experts if arch.moe else 1)
 
 
 class RepeatedPlacement:

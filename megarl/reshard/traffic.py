@@ -34,7 +34,7 @@ def reshard_traffic(layouts: Layouts, rank: int, *, places: Container[str] = ())
     Args:
         places: names of engine parameters that are training parameters (`plan_shared` of the first layers).
     """
-    times = repetitions(layouts.arch, chunks=layouts.train.pp * layouts.train.chunks)
+    times = repetitions(layouts.arch, layouts.train)
     local, shared, sent, received = 0, 0, Counter[int](), Counter[int]()
     for step in plan_once(layouts, rank):
         for piece in (*step.pieces, *step.relayed):

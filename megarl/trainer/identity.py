@@ -108,7 +108,10 @@ def _of_every_run(inputs: Inputs) -> Identity:
     config, model = inputs.config, inputs.config.actor_rollout_ref.model
     return {
         "model": {**asdict(inputs.arch), "dtype": model.dtype},
-        "tokenizer": {"files": tokenizer_digest(model.tokenizer_path or model.path)},
+        "tokenizer": {
+            "files": tokenizer_digest(model.tokenizer_path or model.path),
+            **_flat(config.data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs."),
+        },
         "seed": {"data.seed": config.data.seed, "data.shuffle": config.data.shuffle},
         "flow": {"trainer.flow": config.trainer.flow, "file": _code(config.trainer.flow)},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -116,7 +117,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     """
     model = config.actor_rollout_ref.model
     arch = read_architecture(model.path)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.apply_chat_template_kwargs)
     rewards = parts_of(config.reward, reward) if generates(config) else ()
     rows = _prompts(config, tokenizer, rewards) if generates(config) else _examples(config, tokenizer)
     return Inputs(
@@ -137,9 +138,16 @@ def read_model(config: Config) -> Inputs:
     """
     model = config.actor_rollout_ref.model
     arch = read_architecture(model.path)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.apply_chat_template_kwargs)
     stop_tokens = _stop_tokens(config, arch, tokenizer)
     return Inputs(config=config, arch=arch, tokenizer=tokenizer, stop_tokens=stop_tokens, **_NO_ROWS)
+
+
+def _tokenizer_key(config: Config) -> str:
+    """Tells apart what makes other tokens of the same rows."""
+    model, told = config.actor_rollout_ref.model, config.data.apply_chat_template_kwargs
+    files = tokenizer_digest(model.tokenizer_path or model.path)
+    return f"{files} {json.dumps(told, sort_keys=True)}" if told else files
 
 
 def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> dict[str, Any]:
@@ -148,12 +156,12 @@ def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> d
     Args:
         rewards: that must be able to score responses to them.
     """
-    data, model = config.data, config.actor_rollout_ref.model
+    data = config.data
     read = partial(
         load_prompts,
         tokenizer=tokenizer,
         scorers=scorers_of(rewards),
-        tokenizer_key=tokenizer_digest(model.tokenizer_path or model.path),
+        tokenizer_key=_tokenizer_key(config),
     )
     train = read(data, data.train_files) if trains(config) else None
     held_out = read(data, data.val_files, what="data.val_files") if data.val_files else None

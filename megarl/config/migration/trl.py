@@ -344,6 +344,11 @@ def _examples() -> list[Entry]:
         refused(
             "dataset_text_field", "rows have a prompt and an answer (data.prompt_key, data.answer_key) or messages"
         ),
+        renamed(
+            "chat_template_kwargs",
+            "data.apply_chat_template_kwargs",
+            "what the chat template is told beside the messages",
+        ),
         refused("chat_template_path", "the tokenizer's folder holds the chat template"),
         refused("eos_token", "the tokenizer's folder says it"),
         refused("pad_token", "nothing is padded"),

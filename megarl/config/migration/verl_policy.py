@@ -38,7 +38,7 @@ REMOVED = (
     "watches the gap"
 )
 FROM_HF = "every rank reads its slices of model.path's safetensors files itself; no converted copy is needed"
-UNEVEN = "all pipeline stages have as many layers; choose a pipeline_model_parallel_size that divides them"
+UNEVEN = "stages differ by one layer at most where they do not divide, and the last one has the fewer"
 
 
 def _spread(model: str) -> Callable[[Any, Settings], Made | Mapping[str, Any]]:
@@ -280,10 +280,10 @@ def overridden(section: str) -> list[Entry]:
         ),
         refused(f"{section}.moe_shared_expert_overlap", "the families here have no shared experts"),
         refused(f"{section}.attention_backend", "Transformer Engine chooses the attention kernels"),
-        refused(f"{section}.account_for_embedding_in_pipeline_split", UNEVEN),
-        refused(f"{section}.account_for_loss_in_pipeline_split", UNEVEN),
-        refused(f"{section}.num_layers_in_first_pipeline_stage", UNEVEN),
-        refused(f"{section}.num_layers_in_last_pipeline_stage", UNEVEN),
+        met(f"{section}.account_for_embedding_in_pipeline_split", UNEVEN),
+        met(f"{section}.account_for_loss_in_pipeline_split", UNEVEN),
+        met(f"{section}.num_layers_in_first_pipeline_stage", UNEVEN),
+        met(f"{section}.num_layers_in_last_pipeline_stage", UNEVEN),
         Entry(
             key=f"{section}.*",
             kind="carried",

@@ -152,8 +152,12 @@ def _data() -> list[Entry]:
         refused("data.custom_cls.name", _ROWS),
         refused("data.sampler.class_path", "an order of your own is data.curriculum=path/to/file.py:function"),
         refused("data.sampler.class_name", "an order of your own is data.curriculum=path/to/file.py:function"),
-        refused(
-            "data.apply_chat_template_kwargs.*", "the chat template is used with its defaults; change the template"
+        Entry(
+            key="data.apply_chat_template_kwargs.*",
+            kind="carried",
+            to="data.apply_chat_template_kwargs.*",
+            why="what the chat template is told beside the messages",
+            rule=lambda key, value, settings: Made(kind="carried", values={key: value}),
         ),
         refused("data.train_max_samples", "data.filter leaves rows out"),
         refused("data.val_max_samples", "give data.val_files fewer rows"),
