@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -128,6 +133,76 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert kept == {"config.yaml", "rollouts"}
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "rollouts/step_000003.json")).read_text())
     assert table["columns"][:2] == ["step", "prompt"] and table["data"] == [[3, "1 + 1 =", "zwölf", "2", None]]
+
+
+class TrackingServer:
+    """MLflow's own server, which keeps rows and files in a folder; it can be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._port = folder, free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={self._port}", "--workers=1"]
+        command += [f"--backend-store-uri=sqlite:///{self._folder / 'server.db'}", "--serve-artifacts"]
+        command += ["--default-artifact-root=mlflow-artifacts:/", f"--artifacts-destination={self._folder / 'files'}"]
+        with open(self._folder / "server.log", "ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=self._folder)
+        until = time.monotonic() + 120
+        while not self._answers():
+            assert time.monotonic() < until and self._process.poll() is None, (self._folder / "server.log").read_text()
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        with suppress(OSError), urlopen(f"{self.url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
+def test_an_mlflow_server_that_is_killed_and_comes_back_has_everything(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, the configuration and a table of rollouts, over HTTP."""
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setattr(background, "PAUSES", (0.2, 0.5, *[1.0] * 60))
+    server, said = TrackingServer(tmp_path), list[str]()
+    request.addfinalizer(server.kill)
+    server.start()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("trainer: {}\n")
+    (sink,) = open_sinks(["mlflow"], str(run), None, said.append, config_of(run, mlflow={"tracking_uri": server.url}))
+    sink.log(1, {"reward/mean": 0.5})
+    until = time.monotonic() + 60
+    while not (run / "mlflow_run.txt").exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    server.kill()
+    sink.log(2, {"reward/mean": 1.5})
+    sink.rollouts(2, [SAMPLE])  # type: ignore[attr-defined]
+    sink.artifact(str(run / "config.yaml"))  # type: ignore[attr-defined]
+    while not said:  # the sink has met the dead server
+        assert time.monotonic() < until + 60
+        time.sleep(0.1)
+    server.start()
+    sink.close()
+    assert len(said) == 1 and said[0].startswith("trainer.logger=mlflow: ")
+    client, known = MlflowClient(server.url), (run / "mlflow_run.txt").read_text()
+    points = {(point.step, point.value) for point in client.get_metric_history(known, "reward/mean")}
+    assert points == {(1, 0.5), (2, 1.5)} and client.get_run(known).info.status == "FINISHED"
+    assert {file.path for file in client.list_artifacts(known)} == {"config.yaml", "rollouts"}
+    table = json.loads(Path(client.download_artifacts(known, "rollouts/step_000002.json")).read_text())
+    assert table["data"] == [[2, "1 + 1 =", "zwölf", "2", None]]
 
 
 @pytest.fixture
