@@ -54,7 +54,11 @@ def test_parameter_counts() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-@pytest.mark.parametrize("arch", [LLAMA_3_8B, architecture(num_layers=4, tied=True, moe=EXPERTS)], ids=["8B", "tiny"])
+@pytest.mark.parametrize(
+    "arch",
+    [LLAMA_3_8B, architecture(num_layers=4, tied=True, moe=EXPERTS), architecture(num_layers=5, qk_norm=True)],
+    ids=["8B", "tiny", "uneven"],
+)
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(world_size=4, tp=2, pp=2, chunks=chunks)
     for rank in range(4):
@@ -142,6 +146,7 @@ def test_switches() -> None:
         dict(gpus=8, tp=2, pp=2, generation_tp=2),
         dict(gpus=8, tp=1, pp=2, generation_tp=4, chunks=2),
         dict(gpus=4, tp=4, pp=1, generation_tp=2),
+        dict(gpus=6, tp=2, pp=3, generation_tp=2),  # 1, 2 and 1 layers
     ],
     ids=str,
 )
@@ -164,6 +169,7 @@ def test_layers_in_flight() -> None:
     assert [layers_in_flight(job(pp=4, tp=1).actor, stage) for stage in range(4)] == [4 * 8, 3 * 8, 2 * 8, 8]
     # 2 x 3 + 4 + 1 of the chunks of 4 layers, 2 x 2 + 5, ...; the paper's L (1 + (p - 1) / (p m)) for the first stage
     assert [layers_in_flight(job(pp=4, tp=1, chunks=2).actor, stage) for stage in range(4)] == [44, 36, 28, 20]
+    assert [layers_in_flight(job(QWEN3_235B, pp=4, tp=1).actor, stage) for stage in range(4)] == [92, 72, 48, 23]
     few = dict(actor__ppo_mini_batch_size=2, actor__use_dynamic_bsz=False)  # 8 sequences a rank: one micro-batch
     assert layers_in_flight(job(pp=4, tp=1, **few).actor, 0) == 8
 
