@@ -89,12 +89,11 @@ def _section(name: str, section: type[BaseModel]) -> str:
     rows = [
         [
             f'<a id="{name}.{field_name}"></a>{code(field_name)}',
-            kind(field.annotation),
+            ", ".join(filter(None, (kind(field.annotation), limits(field.metadata)))),
             code(default(field)),
-            limits(field.metadata),
             plain(field.description or ""),
         ]
         for field_name, field in _own(section).items()
     ]
     doc = " ".join((section.__doc__ or "").split())
-    return f"## {name}\n\n{doc}\n\n{table(['key', 'type', 'default', 'bounds', 'meaning'], rows)}"
+    return f"## {name}\n\n{doc}\n\n{table(['key', 'type', 'default', 'meaning'], rows)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.migration import entries
-from megarl_docs.tables import code, plain, table
+from megarl_docs.tables import long_code, plain, table
 
 _WORDS = {"carried": "the same here", "translated": "another key here", "refused": "none here"}
 
@@ -14,11 +14,12 @@ def reference(source: str) -> str:
     Args:
         source: the other program, "verl" or "trl".
     """
-    found = entries(source)
     parts = []
     for kind, heading in _WORDS.items():
-        rows = [[code(e.key), code(e.to), plain(e.why)] for e in found if e.kind == kind]
+        found = [e for e in entries(source) if e.kind == kind]
+        differ = any(e.to not in ("", e.key) for e in found)
+        rows = [[long_code(e.key), *[long_code(e.to)] * differ, plain(e.why)] for e in found]
+        columns = [f"{source}'s key", *["here"] * differ, "what is different, or why"]
         if rows:
-            columns = [f"{source}'s key", "here", "what is different, or why"]
             parts.append(f"### {source}: {heading}\n\n{table(columns, rows)}")
     return "\n".join(parts)

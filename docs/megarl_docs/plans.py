@@ -103,7 +103,7 @@ CASES = (
     Case(name="Qwen2.5-72B", config=_dense("Qwen2.5-72B"), gpus=64, train=(8, 4), generation=8, keys=(*_ALL, _SP)),
     Case(
         name="mixture of experts, 671B-sized",
-        config=_experts(hidden=7168, layers=64, heads=128, kv=8, experts=256, each=1856, chosen=8),
+        config=_experts(hidden=7168, layers=61, heads=128, kv=8, experts=256, each=1952, chosen=8),
         gpus=1024,
         train=(8, 16),
         generation=16,
@@ -157,7 +157,8 @@ def table() -> str:
     for case in CASES:
         plan = plan_of(case)
         peak, gpus = f"{plan.peak:.0f} GiB", str(case.gpus)
-        rows.append([case.name, plan.parameters, gpus, plan.layout, peak, plan.received, plan.seconds])
+        sizes = [text.replace(" ", "\u00a0") for text in (peak, plan.received, plan.seconds)]  # no line ends in them
+        rows.append([case.name, plan.parameters, gpus, plan.layout, *sizes])
     columns = ["model", "parameters", "GPUs", "layouts", "peak per GPU", "a reshard, received per GPU", "a step"]
     commands = "\n".join(f"# {case.name}\nmegarl plan plan.yaml {_shown(case)}" for case in CASES)
     return f'{as_table(columns, rows)}\n```yaml title="plan.yaml"\n{PLAN}```\n\n```bash\n{commands}\n```\n'
