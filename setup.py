@@ -76,6 +76,7 @@ setup(
             "moto>=5.0",
             "mypy>=1.11",
             "openai>=2.0",
+            "pandas>=2.2",  # with Flask what MLflow's server needs
             "prometheus_client>=0.20",
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -140,7 +140,10 @@ REFUSALS = [
         ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3", "--nproc=3"],
         "does not divide the model's 4 at",
     ),
-    (["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3", "--nproc=3"], "the model's 4 layers"),
+    (
+        ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=5", "--nproc=5"],
+        "pipeline_model_parallel_size = 5 is more than the model's 4 layers",
+    ),
     (["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"], "1 ranks cannot be split into tensor x pipe"),
     (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "1 ranks cannot be split into generation replicas"),
     (["actor_rollout_ref.actor.ppo_mini_batch_size=5"], "data.train_batch_size = 16 is not a multiple of actor.ppo_mi"),
