@@ -18,6 +18,8 @@ def test_the_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
     assert f"  ok      torch: {torch.__version__}" in lines
+    for name in ("wandb", "mlflow", "prometheus"):  # tools of the tests; of MLflow the smaller package
+        assert any(line.startswith("  ok") and line.endswith(f"trainer.logger=[{name}]") for line in lines), lines
     marks = {line[2:10].strip() for line in lines if line.startswith("  ") and not line.startswith("          ")}
     assert marks <= {"ok", "-"}
 

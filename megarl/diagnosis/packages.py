@@ -28,6 +28,10 @@ REQUIRED = {
 }
 """Package -> the first version that works, and the first that does not."""
 
+_LOGGERS = "pip install 'megarl[loggers]'"
+_WITHOUT_SERVER = {"mlflow": "mlflow-skinny"}
+"""Package -> a smaller one that has the same modules."""
+
 
 def packages() -> list[Finding]:
     """Python and what the program is made of; then what it can use."""
@@ -89,10 +93,11 @@ def _optional() -> list[Finding]:
         ("transformer-engine", "fused layers and Adam in training", "pip install 'transformer-engine[pytorch]>=2.11'"),
         ("apex", "a fused Adam without Transformer Engine", "only if Transformer Engine cannot be installed"),
         (engine, "rollout.name=vllm", install),
-        ("wandb", "trainer.logger=[wandb]", "pip install wandb"),
-        ("mlflow", "trainer.logger=[mlflow]", "pip install mlflow"),
+        ("wandb", "trainer.logger=[wandb]", _LOGGERS),
+        ("mlflow", "trainer.logger=[mlflow]", _LOGGERS),
+        ("prometheus_client", "trainer.logger=[prometheus]", _LOGGERS),
     ):
-        found = _version(name)
+        found = _version(name) or _version(_WITHOUT_SERVER.get(name, name))
         of_gpus = name in ("transformer-engine", "apex")
         if found is None and of_gpus and not gpu:
             findings.append(Finding(name, State.OPTIONAL, f"not installed; {purpose}, on GPUs only"))
