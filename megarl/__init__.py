@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megarl.trainer.build import build_reference as build_reference
     from megarl.trainer.build import policy_loss as policy_loss
     from megarl.trainer.build import prompt_sampler as prompt_sampler
-    from megarl.trainer.evaluate import evaluate as evaluate
+    from megarl.trainer.experience.evaluate import evaluate as evaluate
     from megarl.trainer.session import Run as Run
     from megarl.trainer.stopped import RunStopped as RunStopped
     from megarl.types import Batch as Batch
@@ -89,7 +89,7 @@ _PLACES = {
     "build_reference": "trainer.build",
     "compute_advantages": "algorithms.advantages",
     "cross_entropy": "algorithms.cross_entropy",
-    "evaluate": "trainer.evaluate",
+    "evaluate": "trainer.experience.evaluate",
     "load_config": "config",
     "policy_loss": "trainer.build",
     "prompt_sampler": "trainer.build",

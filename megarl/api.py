@@ -14,7 +14,7 @@ from megarl.flows.registry import FLOWS
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.rewards import Reward, RewardFunction
 from megarl.trainer.checks import check_run
-from megarl.trainer.run_lock import RunLock
+from megarl.trainer.resuming.run_lock import RunLock
 from megarl.trainer.stop import StopRequest
 
 if TYPE_CHECKING:

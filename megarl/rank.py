@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         from megarl.flows.registry import FLOWS
         from megarl.parallel.cpu import enable_cpu_ranks
         from megarl.trainer.checks import check_run
-        from megarl.trainer.run_lock import RunLock
+        from megarl.trainer.resuming.run_lock import RunLock
 
         inputs = check_run(config)
         hush_dependencies()

@@ -26,8 +26,8 @@ from training_cases import Case, actor_in, hybrid_of
 
 from megarl.config import Config, build_config, load_config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
-from megarl.trainer.carry_over import CarryOver
 from megarl.trainer.checks import check_run
+from megarl.trainer.experience.carry_over import CarryOver
 from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
 
 PROMPTS = [Prompt(index=i, token_ids=(3 + i, 5, 7, *range(20, 20 + 3 * (i % 4))), row={}) for i in range(12)]

@@ -23,8 +23,8 @@ from megarl.data.prompts import load_prompts
 from megarl.data.readers import Row, read_rows, require_column
 from megarl.data.sampler import PromptSampler
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.trainer.digests import digest
-from megarl.trainer.identity import examples_digest
+from megarl.trainer.resuming.digests import digest
+from megarl.trainer.resuming.identity import examples_digest
 from tools.prepare_reasoning_gym import main, train_tokenizer
 
 Refusal = Callable[[], object]

@@ -24,8 +24,8 @@ from megarl.phases import Phase
 from megarl.rollout.speed import Speed
 from megarl.telemetry.gpu import GpuReading, GpuSampler, gpu_metrics
 from megarl.telemetry.metrics import METRICS, PLACEHOLDERS, find
-from megarl.trainer.pace import stragglers
-from megarl.trainer.step_metrics import spread_metrics
+from megarl.trainer.records.pace import stragglers
+from megarl.trainer.records.step_metrics import spread_metrics
 from megarl.types import Prompt, Rollout, Rollouts
 
 PACKAGE = Path(__file__).parents[1] / "megarl"

@@ -92,11 +92,11 @@ TORCH_FREE = [
     "reshard/sharing.py",
     "reshard/transport/copies.py",
     "estimate",
-    "trainer/best.py",
+    "trainer/resuming/best.py",
     "trainer/subject.py",
     "trainer/stop.py",
-    "trainer/run_lock.py",
-    "trainer/run_folder.py",
+    "trainer/resuming/run_lock.py",
+    "trainer/resuming/run_folder.py",
 ]
 
 

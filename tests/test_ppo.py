@@ -256,7 +256,7 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
     from megarl.data.tokenizer import load_tokenizer
     from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.trainer.judging import encoded_anew
+    from megarl.trainer.experience.judging import encoded_anew
     from megarl.types import Rollout, Rollouts
 
     inputs, theirs = check_run(load_config(config)), load_tokenizer(other)

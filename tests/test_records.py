@@ -117,7 +117,7 @@ def late_rank(folder: str) -> None:
     from megarl.config.trainer import Trainer
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, TrainLayout
-    from megarl.trainer.timeline import Timeline
+    from megarl.trainer.records.timeline import Timeline
 
     groups = build_groups(TrainLayout(world_size=2), GenerationLayout(world_size=2))
     timers, trainer = PhaseTimers(groups.device), Trainer(default_local_dir=folder, logger=["jsonl"])
@@ -284,7 +284,7 @@ def test_the_predicted_memory_is_written(tmp_path: Path) -> None:
 def test_a_report_is_told_of_tokens_without_having_shown_any(tmp_path: Path) -> None:
     from megarl.config import Config
     from megarl.config.trainer import Trainer
-    from megarl.trainer.report import Report
+    from megarl.trainer.records.report import Report
 
     trainer = Trainer(default_local_dir=str(tmp_path / "run"), logger=["console", "jsonl"], log_rollouts=0)
     inputs: Any = SimpleNamespace(config=Config(trainer=trainer))

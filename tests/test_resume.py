@@ -18,7 +18,7 @@ from tiny_run import metrics_of, numbers_of, write_run
 
 from megarl.config import load_config
 from megarl.trainer.checks import check_run
-from megarl.trainer.resume import expected_start, finished
+from megarl.trainer.resuming.resume import expected_start, finished
 
 RUN: dict[str, Any] = {
     "trainer__val_before_train": False,

@@ -20,8 +20,8 @@ from megarl.config import build_config
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import parts_of
 from megarl.rewards.pool import RewardPool
-from megarl.trainer.reward_workers import Host, workers_of
-from megarl.trainer.score_metrics import score_metrics
+from megarl.trainer.experience.reward_workers import Host, workers_of
+from megarl.trainer.records.score_metrics import score_metrics
 
 ROOT = Path(__file__).parents[1]
 

@@ -18,12 +18,12 @@ from tiny_run import ROOT
 
 from megarl.checkpoint.folder import checkpoint_folder, rl_step, write_state
 from megarl.config.trainer import Trainer
-from megarl.trainer.run_folder import check_run_folder
-from megarl.trainer.run_lock import RunLock, check_free
+from megarl.trainer.resuming.run_folder import check_run_folder
+from megarl.trainer.resuming.run_lock import RunLock, check_free
 
 HOLDS = """
 import os, sys, time
-from megarl.trainer.run_lock import RunLock
+from megarl.trainer.resuming.run_lock import RunLock
 lock = RunLock(sys.argv[1])
 if os.fork() == 0:
     time.sleep(60)
@@ -96,7 +96,7 @@ def test_a_folder_of_somebody_else_s_is_refused() -> None:
     code = """
 import os, sys
 from megarl.config.trainer import Trainer
-from megarl.trainer.run_folder import check_run_folder
+from megarl.trainer.resuming.run_folder import check_run_folder
 if os.geteuid() == 0:  # who may write everywhere
     os.setuid(65534)
 for place in sys.argv[1:]:

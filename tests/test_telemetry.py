@@ -27,7 +27,7 @@ from megarl.telemetry.progress import Progress, duration
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import open_sinks
 from megarl.telemetry.timers import PhaseTimers
-from megarl.trainer.report import Report
+from megarl.trainer.records.report import Report
 
 
 def test_phases_do_not_overlap() -> None:

@@ -34,7 +34,7 @@ from megarl.parallel.groups import Groups
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.replicas import Quota
 from megarl.trainer.build import build_actor
-from megarl.trainer.carry_over import CarryOver
+from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.inputs import Inputs
 from megarl.types import Completion, Rollout, Rollouts
 

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"bench_telemetry: error: {e}", file=sys.stderr)
         return 2
     enable_cpu_ranks()
-    from megarl.trainer.report import Report
+    from megarl.trainer.records.report import Report
     from megarl.trainer.run import run
     from megarl.trainer.session import Run
     from megarl.trainer.stop import StopRequest

@@ -26,8 +26,8 @@ from megarl.rewards.parts import Part
 from megarl.trainer.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory import check_memory
-from megarl.trainer.report import Report
-from megarl.trainer.resume import Start
+from megarl.trainer.records.report import Report
+from megarl.trainer.resuming.resume import Start
 from megarl.trainer.session import Callback, Run
 from megarl.trainer.stop import StopRequest
 from megarl.types import Prompt

@@ -16,7 +16,7 @@ from typing import Any
 from megarl.config.load import CONFIG_FILE
 from megarl.evaluation.folder import EVAL_FILE
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
-from megarl.trainer.run_lock import LOCK_FILE, holder_of
+from megarl.trainer.resuming.run_lock import LOCK_FILE, holder_of
 
 EXAMPLE = "megarl runs runs"
 CHECKPOINTS = "checkpoints"

@@ -44,8 +44,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     node_rank = _node_rank(args, config.trainer.nnodes)
     from megarl.flows.registry import FLOWS
     from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
-    from megarl.trainer.resume import expected_start, finished
-    from megarl.trainer.run_lock import check_free
+    from megarl.trainer.resuming.resume import expected_start, finished
+    from megarl.trainer.resuming.run_lock import check_free
 
     inputs = check_run(config)
     FLOWS.check(config.trainer.flow)

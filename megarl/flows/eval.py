@@ -9,10 +9,10 @@ from megarl.config import Config
 from megarl.evaluation.folder import write_evaluation
 from megarl.evaluation.summary import summarize, table
 from megarl.trainer.build import build_policy
-from megarl.trainer.evaluate import answered, ks_of, records_of
-from megarl.trainer.judging import scorer
+from megarl.trainer.experience.evaluate import answered, ks_of, records_of
+from megarl.trainer.experience.judging import scorer
+from megarl.trainer.records.start_line import start_line
 from megarl.trainer.session import Run
-from megarl.trainer.start_line import start_line
 from megarl.trainer.stopped import RunStopped
 
 

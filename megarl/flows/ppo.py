@@ -24,11 +24,11 @@ from megarl.trainer.build import (
     policy_loss,
     prompt_sampler,
 )
-from megarl.trainer.carry_over import CarryOver
 from megarl.trainer.engine_check import check_finite, check_gap
-from megarl.trainer.evaluate import evaluate
-from megarl.trainer.experience import collect
-from megarl.trainer.judging import scorer
+from megarl.trainer.experience.carry_over import CarryOver
+from megarl.trainer.experience.collect import collect
+from megarl.trainer.experience.evaluate import evaluate
+from megarl.trainer.experience.judging import scorer
 from megarl.trainer.micro_batches import StepPlan
 from megarl.trainer.needs import needs_of, one_forward_pass
 from megarl.trainer.session import Run

@@ -1,1 +1,1 @@
-"""The loops: supervised warm-up, RL steps, validation. No tensor maths."""
+"""A run: its checks, its steps, its end. No tensor maths."""

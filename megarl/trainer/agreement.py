@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.groups import Groups
-from megarl.trainer.digests import digest, file_digest
-from megarl.trainer.identity import configuration_digest, examples_digest, rows_digest
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.resuming.digests import digest, file_digest
+from megarl.trainer.resuming.identity import configuration_digest, examples_digest, rows_digest
 from megarl.trainer.stopped import RunStopped
 from megarl.types import Batch
 

@@ -27,8 +27,8 @@ from megarl.trainer.inputs import Inputs, read_inputs, read_model
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import check_other_files, check_other_layouts
-from megarl.trainer.resume import expected_start
-from megarl.trainer.run_folder import check_run_folder
+from megarl.trainer.resuming.resume import expected_start
+from megarl.trainer.resuming.run_folder import check_run_folder
 from megarl.trainer.telemetry_checks import check_telemetry
 
 LONGEST_LINE = 1000

@@ -19,8 +19,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rewards import Reward
 from megarl.rewards.parts import Part, parts_of, scorers_of
-from megarl.trainer.digests import tokenizer_digest
-from megarl.trainer.identity import Identity, identity_of
+from megarl.trainer.resuming.digests import tokenizer_digest
+from megarl.trainer.resuming.identity import Identity, identity_of
 from megarl.types import Prompt, SamplingParams
 
 

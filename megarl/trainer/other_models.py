@@ -15,7 +15,7 @@ from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE
 from megarl.parallel.from_config import check_megatron, train_layout
 from megarl.rewards.registry import BY_MODEL
-from megarl.trainer.digests import tokenizer_digest
+from megarl.trainer.resuming.digests import tokenizer_digest
 
 
 @dataclass(frozen=True, kw_only=True)

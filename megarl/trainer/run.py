@@ -18,8 +18,8 @@ from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
 from megarl.trainer.agreement import check_same_inputs
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.report import Report, title_of
-from megarl.trainer.resume import Start, check_seen, choose_start, finished, last_row
+from megarl.trainer.records.report import Report, title_of
+from megarl.trainer.resuming.resume import Start, check_seen, choose_start, finished, last_row
 from megarl.trainer.session import Callback, Run
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused

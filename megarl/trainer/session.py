@@ -23,21 +23,21 @@ from megarl.rollout.speed import Speed
 from megarl.telemetry.profiler import Profiler
 from megarl.telemetry.timers import PhaseTimers, seconds_by_phase
 from megarl.trainer.agreement import check_same_values
-from megarl.trainer.checkpointing import Checkpointing, saved_models
-from megarl.trainer.episodes import build_episodes
+from megarl.trainer.experience.episodes import build_episodes
+from megarl.trainer.experience.scoring import Scorer
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.memory_report import MemoryReport
 from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
 from megarl.trainer.nonfinite import NonFiniteUpdates
-from megarl.trainer.pace import Pace
-from megarl.trainer.report import Report, title_of
-from megarl.trainer.resume import Start
-from megarl.trainer.scoring import Scorer
-from megarl.trainer.start_line import start_line
-from megarl.trainer.step_metrics import StepMetrics
+from megarl.trainer.records.memory_report import MemoryReport
+from megarl.trainer.records.pace import Pace
+from megarl.trainer.records.report import Report, title_of
+from megarl.trainer.records.start_line import start_line
+from megarl.trainer.records.step_metrics import StepMetrics
+from megarl.trainer.records.timeline import Timeline
+from megarl.trainer.resuming.checkpointing import Checkpointing, saved_models
+from megarl.trainer.resuming.resume import Start
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
-from megarl.trainer.timeline import Timeline
 from megarl.types import Batch, Rollouts
 
 T = TypeVar("T")

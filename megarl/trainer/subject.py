@@ -16,7 +16,7 @@ from megarl.checkpoint.huggingface_folder import CONFIG
 from megarl.config import Config, build_config, load_config
 from megarl.config.load import CONFIG_FILE
 from megarl.data.formats import EVAL
-from megarl.trainer.best import best_checkpoint
+from megarl.trainer.resuming.best import best_checkpoint
 
 USUAL_CONTEXT = 4096
 """Tokens of prompt and response together, where the model has so many positions and nobody asks for more."""

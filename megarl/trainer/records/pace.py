@@ -18,7 +18,7 @@ from megarl.parallel.watch import Wait
 from megarl.phases import Phase
 from megarl.rollout.speed import Speed
 from megarl.telemetry.gpu import GpuReading, GpuSampler, gpu_metrics
-from megarl.trainer.step_metrics import quantile
+from megarl.trainer.records.step_metrics import quantile
 from megarl.types import Batch
 
 _OF_MFU = (Phase.LOG_PROBS, Phase.UPDATE)

@@ -13,12 +13,12 @@ from megarl.hybrid.generation import Generation
 from megarl.parallel.groups import Groups
 from megarl.rewards.parts import Part
 from megarl.rollout.replicas import OnFinished
-from megarl.trainer.digests import digest
-from megarl.trainer.episodes import score_episodes
+from megarl.trainer.experience.episodes import score_episodes
+from megarl.trainer.experience.scoring import Score
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.scoring import Score
+from megarl.trainer.records.step_metrics import episode_metrics, reward_metrics
+from megarl.trainer.resuming.digests import digest
 from megarl.trainer.session import Run
-from megarl.trainer.step_metrics import episode_metrics, reward_metrics
 from megarl.types import Rollout, Rollouts
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from megarl.rewards.judge import Failure, Scored
-from megarl.trainer.step_metrics import quantile
+from megarl.trainer.records.step_metrics import quantile
 
 MOST_SOURCES = 64
 """Data sources with metrics of their own: a column that is different in every row names none."""

@@ -21,7 +21,7 @@ from megarl.telemetry.sinks import FILES, SINKS, Sink, described, open_sinks
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.shown_rollouts import ShownRollouts
+from megarl.trainer.records.shown_rollouts import ShownRollouts
 from megarl.types import Batch, Rollouts
 
 

@@ -11,10 +11,10 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
-from megarl.trainer.episodes import score_episodes
+from megarl.trainer.experience.episodes import score_episodes
+from megarl.trainer.experience.scoring import Score
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import own_tokenizer
-from megarl.trainer.scoring import Score
 from megarl.trainer.session import Run
 from megarl.types import Batch, Rollouts, batch_of
 

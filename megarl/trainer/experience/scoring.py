@@ -9,9 +9,9 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.pool import RewardPool
+from megarl.trainer.experience.reward_workers import host_here, workers_of
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.reward_workers import host_here, workers_of
-from megarl.trainer.score_metrics import parts_by_name, score_metrics
+from megarl.trainer.records.score_metrics import parts_by_name, score_metrics
 from megarl.types import Rollout, Rollouts
 
 Score = Callable[[Rollouts], Rollouts]

@@ -12,8 +12,8 @@ from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
 from megarl.rollout.environments import Rules, WithEnvironments
 from megarl.rollout.episodes import Episodes, Source
+from megarl.trainer.experience.scoring import Score
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.scoring import Score
 from megarl.types import Rollout, Rollouts, SamplingParams
 
 

@@ -25,8 +25,8 @@ from megarl.config import Config
 from megarl.config.trainer import Trainer
 from megarl.data.formats import OF_FLOWS, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
-from megarl.trainer.identity import as_recorded_before, differences
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.resuming.identity import as_recorded_before, differences
 
 if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
     from megarl.parallel.groups import Groups

@@ -11,13 +11,13 @@ from megarl.data.sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
 from megarl.rollout.replicas import Quota
-from megarl.trainer.carry_over import CarryOver
-from megarl.trainer.dynamic_sampling import fill_batch
-from megarl.trainer.first_step import remarks_on
-from megarl.trainer.overlong import overlong_penalties
-from megarl.trainer.scoring import Score
+from megarl.trainer.experience.carry_over import CarryOver
+from megarl.trainer.experience.dynamic_sampling import fill_batch
+from megarl.trainer.experience.overlong import overlong_penalties
+from megarl.trainer.experience.scoring import Score
+from megarl.trainer.records.first_step import remarks_on
+from megarl.trainer.records.step_metrics import episode_metrics, response_metrics, reward_metrics, spread_metrics
 from megarl.trainer.session import Run
-from megarl.trainer.step_metrics import episode_metrics, response_metrics, reward_metrics, spread_metrics
 from megarl.types import Batch, Rollout, Rollouts
 
 

@@ -12,9 +12,9 @@ from megarl.config import Config
 from megarl.data.examples import Example
 from megarl.data.formats import format_of, generates
 from megarl.data.prompts import PromptSet
-from megarl.trainer.digests import digest, file_digest, tokenizer_digest
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import beside_the_policy
+from megarl.trainer.resuming.digests import digest, file_digest, tokenizer_digest
 from megarl.types import Prompt
 
 if TYPE_CHECKING:

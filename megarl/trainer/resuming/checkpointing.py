@@ -12,11 +12,11 @@ from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
 from megarl.parallel.groups import Groups
 from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
-from megarl.trainer.best import BestCheckpoint, finite
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.model_files import write_model_files
-from megarl.trainer.report import Report
-from megarl.trainer.resume import Start
+from megarl.trainer.records.report import Report
+from megarl.trainer.resuming.best import BestCheckpoint, finite
+from megarl.trainer.resuming.model_files import write_model_files
+from megarl.trainer.resuming.resume import Start
 from megarl.trainer.stopped import RunRefused, RunStopped
 
 ACTOR = "actor"

@@ -15,7 +15,7 @@ from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.phases import Phase
 from megarl.trainer.memory import job_of, this_accelerator
-from megarl.trainer.report import Report
+from megarl.trainer.records.report import Report
 
 
 class MemoryReport:

@@ -1,0 +1,1 @@
+"""How the batch of a step comes about: responses, episodes, scores; and validation."""

@@ -1,0 +1,1 @@
+"""Where a run begins, what it saves, and whether it may go on."""
