@@ -23,6 +23,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import StageBudget
 from megarl.estimate.budget_file import write_budget
+from megarl.parallel.watch import Wait
 from megarl.phases import Phase
 from megarl.telemetry.samples import Sample, TokenColumns, chosen, write_samples
 from megarl.telemetry.spans import SpanFile, newest, read_spans, span_files
@@ -147,6 +148,23 @@ def test_a_late_rank_is_seen(ranks: Ranks, tmp_path: Path) -> None:
     assert 0.4 <= two["began"] - one["began"] < 3
     assert two["phases"][two["ranks"][1][0]] == "update" and two["ranks"][1][2] >= 0.01
     assert not (tmp_path / "quiet").exists()
+
+
+def test_a_rank_tells_its_longest_spans(tmp_path: Path) -> None:
+    """In order, however many there are: as many updates as waits, one in three too short to be seen."""
+    from megarl.config.trainer import Trainer
+    from megarl.trainer.records.timeline import MOST_SPANS, Timeline
+
+    alone: Any = SimpleNamespace(rank=1, barrier=lambda what: None)
+    timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), alone, pytest.fail)
+    began = time.perf_counter()
+    seconds = [(1e-6, 0.01, 0.02)[i % 3] for i in range(300)]
+    spans = [Span(Phase.UPDATE, began + i, s) for i, s in enumerate(seconds)]
+    waits = [Wait("update", began + i, s) for i, s in enumerate(seconds)]
+    told = timeline.own([Span("unheard of", began, 9.0), *spans], waits)
+    assert len(told) == MOST_SPANS == 96 and {s for _, _, s in told} == {0.02}
+    assert [start for _, start, _ in told] == sorted(start for _, start, _ in told)
+    assert [s for _, _, s in timeline.own(spans[:4], waits[:2])] == [0.01, 0.02, 0.01]
 
 
 def test_whole_groups_are_shown() -> None:
