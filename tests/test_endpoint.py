@@ -285,9 +285,9 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
         ("raises", "agent: raised ValueError: not today; row data:1\n"),
         ("leaves", "agent: raised SystemExit: 4; row data:1\n"),
         ("dies", "agent: its process ended with exit code 9; row data:1"),
-        ("hangs", "agent: took longer than 3 s; row data:1"),
+        ("hangs", "agent: took longer than 6 s; row data:1"),
         pytest.param(
-            *("blocks", "agent: took longer than 3 s, and let nothing else run; row data:1"), marks=pytest.mark.slow
+            *("blocks", "agent: took longer than 6 s, and let nothing else run; row data:1"), marks=pytest.mark.slow
         ),
         ("text", "agent: returned 'good', a str, and no number; row data:1"),
         ("nan", "agent: returned nan, which is not finite; row data:1"),
@@ -296,8 +296,9 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
 def test_an_agent_that_misbehaves_costs_its_episode_alone(folder: Path, how: str, said: str) -> None:
     before = {process.pid for process in psutil.Process().children()}
     began = time.monotonic()
-    played, _ = play(folder, "misbehaves", [{"how": ""}, {"how": how}, {"how": ""}], timeout=3.0)
-    assert time.monotonic() - began < 30
+    late = how in ("hangs", "blocks")
+    played, _ = play(folder, "misbehaves", [{"how": ""}, {"how": how}, {"how": ""}], timeout=6.0 if late else 60.0)
+    assert time.monotonic() - began < 50
     (bad,) = played[1]
     assert str(bad.episode.error).startswith(said) and bad.reward is None
     assert {(played[i][0].episode.error, played[i][0].reward) for i in (0, 2)} == {(None, 1.0)}
