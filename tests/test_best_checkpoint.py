@@ -112,6 +112,7 @@ def test_the_best_stays_beside_the_newest(ranks: Ranks, first_run: Path, tmp_pat
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["nothing", "an older one", "half of one", "one of a later step"])
 def test_a_marker_that_a_death_left_is_mended(ranks: Ranks, first_run: Path, folder: Path, left: str) -> None:
     """The job died after any checkpoint, before, in or after its marker; it goes on and ends as if it had not."""
@@ -155,6 +156,7 @@ def test_a_best_checkpoint_that_is_damaged_is_best_no_more(ranks: Ranks, first_r
     assert best_checkpoint(str(folder / "run")) == earliest and marker(folder)["value"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_rollback_keeps_the_best(ranks: Ranks, tmp_path: Path) -> None:
     """The second step's loss is no number: its validation counts for nothing, and the run goes on from the first."""
     config = write(tmp_path, trainer__on_nonfinite="rollback", trainer__save_freq=1, trainer__max_ckpt_to_keep=1)

@@ -72,6 +72,7 @@ print(peak - start)
 """
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
     """Anonymous memory (pages of mapped files are the kernel's to drop) over a model of 192 MiB."""
     small = write_folder(tmp_path / "small", "qwen3")

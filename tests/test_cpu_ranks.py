@@ -18,6 +18,7 @@ print(Adam.__module__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU Megatron-Core takes the fastest Adam there is")
 def test_the_optimizer_is_torchs_where_others_have_no_kernel(tmp_path: Path) -> None:
     """Transformer Engine and apex can be imported on a machine without a GPU; their Adam cannot run there."""

@@ -321,6 +321,7 @@ def test_an_agent_that_asks_for_nothing_fails(folder: Path) -> None:
     assert one.episode.error == "agent: asked for no response" and len(one.token_ids) == 0
 
 
+@pytest.mark.slow
 def test_a_request_that_was_given_up_is_not_trained_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given_up, abandon = [], Session.abandon
     monkeypatch.setattr(Session, "abandon", lambda self, ticket: (given_up.append(ticket), abandon(self, ticket))[1])
@@ -409,6 +410,7 @@ def test_a_run_trains_with_an_agent(ranks: Ranks, tmp_path: Path, layout: str) -
     assert rows[0]["actor/lr"] > 0
 
 
+@pytest.mark.slow
 def test_conversations_in_several_segments_are_trained_on(ranks: Ranks, tmp_path: Path) -> None:
     """The reward function scores the last segment; the number of optimizer steps stays what it was."""
     reward = "import zlib\ndef score(response, row):\n    return (zlib.crc32(response.encode()) % 100) / 100\n"

@@ -108,6 +108,7 @@ def test_an_evaluation_gives_what_the_run_saw(ranks: Ranks, folder: Path, tmp_pa
     assert not (folder / "run" / "eval").exists() and not (tmp_path / "out" / "earlier").exists()
 
 
+@pytest.mark.slow
 def test_other_layouts_give_the_same_responses(ranks: Ranks, folder: Path, tmp_path: Path) -> None:
     """Generation in TP=2, from weights in TP=1, TP=2 (which the engine shares) and PP=2 (which leave meanwhile)."""
     here = [(one.response, one.score) for one in read_records(str(validated(folder, 2)))]

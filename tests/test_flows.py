@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
@@ -45,6 +46,7 @@ def _kill_after(rows: int, config: Path, folder: Path) -> None:
         os.killpg(run.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_users_flow_is_killed_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):

@@ -217,6 +217,7 @@ class Terminal:
         os.write(self.side, text.encode())
 
 
+@pytest.mark.slow
 def test_a_conversation(small: TrainedRun, request: pytest.FixtureRequest) -> None:
     """An answer, /clear, a prompt that is too long, and Ctrl-C at the prompt."""
     terminal = Terminal(str(small.checkpoint(2)), "--temperature", "1", "--max-tokens", "20")

@@ -69,6 +69,7 @@ def test_importing_changes_nothing_in_torch(with_megatron: bool) -> None:
     python(f"WITH_MEGATRON = {with_megatron}\n{NO_RANKS}")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is redirected where there is a GPU")
 def test_megatron_may_be_imported_before_the_ranks_begin(tmp_path: Path, ranks: Ranks) -> None:
     """The numbers are those of a run that begins as a rank does: nothing is compiled."""

@@ -73,7 +73,7 @@ def test_the_size_of_micro_batches_changes_nothing(plain: History) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tp=2, pp=2, sequence_parallel=True),
+        pytest.param(Case(tp=2, pp=2, sequence_parallel=True), marks=pytest.mark.slow),
         Case(pp=2, dp=2, chunks=2),
         Case(dp=2),
         Case(packed=False),
@@ -130,6 +130,7 @@ WITHOUT_DISTRIBUTED_OPTIMIZER = {"actor": {"megatron": {"use_distributed_optimiz
 OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["tied", "lm"])
 @pytest.mark.parametrize(
     "case",

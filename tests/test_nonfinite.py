@@ -131,6 +131,7 @@ def test_the_first_reshard_is_verified(ranks: Ranks, tmp_path: Path) -> None:
         ranks.run(2, run_here, str(config), [], "a_reshard_that_loses_a_bit")
 
 
+@pytest.mark.slow
 def test_no_response_that_ends_is_said(ranks: Ranks, tmp_path: Path) -> None:
     config = write_run(tmp_path, **QUIET, data__max_response_length=1, trainer__total_training_steps=1)
     (_, said), *_ = ranks.run(1, run_here, str(config))

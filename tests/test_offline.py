@@ -212,6 +212,7 @@ ENTROPY = sum(n / 8 * math.log(8 / n) for n in SHARES)
 """nats of one answer, 1.2130; its end token has none, so that a token has half of it."""
 
 
+@pytest.mark.slow
 def test_supervised_training_comes_to_the_entropy_of_its_source(ranks: Ranks, tmp_path: Path) -> None:
     """Four prompts, each with its own four digits as answers, in shares of 4, 2, 1 and 1 of 8."""
 
@@ -232,6 +233,7 @@ def test_supervised_training_comes_to_the_entropy_of_its_source(ranks: Ranks, tm
     assert last["val/perplexity"] == pytest.approx(math.exp(last["val/loss"]), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flow", ["preference", "kto"])
 def test_a_run_that_ended_in_its_middle_goes_on_with_the_same_bits(ranks: Ranks, tmp_path: Path, flow: str) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"

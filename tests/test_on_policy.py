@@ -110,6 +110,7 @@ def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: 
     )
 
 
+@pytest.mark.slow
 def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) -> None:
     cases = [
         Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),

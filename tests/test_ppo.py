@@ -37,6 +37,7 @@ def _checkpoint(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return tensors_of(str(folder / "run" / "checkpoints" / f"global_step_{step}"))
 
 
+@pytest.mark.slow
 def test_one_forward_pass_gives_the_same_bits_as_two(ranks: Ranks, tmp_path: Path) -> None:
     """With one optimizer step per batch the update's own pass gives the log-probabilities before it."""
     one_step = {"actor_rollout_ref__actor__ppo_mini_batch_size": 16, "trainer__total_training_steps": 3}
@@ -113,6 +114,7 @@ def test_a_run_with_a_critic_goes_on_where_it_ended(
             assert row["critic/vf_loss"] == pytest.approx(other["critic/vf_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_critic_begins_as_the_policy_where_a_run_goes_on_in_its_warm_up(ranks: Ranks, tmp_path: Path) -> None:
     """The checkpoint is from before there was a critic."""
     from shutil import copytree
@@ -126,6 +128,7 @@ def test_a_critic_begins_as_the_policy_where_a_run_goes_on_in_its_warm_up(ranks:
     assert numbers_of(tmp_path / "again") == numbers_of(tmp_path / "whole")[1:]
 
 
+@pytest.mark.slow
 def test_a_critic_in_a_layout_of_its_own_trains_alike(ranks: Ranks, tmp_path: Path) -> None:
     rows = {}
     for name, megatron in {"same": {}, "own": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}.items():
@@ -169,6 +172,7 @@ def test_dynamic_sampling_trains_on_groups_that_differ(ranks: Ranks, tmp_path: P
     assert [row["filter_groups/draws"] for row in again] == [row["filter_groups/draws"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_with_dynamic_sampling_goes_on_with_the_prompts_that_come_next(ranks: Ranks, tmp_path: Path) -> None:
     sections = {"algorithm__filter_groups__enable": True, "data__gen_batch_size": 12}
     for name, totals in {"whole": [4], "halves": [2, 4]}.items():
@@ -177,6 +181,7 @@ def test_a_run_with_dynamic_sampling_goes_on_with_the_prompts_that_come_next(ran
     assert numbers_of(tmp_path / "whole") == numbers_of(tmp_path / "halves")
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_fills_up_a_batch_where_nothing_differs(ranks: Ranks, tmp_path: Path) -> None:
     constant = "def score(response, row):\n    return 0.3\n"
     filtering = {"enable": True, "metric": "score", "max_num_gen_batches": 2}
@@ -184,6 +189,7 @@ def test_dynamic_sampling_fills_up_a_batch_where_nothing_differs(ranks: Ranks, t
     assert [row["filter_groups/draws"] for row in rows] == [2, 2] and rows[0]["actor/grad_norm"] == 0
 
 
+@pytest.mark.slow
 def test_long_responses_lose_reward_and_cut_off_ones_are_not_trained_on(ranks: Ranks, tmp_path: Path) -> None:
     constant = "def score(response, row):\n    return 1.0\n"
     buffer = {"enable": True, "len": 3, "penalty_factor": 0.5}

@@ -93,6 +93,7 @@ def test_a_profiler_that_fails_says_so_once(tmp_path: Path, capfd: pytest.Captur
     assert "megarl: warning: rank 3 records no more profiles: " in capfd.readouterr().err and len(warned) == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_its_profiler(ranks: Ranks, tmp_path: Path) -> None:
     config = write_run(tmp_path, profiler={"tool": "nsight", "steps": [1, 2]}, trainer__test_freq=0)
     ended, said = ranks.run(1, run_here, str(config), ["trainer.val_before_train=false"])[0]

@@ -128,6 +128,7 @@ def test_a_pushgateway_gets_rows_and_forgets_a_run_that_is_over(tmp_path: Path) 
         assert "megarl_reward_mean" not in got(f"{url}/metrics")
 
 
+@pytest.mark.slow
 def test_prometheus_scrapes_a_run_and_loads_the_rules(tmp_path: Path) -> None:
     program, port, own = needs("prometheus"), free_port(), free_port()
     settings = {

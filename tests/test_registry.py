@@ -224,6 +224,7 @@ def half(actor):
 """
 
 
+@pytest.mark.slow
 def test_a_users_estimator_and_loss_train(ranks: Ranks, tmp_path: Path) -> None:
     """Twice the advantages at half the loss are the same gradient."""
     (tmp_path / "own.py").write_text(OWN)

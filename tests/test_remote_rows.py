@@ -100,6 +100,7 @@ def test_rows_of_a_bucket(bucket: fs.FileSystem, uri: str, tmp_path: Path, token
         read(tokenizer, files, cache_dir=cache)
 
 
+@pytest.mark.slow
 def test_a_file_that_changed_is_fetched_again(bucket: fs.FileSystem, uri: str, tmp_path: Path, tokenizer: str) -> None:
     put(bucket, "a.jsonl", b'{"prompt": "1"}\n')
     first = read(tokenizer, [f"{uri}/a.jsonl"], cache_dir=str(tmp_path / "cache"))

@@ -365,6 +365,7 @@ def test_the_server_is_for_this_machine_alone(live: tuple[Path, str]) -> None:
     assert main(["report", str(run), "--serve", port]) == 2  # the port is taken
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_live_page_follows_a_run_that_goes_on_and_goes_back(browser: Any, live: tuple[Path, str]) -> None:
     run, address = live

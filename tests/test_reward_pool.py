@@ -380,6 +380,7 @@ def test_hundreds_of_coroutines_at_once(file: str) -> None:
         assert all(result.seconds[0] < 2 for result in pool.collect().values())
 
 
+@pytest.mark.slow
 def test_each_coroutine_has_its_own_deadline(file: str) -> None:
     with pool_of(1, name=f"{file}:asks", timeout=0.5) as pool:
         found = results(pool, ["hangs", "a", "raises", "swallows", "bb"])
@@ -390,6 +391,7 @@ def test_each_coroutine_has_its_own_deadline(file: str) -> None:
         assert results(pool, ["a", "blocks", "bb", "dies", "ccc"]) == [1, LATE, 2, "ended its process: exit code 1", 3]
 
 
+@pytest.mark.slow
 def test_a_retry_comes_after_a_pause(file: str, tmp_path: Path) -> None:
     with pool_of(name=f"{file}:second_time", on_error="retry", retries=2) as pool:
         submit(pool, ["x"], {"note": str(tmp_path / "one"), "failures": 1})

@@ -66,6 +66,7 @@ def entries(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if not path.name.endswith(".lock"))
 
 
+@pytest.mark.slow
 def test_a_maker_that_is_killed(tmp_path: Path, tokenizer: str, file: str, waiting: dict[str, str]) -> None:
     """Its helpers go with it; what it left is removed, and never used."""
     first = start_reader(tokenizer, [file], **waiting)
@@ -85,6 +86,7 @@ def test_a_maker_that_is_killed(tmp_path: Path, tokenizer: str, file: str, waiti
     assert entries(tmp_path / "cache") == [left.partition(".")[0]]
 
 
+@pytest.mark.slow
 def test_two_makers_at_once(tmp_path: Path, tokenizer: str, file: str, waiting: dict[str, str]) -> None:
     """One of them makes it; the other one waits, also if the first is killed meanwhile."""
     started = tmp_path / "started"
@@ -108,6 +110,7 @@ def _holds(process: subprocess.Popen[str], ending: str) -> bool:
     return any(one.path.endswith(ending) for one in psutil.Process(process.pid).open_files())
 
 
+@pytest.mark.slow
 def test_a_maker_that_is_stuck(
     tmp_path: Path, tokenizer: str, file: str, waiting: dict[str, str], large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def test_a_maker_that_is_stuck(
     outcome(stuck)
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed(tmp_path: Path, tokenizer: str, file: str, waiting: dict[str, str]) -> None:
     maker, started = start_reader(tokenizer, [file], **waiting), tmp_path / "started"
     until(lambda: started.exists() and started.read_text().endswith(" "))

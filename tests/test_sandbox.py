@@ -473,6 +473,7 @@ def test_at_once_from_many_threads() -> None:
     assert sorted(done) == ["", "1\n", "2\n", "3\n", "4\n", "5\n"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="root alone can become another user")
 def test_as_an_ordinary_user() -> None:
     """Its namespaces come from a user namespace of its own; the interpreter must be one that the user may read."""
