@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megarl.config import Config
+from megarl.config.describe import default_of
+from megarl.config.load import all_keys
 from megarl_docs.tables import code, plain, table
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
@@ -40,7 +42,7 @@ def is_section(annotation: Any) -> bool:
 
 def anchor(key: str) -> str:
     """Markdown link to a key, written as `megarl algorithms` does, without "actor_rollout_ref.", or in full."""
-    known = {f"{name}.{field}" for name, section in sections() for field in _own(section)}
+    known = set(all_keys())
     full = key if key in known else f"actor_rollout_ref.{key}"
     return f"[{code(key)}](../../reference/keys.md#{full})" if full in known else code(key)
 
@@ -75,7 +77,7 @@ def limits(metadata: Any) -> str:
 
 def default(field: FieldInfo) -> str:
     """As YAML; empty for a key that must be given."""
-    value = field.get_default(call_default_factory=True)
+    value = default_of(field)
     if value is PydanticUndefined:
         return ""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()

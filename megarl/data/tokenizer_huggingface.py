@@ -17,7 +17,7 @@ class HuggingFaceTokenizer:
             template does not read what it is to be told.
     """
 
-    def __init__(self, directory: str, template_arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, directory: str, template_arguments: Mapping[str, Any]) -> None:
         try:
             from transformers import AutoTokenizer  # costs a second to import
         except ImportError as e:
@@ -33,7 +33,7 @@ class HuggingFaceTokenizer:
         if eos_id is None:
             raise ValueError(f"the tokenizer in '{directory}' has no eos_token: responses could never end")
         self.eos_id = int(eos_id)
-        self._arguments = dict(template_arguments or {})
+        self._arguments = dict(template_arguments)
         for name in self._arguments:
             if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
                 raise ValueError(

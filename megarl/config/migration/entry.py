@@ -87,9 +87,9 @@ class Entry:
         return re.fullmatch(re.escape(self.key).replace(r"\*", ".+"), key) is not None
 
 
-def carried(*keys: str) -> list[Entry]:
+def carried(*keys: str, why: str = "") -> list[Entry]:
     """Keys that have the same name and meaning here."""
-    return [Entry(key=key, kind="carried", to=key, rule=_same) for key in keys]
+    return [Entry(key=key, kind="carried", to=key, why=why, rule=_same) for key in keys]
 
 
 def renamed(key: str, to: str, why: str, convert: Callable[[Any], Any] = lambda value: value) -> Entry:

@@ -284,12 +284,8 @@ def overridden(section: str) -> list[Entry]:
         met(f"{section}.account_for_loss_in_pipeline_split", UNEVEN),
         met(f"{section}.num_layers_in_first_pipeline_stage", UNEVEN),
         met(f"{section}.num_layers_in_last_pipeline_stage", UNEVEN),
-        Entry(
-            key=f"{section}.*",
-            kind="carried",
-            to=f"{section}.*",
-            why="as Megatron-Core has it; what the model or the layout decides is refused before a run",
-            rule=lambda key, value, settings: Made(kind="carried", values={key: value}),
+        *carried(
+            f"{section}.*", why="as Megatron-Core has it; what the model or the layout decides is refused before a run"
         ),
     ]
 
