@@ -78,7 +78,7 @@ def end_with_descendants() -> NoReturn:
     os._exit(0)
 
 
-def end_now(code: int) -> None:
+def end_now(code: int) -> NoReturn:
     """Leave this process without waiting for anybody, from any thread: its descendants first, then itself."""
     kill_descendants()
     os._exit(code)  # flushes nothing: another thread may hold a stream's lock, blocked on a pipe that nobody reads

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     gc.freeze()  # modules stay: no later collection need look at them
     gc.enable()
     try:
-        stopped_by = run(inputs, flow, stop)
+        stopped_by = run(inputs, flow, stop, ends=True)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
         code = _failed(e, rank, stop)
@@ -64,7 +64,9 @@ def main(argv: list[str]) -> int:
     if lock is not None:
         lock.note_end("finished" if stopped_by is None else f"stopped by {stopped_by.name}")
         lock.release()
-    return 0 if stopped_by is None else 128 + stopped_by
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    end_now(0 if stopped_by is None else 128 + stopped_by)
 
 
 def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:

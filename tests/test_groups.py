@@ -46,6 +46,36 @@ def test_ranks_are_where_megatron_puts_them(ranks: Ranks, tp: int, pp: int, dp: 
         assert found["left"] == 0
 
 
+def _order_of_leaving(train: TrainLayout, generation: GenerationLayout, second: TrainLayout) -> list[str]:
+    from megarl.parallel.groups import add_layout, build_groups, destroy_groups
+
+    groups = build_groups(train, generation)
+    add_layout(groups, second)
+    left: list[str] = []
+    destroy = dist.destroy_process_group
+
+    def noted(group: dist.ProcessGroup) -> None:
+        left.append(group.group_name)
+        destroy(group)
+
+    dist.destroy_process_group = noted
+    try:
+        destroy_groups(groups)
+    finally:
+        dist.destroy_process_group = destroy
+    return left
+
+
+def test_ranks_leave_the_groups_that_they_share_in_one_order(ranks: Ranks) -> None:
+    """NCCL's communicators are left together."""
+    layouts = TrainLayout(world_size=4, tp=2, pp=2), GenerationLayout(world_size=4, tp=2), TrainLayout(world_size=4)
+    found = ranks.run(4, _order_of_leaving, *layouts)
+    for one in found:
+        assert len(set(one)) == len(one) > 15
+        for other in found:
+            assert [name for name in one if name in other] == [name for name in other if name in one]
+
+
 NAMES = ("tp", "pp", "dp", "mp", "embd", "expt_dp", "tp_ep_pp")
 
 

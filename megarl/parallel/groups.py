@@ -8,6 +8,7 @@ those of its layout (`Groups.active`).
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -306,21 +307,27 @@ def join(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def leave_world() -> None:
-    """Leave every group and the world, whatever a run that failed left of them."""
+    """Leave every group and the world, whatever a run left of them."""
     from megatron.core import parallel_state
 
+    gc.collect()  # a CUDA graph that nobody needs any more would keep its communicator from being left
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 def destroy_groups(groups: Groups) -> None:
-    """Leave the groups of all layouts; the world stays."""
+    """Leave the groups of all layouts; the world stays.
+
+    On all ranks in the order in which they were made: NCCL's communicators are left together, and two ranks that begin
+    with different ones wait for each other forever.
+    """
     from megatron.core import parallel_state
 
-    aside = [state.set_aside for state in groups.layouts.values() if state.set_aside is not None]
-    lists = [values["_global_process_group_list"] for values in (vars(parallel_state), *aside)]
-    made = {group for listed in lists for group in listed or () if group is not None}
+    made: list[dist.ProcessGroup] = []
+    for state in groups.layouts.values():
+        values = vars(parallel_state) if state.set_aside is None else state.set_aside
+        made += [group for group in values["_global_process_group_list"] or () if group is not None]
     parallel_state.destroy_model_parallel()  # forgets them: their communicators would stay
-    for group in made | {groups.generation_tp, groups.control}:
+    for group in dict.fromkeys([*made, groups.generation_tp, groups.control]):
         if group != dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)

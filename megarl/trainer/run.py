@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from megarl.config import dump_config
 from megarl.config.load import CONFIG_FILE
 from megarl.parallel.from_config import generation_layout, train_layout
-from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.parallel.groups import Groups, build_groups, init_distributed, leave_world
 from megarl.trainer.agreement import check_same_inputs
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report, title_of
@@ -28,14 +27,23 @@ Flow = Callable[[Run], None]
 """What a run does, as a function over roles: see `megarl.flows`."""
 
 
-def run(inputs: Inputs, flow: Flow, stop: StopRequest, callbacks: Sequence[Callback] = ()) -> signal.Signals | None:
-    """Join the job's ranks and `take_part`."""
+def run(
+    inputs: Inputs, flow: Flow, stop: StopRequest, callbacks: Sequence[Callback] = (), *, ends: bool = False
+) -> signal.Signals | None:
+    """Join the job's ranks and `take_part`.
+
+    Args:
+        ends: the process does when this returns, which is when all ranks have come so far, with `end_now`. Leaving
+            NCCL's communicators one by one would be dozens of agreements more, each of which can hang.
+    """
     config = inputs.config
     init_distributed(config.trainer.timeout_minutes)
     groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
     stopped_by = take_part(inputs, flow, groups, stop, callbacks)
-    destroy_groups(groups)
-    dist.destroy_process_group()
+    if ends:
+        groups.barrier("the end of the run")
+    else:
+        leave_world()
     return stopped_by
 
 
