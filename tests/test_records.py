@@ -123,6 +123,8 @@ def late_rank(folder: str) -> None:
     groups = build_groups(TrainLayout(world_size=2), GenerationLayout(world_size=2))
     timers, trainer = PhaseTimers(groups.device), Trainer(default_local_dir=folder, logger=["jsonl"])
     timeline = Timeline(trainer, groups, print)
+    time.sleep(0.5)  # models are built
+    timeline.begin()
     with timers(Phase.GENERATE):
         time.sleep(0.4 * dist.get_rank())
         groups.barrier("the test")
@@ -145,7 +147,7 @@ def test_a_late_rank_is_seen(ranks: Ranks, tmp_path: Path) -> None:
     assert spans[0]["wait"][1] >= 0.3 and spans[1].get("wait", [0, 0])[1] < 0.2
     ends = [sum(of_rank["generate"]) for of_rank in spans]
     assert ends[0] == pytest.approx(ends[1], abs=0.15) and 0.4 <= ends[1] < 3  # the ranks' clocks are one
-    assert 0.4 <= two["began"] - one["began"] < 3
+    assert 0.4 <= two["began"] - one["began"] < 3 and 0 <= spans[1]["generate"][0] < 0.3
     assert two["phases"][two["ranks"][1][0]] == "update" and two["ranks"][1][2] >= 0.01
     assert not (tmp_path / "quiet").exists()
 
@@ -153,10 +155,12 @@ def test_a_late_rank_is_seen(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_rank_tells_its_longest_spans(tmp_path: Path) -> None:
     """In order, however many there are: as many updates as waits, one in three too short to be seen."""
     from megarl.config.trainer import Trainer
+    from megarl.parallel.layout import TrainLayout
     from megarl.trainer.records.timeline import MOST_SPANS, Timeline
 
-    alone: Any = SimpleNamespace(rank=1, barrier=lambda what: None)
-    timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), alone, pytest.fail)
+    one_of_two: Any = SimpleNamespace(rank=1, train=TrainLayout(world_size=2), barrier=lambda what: None)
+    timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), one_of_two, pytest.fail)
+    timeline.begin()
     began = time.perf_counter()
     seconds = [(1e-6, 0.01, 0.02)[i % 3] for i in range(300)]
     spans = [Span(Phase.UPDATE, began + i, s) for i, s in enumerate(seconds)]
@@ -165,6 +169,9 @@ def test_a_rank_tells_its_longest_spans(tmp_path: Path) -> None:
     assert len(told) == MOST_SPANS == 96 and {s for _, _, s in told} == {0.02}
     assert [start for _, start, _ in told] == sorted(start for _, start, _ in told)
     assert [s for _, _, s in timeline.own(spans[:4], waits[:2])] == [0.01, 0.02, 0.01]
+    alone: Any = SimpleNamespace(rank=0, train=TrainLayout(world_size=1), barrier=lambda what: None)
+    timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), alone, pytest.fail)
+    assert timeline.own([], waits) == []
 
 
 def test_whole_groups_are_shown() -> None:

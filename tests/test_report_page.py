@@ -104,7 +104,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> str:
     a = write_folder(folder / "first")
     b = write_folder(folder / "second", seed=1, steps=8, data={"seed": 7})
     rows = [json.loads(line) for line in (b / "metrics.jsonl").read_text().splitlines()]
-    rows = [row | {"memory/update_gib": 30.5, "perf/timestamp_s": 1.8e9 + 9 * row["step"]} for row in rows]
+    memory = {"memory/update_gib": 30.5, "memory/generate_gib": 9.5}
+    rows = [row | memory | {"perf/timestamp_s": 1.8e9 + 9 * row["step"]} for row in rows]
     (b / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     budget = {"accelerator": "GPU", "bytes": 80 * 2**30, "phases": {"update": {"weights": 2**34, "gradients": 2**33}}}
     (b / "memory.json").write_text(json.dumps(budget))
@@ -125,7 +126,7 @@ def test_curves_of_two_runs(browser: Any, two: str) -> None:
     )
     drawn = page.js(f"{colors}({card}.canvas)")
     assert {"74,120,220", "239,145,24"} <= set(drawn)  # the two runs' own
-    assert page.count == "6 metrics"
+    assert page.count == "7 metrics"
     page.press("/")
     page.press("reward")
     page.wait(f"{one('#count')}.textContent === '1 metrics'")
@@ -216,6 +217,7 @@ def test_timeline_memory_and_settings(browser: Any, two: str) -> None:
     page.press("4")
     page.wait(one('[data-run="second"]'))
     text = page.js(f"{one('main')}.innerText")
+    assert text.index("generate") < text.index("update")  # as in a step
     assert all(word in text for word in ("80.00 GiB", "30.50 GiB", "24.00 GiB", "6.50 GiB")) and "first" not in text
     page.press("5")
     page.wait(one("#settings"))

@@ -10,9 +10,9 @@ OTHER = "other"
 """What no phase accounts for."""
 
 PHASE_COLORS: Mapping[str, str] = {  # in the order of a step
-    Phase.GENERATE: "#4269d0",
-    Phase.RESHARD: "#ff725c",
     Phase.OFFLOAD: "#ff8ab7",
+    Phase.RESHARD: "#ff725c",
+    Phase.GENERATE: "#4269d0",
     Phase.REWARD: "#efb118",
     Phase.LOG_PROBS: "#6cc5b0",
     Phase.REF: "#97bbf5",

@@ -232,9 +232,13 @@ class Run:
         self._row = before + total
         if order < self._start.position.order:
             return
-        if not self._announced:
+        is_first_loop, self._announced = not self._announced, True
+        if is_first_loop:
             self._announce()
         done, self.is_first_step = self._enter(loop, order), True
+        if is_first_loop:
+            self.groups.watch.collect_waits()  # while all was built and read: of no step
+            self._timeline.begin()
         if done >= total:
             return
         self._before = before
@@ -313,7 +317,6 @@ class Run:
         return [model for model in self.models.values() if isinstance(model, TrainedModel)]
 
     def _announce(self) -> None:
-        self._announced = True
         self.report.say(start_line(self.inputs, self.groups, self._trained, self.generations))
         for remark in self.inputs.remarks:
             self.report.say(remark)

@@ -8,7 +8,9 @@ const Memory = {
   there() { return report.runs.some((run) => this.phases(run).length); },
 
   phases(run) {
-    return Object.keys(run.curves.columns).map((name) => /^memory\/(.+)_gib$/.exec(name)?.[1]).filter(Boolean);
+    const order = Object.keys(PHASE_COLORS), place = (phase) => (order.indexOf(phase) + 1) || Infinity;
+    return Object.keys(run.curves.columns).map((name) => /^memory\/(.+)_gib$/.exec(name)?.[1]).filter(Boolean)
+      .sort((a, b) => place(a) - place(b) || 0);
   },
 
   show(main) {

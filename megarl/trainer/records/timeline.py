@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,24 +26,30 @@ _SHORTEST, _SHORTEST_WAIT = 1e-4, 1e-3  # seconds: nobody would see less
 class Timeline:
     """Every rank calls its methods; rank 0 writes. Does nothing unless the run writes `metrics.jsonl`.
 
-    `step` comes right after a gather, which no rank leaves before the last one is in it: this moment is the same on all
-    ranks, to well below a millisecond. Times are counted from there: the hosts' clocks need not agree.
+    `begin` comes before the first step, of which building models and engines is no part. `step` comes right after a
+    gather, which no rank leaves before the last one is in it: this moment is the same on all ranks, to well below a
+    millisecond. Times are counted from there: the hosts' clocks need not agree.
     """
 
     def __init__(self, trainer: Trainer, groups: Groups, warn: Callable[[str], None]) -> None:
-        self._warn = warn
+        self._groups, self._warn = groups, warn
         self._on = "jsonl" in trainer.logger
         self._file = SpanFile(trainer.run_dir) if self._on and groups.rank == 0 else None
         self._unwritten = False
+        self._began = self._began_at = 0.0
+
+    def begin(self) -> None:
+        """The first step begins: now, on all ranks."""
         if self._on:
-            groups.barrier("the beginning of the timeline")
-        self._began, self._began_at = time.perf_counter(), time.time()
+            self._groups.barrier("the beginning of the timeline")
+            self._began, self._began_at = time.perf_counter(), time.time()
 
     def own(self, spans: Sequence[Span], waits: Sequence[Wait]) -> RankSpans:
         """What this rank timed since the last step, and its waits for other ranks, to be gathered."""
         if not self._on:
             return []
-        waited = [Span(WAIT, wait.start, wait.seconds) for wait in waits if wait.seconds >= _SHORTEST_WAIT]
+        least = _SHORTEST_WAIT if self._groups.train.world_size > 1 else math.inf  # alone: what an agreement takes
+        waited = [Span(WAIT, wait.start, wait.seconds) for wait in waits if wait.seconds >= least]
         known = [span for span in spans if span.phase in _PLACES and span.seconds >= _SHORTEST] + waited
         if len(known) > MOST_SPANS:
             known = sorted(sorted(known, key=lambda span: span.seconds)[-MOST_SPANS:], key=lambda span: span.start)
