@@ -63,12 +63,12 @@ def reshard_all(tp: int, pp: int, generation_tp: int) -> list[Moved]:
     train = TrainLayout(world_size=dist.get_world_size(), tp=tp, pp=pp)
     group = block_group(train)
     out = []
-    for dtype, tied, moe in (
-        (torch.float32, False, None),
-        (torch.bfloat16, True, None),
-        (torch.bfloat16, True, EXPERTS),
+    for dtype, tied, moe, num_layers in (
+        (torch.float32, False, None, 2 * pp),
+        (torch.bfloat16, True, None, 2 * pp + 1),  # one stage has a layer more
+        (torch.bfloat16, True, EXPERTS, 2 * pp),
     ):
-        arch = architecture(num_layers=2 * pp, tied=tied, qkv_bias=True, qk_norm=True, moe=moe)
+        arch = architecture(num_layers=num_layers, tied=tied, qkv_bias=True, qk_norm=True, moe=moe)
         world = build(arch, train, generation_tp, dtype=dtype, group=group, device="cuda")
         out.append(reshard_twice(world, dtype))
         world.resharder.release()
