@@ -26,6 +26,7 @@ def _measure(pairs: list[tuple[str, str]], world: int) -> dict[str, Any]:
         del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
 
 
+@pytest.mark.slow
 def test_two_pairs_of_layouts(ranks: Ranks) -> None:
     pairs = [("PP2", "TP2"), ("TP2", "TP1")]
     figures = ranks.run(2, _measure, pairs, 2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
+from rich.table import Table
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -350,3 +354,26 @@ def test_reshard_buffers() -> None:
     assert reshard_buffers(job(gpus=16), 5000) == 2 * 5000
     buckets = job(reshard__transport="collective", reshard__bucket_bytes=1024)
     assert reshard_buffers(buckets, 5000) == 4 * 1024
+
+
+def test_measured_stands_beside_predicted_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After the second step that generates and updates: a validation and a warm-up say less."""
+    from megarl.trainer.records import memory_report
+
+    monkeypatch.setattr(memory_report, "this_accelerator", lambda: H200)
+    considered = job()
+    trainer = considered.config.trainer.model_copy(update={"default_local_dir": str(tmp_path)})
+    config = considered.config.model_copy(update={"trainer": trainer})
+    shown: list[Table] = []
+    said = SimpleNamespace(show=shown.append, say=print, warn=pytest.fail)
+    memory = memory_report.MemoryReport(config, LLAMA_3_8B, SimpleNamespace(rank=0), said)  # type: ignore[arg-type]
+    memory.predict()
+    assert len(shown) == 1 and json.loads((tmp_path / "memory.json").read_text())["bytes"] == H200.memory
+    step = {Phase.GENERATE: 20 * GIB, Phase.UPDATE: 30 * GIB}
+    for peaks in ({Phase.UPDATE: GIB}, {Phase.UPDATE: GIB}, {Phase.GENERATE: GIB, Phase.VALIDATE: GIB}, step):
+        memory.measured([peaks, peaks])
+    assert len(shown) == 1
+    found = memory.measured([step, step | {Phase.UPDATE: 40 * GIB}])
+    assert found == {"memory/generate_gib": 20.0, "memory/update_gib": 40.0}
+    memory.measured([step])
+    assert [table.title for table in shown[1:]] == ["Peak of GPU memory in the second step, of 139.00 GiB"]

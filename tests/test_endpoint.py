@@ -285,7 +285,7 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
         ("raises", "agent: raised ValueError: not today; row data:1\n"),
         ("leaves", "agent: raised SystemExit: 4; row data:1\n"),
         ("dies", "agent: its process ended with exit code 9; row data:1"),
-        ("hangs", "agent: took longer than 6 s; row data:1"),
+        pytest.param("hangs", "agent: took longer than 6 s; row data:1", marks=pytest.mark.slow),
         pytest.param(
             *("blocks", "agent: took longer than 6 s, and let nothing else run; row data:1"), marks=pytest.mark.slow
         ),
@@ -395,7 +395,8 @@ def agent_run(folder: Path, name: str, **sections: Any) -> Path:
     return config
 
 
-@pytest.mark.parametrize("layout", ["one", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "four"])
 def test_a_run_trains_with_an_agent(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     """The engine's log-probabilities of all turns are the training layout's."""
     shape = FOUR_RANKS if layout == "four" else {}

@@ -148,6 +148,7 @@ def test_keys_that_do_not_go_together(tmp_path: Path) -> None:
         assert said in message, message
 
 
+@pytest.mark.slow
 def test_a_run_with_weights_goes_on_with_the_same_rows(ranks: Ranks, tmp_path: Path) -> None:
     """Two files of different sizes: three steps, and three steps with a stop in between."""
     rows = [json.dumps({"prompt": f"{i}+1+1=", "answer": str(i + 2)}) for i in range(9)]

@@ -30,7 +30,13 @@ def _generate_on_rank(
 
 
 @pytest.mark.parametrize(
-    ("family", "tp"), [*((family, 2) for family in ARCHITECTURES), ("qwen2", 4), ("qwen3", 4), ("mixtral", 4)]
+    ("family", "tp"),
+    [
+        *((family, 2) for family in ARCHITECTURES),
+        pytest.param("qwen2", 4, marks=pytest.mark.slow),
+        ("qwen3", 4),
+        ("mixtral", 4),
+    ],
 )  # with 4 ranks, each of the 2 KV heads is on two of them
 def test_tensor_parallel_equals_one_rank(ranks: Ranks, family: str, tp: int) -> None:
     arch = ARCHITECTURES[family]

@@ -47,7 +47,12 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
 
 @pytest.mark.parametrize(
     "case",
-    [Case(), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2), Case(tp=2, packed=False)],
+    [
+        Case(),
+        pytest.param(Case(tp=2, pp=2, sequence_parallel=True), marks=pytest.mark.slow),
+        Case(pp=2, dp=2),
+        Case(tp=2, packed=False),
+    ],
     ids=lambda case: case.name,
 )
 def test_first_ratio_is_exactly_one(ranks: Ranks, case: Case) -> None:

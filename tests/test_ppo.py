@@ -87,7 +87,7 @@ def test_a_critic_learns_and_its_first_steps_leave_the_policy_alone(with_a_criti
     assert any(name.startswith("critic.") and "output_layer" in name for name in first)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_with_a_critic_goes_on_where_it_ended(
     ranks: Ranks, with_a_critic: Path, tmp_path: Path, world: int
 ) -> None:
@@ -139,7 +139,13 @@ def test_a_critic_in_a_layout_of_its_own_trains_alike(ranks: Ranks, tmp_path: Pa
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["rloo", "reinforce_plus_plus", "remax", "opo", "raft"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "rloo",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("reinforce_plus_plus", "remax", "opo", "raft")),
+    ],
+)
 def test_every_estimator_trains(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     rows = _run(ranks, tmp_path, 2, ONES, algorithm__adv_estimator=mode, trainer__total_training_steps=8)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
@@ -150,6 +156,7 @@ def test_every_estimator_trains(ranks: Ranks, tmp_path: Path, mode: str) -> None
 FIRST_RIGHT = "def score(response, row):\n    return float(response[:1] == row['answer'][:1])\n"
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_trains_on_groups_that_differ(ranks: Ranks, tmp_path: Path) -> None:
     sections = {
         "algorithm__filter_groups": {"enable": True, "max_num_gen_batches": 6},

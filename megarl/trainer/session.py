@@ -366,7 +366,6 @@ class Run:
         if validate is not None and _due(self.config.trainer.test_freq, self.position.step, total, at_end=True):
             self._validated = self._validate(validate)
             metrics |= self._validated
-        metrics |= self.memory.measured(self.timers.collect_peaks())
         self._skipped += sum(sum(model.skipped) for model in self._trained)
         if self._trained:
             metrics["perf/skipped_updates"] = float(self._skipped)
@@ -397,12 +396,13 @@ class Run:
         named = {f"{loop}/step": float(step)} if loop != "rl" else {}
         spans, waits = self.timers.spans(), self.groups.watch.collect_waits()
         seconds = seconds_by_phase(spans)
-        told = self.pace.own(seconds, waits, speed), self._timeline.own(spans, waits)
-        paces, timelines = zip(*self.groups.all_gather(told, "the seconds of a step"), strict=True)
+        told = self.pace.own(seconds, waits, speed), self._timeline.own(spans, waits), self.timers.collect_peaks()
+        paces, timelines, peaks = zip(*self.groups.all_gather(told, "the seconds of a step"), strict=True)
         self._timeline.step(self._before + step, loop, timelines)
         pace, sequences = self.pace.collect(paces, seconds, speed)
+        memory = self.memory.measured(peaks)
         self._speed()  # of a validation: it is of no step
-        row = self.report.step(self._before + step, {**named, **metrics, **pace}, seconds, sequences)
+        row = self.report.step(self._before + step, {**named, **metrics, **memory, **pace}, seconds, sequences)
         for callback in self._callbacks:
             callback(loop, step, row)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megarl.config import Config
 from megarl.data.formats import generates, trains
@@ -53,13 +53,14 @@ class MemoryReport:
             except OSError as e:
                 self._report.warn(f"the predicted memory is not written: {e}")
 
-    def measured(self, peaks: Mapping[str, int]) -> dict[str, float]:
+    def measured(self, ranks: Sequence[Mapping[str, int]]) -> dict[str, float]:
         """Metrics of a step; every rank calls it.
 
-        Prints the second step's beside the prediction: Adam's moments come with the first update.
+        Prints those of the second step that generates and updates the policy beside the prediction: Adam's moments come
+        with the first update, and a warm-up's sequences may be short.
 
         Args:
-            peaks: bytes in use on this rank at most, by phase.
+            ranks: what each rank told: bytes in use at most, by phase.
 
         Returns:
             `memory/{phase}_gib`: of the rank that used most.
@@ -67,11 +68,12 @@ class MemoryReport:
         if not self._accelerator:
             return {}
         most: dict[Phase, int] = {}
-        for of_rank in self._groups.all_gather(dict(peaks)):
+        for of_rank in ranks:
             for name, nbytes in of_rank.items():
                 phase = Phase(name)
                 most[phase] = max(most.get(phase, 0), nbytes)
-        self._steps += 1
-        if self._steps == 2 and self.predicted:
-            self._report.show(measured_table(self.predicted, most, self._accelerator))
+        if {Phase.GENERATE, Phase.UPDATE} <= most.keys():
+            self._steps += 1
+            if self._steps == 2 and self.predicted:
+                self._report.show(measured_table(self.predicted, most, self._accelerator))
         return {f"memory/{phase}_gib": nbytes / 2**30 for phase, nbytes in most.items()}
