@@ -36,6 +36,7 @@ def _measure(what: str, world: int) -> dict[str, Any]:
         destroy_groups(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_training(ranks: Ranks, world: int) -> None:
     for figures in ranks.run(world, _measure, "training", world):

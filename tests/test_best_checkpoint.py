@@ -13,6 +13,7 @@ import pytest
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
+from selection import quick
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.checkpoint.folder import whole_checkpoints
@@ -60,7 +61,7 @@ def records_of_best(values: dict[int, float], *, low: bool = False) -> list[int]
     return found
 
 
-@pytest.fixture(scope="module", params=["max", "min"])
+@pytest.fixture(scope="module", params=quick(["max", "min"], 0))
 def first_run(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five steps on two ranks, each validated, every second one saved, and nothing deleted."""
     folder = tmp_path_factory.mktemp("best")

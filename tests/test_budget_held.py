@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
+from selection import quick
 from test_offload import _held
 from training_cases import (
     ARCH,
@@ -131,7 +132,9 @@ def _state(critic: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "modes"), [("bfloat16", {}), ("bfloat16", MODES), ("float32", MODES)], ids=["resident", "moving", "fp32"]
+    ("dtype", "modes"),
+    quick([("bfloat16", {}), ("bfloat16", MODES), ("float32", MODES)], 1),
+    ids=["resident", "moving", "fp32"],
 )
 def test_models_beside_the_policy_hold_what_the_budget_says(ranks: Ranks, dtype: str, modes: dict[str, bool]) -> None:
     """On the rank that holds most. fp32 weights that come back before the optimizer's other state are part of it."""

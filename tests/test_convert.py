@@ -13,6 +13,7 @@ import torch
 from huggingface_cases import assert_same_weights, log_probs, read_weights, write_folder
 from ranks import Ranks
 from safetensors.torch import save_file
+from selection import quick
 from tiny_families import CONFIGS
 from tiny_run import ROOT
 from training_cases import Case
@@ -20,7 +21,7 @@ from training_cases import Case
 from tools.convert import main
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize(("tp", "pp"), quick([(1, 1), (2, 1), (1, 2), (4, 2)], 1))
 def test_bits_survive_both_ways(tmp_path: Path, tp: int, pp: int) -> None:
     for i, name in enumerate(CONFIGS):
         dtype = torch.bfloat16 if i % 2 else torch.float32

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
+from selection import quick
 from tiny_run import ROOT, train_in
 
 EXAMPLES = ROOT / "examples"
@@ -58,10 +59,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["own_reward", *(pytest.param(name, marks=pytest.mark.slow) for name in ("own_flow", "agent_with_tools"))],
-)
+@pytest.mark.parametrize("name", quick(["own_reward", "own_flow", "agent_with_tools"], 0))
 def test_a_few_steps(ranks: Ranks, data: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = data / name
     made = data / "runs" / "examples" / ("products" if name == "agent_with_tools" else "sums")

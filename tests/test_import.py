@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import Ranks, free_port
+from selection import quick
 from tiny_run import numbers_of, train_in, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +65,7 @@ def python(code: str, *args: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("with_megatron", [False, True])
+@pytest.mark.parametrize("with_megatron", quick([False, True], 0))
 def test_importing_changes_nothing_in_torch(with_megatron: bool) -> None:
     python(f"WITH_MEGATRON = {with_megatron}\n{NO_RANKS}")
 

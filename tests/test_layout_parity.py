@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks
+from selection import quick
 from training_cases import ARCH, WITH_EXPERTS, Case, train
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
@@ -41,7 +42,9 @@ def plain(ranks: Ranks) -> dict[str, list[tuple[float, float]]]:
     return {loss: ranks.run(1, train, Case(), 3, loss)[0] for loss in ("supervised", "policy")}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name + "-".join(map(str, case.config)))
+@pytest.mark.parametrize(
+    "case", quick(CASES, 3, 5, 7, 9, 10, 14), ids=lambda case: case.name + "-".join(map(str, case.config))
+)
 @pytest.mark.parametrize("loss", [pytest.param("supervised", marks=pytest.mark.slow), "policy"])
 def test_loss_and_gradient_norm_agree(
     ranks: Ranks, plain: dict[str, list[tuple[float, float]]], case: Case, loss: str
@@ -82,7 +85,9 @@ def plain_with_experts(ranks: Ranks) -> list[tuple[float, float]]:
     return ranks.run(1, train, Case(), 3, "policy", WITH_EXPERTS)[0]
 
 
-@pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name + "-".join(map(str, case.config)))
+@pytest.mark.parametrize(
+    "case", quick(EXPERT_CASES, 1, 3), ids=lambda case: case.name + "-".join(map(str, case.config))
+)
 def test_loss_and_gradient_norm_agree_with_experts(
     ranks: Ranks, plain_with_experts: list[tuple[float, float]], case: Case
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ranks import Ranks
+from selection import quick
 from training_cases import ARCH, Case, actor_in, fixed_batch, micro_batches_of, update
 
 from megarl.algorithms.aggregation import token_weights
@@ -72,12 +73,7 @@ def test_the_size_of_micro_batches_changes_nothing(plain: History) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(Case(tp=2, pp=2, sequence_parallel=True), marks=pytest.mark.slow),
-        Case(pp=2, dp=2, chunks=2),
-        Case(dp=2),
-        Case(packed=False),
-    ],
+    quick([Case(dp=2), Case(packed=False), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2, chunks=2)], 0, 1),
     ids=lambda case: case.name,
 )
 def test_the_layout_changes_nothing(ranks: Ranks, plain: History, case: Case) -> None:

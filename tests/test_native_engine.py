@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from full_weights import fill_engine, random_weights
 from ranks import Ranks
+from selection import quick
 from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of, prompts_of, text_of, tokens_of
 from tiny_families import ARCHITECTURES
 
@@ -33,9 +34,7 @@ def _generate_on_rank(
     ("family", "tp"),
     [
         *((family, 2) for family in ARCHITECTURES),
-        pytest.param("qwen2", 4, marks=pytest.mark.slow),
-        ("qwen3", 4),
-        ("mixtral", 4),
+        *quick([("qwen2", 4), ("qwen3", 4), ("mixtral", 4)], 2),
     ],
 )  # with 4 ranks, each of the 2 KV heads is on two of them
 def test_tensor_parallel_equals_one_rank(ranks: Ranks, family: str, tp: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
+from selection import quick
 from tiny_run import megarl, metrics_of, numbers_of, write_run
 from training_cases import SEQUENCES, Case, actor_in, fixed_batch
 
@@ -94,7 +95,7 @@ def test_evaluation_is_what_an_update_reports(plain: dict[str, list[dict[str, fl
         assert last["loss"] < first["loss"] and first["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("layout", [*list(LAYOUTS)[:-1], pytest.param("TP2 x PP2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", quick(LAYOUTS, 1, 4))
 def test_training_agrees_in_every_layout(ranks: Ranks, plain: dict[str, list[dict[str, float]]], layout: str) -> None:
     case, size = LAYOUTS[layout]
     for found in ranks.run(case.world, _train, case, size):
@@ -147,7 +148,7 @@ def run_on(ranks: Ranks, config: Path, *overrides: str, world: int = 2) -> None:
     assert ended == "", ended + said
 
 
-@pytest.mark.parametrize("mode", ["dpo", "ipo", "simpo", "orpo", "kto"])
+@pytest.mark.parametrize("mode", quick(["dpo", "kto", "ipo", "simpo", "orpo"], 0, 1))
 def test_a_margin_on_held_out_answers_grows(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     flow = {"trainer__flow": "kto"} if mode == "kto" else {"algorithm__preference__loss_mode": mode}
     config = offline_run(tmp_path, "preference", even_over_odd, **flow)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from selection import quick
 from tiny_run import numbers_of, train_in, write_run
 from torch import Tensor
 from training_cases import (
@@ -145,9 +146,7 @@ def _check_bytes(got: dict[str, dict[str, int]], want: dict[str, dict[str, int]]
         assert got[phase] == held, (modes, phase)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(one, marks=[pytest.mark.slow] if one == "overlap-experts" else []) for one in CASES]
-)
+@pytest.mark.parametrize("layout", quick(CASES, 0, 1))
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_all_modes_together_give_the_same_bits(ranks: Ranks, layout: str, dtype: str) -> None:
     _compare(ranks, layout, dtype, [MODES])

@@ -92,7 +92,8 @@ def _engine_config(gen_tp: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.7])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_engine_log_probs_equal_the_training_layouts(ranks: Ranks, temperature: float) -> None:
     """And the same seed gives the same rollouts on any layout."""
     cases = [

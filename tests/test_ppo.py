@@ -12,6 +12,7 @@ from full_weights import random_weights
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
+from selection import quick
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.config import load_config
@@ -139,13 +140,7 @@ def test_a_critic_in_a_layout_of_its_own_trains_alike(ranks: Ranks, tmp_path: Pa
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "rloo",
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("reinforce_plus_plus", "remax", "opo", "raft")),
-    ],
-)
+@pytest.mark.parametrize("mode", quick(["rloo", "reinforce_plus_plus", "remax", "opo", "raft"], 0))
 def test_every_estimator_trains(ranks: Ranks, tmp_path: Path, mode: str) -> None:
     rows = _run(ranks, tmp_path, 2, ONES, algorithm__adv_estimator=mode, trainer__total_training_steps=8)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
@@ -303,6 +298,7 @@ def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(ranks: Ranks,
     assert all(ours != theirs for ours, theirs in zip(*means, strict=True))
 
 
+@pytest.mark.slow
 def test_a_policy_becomes_like_its_teacher(ranks: Ranks, tmp_path: Path) -> None:
     write_run(tmp_path)
     path = _model_folder(tmp_path / "teacher", tmp_path, scalar=False)

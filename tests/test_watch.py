@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from ranks import Ranks
 
@@ -82,6 +83,7 @@ def _fall_silent(store: str) -> str:
     return "done"
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
     said, _ = ranks.run(2, _fall_silent, os.path.join(tmp_path, "store"))
     assert said.endswith("late: rank 1 (host far, gives no sign of life)")
