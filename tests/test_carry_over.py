@@ -223,7 +223,8 @@ def _checkpoint(folder: Path, step: int) -> Path:
     return folder / "run" / "checkpoints" / f"global_step_{step}"
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_run_repeats_itself_and_goes_on_with_unfinished_responses(ranks: Ranks, tmp_path: Path, world: int) -> None:
     for name in ("one", "two", "resumed"):
         _run(ranks, tmp_path / name, world)

@@ -221,6 +221,7 @@ def _bytes_per_rank(folder: str, world: int) -> list[int]:
     return shares
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
     """The same bits from every layout; bytes per rank differ by less than one parameter with its state."""
     plain = {"actor": {"megatron": {"use_distributed_optimizer": False}}}

@@ -34,7 +34,7 @@ def _generate_on_rank(
     ("family", "tp"),
     [
         *((family, 2) for family in ARCHITECTURES),
-        *quick([("qwen2", 4), ("qwen3", 4), ("mixtral", 4)], 2),
+        *quick([("qwen2", 4), ("qwen3", 4), ("mixtral", 4)]),
     ],
 )  # with 4 ranks, each of the 2 KV heads is on two of them
 def test_tensor_parallel_equals_one_rank(ranks: Ranks, family: str, tp: int) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompt_rows import read, write_rows, write_tokenizer
 from pyarrow import parquet
+from selection import quick
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture(params=["in memory", "in the cache"])
+@pytest.fixture(params=quick(["in memory", "in the cache"], 0))
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Keys of a read that goes the one or the other way; stretches are so short that a file has many."""
     monkeypatch.setattr(megarl.data.prompt_index, "STRETCH_BYTES", 64)
