@@ -53,6 +53,7 @@ def _serve(pipe: Connection, cpu: int) -> None:
                     torch.cuda.set_device(rank)
                     backend = "cpu:gloo,cuda:nccl"
                 dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
+                dist.all_reduce(torch.zeros(1))  # a job may leave at once, while others are not connected yet
                 result = fn(*args)
                 dist.destroy_process_group()
             # models hold their groups in cycles, and gloo's groups hold threads that wake a hundred times a second;
