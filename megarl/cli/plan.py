@@ -186,9 +186,9 @@ def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
     flops = accelerator.flops[job.config.actor_rollout_ref.model.dtype]
     return (
         f"Assumed: {lengths.prompt:g} + {lengths.response:g} tokens per sequence; {flops / 1e12:g} TFLOP/s, MFU "
-        f"{accelerator.mfu:g} without bubbles; {accelerator.memory_rate / 1e9:,.0f} GB/s memory, "
-        f"{accelerator.peer_rate / 1e9:g} GB/s from the node's GPUs, {accelerator.network_rate / 1e9:g} GB/s from "
-        f"other nodes. reshard and generate are lower bounds."
+        f"{accelerator.mfu:g} without bubbles; {accelerator.memory_rate / 1e9:,.0f} GB/s memory, and "
+        f"{1e6 * accelerator.token:g} us of an engine per token; {accelerator.peer_rate / 1e9:g} GB/s from the node's "
+        f"GPUs, {accelerator.network_rate / 1e9:g} GB/s from other nodes. reshard is a lower bound."
     )
 
 

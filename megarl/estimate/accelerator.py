@@ -17,6 +17,7 @@ class Accelerator:
         flops: peak FLOP/s of dense matrix products by dtype of the operands.
         mfu: part of that peak which training kernels reach, pipeline bubbles not counted.
         memory_rate: bytes/s to and from its memory.
+        token: seconds that a replica's engine takes for a token it generates, beyond reading memory.
         peer_rate: bytes/s from another GPU of the node.
         network_rate: bytes/s from another node.
     """
@@ -27,6 +28,7 @@ class Accelerator:
     flops: dict[str, float]
     mfu: float
     memory_rate: float
+    token: float
     peer_rate: float
     network_rate: float
 
@@ -38,6 +40,7 @@ H200 = Accelerator(
     flops={"bfloat16": 989e12, "float32": 67e12},  # NVIDIA's data sheet, without sparsity
     mfu=0.4,  # an assumption: what dense models of some ten billion parameters reach with Megatron-Core
     memory_rate=4226e9,  # measured: bytes read and written by a copy within the GPU
+    token=10e-6,  # measured: 7 to 12 with vLLM, 5 and 6 with the native engine; 19 and 28 with vLLM on an H100's host
     peer_rate=374e9,  # measured: one GPU pulls from another's memory through NVLink
     network_rate=50e9,  # an assumption: one 400 Gbit/s adapter per GPU
 )

@@ -1,7 +1,7 @@
 """What a step moves and computes, and the seconds that this takes at an accelerator's rates. Torch-free.
 
-Bounds and estimates, for comparing layouts: nothing here knows of kernel launches, of tensor-parallel communication,
-or of ranks that wait for the longest response.
+Bounds and estimates, for comparing layouts: nothing here knows of launches of training's kernels, of tensor-parallel
+communication, or of ranks that wait for the longest response.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: 
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
-    """Lower bound: the prompts' FLOPs, then every decode step reads from memory the weights it needs and the running
-    sequences' keys and values, half of the response being there on average. inf if no sequence fits."""
+    """The prompts' FLOPs; then every decode step reads from memory the weights it needs and the running sequences' keys
+    and values, half of the response being there on average, and schedules and samples for each of them. inf if no
+    sequence fits."""
     rollout, prompts = job.config.actor_rollout_ref.rollout, job.config.data.train_batch_size
     per_replica = math.ceil(prompts / job.generation.replicas)
     prefill = per_replica * forward_flops(job.arch, lengths.prompt) / (job.generation.tp * _flops(job, accelerator))
@@ -139,7 +140,7 @@ def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cac
         return math.inf
     steps = math.ceil(sequences / together) * lengths.response
     read = _engine_bytes_read(job, together) + together * context * job.kv_bytes_per_token
-    return prefill + steps * read / accelerator.memory_rate
+    return prefill + steps * (read / accelerator.memory_rate + together * accelerator.token)
 
 
 def _engine_bytes_read(job: Job, sequences: int) -> float:
