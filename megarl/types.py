@@ -70,7 +70,7 @@ class Completion:
 
 
 PER_SEQUENCE = frozenset(
-    {"groups", "rewards", "greedy_rewards", "truncated", "labels", "reference_point", "kl_in_reward"}
+    {"groups", "episodes", "rewards", "greedy_rewards", "truncated", "labels", "reference_point", "kl_in_reward"}
 )
 """The fields of `Batch` with one value per sequence."""
 
@@ -89,7 +89,8 @@ class Batch:
         cu_seqlens: int64 [N + 1], sequence i is tokens[cu_seqlens[i]:cu_seqlens[i + 1]].
         response_mask: bool [T], the tokens that are trained on.
         groups: int64 [N], which prompt a sequence belongs to.
-        rewards: float32 [N], one score per sequence.
+        episodes: int64 [N], which response a sequence is a part of; None: each is a response of its own.
+        rewards: float32 [N], one score per sequence, the same for all parts of a response.
         token_rewards: float32 [T], the score at the last trained token, less the KL at each if that is in the reward.
         greedy_rewards: float32 [N], the score of the greedy response to the same prompt.
         staleness: int64 [T], by how many versions the weights that drew a token are older than the newest ones; None:
@@ -115,6 +116,7 @@ class Batch:
     cu_seqlens: Tensor
     response_mask: Tensor
     groups: Tensor
+    episodes: Tensor | None = None
     rewards: Tensor | None = None
     token_rewards: Tensor | None = None
     greedy_rewards: Tensor | None = None
@@ -287,6 +289,18 @@ class Rollouts(Sequence[Rollout]):
         return list(places.values())
 
     @property
+    def episodes(self) -> list[list[int]]:
+        """Places of each sample's parts: one, or several where an agent's conversation began anew."""
+        places: dict[tuple[int, int], list[int]] = {}
+        for i, rollout in enumerate(self.items):
+            places.setdefault((rollout.group, rollout.sample), []).append(i)
+        return list(places.values())
+
+    def responses(self) -> Rollouts:
+        """One record per sample: of several parts the last one, which is what is scored."""
+        return self.of(self.items[places[-1]] for places in self.episodes)
+
+    @property
     def prompts(self) -> list[Prompt]:
         """One per group."""
         return [self.items[places[0]].prompt for places in self.groups]
@@ -328,6 +342,11 @@ class Rollouts(Sequence[Rollout]):
         logp = torch.zeros(len(batch.tokens))
         logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(r.logp) for r in self.items]))
         batch = batch.with_(staleness=self._staleness(batch.response_mask))
+        if len(episodes := self.episodes) < len(self):
+            part_of = torch.zeros(len(self), dtype=torch.int64)
+            for number, places in enumerate(episodes):
+                part_of[places] = number
+            batch = batch.with_(episodes=part_of)
         if any(rollout.sampled is not None for rollout in self.items):
             drawn = b"".join(b"\x01" * len(r.token_ids) if r.sampled is None else r.sampled for r in self.items)
             mask = batch.response_mask.clone()

@@ -420,7 +420,7 @@ def test_conversations_in_several_segments_are_trained_on(ranks: Ranks, tmp_path
     config = agent_run(tmp_path, "rewrites", reward__name=score, data__val_files=[])
     train_in(ranks, 1, config)
     for row in metrics_of(tmp_path):
-        assert row["episode/turns_mean"] == 1.5 and row["rollout/logp_gap_max"] < 1e-4
+        assert row["episode/turns_mean"] == 3.0 and row["rollout/logp_gap_max"] < 1e-4
         assert 0 < row["reward/mean"] < 1 and row["actor/grad_norm"] > 0
 
 

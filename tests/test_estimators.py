@@ -333,6 +333,45 @@ def test_a_sequence_without_a_score_takes_no_part(responses: list[Response], con
         assert kept == estimate(name, scored, config)
 
 
+@settings(deadline=None, max_examples=50)
+@given(responses=batches(), config=CONFIGS, seed=st.integers(0, 1000))
+def test_a_response_in_several_parts_is_compared_once(responses: list[Response], config: Algorithm, seed: int) -> None:
+    """Cut into sequences of one episode, its tokens have the advantages that they have in one piece."""
+    whole, draw = batch_of_responses(responses), random.Random(seed)
+    cuts, of = [0], list[int]()
+    for i, (r, end) in enumerate(zip(responses, whole.cu_seqlens[1:].tolist(), strict=True)):
+        inside = range(end - len(r.mask) + 1, end)
+        cuts += [*sorted(draw.sample(inside, min(len(inside), draw.randint(0, 2)))), end]
+        of += [i] * (len(cuts) - 1 - len(of))
+    assert whole.rewards is not None and whole.greedy_rewards is not None
+    parts = whole.with_(
+        cu_seqlens=torch.tensor(cuts),
+        groups=whole.groups[of],
+        episodes=torch.tensor(of),
+        rewards=whole.rewards[of],
+        greedy_rewards=whole.greedy_rewards[of],
+    )
+    for name in [*WITHIN_GROUPS, "remax", "reinforce_plus_plus_baseline"]:
+        note(name)
+        assert torch.equal(*(ESTIMATORS.load(name)(batch, config)[whole.response_mask] for batch in (whole, parts)))
+
+
+def test_kl_in_the_reward_is_that_of_all_parts() -> None:
+    """Three tokens against a reference, in one piece and in two."""
+    config = Algorithm(use_kl_in_reward=True, kl_penalty="k1")
+    whole = batch_of_responses([response(1.0, tokens=3), response(0.0, tokens=2)])
+    whole = whole.with_(old_logp=torch.zeros(len(whole.tokens)), ref_logp=-torch.arange(len(whole.tokens)).float())
+    parts = whole.with_(
+        cu_seqlens=torch.tensor([0, 2, 4, 7]),
+        groups=torch.zeros(3, dtype=torch.int64),
+        episodes=torch.tensor([0, 0, 1]),
+        rewards=torch.tensor([1.0, 1.0, 0.0]),
+    )
+    in_one, in_two = (compute_advantages(batch, config, 0.1).advantages for batch in (whole, parts))
+    assert in_one is not None and in_two is not None and in_one.any()
+    assert torch.allclose(in_one, in_two, rtol=1e-6)
+
+
 def response(score: float, group: int = 0, tokens: int = 1) -> Response:
     zeros = [0.0] * tokens
     rewards = [*zeros[1:], score]

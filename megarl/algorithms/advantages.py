@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megarl.algorithms.group_scores import over_parts
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.config.algorithm import Algorithm
@@ -27,7 +28,7 @@ def compute_advantages(batch: Batch, config: Algorithm, kl_coef: float) -> Batch
         )
         kl = batch.sum_per_sequence(per_token)
         batch = batch.with_(kl_in_reward=kl, token_rewards=batch.token_rewards - kl_coef * per_token)
-        scores = scores - kl_coef * kl
+        scores = scores - kl_coef * over_parts(batch, kl)
     estimated = ESTIMATORS.load(config.adv_estimator)(batch.with_(rewards=scores), config)
     return batch.with_(advantages=torch.where(batch.response_mask, estimated, 0.0))
 

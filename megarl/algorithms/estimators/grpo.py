@@ -25,12 +25,12 @@ def group_advantages(scores: Tensor, groups: Tensor, *, by_std: bool, eps: float
     """(score - mean of its group) / std of its group.
 
     Args:
-        scores: [N], one per sequence.
-        groups: int64 [N], which prompt each sequence answers.
+        scores: [N], one per response.
+        groups: int64 [N], which prompt each response answers.
         by_std: divide by the group's (unbiased) standard deviation; without it, Dr. GRPO (arXiv 2503.20783).
 
     Returns:
-        float32 [N]. A group of one sequence, or of equal scores, has advantage exactly 0.
+        float32 [N]. A group of one response, or of equal scores, has advantage exactly 0.
     """
     of = GroupScores(scores=scores.double(), groups=groups)
     return (of.centred() / (of.std() + eps) if by_std else of.centred()).float()

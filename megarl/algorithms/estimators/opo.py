@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
-from megarl.algorithms.group_scores import at_tokens, group_scores
+from megarl.algorithms.group_scores import at_tokens, group_scores, over_parts, per_response
 from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
 
@@ -17,5 +17,5 @@ def opo(batch: Batch, config: Algorithm) -> Tensor:
     Returns:
         float32 [T]. A response alone in its group has advantage 0.
     """
-    lengths = batch.response_lengths
-    return at_tokens(batch, group_scores(batch).centred(lengths[lengths > 0].double()))
+    lengths = per_response(batch, over_parts(batch, batch.response_lengths))
+    return at_tokens(batch, group_scores(batch).centred(lengths.double()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
-from megarl.algorithms.group_scores import group_scores
+from megarl.algorithms.group_scores import group_scores, response_of
 from megarl.algorithms.returns import at_trained
 from megarl.algorithms.whitening import whitened
 from megarl.config.algorithm import Algorithm
@@ -20,5 +20,5 @@ def reinforce_plus_plus_baseline(batch: Batch, config: Algorithm) -> Tensor:
         float32 [T]. A response alone in its group counts as its mean does: 0 before whitening.
     """
     lengths = batch.response_lengths
-    centred = group_scores(batch).centred().repeat_interleave(lengths[lengths > 0])
-    return at_trained(batch, whitened(centred))
+    centred = group_scores(batch).centred()[response_of(batch)]
+    return at_trained(batch, whitened(centred.repeat_interleave(lengths[lengths > 0])))

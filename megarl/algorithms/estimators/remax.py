@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
-from megarl.algorithms.group_scores import at_tokens, group_scores
+from megarl.algorithms.group_scores import at_tokens, group_scores, per_response
 from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
 
@@ -18,4 +18,4 @@ def remax(batch: Batch, config: Algorithm) -> Tensor:
         float32 [T].
     """
     assert batch.greedy_rewards is not None
-    return at_tokens(batch, group_scores(batch).scores - batch.greedy_rewards[batch.response_lengths > 0])
+    return at_tokens(batch, group_scores(batch).scores - per_response(batch, batch.greedy_rewards))

@@ -84,7 +84,7 @@ def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
         run.log("reward", {"overlong_penalty": float(penalties.mean())})
         batch = batch.with_(rewards=batch.rewards + penalties)
     if best_guess is not None:
-        scores = torch.tensor([0.0 if reward is None else reward for reward in best_guess.rewards])
+        scores = torch.tensor([0.0 if reward is None else reward for reward in best_guess.responses().rewards])
         run.log("reward", {"greedy": float(scores.mean())})
         batch = batch.with_(greedy_rewards=scores[batch.groups])
     return batch
@@ -93,8 +93,8 @@ def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
 def _show(run: Run, rollouts: Rollouts, drawn: Rollouts) -> None:
     """What people look at: samples of what is trained on, and numbers about all that was drawn."""
     run.report.samples(run.position.step, rollouts)
-    run.log("reward", reward_metrics(drawn))
-    run.log("score", spread_metrics(drawn))
+    run.log("reward", reward_metrics(drawn.responses()))
+    run.log("score", spread_metrics(drawn.responses()))
     run.log("response", response_metrics(drawn))
     run.log("episode", episode_metrics(drawn))
     if run.is_first_step:

@@ -71,15 +71,17 @@ def score_episodes(
         assert failed[0].episode is not None and failed[0].episode.error is not None
         reason = failed[0].episode.error.partition("\n")[0]
         say(f"{len(failed)} of {len(rollouts)} episodes failed; the first: {reason}")
-    last = {(rollout.group, rollout.sample): i for i, rollout in enumerate(rollouts)}
-    unscored = [i for i in sorted(last.values()) if _unscored(rollouts[i])]
+    last = [places[-1] for places in rollouts.episodes]
+    unscored = [i for i in sorted(last) if _unscored(rollouts[i])]
     rewards, parts = [rollout.reward for rollout in rollouts], [rollout.parts for rollout in rollouts]
     if unscored:
         asked = rollouts.of((_last_turn if last_turn else _itself)(rollouts[i]) for i in unscored)
         for i, judged in zip(unscored, score(asked), strict=True):
             rewards[i], parts[i] = judged.reward, judged.parts
-    places = [last[rollout.group, rollout.sample] for rollout in rollouts]
-    return rollouts.scored([rewards[i] for i in places], [parts[i] for i in places])
+    for parts_of_one in rollouts.episodes:
+        for i in parts_of_one:
+            rewards[i], parts[i] = rewards[parts_of_one[-1]], parts[parts_of_one[-1]]
+    return rollouts.scored(rewards, parts)
 
 
 def _unscored(rollout: Rollout) -> bool:

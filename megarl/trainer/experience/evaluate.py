@@ -35,7 +35,7 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
     rollouts = answered(run, generation, judge)
     records = records_of(rollouts, run.inputs, run.groups)
     run.report.validation(run.row, records)
-    overall, episodes = reward_metrics(rollouts), episode_metrics(rollouts)
+    overall, episodes = reward_metrics(rollouts.responses()), episode_metrics(rollouts)
     parts = {
         f"val/{name}": value
         for name, value in run.score_metrics().items()
@@ -85,11 +85,8 @@ def _score(run: Run, rollouts: Rollouts) -> Rollouts:
 
 
 def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Record]:
-    """The responses as text, the same on every rank; rank r decodes every world-size-th.
-
-    Of an episode in several parts it is the last one, which has its score.
-    """
-    rollouts = rollouts.of({(rollout.group, rollout.sample): rollout for rollout in rollouts}.values())
+    """The responses as text, the same on every rank; rank r decodes every world-size-th."""
+    rollouts = rollouts.responses()
     world, decode = groups.train.world_size, inputs.tokenizer.decode
     mine: list[tuple[str, str, str | None]] = []
     for rollout in rollouts[groups.rank :: world]:

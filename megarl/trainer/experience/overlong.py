@@ -8,16 +8,21 @@ from megarl.types import Rollouts
 
 
 def overlong_penalties(rollouts: Rollouts, config: Config) -> list[float]:
-    """`soft_overlong_penalty` of each completion, as `reward.overlong_buffer` says; 0 where it is off."""
+    """`soft_overlong_penalty` of each rollout, as `reward.overlong_buffer` says; 0 where it is off.
+
+    All parts of a response have that of the longest.
+    """
     buffer = config.reward.overlong_buffer
     if not buffer.enable:
         return [0.0] * len(rollouts)
-    return [
-        soft_overlong_penalty(
-            len(rollout.token_ids),
+    penalties = [0.0] * len(rollouts)
+    for places in rollouts.episodes:
+        penalty = soft_overlong_penalty(
+            max(len(rollouts[i].token_ids) for i in places),
             max_response_length=config.data.max_response_length,
             buffer_len=buffer.len,
             penalty_factor=buffer.penalty_factor,
         )
-        for rollout in rollouts
-    ]
+        for i in places:
+            penalties[i] = penalty
+    return penalties

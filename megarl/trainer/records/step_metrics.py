@@ -79,22 +79,24 @@ def spread_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Of responses that somebody answered; nothing where there are none.
+    """Of responses that somebody answered, all parts of one together; nothing where there are none.
 
     turns_mean, turns_max: how often the policy spoke; tool_s: seconds that environments or agents worked, per episode;
     observed: share of the responses' tokens that the policy did not say; limited: share of episodes that a limit ended.
     """
-    episodes = [rollout.episode for rollout in rollouts if rollout.episode is not None]
+    parts = [[e for i in places if (e := rollouts[i].episode) is not None] for places in rollouts.episodes]
+    episodes = [of_one for of_one in parts if of_one]
     if not episodes:
         return {}
     masks = [rollout.sampled for rollout in rollouts if rollout.sampled is not None]
     tokens = sum(len(mask) for mask in masks)
+    turns = [sum(part.turns for part in of_one) for of_one in episodes]
     return {
-        "turns_mean": _mean([episode.turns for episode in episodes]),
-        "turns_max": float(max(episode.turns for episode in episodes)),
-        "tool_s": _mean([episode.seconds for episode in episodes]),
+        "turns_mean": _mean(turns),
+        "turns_max": float(max(turns)),
+        "tool_s": _mean([sum(part.seconds for part in of_one) for of_one in episodes]),
         "observed": sum(mask.count(0) for mask in masks) / max(1, tokens),
-        "limited": _mean([episode.limited for episode in episodes]),
+        "limited": _mean([any(part.limited for part in of_one) for of_one in episodes]),
     }
 
 
