@@ -229,4 +229,5 @@ def _leave(store: TCPStore, node: Node, code: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"megarl: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads it; the ranks go on
+        print(f"megarl: {text}", file=sys.stderr, flush=True)

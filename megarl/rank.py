@@ -12,6 +12,7 @@ import traceback
 from megarl.config import ConfigError, load_run_config
 from megarl.debugging import debugging, follow_environment, hush_dependencies
 from megarl.processes import die_with_parent, end_now
+from megarl.telemetry.console import go_on_without
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunRefused, RunStopped
 
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> int:
     if "RANK" in os.environ:  # else nobody launched it, and it may outlive the shell
         launcher = os.environ.get("MEGARL_LAUNCHER")
         die_with_parent(int(launcher) if launcher else None)
+    go_on_without()
     follow_environment()
     stop = StopRequest(rank)
     stop.install()

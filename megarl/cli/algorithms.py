@@ -7,7 +7,6 @@ import difflib
 import inspect
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.algorithms.declaration import About, about_of
@@ -15,6 +14,7 @@ from megarl.algorithms.registry import ESTIMATORS, LOSSES, PREFERENCES
 from megarl.registry import Registry
 from megarl.rewards import registry as rewards
 from megarl.rewards.registry import RewardFunction
+from megarl.telemetry.console import plain_output
 from megarl.telemetry.progress import print_table
 
 EXAMPLE = "megarl algorithms grpo"
@@ -53,8 +53,8 @@ def algorithms(name: str | None) -> int:
         return 0
     if name in rewards.names():
         reward = rewards.load_reward(name).function
-        Console(highlight=False, markup=False, soft_wrap=True).print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
-        Console(highlight=False, markup=False, soft_wrap=True).print(f"\nreward.args: {arguments_of(reward) or 'none'}")
+        plain_output().print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
+        plain_output().print(f"\nreward.args: {arguments_of(reward) or 'none'}")
         return 0
     found = {key: registry.load(name) for key, registry in REGISTRIES.items() if name in registry.names()}
     if not found:
@@ -62,7 +62,7 @@ def algorithms(name: str | None) -> int:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
         raise ValueError(f"no algorithm is called {name!r}; {rest}")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = plain_output()
     for key, algorithm in found.items():
         about = about_of(algorithm)
         console.print(f"{key}={name}\n\n{inspect.getdoc(algorithm)}\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 2 for what is refused, 130 after Ctrl-C; otherwise that of the command, for `train` of the ranks."""
     words = sys.argv[1:] if argv is None else argv
     debug = "--debug" in words
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of characters that the terminal's encoding has not
     try:
         if debug:
             _debug()
@@ -104,6 +108,7 @@ def _run(words: Sequence[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     assert module is not None
     code: int = module.run(args, rest)
+    sys.stdout.flush()  # as Python ends, a reader that has gone would be another exit code
     return code
 
 

@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rich.console import Console
 from rich.table import Table
 
 from megarl.cli.words import add_config
@@ -25,6 +24,7 @@ from megarl.estimate.job import Job, parameter_count
 from megarl.estimate.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
+from megarl.telemetry.console import plain_output
 from megarl.telemetry.progress import print_table
 
 EXAMPLE = "megarl plan configs/quickstart.yaml --gpus 8 --gpu-memory 80GB"
@@ -80,7 +80,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     cache = cache_room(job, accelerator)
     stages = budget(job, accelerator, moved=job.itemsize * max(moved.received.total() for moved in traffic.values()))
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = plain_output()
     console.print(_headline(job))
     print_table(predicted_table(job, stages, accelerator))
     console.print(_cache_line(job, cache))

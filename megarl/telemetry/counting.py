@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from megarl.telemetry.console import Output
 
 LINES = 10
 
@@ -19,7 +20,7 @@ class Counting:
         columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
         self._bar: Progress | None = None
         if sys.stdout.isatty():
-            console = Console(file=sys.stdout)
+            console = Output(file=sys.stdout)
             self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
             self._task = self._bar.add_task(description, total=total)
 

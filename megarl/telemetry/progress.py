@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
+
+from megarl.telemetry.console import Output
 
 # metric -> (label, how it is written); anything else in a row goes to the metric files only
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -51,7 +53,7 @@ class Progress:
                 expand=True,
             )
             self._task = self._bar.add_task(description, total=total, completed=done, eta="-")
-            self._live = Live(self._bar, console=Console(file=sys.stdout), refresh_per_second=4)
+            self._live = Live(self._bar, console=Output(file=sys.stdout), refresh_per_second=4)
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
@@ -100,9 +102,9 @@ class Progress:
 
 def print_table(table: Table) -> None:
     """As wide as the terminal; where there is none, as wide as it needs to be."""
-    console = Console()
+    console = Output()
     if not console.is_terminal:
-        console = Console(width=Console(width=1000).measure(table).maximum)
+        console = Output(width=Output(width=1000).measure(table).maximum)
     console.print(table)
 
 
