@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import pty
 import re
 import shlex
 import signal
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -238,6 +240,49 @@ def test_states_of_runs(tmp_path: Path) -> None:
     assert only(tmp_path).state == "not running" and only(tmp_path).flow == ""
     (tmp_path / "a" / "b" / "eval.json").write_text("{}")
     assert list(run_folders(str(tmp_path))) == []
+
+
+def test_odd_runs_hide_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that look like markup, settings and steps that are no numbers."""
+    odd = {
+        "a[lr=1e-6]": ('trainer: {total_training_steps: "abc"}', '{"step": 3, "reward/mean": NaN}'),
+        "d[": ("trainer: {total_training_steps: .inf}", '{"step": NaN}'),
+        "b": ("trainer: {total_training_steps: 4}", '{"step": 4, "reward/mean": 0.5}'),
+    }
+    for name, (config, row) in odd.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(config)
+        (tmp_path / name / "metrics.jsonl").write_text(f"{row}\n")
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    rows = [json.loads(line, parse_constant=refused) for line in lines_of(capsys, "runs", str(tmp_path), "--json")]
+    found = {os.path.basename(row["folder"]): (row["step"], row["metrics"], row["state"]) for row in rows}
+    assert found["a[lr=1e-6]"] == (3, {"reward": None}, "not running") and found["d["][0] is None
+    assert found["b"] == (4, {"reward": 0.5}, "finished")
+    table = "\n".join(lines_of(capsys, "runs", str(tmp_path)))
+    assert all(name in table for name in odd) and "reward nan" in table
+
+
+def test_runs_on_a_narrow_terminal(tmp_path: Path) -> None:
+    """State, step and last metrics are what people look for."""
+    run = tmp_path / "grpo_qwen2.5_1.5b_math_lr1e-6_kl0.001_seed1"
+    run.mkdir()
+    (run / "config.yaml").write_text("trainer: {total_training_steps: 400, flow: ppo}")
+    (run / "metrics.jsonl").write_text('{"step": 400, "reward/mean": 0.8125, "val/accuracy": 0.75}\n')
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [*COMMAND, "runs", str(tmp_path)], {**ENVIRONMENT, "COLUMNS": "80", "TERM": "xterm"})
+    out = b""
+    with suppress(OSError):  # EIO: the other end is closed
+        while part := os.read(terminal, 4096):
+            out += part
+    assert os.waitpid(pid, 0)[1] == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", out.decode()).split("\r\n")
+    assert max(map(len, lines)) <= 80 and any("finished" in line and "400/400" in line for line in lines), lines
+    text = "".join("".join(line.split("│")[1:2]).strip() for line in lines)
+    assert run.name in text and "0.8125" in out.decode()
 
 
 def test_the_line_for_vllm(small: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.load import CONFIG_FILE
 from megarl.evaluation.folder import EVAL_FILE
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.trainer.resuming.run_lock import LOCK_FILE, holder_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 EXAMPLE = "megarl runs runs"
 CHECKPOINTS = "checkpoints"
@@ -24,6 +28,8 @@ DEPTH = 4
 """Folders below the given one that are looked into."""
 TAIL = 256 * 2**10
 """Bytes at the end of a metric file in which the last value of a metric is looked for."""
+LESS = ("model", "flow", "checkpoints", "changed")
+"""Columns that a narrow terminal does not show, the first to go first."""
 SHOWN = {"reward/mean": "reward", "val/accuracy": "accuracy", "train/loss": "loss", "val/loss": "held-out loss"}
 
 
@@ -67,7 +73,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     found = sorted((read_run(folder) for folder in run_folders(args.folder)), key=lambda run: -run.changed)
     if args.json:
         for one in found:
-            print(json.dumps(vars(one)))
+            metrics = {label: value if math.isfinite(value) else None for label, value in one.metrics.items()}
+            print(json.dumps({**vars(one), "metrics": metrics}))
         return 0
     if not found:
         print(f"no runs in {args.folder}")
@@ -99,8 +106,9 @@ def read_run(folder: str) -> FoundRun:
     holder, held = holder_of(folder)
     trainer, model = _section(config, "trainer"), _section(config, "actor_rollout_ref", "model")
     rows = _last_rows(os.path.join(folder, METRICS_FILE))
-    step = next((int(row["step"]) for row in rows if isinstance(row.get("step"), int | float)), None)
+    step = next((int(x) for row in rows if isinstance(x := row.get("step"), int | float) and math.isfinite(x)), None)
     steps = holder.get("steps") or trainer.get("total_training_steps")
+    steps = steps if isinstance(steps, int) else None
     files = [os.path.join(folder, name) for name in (METRICS_FILE, CONFIG_FILE, LOCK_FILE, CHECKPOINTS)]
     count, size = _checkpoints(os.path.join(folder, CHECKPOINTS))
     return FoundRun(
@@ -109,15 +117,22 @@ def read_run(folder: str) -> FoundRun:
         model=_model(model),
         state=_state(holder, held, step, steps),
         step=step,
-        steps=steps if isinstance(steps, int) else None,
+        steps=steps,
         metrics={label: value for key, label in SHOWN.items() if (value := _last(rows, key)) is not None},
-        changed=max((os.path.getmtime(file) for file in files if os.path.exists(file)), default=0.0),
+        changed=max(map(_changed, files)),
         checkpoints=count,
         size=size,
     )
 
 
-def _state(holder: dict[str, Any], held: bool, step: int | None, steps: Any) -> str:
+def _changed(file: str) -> float:
+    try:
+        return os.path.getmtime(file)
+    except OSError:  # it is not there
+        return 0.0
+
+
+def _state(holder: dict[str, Any], held: bool, step: int | None, steps: int | None) -> str:
     if held:
         return f"running on {holder.get('host', '?')} (pid {holder.get('pid', '?')})"
     if isinstance(ended := holder.get("ended"), str):
@@ -190,24 +205,44 @@ def _checkpoints(folder: str) -> tuple[int, int]:
 
 
 def _print_table(found: list[FoundRun], folder: str) -> None:
-    from rich.table import Table
+    from megarl.telemetry.console import Output
+    from megarl.telemetry.progress import print_table
 
-    from megarl.estimate.budget_table import size
-    from megarl.telemetry.progress import duration, print_table
-
-    table = Table(title=f"Runs in {folder}", title_justify="left")
-    for column in ("run", "flow", "model", "state", "step", "last metrics", "changed", "checkpoints"):
-        table.add_column(column, no_wrap=column in ("run", "step"))
-    for one in found:
-        of = "?" if one.steps is None else one.steps
-        table.add_row(
-            os.path.relpath(one.folder, folder) if one.folder != folder else one.folder,
-            one.flow,
-            one.model,
-            one.state if len(one.state) <= 60 else f"{one.state[:59]}…",
-            "-" if one.step is None else f"{one.step}/{of}",
-            ", ".join(f"{label} {value:.4g}" for label, value in one.metrics.items()),
-            f"{duration(max(0.0, time.time() - one.changed))} ago",
-            f"{one.checkpoints}, {size(one.size)}" if one.checkpoints else "-",
-        )
+    cells = [_cells(one, folder) for one in found]
+    table = _table(cells, folder, [])
+    for n in range(1, len(LESS) + 1):
+        terminal = Output()
+        if not terminal.is_terminal or terminal.measure(table).maximum <= terminal.width:
+            break
+        table = _table(cells, folder, LESS[:n])
     print_table(table)
+
+
+def _table(rows: list[dict[str, str]], folder: str, without: Sequence[str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(f"Runs in {folder}"), title_justify="left")
+    columns = [column for column in rows[0] if column not in without]
+    for column in columns:
+        table.add_column(column, no_wrap=column == "step", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[column]) for column in columns))
+    return table
+
+
+def _cells(one: FoundRun, folder: str) -> dict[str, str]:
+    from megarl.estimate.budget_table import size
+    from megarl.telemetry.progress import duration
+
+    of = "?" if one.steps is None else one.steps
+    return {
+        "run": os.path.relpath(one.folder, folder) if one.folder != folder else one.folder,
+        "flow": one.flow,
+        "model": one.model,
+        "state": one.state if len(one.state) <= 60 else f"{one.state[:59]}…",
+        "step": "-" if one.step is None else f"{one.step}/{of}",
+        "last metrics": ", ".join(f"{label} {value:.4g}" for label, value in one.metrics.items()),
+        "changed": f"{duration(max(0.0, time.time() - one.changed))} ago",
+        "checkpoints": f"{one.checkpoints}, {size(one.size)}" if one.checkpoints else "-",
+    }
