@@ -100,6 +100,23 @@ def test_a_scrape_has_the_newest_row(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", port))
 
 
+def test_sources_that_differ_have_gauges_of_their_own(tmp_path: Path) -> None:
+    """Prometheus' names have neither hyphens nor Chinese characters."""
+    shares = {"gsm-8k": 0.25, "gsm_8k": 0.5, "数学": 0.75, "物理": 1.0}
+    file = tmp_path / "megarl.prom"
+    (sink,) = open_sinks(
+        ["prometheus"], str(tmp_path / "r"), 1, pytest.fail, config_of(mode="textfile", textfile=str(file))
+    )
+    for step in (1, 2):
+        sink.log(step, {f"reward/source/{name}/mean": share for name, share in shares.items()})
+    lines = file.read_text().splitlines()
+    own = {line.split(" ")[3]: line.split(" ")[2] for line in lines if line.startswith("# HELP")}
+    gauges = {line.partition("{")[0]: float(line.split(" ")[-1]) for line in lines if not line.startswith("#")}
+    assert {name: gauges[own[f"reward/source/{name}/mean"]] for name in shares} == shares
+    assert own["reward/source/gsm-8k/mean"] == "megarl_reward_source_gsm_8k_mean"
+    sink.close()
+
+
 def test_a_text_file_is_whole_and_goes_with_the_run(tmp_path: Path) -> None:
     path = tmp_path / "megarl.prom"
     (sink,) = open_sinks(

@@ -233,6 +233,19 @@ def test_timeline_memory_and_settings(browser: Any, two: str) -> None:
 
 
 @needs_chromium
+def test_a_run_of_very_many_steps(browser: Any, tmp_path: Path) -> None:
+    """More numbers than a function takes as arguments."""
+    run = write_folder(tmp_path / "long", steps=1)
+    row = '{"step": %d, "memory/update_gib": %s, "reward/mean": 0.5}\n'
+    (run / "metrics.jsonl").write_text("".join(row % (step, 30 + step % 2) for step in range(1, 150_001)))
+    page = Page(browser, written(tmp_path, run), "curves")
+    page.wait("Curves.cards[0].canvas.chart")
+    page.press("4")
+    page.wait(one('[data-run="long"]'))
+    assert "31.00 GiB" in page.js(f"{one('main')}.innerText") and page.errors() == []
+
+
+@needs_chromium
 def test_texts_of_a_run_stay_text(browser: Any, tmp_path: Path) -> None:
     attack = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     run = write_folder(tmp_path / "<img src=x onerror=alert(1)>", steps=2, data={"prompt_key": attack})

@@ -135,6 +135,22 @@ def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert table["columns"][:2] == ["step", "prompt"] and table["data"] == [[3, "1 + 1 =", "zwölf", "2", None]]
 
 
+@pytest.mark.usefixtures("at_once")
+def test_mlflow_tells_sources_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    store = f"sqlite:///{tmp_path / 'ml.db'}"
+    (tmp_path / "run").mkdir()
+    config = config_of(tmp_path / "run", mlflow={"tracking_uri": store})
+    (sink,) = open_sinks(["mlflow"], str(tmp_path / "run"), 1, pytest.fail, config)
+    sink.log(1, {"val/数学/mean": 0.25, "val/物理/mean": 0.5, "val/a/mean": 0.75})
+    sink.close()
+    client = MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
+    assert sorted(run.data.metrics.values()) == [0.25, 0.5, 0.75] and run.data.metrics["val/a/mean"] == 0.75
+
+
 class TrackingServer:
     """MLflow's own server, which keeps rows and files in a folder; it can be killed and started again."""
 

@@ -25,7 +25,7 @@ const Memory = {
       const values = run.curves.columns[`memory/${phase}_gib`][1].filter((v) => v !== null);
       const items = budget?.phases[phase];
       const predicted = items ? Object.values(items).reduce((a, b) => a + b, 0) / GIB : null;
-      return { phase, peak: values.length ? Math.max(...values) : 0, last: values.at(-1), predicted, items };
+      return { phase, peak: values.reduce((a, b) => Math.max(a, b), 0), last: values.at(-1), predicted, items };
     });
     const most = Math.max(capacity, ...rows.map((row) => Math.max(row.peak, row.predicted ?? 0)));
     const gib = (value) => value === null || value === undefined ? "–" : `${value.toFixed(2)} GiB`;

@@ -14,6 +14,7 @@ from megarl.config import Config
 from megarl.telemetry.lines import Say, rewrite
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks.background import Background, Row
+from megarl.telemetry.sinks.names import Names
 from megarl.telemetry.sinks.tables import COLUMNS, cells
 
 RUN_FILE = "mlflow_run.txt"
@@ -45,7 +46,7 @@ class _Mlflow:
     def __init__(self, run_dir: str, config: Config) -> None:
         self._noted, self._config = os.path.join(run_dir, RUN_FILE), config
         self._client: Any = None
-        self._id = ""
+        self._id, self._names = "", Names(metric_name)
 
     def open(self) -> None:
         for key, value in _PATIENCE.items():
@@ -70,8 +71,8 @@ class _Mlflow:
 
         now, points = int(time.time() * 1000), []
         for step, metrics in rows:
-            named = {metric_name(name): float(value) for name, value in metrics.items()}
-            points += [Metric(name, value, now, step) for name, value in named.items()]
+            named = self._names.of(metrics)
+            points += [Metric(named[own], float(value), now, step) for own, value in metrics.items()]
         for some in _in_parts(points, _MOST_METRICS):
             self._client.log_batch(self._id, metrics=some)
 

@@ -22,6 +22,7 @@ from megarl.telemetry.lines import Say
 from megarl.telemetry.metrics import find
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks.background import Background, Row
+from megarl.telemetry.sinks.names import Names
 from megarl.telemetry.sinks.sink import Sink
 
 JOB = "megarl"
@@ -40,16 +41,18 @@ class Gauges:
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self._labels, self._newest = dict(labels), dict[str, float]()
+        self._labels, self._names = dict(labels), Names(prometheus_name)
+        self._newest: dict[str, tuple[str, float]] = {}
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
     def set(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._newest = {**self._newest, **metrics, "step": step}  # in one move: a scrape sees whole rows
+        row = {**metrics, "step": float(step)}
+        named = {name: (own, row[own]) for own, name in self._names.of(row).items()}
+        self._newest = {**self._newest, **named}  # in one move: a scrape sees whole rows
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        named = {prometheus_name(name): (name, value) for name, value in self._newest.items()}
-        for name, (own, value) in named.items():
+        for name, (own, value) in self._newest.items():
             spec = find(own)
             text = f"{own} ({spec.unit}): {spec.meaning}" if spec else own
             gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
