@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, Case, actor_in, fixed_batch, micro_batches_of, update
+from training_cases import ARCH, SEQUENCES, Case, actor_in, beside, fixed_batch, micro_batches_of, update
 
 
 def one_optimizer_at_a_time() -> list[bool]:
@@ -39,6 +39,67 @@ def one_optimizer_at_a_time() -> list[bool]:
 
 def test_a_new_optimizer_finds_the_old_one_gone(ranks: Ranks) -> None:
     assert ranks.run(1, one_optimizer_at_a_time) == [[False, False]]
+
+
+LEAVING = {"param_offload": True, "optimizer_offload": True}
+
+
+def restarted(megatron: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights after an update with each of three optimizers; what may leave does, before and after one is made."""
+    from megarl.config.policy import Optim
+    from megarl.parallel.offload import storages
+    from megarl.phases import Item
+
+    with actor_in(Case(config={"actor": {"megatron": megatron}}), dtype="bfloat16", lr=1e-2) as actor:
+
+        def leave() -> None:
+            for item in (Item.WEIGHTS, Item.OPTIMIZER):
+                for memory in actor.memory[item]:
+                    memory.release()
+            state = [tensor for tensors in actor.optimizer.tensors().values() for tensor in tensors]
+            assert not megatron or sum(storage.nbytes() for storage in storages(state)) == 0
+
+        for left_before in (False, True):
+            update(actor, fixed_batch())
+            if left_before:
+                leave()
+            actor.restart_optimizer(Optim(lr=3e-2), 10)
+            leave()
+        update(actor, fixed_batch())
+        leave()
+        actor.gather_parameters()
+        return {name: p.detach().clone() for name, p in actor.parameters().items()}
+
+
+def test_an_optimizer_that_leaves_is_replaced(ranks: Ranks) -> None:
+    (stays,), (leaves,) = ranks.run(1, restarted, {}), ranks.run(1, restarted, LEAVING)
+    assert all(torch.equal(weight, leaves[name]) for name, weight in stays.items())
+
+
+def copied(megatron: dict[str, Any]) -> list[float]:
+    """How far a trained model's weights are from those that were copied into it: before, at once, after an update."""
+    case = Case(config={"actor": {"megatron": megatron}})
+
+    def apart() -> float:
+        other.gather_parameters()
+        mine = actor.parameters()
+        return max(float((p - mine[name]).abs().max()) for name, p in other.parameters().items())
+
+    with actor_in(case, dtype="bfloat16", lr=3e-2) as actor:
+        other = beside(actor, case, dtype="bfloat16", role="Actor", lr=1e-12)
+        update(actor, fixed_batch())
+        seen = [apart()]
+        other.copy_from(actor)
+        seen.append(apart())
+        update(other, fixed_batch())
+        return [*seen, apart()]
+
+
+@pytest.mark.parametrize("megatron", [{}, {"use_distributed_optimizer": False}, LEAVING], ids=["", "whole", "leaving"])
+def test_copied_weights_are_what_is_trained_on(ranks: Ranks, megatron: dict[str, Any]) -> None:
+    """The optimizer's own, in float32, are copied too; a step of no length leaves everything where it is."""
+    ((before, at_once, later),) = ranks.run(1, copied, megatron)
+    assert before > 1e-3 and at_once == later == 0
 
 
 def norms(clip_grad: float) -> list[float]:

@@ -119,3 +119,30 @@ def flow(run):
     ended, said = ranks.run(1, run_here, str(config))[0]
     assert ended == "", said
     assert [(row["step"], row["a/b"]) for row in metrics_of(tmp_path)] == [(1, 1.0), (4, 11.0)]
+
+
+@pytest.mark.parametrize("name", ["policy", "reference"])
+def test_an_engine_answers_for_a_model_of_any_name(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    """Its weights stay until the engine has them, whatever the table of phases says of the name."""
+    body = f"""
+def flow(run):
+    roles = run.config.actor_rollout_ref
+    actor = megarl.build_actor(run.inputs, run.groups, optim=roles.actor.optim, total_steps=2)
+    run.add("{name}", actor)
+    generation = run.generation(actor)
+    for step in run.steps("rl", 2):
+        chosen = run.inputs.train_prompts[:2]
+        with generation.phase():
+            made = generation.rollouts(chosen, 4, run.inputs.sampling(validation=False), seed=1, round_=step)
+        batch = made.to_batch()
+        run.log("actor", actor.update(batch, *run.plan(batch).mini_batches, megarl.cross_entropy))
+"""
+    (tmp_path / "flow.py").write_text("import megarl\n" + body)
+    config = write_run(
+        tmp_path,
+        trainer__flow=f"{tmp_path / 'flow.py'}:flow",
+        trainer__logger=["jsonl"],
+        actor_rollout_ref__actor__megatron={"param_offload": True, "optimizer_offload": True},
+    )
+    ended, said = ranks.run(1, run_here, str(config))[0]
+    assert ended == "" and len(metrics_of(tmp_path)) == 2, said + ended

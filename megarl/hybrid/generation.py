@@ -78,6 +78,7 @@ class Generation:
             decode=decode,
             share=shared.tensors,
         )
+        self._sleep()  # what it holds awake beside the training weights no phase has room for
         self.engine.wake(weights_only=True)
         actor.gather_parameters()
         self.sync = WeightSync(actor, self.engine, shared, reshard)
@@ -92,7 +93,7 @@ class Generation:
         """
         with self._timers(Phase.OFFLOAD):
             self._actor.gather_parameters()
-            self._residency.enter(Phase.RESHARD)
+            self._residency.enter(Phase.RESHARD, keep=self._actor.memory[Item.WEIGHTS])
         with self._timers(Phase.RESHARD):
             self.engine.wake(weights_only=True)
             self.sync.run(verify=verify)

@@ -22,9 +22,13 @@ class Residency:
         """The memory of a role, under the name that the table knows it by."""
         self._held += [(role, item, part) for item, parts in memory.items() for part in parts]
 
-    def enter(self, phase: Phase) -> None:
-        """Every rank calls it."""
-        leaving = [part for role, item, part in self._held if phase in away(role, item)]
+    def enter(self, phase: Phase, keep: Sequence[Resident] = ()) -> None:
+        """Every rank calls it.
+
+        Args:
+            keep: stays, whatever the table says: a model under any name may be the one that an engine answers for.
+        """
+        leaving = [part for role, item, part in self._held if phase in away(role, item) and part not in keep]
         for part in leaving:
             part.release()
         for _, _, part in self._held:

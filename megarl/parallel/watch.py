@@ -125,7 +125,9 @@ class Watch:
         while not ended.wait(min(self._limit / 10, 10.0)):
             if time.monotonic() - self._since < notice:
                 continue
-            with suppress(RuntimeError):  # no store any more: the job ends, and others say why
+            with suppress(
+                RuntimeError, KeyError
+            ):  # no store any more: the job ends, and others say why; or none at all
                 store = store or self._join()
                 store.set(self._key(self._rank), json.dumps(self._state(main_thread)))
 
@@ -139,7 +141,7 @@ class Watch:
         waited = f"rank {self._rank} (host {self._hosts[self._rank]}) waited {seconds:.0f} s for {what}"
         try:
             return self._name_the_late(waited)
-        except RuntimeError as e:
+        except (RuntimeError, KeyError) as e:
             return f"{waited}; the job's store does not say who is late ({e})"
 
     def _name_the_late(self, waited: str) -> str:

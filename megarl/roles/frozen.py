@@ -58,7 +58,6 @@ class Policy(FrozenModel):
         stays = train.pp == 1 and train.tp == generation.tp
         kept = megatron.model_copy(update={"param_offload": megatron.param_offload and not stays})
         super().__init__(arch, groups, model=model, megatron=kept, initial=initial)
-        self.weights_leave = kept.param_offload
 
 
 class Teacher(FrozenModel):

@@ -42,13 +42,11 @@ class MegatronModel:
         head: what its last stage ends in.
         dtype: of its weights.
         packed: whether sequences share rows without padding.
-        weights_leave: whether its weights leave the GPU while responses are generated.
         memory: of its weights. Methods bring back what they need of it; whoever reads parameters asks
             `gather_parameters` first.
     """
 
     scalar_output: ClassVar[bool] = False
-    weights_leave = False
 
     def __init__(self, arch: Architecture, groups: Groups, *, model: Model, megatron: Megatron) -> None:
         """
@@ -77,6 +75,11 @@ class MegatronModel:
         at = groups.train.coords(groups.rank)
         last_stage = at.pp == groups.train.pp - 1
         self._reports = last_stage and at.tp == 0 and at.cp == 0
+
+    @property
+    def weights_leave(self) -> bool:
+        """Whether its weights leave the GPU while responses are generated."""
+        return any(type(memory) is not Resident for memory in self.memory[Item.WEIGHTS])
 
     def make_head(self) -> Head:
         """A language model's, its vocabulary split over the tensor-parallel ranks."""

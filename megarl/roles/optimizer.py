@@ -52,6 +52,9 @@ class MegatronOptimizer:
     @in_its_layout
     def restart(self, optim: Optim, total_steps: int) -> None:
         """A fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
+        for memory in (self.masters, self.moments):  # of the earlier one: it must not come back into the new one's
+            memory.restore()
+            memory.rewritten()
         self._adam = self._schedule = None
         self._adam = get_megatron_optimizer(
             OptimizerConfig(
@@ -129,6 +132,12 @@ class MegatronOptimizer:
     def tensors(self) -> dict[str, list[Tensor]]:
         """The fp32 weights and the moments on this rank."""
         return {"masters": list(master_weights(self._adam)), "moments": list(moments(self._adam))}
+
+    @in_its_layout
+    def take_weights(self) -> None:
+        """The fp32 weights become those of the model; the moments stay."""
+        self.masters.restore()
+        self._adam.reload_model_params()
 
     @torch.no_grad()
     def rebuild_weights(self) -> None:

@@ -57,7 +57,7 @@ class TrainedModel(MegatronModel):
             initial: gives the model its first weights.
         """
         super().__init__(arch, groups, model=model, megatron=megatron)
-        self._overlaps_gather, self.weights_leave = megatron.overlap_param_gather, megatron.param_offload
+        self._overlaps_gather = megatron.overlap_param_gather
         initial(self)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -84,7 +84,7 @@ class TrainedModel(MegatronModel):
             Item.GRADIENTS: (self._gradients,),
             Item.OPTIMIZER: (self.optimizer.masters, self.optimizer.moments),
         }
-        if self.weights_leave:
+        if megatron.param_offload:
             self.memory[Item.WEIGHTS] = (self._weights_that_leave(),)
         self.skipped: list[bool] = []
 
@@ -191,6 +191,11 @@ class TrainedModel(MegatronModel):
     def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
         self.load_weights(state, prefix)
         self.optimizer.load(self.sharded_weights(prefix), state)
+
+    def _rewritten(self) -> None:
+        super()._rewritten()
+        if hasattr(self, "optimizer"):  # else the next step would bring the old weights back
+            self.optimizer.take_weights()
 
     def output_weight(self, model: Any) -> Tensor:
         weight = super().output_weight(model)
