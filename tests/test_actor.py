@@ -59,7 +59,7 @@ def restarted(megatron: dict[str, Any]) -> dict[str, torch.Tensor]:
             state = [tensor for tensors in actor.optimizer.tensors().values() for tensor in tensors]
             assert not megatron or sum(storage.nbytes() for storage in storages(state)) == 0
 
-        for left_before in (False, True):
+        for left_before in (True, False):
             update(actor, fixed_batch())
             if left_before:
                 leave()
