@@ -285,9 +285,10 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
         ("raises", "agent: raised ValueError: not today; row data:1\n"),
         ("leaves", "agent: raised SystemExit: 4; row data:1\n"),
         ("dies", "agent: its process ended with exit code 9; row data:1"),
-        pytest.param("hangs", "agent: took longer than 6 s; row data:1", marks=pytest.mark.slow),
+        pytest.param("hangs", "agent: took longer than environment.timeout = 6 s; row data:1", marks=pytest.mark.slow),
         pytest.param(
-            *("blocks", "agent: took longer than 6 s, and let nothing else run; row data:1"), marks=pytest.mark.slow
+            *("blocks", "agent: took longer than environment.timeout = 6 s, and let nothing else run; row data:1"),
+            marks=pytest.mark.slow,
         ),
         ("text", "agent: returned 'good', a str, and no number; row data:1"),
         ("nan", "agent: returned nan, which is not finite; row data:1"),
@@ -313,6 +314,18 @@ def test_a_file_that_cannot_be_imported_ends_the_run(folder: Path) -> None:
         source = agents.begin(rollouts_of([{}] * 5), PARAMS)
         with pytest.raises(RewardError, match=r"environment.agent: importing .* failed: ModuleNotFoundError"):
             serve(engine, source, Channel(None))
+
+
+@pytest.mark.slow
+def test_importing_an_agent_is_no_part_of_its_time(folder: Path) -> None:
+    """Nine seconds, where an episode has five."""
+    slow = "import time\ntime.sleep(9)\n"
+    (folder / "slow.py").write_text(slow + (folder / "agents.py").read_text())
+    engine, _ = engine_in(folder)
+    with agents_of(folder, "two_turns", file="slow.py", timeout=5.0) as agents:
+        source = agents.begin(rollouts_of(QUESTIONS), PARAMS)
+        serve(engine, source, Channel(None))
+        assert [one.episode.error for (one,) in source.played.values()] == [None] * len(QUESTIONS)
 
 
 def test_an_agent_that_asks_for_nothing_fails(folder: Path) -> None:

@@ -182,7 +182,7 @@ def test_what_hangs_or_fails_costs_the_others_nothing() -> None:
     began = time.monotonic()
     found = answers_of(calls, 7)
     assert 0.7 < time.monotonic() - began < 4.5  # four hang on two threads
-    assert [found["hangs", i].error for i in range(4)] == ["took longer than 0.4 s"] * 4
+    assert [found["hangs", i].error for i in range(4)] == ["took longer than environment.timeout = 0.4 s"] * 4
     assert found["leaves"].error.startswith("raised SystemExit: 3\n")
     assert found["fails"].error.startswith("raised KeyError: 'x'\n") and "test_environments.py" in found["fails"].error
     assert found["works"].value == 7

@@ -220,7 +220,7 @@ def test_an_opening_becomes_part_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("hangs", "environment: step took longer than 0.5 s; row data:1, turn 2"),
+        ("hangs", "environment: step took longer than environment.timeout = 0.5 s; row data:1, turn 2"),
         ("raises", "environment: step raised KeyError: 'gone'; row data:1, turn 2\n"),
         ("leaves", "environment: step raised SystemExit: 1; row data:1, turn 2\n"),
         ("no Turn", "environment: step returned 'x', and no Turn; row data:1, turn 2"),

@@ -2,7 +2,8 @@
 
     python -m megarl.environments.agent_process FILE_DESCRIPTOR path/to/file.py:function
 
-Reads `Job`s from the connection with that file descriptor, and writes an `Outcome` of each.
+Reads `Job`s from the connection with that file descriptor, and writes an `Outcome` of each; before, once the file is
+imported, one whose number is `READY`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Agent = Callable[[str, dict[str, Any]], Awaitable[float | None]]
 
 AGENTS: Registry[Agent] = Registry("environment.agent", "function")
 
-NO_AGENT = -1
-"""Number of the outcome of a process that found no agent."""
+NO_AGENT, READY = -1, -2
+"""Numbers of the outcome of a process that found no agent, and of one that did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Outcome:
     """What the agent returned, or why it returned nothing: a line, then where.
 
     Attributes:
-        number: of the job; `NO_AGENT` where there can be none.
+        number: of the job; `NO_AGENT` or `READY` where there is none.
     """
 
     number: int
@@ -86,6 +87,7 @@ def main(argv: list[str]) -> int:
         connection.send(Outcome(number=NO_AGENT, error=str(e)))
         return 1
     try:
+        connection.send(Outcome(number=READY))
         asyncio.run(_serve(connection, agent))
     except (EOFError, OSError):
         return 0
@@ -120,7 +122,8 @@ async def _play(agent: Agent, job: Job, connection: Connection) -> None:
     done, _ = await asyncio.wait({task}, timeout=job.timeout)
     if not done:
         task.cancel()
-    outcome = task.result() if done else Outcome(number=job.number, error=f"took longer than {job.timeout:g} s")
+    late = Outcome(number=job.number, error=f"took longer than environment.timeout = {job.timeout:g} s")
+    outcome = task.result() if done else late
     connection.send(outcome)
 
 

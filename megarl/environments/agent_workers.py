@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
 
-from megarl.environments.agent_process import Job, Outcome
+from megarl.environments.agent_process import READY, Job, Outcome
 
 Tell = Callable[["AgentWorker", Outcome | None], None]
 """(who, an outcome, or None where the process is gone); called in a thread."""
@@ -24,6 +26,7 @@ class AgentWorker:
 
     Attributes:
         numbers: of the jobs that it has.
+        ready: when it had imported the agent, by `time.monotonic`; inf: it has not.
     """
 
     def __init__(self, agent: str, tell: Tell) -> None:
@@ -39,6 +42,7 @@ class AgentWorker:
         self._connection: Connection = ours
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self.numbers: set[int] = set()
+        self.ready = math.inf
         threading.Thread(target=self._read, args=(tell,), daemon=True, name="megarl-agents-in").start()
         threading.Thread(target=self._write, daemon=True, name="megarl-agents-out").start()
 
@@ -72,7 +76,11 @@ class AgentWorker:
     def _read(self, tell: Tell) -> None:
         with suppress(EOFError, OSError):
             while True:
-                tell(self, self._connection.recv())
+                outcome: Outcome = self._connection.recv()
+                if outcome.number == READY:
+                    self.ready = time.monotonic()
+                else:
+                    tell(self, outcome)
         tell(self, None)
 
     def _write(self) -> None:

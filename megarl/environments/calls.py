@@ -111,7 +111,13 @@ class Calls:
             with call.lock:
                 call.left = True
             del self._open[call]
-            found.append(Answer(key=call.key, error=f"took longer than {self._timeout:g} s", seconds=now - call.began))
+            found.append(
+                Answer(
+                    key=call.key,
+                    error=f"took longer than environment.timeout = {self._timeout:g} s",
+                    seconds=now - call.began,
+                )
+            )
             self._threads -= 1
             self._start()
         return found

@@ -23,6 +23,7 @@ from megarl.rollout.sessions import Session
 from megarl.types import Completion, Rollout, SamplingParams
 
 _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that nothing was decided
+_STARTING = 300.0  # seconds that importing an agent may take, where files are slow and many begin at once
 _GRACE = 3.0  # seconds over its time until an agent that does not let its event loop run is ended with its process
 
 _Event = Waiting | tuple[AgentWorker, Outcome | None]
@@ -185,11 +186,16 @@ class WithAgents:
             self._end(outcome.number, reward=reward, error=error and self._described(playing, error))
 
     def _end_late(self) -> None:
-        """End processes of agents that neither end in time nor let the others run."""
-        now = time.monotonic()
-        late = [p for p in self._playing.values() if now - p.began > self._rules.timeout + _GRACE]
-        for worker in {id(playing.worker): playing.worker for playing in late}.values():
-            self._lost(worker, f"took longer than {self._rules.timeout:g} s, and let nothing else run")
+        """End processes of agents that neither end in time nor let the others run. Their time begins as the process's
+        own does, once the agent is imported."""
+        now, limit = time.monotonic(), self._rules.timeout
+        for worker in {id(playing.worker): playing.worker for playing in self._playing.values()}.values():
+            began = min(playing.began for playing in self._playing.values() if playing.worker is worker)
+            if worker.ready > now:
+                if now - began > _STARTING:
+                    self._lost(worker, f"importing it took longer than {_STARTING:g} s")
+            elif now - max(began, worker.ready) > limit + _GRACE:
+                self._lost(worker, f"took longer than environment.timeout = {limit:g} s, and let nothing else run")
 
     def _lost(self, worker: AgentWorker, error: str) -> None:
         """A process is gone, for one of its episodes: each begins again alone, where it can harm no other."""
