@@ -169,6 +169,7 @@ def test_calls_run_several_at_a_time() -> None:
 
 
 def test_what_hangs_or_fails_costs_the_others_nothing() -> None:
+    others = set(threading.enumerate())
     calls, forever = Calls(threads=2, timeout=0.4), threading.Event()
 
     def leave() -> None:
@@ -190,10 +191,9 @@ def test_what_hangs_or_fails_costs_the_others_nothing() -> None:
     time.sleep(0.1)
     assert calls.answers(0.0) == []
     calls.close()
-    for thread in threading.enumerate():
-        if thread.name == "megarl-environment":
-            thread.join(2)
-            assert not thread.is_alive()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(2)
+        assert not thread.is_alive()
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

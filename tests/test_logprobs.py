@@ -102,6 +102,32 @@ def test_per_token_loss_has_the_gradients_of_the_general_one(
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def _arriving(dtype: torch.dtype, tied: bool) -> tuple[bool, bool]:
+    """As Megatron-Core's hooks see an output weight: whether they are to add its gradient, and whether it is memory of
+    its own."""
+    from megarl.models.logprobs import token_log_probs, vocab_shard
+
+    hidden, weight, labels, _ = _inputs(dtype)
+    weight = weight.clone().requires_grad_()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+    if tied:
+        weight.zero_out_wgrad = True
+    shard = vocab_shard(VOCAB, VOCAB, dist.group.WORLD)
+    token_log_probs(hidden, weight, labels, shard, temperature=1.0, chunk_size=7)[0].sum().backward()
+    assert weight.grad is not None and weight.main_grad.any()
+    if tied:
+        assert not weight.grad.any()
+    own = weight.grad.untyped_storage().data_ptr() != weight.main_grad.untyped_storage().data_ptr()
+    return not weight.grad_added_to_main_grad, own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_has_arrived_takes_no_memory(ranks: Ranks, dtype: torch.dtype) -> None:
+    """Where the embedding has the same weight, autograd adds its gradient to this one, and the hooks add the sum."""
+    assert ranks.run(1, _arriving, dtype, False) == [(False, False)]
+    assert ranks.run(1, _arriving, dtype, True) == [(True, True)]
+
+
 def _output_weight_errors(temperature: float) -> dict[str, float]:
     """The output weight's gradient over four micro-batches of bf16, as a share of its norm away from float64."""
     from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard

@@ -234,7 +234,17 @@ class _TokenLoss(torch.autograd.Function):
         return grad_hidden, None, grad_weight, None, None, None
 
 
-def _arrived(weight: Tensor) -> Tensor:
-    """The gradient of a weight whose `main_grad` has it already: autograd and Megatron-Core's hooks still want one, so
-    zeros that take no memory."""
-    return weight.new_zeros(()).expand_as(weight)
+def _arrived(weight: Any) -> Tensor:
+    """What autograd is given of a weight whose `main_grad` has its gradient already.
+
+    It wants one, to call Megatron-Core's hooks. These are told to leave it, and it is `main_grad` itself, so that it
+    takes no memory.
+
+    A tied weight gets the embedding's gradient too, which autograd adds to this one: zeros.
+    """
+    if getattr(weight, "zero_out_wgrad", False) or not hasattr(weight, "grad_added_to_main_grad"):
+        zeros: Tensor = weight.new_zeros(())
+        return zeros.expand_as(weight)
+    main_grad: Tensor = weight.main_grad
+    weight.grad_added_to_main_grad = True
+    return main_grad.view(-1).view(weight.dtype)[: weight.numel()].view_as(weight)
