@@ -14,7 +14,11 @@ import pytest
 from prompt_rows import read, write_rows, write_tokenizer
 from pyarrow import fs, parquet
 
+from megarl.config.data import Data
 from megarl.data.files import data_files
+from megarl.data.load import load_examples
+from megarl.data.readers import REMOTE_BLOCK
+from megarl.data.tokenizer import load_tokenizer
 
 pytest.importorskip("moto")
 
@@ -98,6 +102,22 @@ def test_rows_of_a_bucket(bucket: fs.FileSystem, uri: str, tmp_path: Path, token
     bucket.delete_file("data/b.parquet")
     with pytest.raises(ValueError, match="no file matches"):
         read(tokenizer, files, cache_dir=cache)
+
+
+def test_examples_of_a_bucket(bucket: fs.FileSystem, uri: str, tokenizer: str) -> None:
+    """Longer than what a store is asked for at a time, so that a line is cut in two."""
+    lines = [b'{"prompt": "%d", "answer": "1"%s}\n' % (i, b" " * 200) for i in range(REMOTE_BLOCK // 200)]
+    put(bucket, "a.jsonl", b"".join([b"\n", *lines]))
+    with bucket.open_output_stream("b.parquet") as f:
+        parquet.write_table(pa.table({"prompt": ["1"], "answer": ["2"]}), f)
+    files = [f"{uri}/a.jsonl", f"{uri}/b.parquet"]
+    found = load_examples(Data(max_prompt_length=8), "demonstrations", files, load_tokenizer(tokenizer))
+    assert len(found) == len(lines) + 1
+    assert [found[i].source for i in (0, -2, -1)] == [
+        f"{uri}/a.jsonl:2",
+        f"{uri}/a.jsonl:{len(lines) + 1}",
+        f"{uri}/b.parquet row 1",
+    ]
 
 
 @pytest.mark.slow

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from megarl.data.files import DataFile, data_files
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 1024
 """Rows of a parquet file that are Python objects at a time."""
+
+REMOTE_BLOCK = 2**20
+"""Bytes that a store is asked for at a time."""
 
 
 class Row(NamedTuple):
@@ -109,6 +113,12 @@ def parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
         raise ValueError(f"{what}: '{file.name}' is not a readable parquet file: {' '.join(str(e).split())}") from e
 
 
+def lines_of(file: DataFile) -> BinaryIO:
+    """For reading line by line, which what a store gives cannot do by itself; raises as `DataFile.open`."""
+    opened = file.open()
+    return io.BufferedReader(cast(io.RawIOBase, opened), REMOTE_BLOCK) if file.remote else opened
+
+
 def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
     """Its rows, one after the other; raises ValueError for a file that is malformed."""
     if file.kind == "parquet":
@@ -116,7 +126,7 @@ def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
         yield from (Row(f"{file.name} row {number}", columns) for number, columns in enumerate(rows, start=1))
         return
     try:
-        with file.open() as f:
+        with lines_of(file) as f:
             for number, line in enumerate(f, start=1):
                 if line.strip():
                     yield Row(f"{file.name}:{number}", parse(line, f"{file.name}:{number}", what))
