@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from chat_tokenizer import write_chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -130,6 +131,16 @@ def test_huggingface_directory(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (4, 1)
     (tmp_path / "tokenizer.json").write_text("{")
     assert "holds no readable Hugging Face tokenizer" in message(lambda: load_tokenizer(str(tmp_path)))
+
+
+def test_what_is_decoded_is_what_was_said(tmp_path: Path) -> None:
+    """Whatever the tokenizer's files ask for: that would take spaces out of code."""
+    write_chat_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "clean_up_tokenization_spaces": True}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    said = "x = [ 1 , 2 ] ; y ? do n't : z ."
+    assert tokenizer.decode(tokenizer.encode(said)) == said
 
 
 def test_tokenizer_directory_with_only_a_model_file(tokenizer: Tokenizer, model_file: str) -> None:

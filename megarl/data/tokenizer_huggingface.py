@@ -75,7 +75,8 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]
-        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+        # whatever the tokenizer's files say: "x = [ 1 , 2 ]" is what the policy wrote, and not "x = [ 1, 2 ]"
+        return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token(self, id: int) -> str:
         return str(self._tokenizer.convert_ids_to_tokens(id) or "") if id < self.vocab_size else ""
