@@ -39,7 +39,7 @@ PARAMS = SamplingParams(temperature=1.0, max_tokens=120, stop_token_ids=(2, 9, 1
 
 AGENTS = '''
 import asyncio, json, os, time
-import openai
+import numpy, openai
 
 CLIENT = openai.AsyncOpenAI(base_url="http://none", max_retries=0)  # to make one takes a tenth of a second
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
@@ -106,7 +106,7 @@ async def misbehaves(base_url, row):
         await asyncio.sleep(1000)
     if how == "blocks":
         time.sleep(1000)
-    return {"text": "good", "nan": float("nan")}.get(how, 1.0)
+    return {"text": "good", "nan": float("nan"), "numpy": numpy.float32(1)}.get(how, 1.0)
 
 async def silent(base_url, row):
     return 1.0
@@ -279,6 +279,11 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
     assert models == ["policy", "there is no such session, or its episode is over"]
 
 
+def test_an_agents_reward_may_be_numpys(folder: Path) -> None:
+    played, _ = play(folder, "misbehaves", [{"how": "numpy"}])
+    assert [(p.episode.error, p.reward) for p in played[0]] == [(None, 1.0)]
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -290,7 +295,7 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
             *("blocks", "agent: took longer than environment.timeout = 6 s, and let nothing else run; row data:1"),
             marks=pytest.mark.slow,
         ),
-        ("text", "agent: returned 'good', a str, and no number; row data:1"),
+        ("text", "agent: returned 'good', a str, and not one number; row data:1"),
         ("nan", "agent: returned nan, which is not finite; row data:1"),
     ],
 )

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from ranks import Ranks
@@ -54,6 +55,7 @@ class Echo:
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[int] | None:
         self._wanted, self._fails = row.get("turns", 3), row.get("fails", "")
+        self._reward = row.get("reward", 0.5)
         time.sleep(self._clock.random() * self._slow)
         return row.get("opening")
 
@@ -64,7 +66,7 @@ class Echo:
             return self._fail()
         said = Words().encode(response)
         observed = [sum(said) % VOCAB, len(said), (7 * said[0]) % VOCAB]
-        return Turn(observation=observed, done=self._turns >= self._wanted, reward=0.5)
+        return Turn(observation=observed, done=self._turns >= self._wanted, reward=self._reward)
 
     def close(self) -> None:
         if self._fails == "close":
@@ -77,9 +79,10 @@ class Echo:
             raise SystemExit(1)
         if self._fails == "raises":
             return {}["gone"]
-        return {"no Turn": "x", "nan": Turn(reward=float("nan")), "strange": Turn(observation=[VOCAB])}.get(
-            self._fails, Turn(done=True)
-        )
+        rewards: dict[str, Any] = {"nan": float("nan"), "text": "1"}
+        if self._fails in rewards:
+            return Turn(reward=rewards[self._fails])
+        return {"no Turn": "x", "strange": Turn(observation=[VOCAB])}.get(self._fails, Turn(done=True))
 
 
 def rollouts_of(rows: Sequence[dict[str, Any]], n: int = 1) -> dict[int, Rollout]:
@@ -224,7 +227,8 @@ def test_an_opening_becomes_part_of_the_prompt() -> None:
         ("raises", "environment: step raised KeyError: 'gone'; row data:1, turn 2\n"),
         ("leaves", "environment: step raised SystemExit: 1; row data:1, turn 2\n"),
         ("no Turn", "environment: step returned 'x', and no Turn; row data:1, turn 2"),
-        ("nan", "environment: step gave the reward nan, which is no finite number; row data:1, turn 2"),
+        ("nan", "environment: step gave the reward nan, which is not finite; row data:1, turn 2"),
+        ("text", "environment: step gave the reward '1', a str, and not one number; row data:1, turn 2"),
         ("strange", "environment: step observed token ids that the vocabulary of 61 does not have; row data:1, turn 2"),
         ("close", "environment: close raised OSError: no way out"),
     ],
@@ -238,6 +242,17 @@ def test_an_environment_that_fails_costs_its_episode_alone(how: str, said: str) 
     assert time.monotonic() - began < 5
     assert what_was_said({i: got[i] for i in (0, 2)}) == what_was_said({i: want[i] for i in (0, 2)})
     assert str(got[1].episode.error).startswith(said) and got[1].reward is None
+
+
+def test_rewards_may_be_numpys() -> None:
+    rewards = [np.float32(0.5), np.float64(2.5), np.int64(3), np.bool_(True), np.array([0.25])[0], False, 7]
+    played = play(rollouts_of([{"turns": 1, "reward": reward} for reward in rewards]))
+    assert [p.episode.error for p in played.values()] == [None] * len(rewards)
+    assert [p.reward for p in played.values()] == [0.5, 2.5, 3.0, 1.0, 0.25, 0.0, 7.0]
+    assert {type(p.reward) for p in played.values()} == {float}
+    brief = replace(PARAMS, stop_token_ids=tuple(range(0, VOCAB, 4)))
+    error = play(rollouts_of([{"turns": 2, "reward": np.float64(3e38)}]), params=brief)[0].episode.error
+    assert str(error).startswith("environment: step gave rewards that add up to 6e+38, which is too large for float32;")
 
 
 def test_few_episodes_at_a_time() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from megarl.environments.calls import described
 from megarl.processes import die_with_parent
 from megarl.registry import Registry
+from megarl.rewards.judge import NoScore, number
 
 Agent = Callable[[str, dict[str, Any]], Awaitable[float | None]]
 """(base_url, row) -> the episode's reward; None: the reward function scores it."""
@@ -130,9 +131,9 @@ async def _play(agent: Agent, job: Job, connection: Connection) -> None:
 async def _guarded(agent: Agent, job: Job) -> Outcome:
     try:
         reward = await agent(job.base_url, dict(job.row))
-        if reward is None or isinstance(reward, int | float):
-            return Outcome(number=job.number, reward=None if reward is None else float(reward))
-        return Outcome(number=job.number, error=f"returned {reward!r:.100}, a {type(reward).__name__}, and no number")
+        return Outcome(number=job.number, reward=None if reward is None else number(reward))
+    except NoScore as e:
+        return Outcome(number=job.number, error=str(e))
     except (Exception, SystemExit) as e:  # a user's function can fail in any way
         return Outcome(number=job.number, error=described(e))
 

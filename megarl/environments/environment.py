@@ -17,7 +17,8 @@ class Turn:
     Attributes:
         observation: what the policy is told next: text, or token ids that are taken as they are.
         done: whether the episode is over; the observation is then told to nobody.
-        reward: added up over the episode; None: none. An episode without any is scored by the reward function.
+        reward: a number, numpy's too, added up over the episode; None: none. An episode without any is scored by the
+            reward function.
     """
 
     observation: str | Sequence[int] = ""

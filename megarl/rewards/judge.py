@@ -120,14 +120,14 @@ def judged_value(value: Any) -> Judged:
     """A number, or a mapping with "score" and further numbers."""
     try:
         if not isinstance(value, Mapping):
-            return Judged(score=_number(value))
+            return Judged(score=number(value))
         if "score" not in value:
             raise NoScore(f'returned {shown(value)}, a {type(value).__name__} without "score"')
         if len(value) > _METRICS:
             raise NoScore(f"returned {len(value)} numbers; there may be {_METRICS}")
         return Judged(
-            score=_number(value["score"], "score: "),
-            metrics={_name(key): _number(value[key], f"{key}: ") for key in value if key != "score"},
+            score=number(value["score"], "returned score: "),
+            metrics={_name(key): number(value[key], f"returned {key}: ") for key in value if key != "score"},
         )
     except NoScore as e:
         return Judged(wrong=str(e))
@@ -155,14 +155,15 @@ def _name(key: Any) -> str:
     return key
 
 
-def _number(value: Any, what: str = "") -> float:
+def number(value: Any, verb: str = "returned ") -> float:
+    """What user's code gave as a number, of Python's, numpy's or torch's; raises NoScore unless float32 holds it."""
     if not isinstance(value, bool | int | float) and not _is_number_of_a_library(value):
-        raise NoScore(f"returned {what}{shown(value)}, a {type(value).__name__}, and not one number")
+        raise NoScore(f"{verb}{shown(value)}, a {type(value).__name__}, and not one number")
     try:
-        number = float(value)
+        found = float(value)
     except OverflowError as e:  # a whole number of more than 308 digits
-        raise NoScore(f"returned {what}a number that is too large for float32") from e
-    return finite(number, f"returned {what}")
+        raise NoScore(f"{verb}a number that is too large for float32") from e
+    return finite(found, verb)
 
 
 def finite(number: float, verb: str) -> float:

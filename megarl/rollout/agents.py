@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -180,10 +179,8 @@ class WithAgents:
         if outcome is None:
             self._lost(worker, f"its process {worker.how_it_ended()}")
         elif (playing := self._playing.get(outcome.number)) is not None:
-            reward, error = outcome.reward, outcome.error
-            if reward is not None and not math.isfinite(reward):
-                reward, error = None, f"returned {reward}, which is not finite"
-            self._end(outcome.number, reward=reward, error=error and self._described(playing, error))
+            error = outcome.error and self._described(playing, outcome.error)
+            self._end(outcome.number, reward=outcome.reward, error=error)
 
     def _end_late(self) -> None:
         """End processes of agents that neither end in time nor let the others run. Their time begins as the process's

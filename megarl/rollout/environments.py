@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from megarl.environments.calls import Answer, Calls
 from megarl.environments.environment import Environment, MakeEnvironment, Turn
 from megarl.environments.speech import Speech
+from megarl.rewards.judge import NoScore, finite, number
 from megarl.rollout.engine import Request
 from megarl.rollout.episodes import Orders, Played
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams
@@ -151,7 +151,7 @@ class WithEnvironments:
                 self._opened(place, episode, observation)
             else:
                 self._stepped(place, episode, answer.value)
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, NoScore) as e:
             self._end(place, "stop", error=self._described(episode, what, str(e)))
 
     def _opened(self, place: int, episode: _Open, observation: str | Sequence[int] | None) -> None:
@@ -171,9 +171,8 @@ class WithEnvironments:
         if not isinstance(turn, Turn):
             raise ValueError(f"returned {turn!r:.100}, and no Turn")
         if turn.reward is not None:
-            if not isinstance(turn.reward, int | float) or not math.isfinite(turn.reward):
-                raise ValueError(f"gave the reward {turn.reward!r:.100}, which is no finite number")
-            episode.reward = (episode.reward or 0.0) + float(turn.reward)
+            together = (episode.reward or 0.0) + number(turn.reward, "gave the reward ")
+            episode.reward = finite(together, "gave rewards that add up to ")
         if turn.done or episode.cut_off:
             self._end(place, "length" if episode.cut_off else "stop", limited=episode.cut_off)
             return
