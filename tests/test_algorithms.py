@@ -121,6 +121,13 @@ def test_adaptive_kl_controller() -> None:
     assert control.coefficient == pytest.approx(0.101 * (1 + 0.2 * 10 / 100))
 
 
+@pytest.mark.parametrize(("sequences", "factor"), [(200, 0.6), (250, 0.5), (500, 0.5), (501, 0.5), (10_000, 0.5)])
+def test_the_kl_coefficient_stays_positive(sequences: int, factor: float) -> None:
+    control = AdaptiveKlController(0.1, target=2.0, horizon=100)
+    control.update(0.0, sequences)  # far too low
+    assert control.coefficient == pytest.approx(0.1 * factor)
+
+
 def _tokens(old: list[float], new: list[float], adv: list[float]) -> tuple[LossInput, Tensor]:
     logp = torch.tensor(new, requires_grad=True)
     weights = torch.full((len(new),), 1 / len(new))

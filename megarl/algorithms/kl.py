@@ -45,8 +45,17 @@ def bounded(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+SMALLEST_FACTOR = 0.5
+"""Of a step's change of the KL coefficient. Without an end, a batch of more than five horizons would turn it negative,
+and the run would be rewarded for leaving the reference."""
+
+
 class AdaptiveKlController:
-    """Steers the coefficient so that the KL per sequence nears a target (Ziegler et al., arXiv 1909.08593, 2.2)."""
+    """Steers the coefficient so that the KL per sequence nears a target (Ziegler et al., arXiv 1909.08593, 2.2).
+
+    coefficient *= 1 + clip(KL / target - 1, -0.2, 0.2) x sequences / horizon, a factor of `SMALLEST_FACTOR` at least:
+    what a batch of up to 2.5 horizons never goes below.
+    """
 
     def __init__(self, coefficient: float, target: float, horizon: int) -> None:
         self.coefficient, self.target, self.horizon = coefficient, target, horizon
@@ -62,4 +71,4 @@ class AdaptiveKlController:
     def update(self, kl_per_sequence: float, sequences: int) -> None:
         """After a step with the given mean KL (nats per sequence) over that many sequences."""
         error = max(-0.2, min(0.2, kl_per_sequence / self.target - 1.0))
-        self.coefficient *= 1.0 + error * sequences / self.horizon
+        self.coefficient *= max(SMALLEST_FACTOR, 1.0 + error * sequences / self.horizon)
