@@ -414,7 +414,7 @@ def test_resuming_continues_the_same_order(rows: int, size: int, shuffle: bool, 
 
 def test_sampler_refusals() -> None:
     assert message(lambda: PromptSampler(3, 4, True, 1)) == (
-        "data.train_batch_size = 4 exceeds the 3 prompts of data.train_files"
+        "data.train_batch_size = 4 exceeds the 3 rows of data.train_files"
     )
     shrunk = PromptSampler(3, 2, True, 1)
     assert "had drawn 8 rows" in message(lambda: shrunk.load_state({"epoch": 0, "position": 8}))
@@ -424,7 +424,7 @@ def test_sampler_refusals() -> None:
     ("now", "said", "part"),
     [
         ((13, 4, True, 7), "rows of data.train_files = 12, now it is 13", "data"),
-        ((12, 4, False, 7), "data.shuffle = 1, now it is 0", "data"),
+        ((12, 4, False, 7), "data.shuffle = 1, now it is 0", "seed"),
         ((12, 3, True, 7), "data.train_batch_size = 4, now it is 3", "batch"),
         ((12, 4, True, 8), "data.seed = 7, now it is 8", "seed"),
     ],

@@ -90,6 +90,35 @@ def test_a_mixture_that_is_another() -> None:
     assert "data.seed = 7, now it is 8" in refusal(lambda: MixtureSampler([4, 6], [1, 2], 2, True, 8).load_state(state))
 
 
+def test_other_weights_draw_no_row_twice() -> None:
+    """Every file goes on where it stood, with its new share from now on."""
+    begun, allowed = (
+        MixtureSampler([4, 12], [1, 1], 4, True, 7),
+        MixtureSampler([4, 12], [1, 3], 4, True, 7, allow=["data"]),
+    )
+    before = [i for _ in range(3) for i in begun.next()]
+    allowed.load_state(json.loads(json.dumps(begun.state())))
+    after = [i for _ in range(2) for i in allowed.next()]
+    assert Counter(i < 4 for i in before) == {True: 6, False: 6} and Counter(i < 4 for i in after) == {
+        True: 2,
+        False: 6,
+    }
+    assert len({i for i in (*before, *after) if i >= 4}) == 12  # all of the second file, and each once
+    assert sorted(i for i in (*before[8:], *after) if i < 4) == [0, 1, 2, 3]  # the first file's second epoch
+
+
+@pytest.mark.parametrize("now", [([5, 12], 7), ([4, 6, 6], 7), ([4, 12], 8)])
+def test_files_in_another_order_begin_an_epoch_that_is_new(now: tuple[list[int], int]) -> None:
+    sizes, seed = now
+    begun = MixtureSampler([4, 12], [1, 1], 4, True, 7)
+    for _ in range(3):  # the first file is in its second epoch
+        begun.next()
+    other = MixtureSampler(sizes, [1] * len(sizes), 4, True, seed, allow=["data", "seed"])
+    other.load_state(json.loads(json.dumps(begun.state())))
+    epochs = [2, 1] if seed == 8 else [2] * len(sizes)
+    assert [(file["epoch"], file["position"]) for file in other.state()["files"]] == [(epoch, 0) for epoch in epochs]
+
+
 def test_easy_rows_first() -> None:
     difficulty = np.array([3.0, 1.0, 2.0, 1.0, 3.0, 1.0])
     sampler = PromptSampler(6, 2, True, 7, order=easy_first(difficulty))

@@ -17,7 +17,9 @@ from run_cases import run_here
 from tiny_run import metrics_of, numbers_of, write_run
 
 from megarl.config import load_config
+from megarl.trainer.build import prompt_sampler
 from megarl.trainer.checks import check_run
+from megarl.trainer.resuming.identity import differences
 from megarl.trainer.resuming.resume import expected_start, finished
 
 RUN: dict[str, Any] = {
@@ -79,6 +81,7 @@ def test_a_run_that_ended_anywhere_ends_with_the_same_bits(
 
 CHANGES = [
     (["data.seed=2"], "seed", "data.seed 1 -> 2"),
+    (["data.shuffle=false"], "seed", "data.shuffle true -> false"),
     (["actor_rollout_ref.rollout.n=8"], "batch", "rollout.n 4 -> 8"),
     (["data.train_batch_size=8"], "batch", "data.train_batch_size 16 -> 8"),
     (["actor_rollout_ref.actor.clip_ratio=0.3"], "algorithm", "actor.clip_low 0.2 -> 0.3, actor.clip_high 0.2 -> 0.3"),
@@ -98,6 +101,27 @@ def test_another_run_is_refused_by_name(first_run: Path, overrides: list[str], p
     inputs = check_run(load_config(str(first_run / "run.yaml"), [*more, f"trainer.resume_allow=[{allow[1]}]"]))
     start = expected_start(inputs)
     assert start.folder is not None and start.differs == set(allow[1].split(","))
+    prompt_sampler(inputs).load_state(start.state["sampler"])  # what that allows is enough for the order of the prompts
+
+
+def test_another_size_of_a_draw_is_refused_by_its_key(first_run: Path) -> None:
+    draws = ["algorithm.filter_groups.enable=true", "data.gen_batch_size=32", "trainer.total_training_steps=5"]
+    assert "another batch (data.gen_batch_size null -> 32)" in refusal(first_run, *draws)
+    inputs = check_run(load_config(str(first_run / "run.yaml"), [*draws, "trainer.resume_allow=[batch,algorithm]"]))
+    state, sampler = expected_start(inputs).state, prompt_sampler(inputs)
+    sampler.load_state(state["sampler"])
+    recorded = {part: dict(of) for part, of in state["identity"].items()}
+    assert recorded["batch"].pop("data.gen_batch_size") is None  # a checkpoint of before: only its sampler knows
+    assert "batch" not in differences(recorded, inputs.identity)
+    strict = check_run(load_config(str(first_run / "run.yaml"), [*draws, f"trainer.default_local_dir={first_run}/no"]))
+    with pytest.raises(ValueError, match=r"data.gen_batch_size = 16, now it is 32"):
+        prompt_sampler(strict).load_state(state["sampler"])
+
+
+def test_a_run_goes_on_with_other_settings_of_a_warm_up_that_is_over(ranks: Ranks, folder: Path) -> None:
+    more = ["warmup.train_batch_size=10", "trainer.total_training_steps=4"]
+    ended, said = ranks.run(1, run_here, str(folder / "run.yaml"), more)[0]
+    assert ended == "" and "resuming from" in said and len(metrics_of(folder)) == 6
 
 
 def test_other_files_are_refused_by_name(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,14 @@ class MixtureSampler(PromptSampler):
         seed: int,
         *,
         allow: Collection[str] = (),
+        called: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
         assert len(sizes) == len(weights) and 0 not in sizes
-        super().__init__(sum(sizes), batch_size, shuffle, seed, allow=allow)  # epochs, and what may not change
-        self._files = [PromptSampler(size, 1, shuffle, seed + 1 + i) for i, size in enumerate(sizes)]
+        # epochs, and what may not change
+        super().__init__(sum(sizes), batch_size, shuffle, seed, allow=allow, called=called)
+        self._files = [
+            PromptSampler(size, 1, shuffle, seed + 1 + i, allow=("data", "seed")) for i, size in enumerate(sizes)
+        ]
         self._starts = np.cumsum([0, *sizes[:-1]]).tolist()
         self._shares = (np.asarray(weights) / sum(weights)).tolist()
         self._weights = list(weights)
@@ -61,25 +65,31 @@ class MixtureSampler(PromptSampler):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Go on where `state` was taken. With other weights every file goes on where it stood, and the shares count
+        anew; a file in another order, and all files where they are others, go on with an epoch that none has begun.
 
         Raises:
             ValueError: what the order depends on differs from then, and may not.
         """
         now, then = self.state(), state
-        same = [name for name in ("weights", "n_rows", "shuffle", "seed") if then.get(name) == now[name]]
+        same_weights = then.get("weights") == now["weights"]
         sizes = [[file["n_rows"] for file in of.get("files", [])] for of in (now, then)]
-        if ("weights" not in same or sizes[0] != sizes[1]) and "data" not in self._allow:
+        if not (same_weights and sizes[0] == sizes[1]) and "data" not in self._allow:
             raise ValueError(
                 f"the checkpoint was made with data.weights = {then.get('weights', [])} of files with {sizes[1]} rows, "
                 f"now they are {self._weights} and {sizes[0]}: resume with what the run began with, or set "
                 f"trainer.resume_allow=[data]"
             )
         super().load_state({key: then[key] for key in super().state() if key in then})
-        if len(same) == 4 and sizes[0] == sizes[1]:
+        if sizes[0] != sizes[1]:
+            begun = max((file["epoch"] for file in then.get("files", [])), default=-1)
+            for file in self._files:
+                file._start(epoch=begun + 1, position=0)
+            return
+        for file, its in zip(self._files, then["files"], strict=True):
+            file.load_state(its)
+        if same_weights:
             self._drawn = list(then["drawn"])
-            for file, its in zip(self._files, then["files"], strict=True):
-                file.load_state(its)
 
     def _one(self) -> int:
         total = sum(self._drawn) + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from megarl.data.curriculum import Order
 
 _ORDER = {  # what the order of the prompts depends on: how it is called, and its part of a run in trainer.resume_allow
     "n_rows": ("rows of data.train_files", "data"),
-    "shuffle": ("data.shuffle", "data"),
+    "shuffle": ("data.shuffle", "seed"),
     "batch_size": ("data.train_batch_size", "batch"),
     "seed": ("data.seed", "seed"),
 }
@@ -28,6 +28,7 @@ class PromptSampler:
         shuffle: a new order every epoch; false: always 0, 1, 2, ...
         order: puts the rows of an epoch in another order than that.
         allow: parts of a run that may differ from where a state was taken, as in `trainer.resume_allow`.
+        called: of `n_rows` and `batch_size`, for messages: the key, and its part of a run; default those of training.
 
     Raises:
         ValueError: not even one batch.
@@ -42,9 +43,12 @@ class PromptSampler:
         *,
         order: Order | None = None,
         allow: Collection[str] = (),
+        called: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
+        self._called = {**_ORDER, **(called or {})}
         if batch_size > n_rows:
-            raise ValueError(f"data.train_batch_size = {batch_size} exceeds the {n_rows} prompts of data.train_files")
+            (key, _), (rows, _) = self._called["batch_size"], self._called["n_rows"]
+            raise ValueError(f"{key} = {batch_size} exceeds the {n_rows} {rows}")
         self._n_rows, self._batch_size, self._shuffle, self._seed = n_rows, batch_size, shuffle, seed
         self._allow, self._reordered = frozenset(allow), order
         self._start(epoch=0, position=0)
@@ -69,7 +73,7 @@ class PromptSampler:
         """
         changed = [key for key, now in self._depends_on().items() if state.get(key, now) != now]
         for key in changed:  # older states have epoch and position alone, and nothing to compare
-            name, part = _ORDER[key]
+            name, part = self._called[key]
             if part not in self._allow:
                 raise ValueError(
                     f"the checkpoint was made with {name} = {state[key]}, now it is {self._depends_on()[key]}: resume "

@@ -22,8 +22,14 @@ def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, befor
         batch_size: examples per step, over all ranks.
     """
     examples = run.inputs.demonstrations
-    seed, allow = run.config.data.seed, run.config.trainer.resume_allow
+    seed = run.config.data.seed
+    allow = {
+        "warmup",
+        *run.config.trainer.resume_allow,
+    }  # when the run began, its identity said whether that may differ
+    called = {"n_rows": ("demonstrations", "warmup"), "batch_size": ("warmup.train_batch_size", "warmup")}
     if total:
-        sampler = run.add(f"{loop}_sampler", PromptSampler(len(examples), batch_size, True, seed, allow=allow))
+        sampler = PromptSampler(len(examples), batch_size, True, seed, allow=allow, called=called)
+        run.add(f"{loop}_sampler", sampler)
     for _ in run.steps(loop, total, before=before):
         run.log(loop, update_on(run, actor, cross_entropy, [examples[i] for i in sampler.next()]))

@@ -160,11 +160,14 @@ def prompt_sampler(inputs: Inputs) -> PromptSampler:
     if inputs.train_examples:
         return PromptSampler(len(inputs.train_examples), data.train_batch_size, data.shuffle, data.seed, allow=allow)
     size, order = data.prompts_per_draw, None
+    called = {"batch_size": ("data.gen_batch_size", "batch")} if data.gen_batch_size else {}
     if isinstance(prompts, PromptSet):
         if data.weights:
-            return MixtureSampler(prompts.sizes, data.weights, size, data.shuffle, data.seed, allow=allow)
+            return MixtureSampler(
+                prompts.sizes, data.weights, size, data.shuffle, data.seed, allow=allow, called=called
+            )
         order = _order(data.curriculum, prompts)
-    return PromptSampler(len(prompts), size, data.shuffle, data.seed, order=order, allow=allow)
+    return PromptSampler(len(prompts), size, data.shuffle, data.seed, order=order, allow=allow, called=called)
 
 
 def _order(curriculum: str, prompts: PromptSet) -> Order | None:

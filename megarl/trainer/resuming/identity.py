@@ -36,6 +36,7 @@ def identity_of(inputs: Inputs) -> Identity:
         "warmup": {},
         "batch": {
             "data.train_batch_size": data.train_batch_size,
+            "data.gen_batch_size": data.gen_batch_size,
             "data.max_response_length": data.max_response_length,
             "actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
             "actor.ppo_epochs": actor.ppo_epochs,
@@ -143,12 +144,14 @@ def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()
 
 
 def _as_recorded_now(recorded: Identity, now: Identity) -> Identity:
-    """Keys that did not exist then had their defaults; an architecture once said only whether its output layer is the
-    embedding."""
+    """Keys that were not recorded then had their defaults, or are as now; an architecture once said only whether its
+    output layer is the embedding."""
     recorded = dict(recorded)
     if "algorithm" in recorded:
         defaults = {key: value for key, value in _algorithm(Config()).items() if key in now.get("algorithm", {})}
         recorded["algorithm"] = {**defaults, **recorded["algorithm"]}
+    if "data.gen_batch_size" in now.get("batch", {}) and "batch" in recorded:  # the sampler has recorded it
+        recorded["batch"] = {"data.gen_batch_size": now["batch"]["data.gen_batch_size"], **recorded["batch"]}
     model = dict(recorded.get("model", {}))
     if "tie_word_embeddings" in model:
         output = "tied" if model.pop("tie_word_embeddings") else "lm"
