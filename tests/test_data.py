@@ -233,7 +233,7 @@ def test_a_misspelt_answer_key_does_not_mean_another_column(tmp_path: Path, toke
 def test_examples_end_with_the_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1+2", "answer": 3}, {"prompt": "4+5", "answer": "10"}])
     prompts = load_prompts(Data(), [file], tokenizer)
-    examples = load_examples(Data(max_response_length=3), "demonstrations", [file], tokenizer)
+    examples = load_examples(Data(max_response_length=3), "demonstrations", [file], tokenizer).examples
     ((prompt_ids, response_ids),) = examples[0].sequences
     assert prompt_ids == prompts[0].token_ids
     assert response_ids == (*tokenizer.encode("3"), tokenizer.eos_id)
@@ -288,6 +288,22 @@ def chat(*contents: str, system: bool = False) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 
 
+def test_examples_that_are_left_out_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"prompt": "1+2", "answer": "3"}, {"prompt": "1+2+3", "answer": "6"}, {"prompt": "1+1", "answer": "23456"}]
+    file, data = write_jsonl(tmp_path / "p.jsonl", rows), Data(max_prompt_length=4, max_response_length=3)
+    keep = data.model_copy(update={"filter_overlong_prompts": True})
+    assert load_examples(Data(), "demonstrations", [file], tokenizer).remarks == ()
+    assert "more than data.max_prompt_length = 4" in message(
+        lambda: load_examples(data, "demonstrations", [file], tokenizer)
+    )
+    examples, remarks = load_examples(keep, "demonstrations", [file], tokenizer, "warmup.train_files")
+    assert [example.source for example in examples] == [f"{file}:1"]
+    assert remarks == (
+        "warmup.train_files: 2 of 3 rows left out: 2 over data.max_prompt_length = 4 or data.max_response_length = 3 "
+        "tokens",
+    )
+
+
 def test_every_turn_of_the_assistant_is_learnt(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, TURNS + REPLY)
     rows: list[dict[str, object]] = [
@@ -296,7 +312,7 @@ def test_every_turn_of_the_assistant_is_learnt(tmp_path: Path) -> None:
     ]
     file = write_jsonl(tmp_path / "c.jsonl", rows)
     data = Data(messages_key="chat")
-    first, second = load_examples(data, "demonstrations", [file], tokenizer)
+    first, second = load_examples(data, "demonstrations", [file], tokenizer).examples
     assert spelled(first.sequences[0]) == ["u : 7 <e> / a :", "8 8 <e>", "/ u : 7 + 7 <e> / a :", "8 <e>"]
     assert spelled(second.sequences[0]) == ["s : + <e> / u : 7 <e> / a :", "8 <e>"]
     batch = batch_of_examples([first, second])
@@ -349,7 +365,7 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
         {"prompt": before, "chosen": chat("", "8 8")[1:], "rejected": chat("", "+")[1:], "by": 0.5},
     ]
     file = write_jsonl(tmp_path / "p.jsonl", rows)
-    one, other = load_examples(Data(margin_key="by"), "preferences", [file], tokenizer)
+    one, other = load_examples(Data(margin_key="by"), "preferences", [file], tokenizer).examples
     assert one.sequences == other.sequences and (one.label, other.label) == (2.0, 0.5)
     prompt = "u : 7 <e> / a : 8 <e> / u : 7 <e> / a :"
     assert [spelled(turns) for turns in one.sequences] == [[prompt, "8 8 <e>"], [prompt, "+ <e>"]]
@@ -361,7 +377,7 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
         "p.jsonl:2: the conversations in columns 'chosen' and 'rejected' differ before their last message"
         in message(lambda: load_examples(Data(), "preferences", [write_jsonl(tmp_path / "p.jsonl", rows)], tokenizer))
     )
-    cut = load_examples(Data(max_prompt_length=3, truncation="left"), "preferences", [file], tokenizer)
+    cut = load_examples(Data(max_prompt_length=3, truncation="left"), "preferences", [file], tokenizer).examples
     assert spelled(cut[0].sequences[1]) == ["/ a :", "+ <e>"]
 
 
@@ -371,7 +387,7 @@ def test_judged_answers_and_mismatched_ones(tmp_path: Path, tokenizer: Tokenizer
         {"prompt": "4", "answer": "56", "label": 0},
         {"prompt": "78", "answer": "9", "label": 1.0},
     ]
-    examples = load_examples(Data(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer)
+    examples = load_examples(Data(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer).examples
     assert [example.label for example in examples] == [1.0, 0.0, 1.0]
     others = mismatched(batch_of_examples(examples))
     lengths = others.lengths.tolist()

@@ -92,6 +92,24 @@ def test_held_out_prompts_that_are_trained_on_are_remarked(tmp_path: Path, check
     assert check().remarks == ("remark: 3 of the 23 prompts of data.val_files are training prompts",)
 
 
+@pytest.mark.parametrize("flow", ["sft", "kto", "preference", "warm-up"])
+def test_examples_that_are_left_out_are_remarked(tmp_path: Path, check: Callable[..., Inputs], flow: str) -> None:
+    """Longer than a response may be: with a label, and a worse answer."""
+    row = {"label": True, "chosen": "3", "rejected": "4"}
+    for name in ("train", "val"):
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()[:20]
+        rows = [{**json.loads(line), **row} for line in lines]
+        rows[2] |= {"answer": "1" * 300, "rejected": "1" * 300}
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = ["data.filter_overlong_prompts=true", "data.max_response_length=9", "data.train_batch_size=4"]
+    how += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "warmup.train_batch_size=4", "data.max_prompt_length=20"]
+    warmup = flow == "warm-up"
+    remarks = check(*how, "warmup.total_training_steps=1" if warmup else f"trainer.flow={flow}").remarks
+    limits = "data.max_prompt_length = 20 or data.max_response_length = 9 tokens"
+    train = f"data.train_files: 1 of 20 rows left out: 1 over {limits}"
+    assert remarks == ((f"warm-up: {train}",) if warmup else (train, train.replace("train_files", "val_files")))
+
+
 OPTIM = "actor_rollout_ref.actor.optim"
 ACTOR = "actor_rollout_ref.actor"
 FIELD = "actor_rollout_ref.actor.megatron.override_transformer_config"

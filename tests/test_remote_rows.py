@@ -111,7 +111,7 @@ def test_examples_of_a_bucket(bucket: fs.FileSystem, uri: str, tokenizer: str) -
     with bucket.open_output_stream("b.parquet") as f:
         parquet.write_table(pa.table({"prompt": ["1"], "answer": ["2"]}), f)
     files = [f"{uri}/a.jsonl", f"{uri}/b.parquet"]
-    found = load_examples(Data(max_prompt_length=8), "demonstrations", files, load_tokenizer(tokenizer))
+    found = load_examples(Data(max_prompt_length=8), "demonstrations", files, load_tokenizer(tokenizer)).examples
     assert len(found) == len(lines) + 1
     assert [found[i].source for i in (0, -2, -1)] == [
         f"{uri}/a.jsonl:2",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from megarl.config.data import Data
 from megarl.data.demonstrations import demonstration
@@ -15,8 +15,6 @@ from megarl.data.preferences import preference
 from megarl.data.readers import Row, iterate_rows
 from megarl.data.tokenizer import Tokenizer
 
-_log = logging.getLogger(__name__)
-
 _OF_ROW: Mapping[Format, Callable[[Row, Data, Tokenizer], Example]] = {
     "demonstrations": demonstration,
     "preferences": preference,
@@ -24,9 +22,16 @@ _OF_ROW: Mapping[Format, Callable[[Row, Data, Tokenizer], Example]] = {
 }
 
 
+class Loaded(NamedTuple):
+    """The examples of some files, and what was left out, for the start of the run."""
+
+    examples: list[Example]
+    remarks: tuple[str, ...]
+
+
 def load_examples(
     data: Data, format: Format, files: Sequence[str], tokenizer: Tokenizer, what: str = "data.train_files"
-) -> list[Example]:
+) -> Loaded:
     """Read and tokenise the examples of some files, one per row.
 
     Args:
@@ -44,11 +49,16 @@ def load_examples(
         except TooLong:
             if not data.filter_overlong_prompts:
                 raise
+    limits = (
+        f"data.max_prompt_length = {data.max_prompt_length}",
+        f"data.max_response_length = {data.max_response_length}",
+    )
     if not examples:
-        raise ValueError(
-            f"{what}: none of the {seen} rows keeps to data.max_prompt_length = {data.max_prompt_length} and "
-            f"data.max_response_length = {data.max_response_length} tokens"
-        )
-    if len(examples) < seen:
-        _log.info("%s: %d of %d rows dropped, too long", what, seen - len(examples), seen)
-    return examples
+        raise ValueError(f"{what}: none of the {seen} rows keeps to {limits[0]} and {limits[1]} tokens")
+    if len(examples) == seen:
+        return Loaded(examples, ())
+    limit = " or ".join(limits)
+    if data.messages_key and format == "demonstrations":
+        limit = f"data.max_prompt_length + data.max_response_length = {data.max_sequence_length}"
+    left_out = seen - len(examples)
+    return Loaded(examples, (f"{what}: {left_out} of {seen} rows left out: {left_out} over {limit} tokens",))

@@ -12,7 +12,7 @@ from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
 from megarl.data.examples import Example
 from megarl.data.formats import format_of, generates, trains
-from megarl.data.load import load_examples
+from megarl.data.load import Loaded, load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.models.architecture import Architecture
@@ -170,11 +170,12 @@ def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> d
         remarks += held_out.remarks
     if held_out is not None and train is not None:
         remarks += _remarks(held_out.in_common(train), len(held_out), "prompts")
+    demonstrations = _demonstrations(config, tokenizer) if config.warmup.total_training_steps else Loaded([], ())
     return {
         "train_prompts": [] if train is None else train,
         "val_prompts": [] if held_out is None else held_out,
-        "demonstrations": _demonstrations(config, tokenizer) if config.warmup.total_training_steps else [],
-        "remarks": remarks,
+        "demonstrations": demonstrations.examples,
+        "remarks": (*remarks, *(f"warm-up: {remark}" for remark in demonstrations.remarks)),
     }
 
 
@@ -184,16 +185,19 @@ def _examples(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     for key in ("source", "filter", "curriculum", "drop_duplicates", "weights"):
         if getattr(data, key):
             raise ValueError(f"data.{key} is for prompts, and trainer.flow = {config.trainer.flow} reads {format}")
-    train = load_examples(data, format, data.train_files, tokenizer)
-    held_out = load_examples(data, format, data.val_files, tokenizer, "data.val_files") if data.val_files else []
+    train, remarks = load_examples(data, format, data.train_files, tokenizer)
+    held_out, more = Loaded([], ())
+    if data.val_files:
+        held_out, more = load_examples(data, format, data.val_files, tokenizer, "data.val_files")
     seen = {example.sequences for example in train}
+    both = sum(example.sequences in seen for example in held_out)
     return {
         "train_prompts": [],
         "val_prompts": [],
         "demonstrations": [],
         "train_examples": train,
         "val_examples": held_out,
-        "remarks": _remarks(sum(example.sequences in seen for example in held_out), len(held_out), "examples"),
+        "remarks": (*remarks, *more, *_remarks(both, len(held_out), "examples")),
     }
 
 
@@ -214,7 +218,7 @@ def _remarks(both: int, held_out: int, noun: str) -> tuple[str, ...]:
     return (f"remark: {both} of the {held_out} {noun} of data.val_files are training {noun}",)
 
 
-def _demonstrations(config: Config, tokenizer: Tokenizer) -> list[Example]:
+def _demonstrations(config: Config, tokenizer: Tokenizer) -> Loaded:
     files, what = config.warmup.train_files, "warmup.train_files"
     if not files:
         files, what = config.data.train_files, "data.train_files"
