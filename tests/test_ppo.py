@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_tokenizer import SIZE, write_chat_tokenizer
 from full_weights import random_weights
 from kill_and_resume import tensors_of
 from ranks import Ranks
@@ -16,6 +17,9 @@ from selection import quick
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.config import load_config
+from megarl.config.data import Data
+from megarl.data.load import load_examples
+from megarl.data.tokenizer import load_tokenizer
 from megarl.trainer.checks import check_run
 
 QUIET: dict[str, Any] = {"trainer__logger": ["jsonl"], "trainer__test_freq": 0, "trainer__val_before_train": False}
@@ -261,7 +265,6 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
     """Right answers, every second of them cut off: in the other tokenizer's ids by the run's code, and directly."""
     from array import array
 
-    from megarl.data.tokenizer import load_tokenizer
     from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.trainer.experience.judging import encoded_anew
@@ -284,6 +287,59 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
         for i, prompt in enumerate(prompts)
     ]
     return [x.tolist() for x in batch.tokens.split(batch.lengths.tolist())], wanted
+
+
+def _replies_encoded_anew(config: str, other: str) -> list[list[int]]:
+    """Two replies to each held-out conversation: one that ended, one that was cut off."""
+    from array import array
+
+    from megarl.parallel.from_config import generation_layout, train_layout
+    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.trainer.experience.judging import encoded_anew
+    from megarl.types import Rollout, Rollouts
+
+    inputs = check_run(load_config(config))
+    ids, items = array("i", inputs.tokenizer.encode(REPLY)), []
+    ended = array("i", [*ids, inputs.tokenizer.eos_id])
+    for i, prompt in enumerate(inputs.val_prompts[:3]):
+        items.append(Rollout(prompt=prompt, group=i, token_ids=ended, finish_reason="stop"))
+        items.append(Rollout(prompt=prompt, group=i, sample=1, token_ids=ids, finish_reason="length"))
+    groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config), 1)
+    try:
+        batch = encoded_anew(Rollouts(items=tuple(items)), inputs, groups, load_tokenizer(other))
+    finally:
+        destroy_groups(groups)
+    return [x.tolist() for x in batch.tokens.split(batch.lengths.tolist())]
+
+
+CHATML = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+REPLY = "so <= 5 . "
+
+
+def test_a_reward_model_reads_a_reply_as_it_was_trained_to(ranks: Ranks, tmp_path: Path) -> None:
+    """Up to the end token, and not what the template writes behind it; a reply that was cut off has none."""
+    (tmp_path / "judge").mkdir()
+    path = write_run(tmp_path, trainer__n_gpus_per_node=2, data__prompt_key="q.messages")
+    model = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": SIZE}))
+    write_chat_tokenizer(tmp_path)
+    write_chat_tokenizer(tmp_path / "judge", CHATML)
+    reply = [{"role": "assistant", "content": REPLY}]
+    for name in ("train", "val"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for row in rows:
+            row["q"] = {"messages": [{"role": "user", "content": row.pop("prompt")}]}
+            row |= {"chosen": reply, "rejected": reply}
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(prompt_key="q.messages")
+    trained, _ = load_examples(data, "preferences", [f"{tmp_path}/val.jsonl"], load_tokenizer(f"{tmp_path}/judge"))
+    for got in ranks.run(2, _replies_encoded_anew, str(path), f"{tmp_path}/judge"):
+        for i in range(3):
+            ((prompt, answer), _) = trained[i].sequences
+            assert got[2 * i] == [*prompt, *answer] and got[2 * i + 1] == [*prompt, *answer[:-1]]
 
 
 def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(ranks: Ranks, tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megarl.data.encode import encode_messages
+from megarl.data.encode import encode_messages, encode_text
 from megarl.data.examples import Turns
 from megarl.data.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, str]]
+
+REPLY = "megarlreply"
+"""Stands for the assistant's message; nothing that a template writes by itself."""
 
 
 def turns_of(messages: Messages, learnt: Sequence[int], source: str, tokenizer: Tokenizer) -> Turns:
@@ -45,6 +48,32 @@ def turns_of(messages: Messages, learnt: Sequence[int], source: str, tokenizer: 
         turns += [tuple(before[at:]), tuple(whole[len(before) : end])]
         seen, at = whole, end
     return tuple(turns)
+
+
+def conversation_ids(messages: Messages, reply: str, source: str, tokenizer: Tokenizer, *, ended: bool) -> list[int]:
+    """Tokens of a conversation and the reply to it, up to where `turns_of` has a model learn it.
+
+    Args:
+        source: of the row, for messages.
+        ended: whether the reply ended by itself. Behind one that was cut off there is nothing: no end token that the
+            model could take it for finished by.
+
+    Raises:
+        ValueError: the template refuses the messages.
+    """
+    whole = encode_messages([*messages, _said(reply)], source, tokenizer, reply=False)
+    if ended:
+        before = encode_messages(messages, source, tokenizer)
+        pairs = zip(before, whole, strict=False)
+        start = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(before), len(whole)))
+        return whole[: _end(whole, start, tokenizer.eos_id)]
+    _, _, behind = tokenizer.chat_text([*messages, _said(REPLY)], reply=False).rpartition(REPLY)
+    text = tokenizer.chat_text([*messages, _said(reply)], reply=False)
+    return encode_text(text.removesuffix(behind), source, tokenizer)
+
+
+def _said(reply: str) -> dict[str, str]:
+    return {"role": "assistant", "content": reply}
 
 
 def _end(ids: Sequence[int], start: int, eos_id: int) -> int:

@@ -71,6 +71,11 @@ def value_at(columns: Mapping[str, Any], key: str) -> Any:
     return value_at(columns[name], rest)
 
 
+def value_or_none(columns: Mapping[str, Any], key: str) -> Any:
+    """The value there; None unless `has`."""
+    return value_at(columns, key) if has(columns, key) else None
+
+
 def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
     """Raise ValueError, naming the columns there are, unless every row has the column.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.data.conversations import REPLY
 from megarl.data.encode import are_messages
 from megarl.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
-_REPLY = "megarlreply"  # stands for the assistant's message; nothing that a template writes by itself
 _CUT = " [cut]"
 _LONGEST_TOKEN = 128  # characters of a text that are looked at for each token that is wanted
 
@@ -56,9 +56,9 @@ class Speech:
         Raises:
             ValueError: the chat template refuses them, or does not write the reply down.
         """
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
         text = self.tokenizer.chat_text([*before, *messages], tools=tools)
-        _, found, rest = text.partition(_REPLY)
+        _, found, rest = text.partition(REPLY)
         if not found:
             raise ValueError("the chat template does not write down what the assistant said before: use plain prompts")
         ids = self.tokenizer.encode(rest)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from megarl.data.conversations import conversation_ids
 from megarl.data.encode import are_messages
+from megarl.data.readers import value_at
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
@@ -62,13 +64,11 @@ def encoded_anew(rollouts: Rollouts, inputs: Inputs, groups: Groups, tokenizer: 
     world, key = groups.train.world_size, inputs.config.data.prompt_key
     mine: list[list[int]] = []
     for rollout in rollouts[groups.rank :: world]:
-        prompt = rollout.prompt.row[key]
-        response = inputs.tokenizer.decode(rollout.token_ids)
+        prompt, source = value_at(rollout.prompt.row, key), rollout.prompt.source
+        response, ended = inputs.tokenizer.decode(rollout.token_ids), rollout.finish_reason == "stop"
         if are_messages(prompt):
-            reply = {"role": "assistant", "content": response}
-            mine.append(tokenizer.encode_chat([*prompt, reply], reply=False))
+            mine.append(conversation_ids(prompt, response, source, tokenizer, ended=ended))
         else:
-            ended = rollout.finish_reason == "stop"
             mine.append([*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended])
     gathered = groups.all_gather(mine, "the texts for the reward model")
     texts = [gathered[i % world][i // world] for i in range(len(rollouts))]
