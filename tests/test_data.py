@@ -366,6 +366,11 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
     ]
     file = write_jsonl(tmp_path / "p.jsonl", rows)
     one, other = load_examples(Data(margin_key="by"), "preferences", [file], tokenizer).examples
+    within = [{**rows[1], "prompt": {"messages": before}}]
+    nested, _ = load_examples(
+        Data(prompt_key="prompt.messages"), "preferences", [write_jsonl(tmp_path / "n.jsonl", within)], tokenizer
+    )
+    assert nested[0].sequences == other.sequences
     assert one.sequences == other.sequences and (one.label, other.label) == (2.0, 0.5)
     prompt = "u : 7 <e> / a : 8 <e> / u : 7 <e> / a :"
     assert [spelled(turns) for turns in one.sequences] == [[prompt, "8 8 <e>"], [prompt, "+ <e>"]]

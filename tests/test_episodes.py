@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from chat_tokenizer import SIZE, write_chat_tokenizer
 from ranks import Ranks
+from run_cases import run_here
 from test_vllm_engine import needs_vllm
 from tiny_engines import engine_of, text_of
 from tiny_families import ARCHITECTURES, VOCAB
 from tiny_run import FOUR_RANKS, megarl, metrics_of, numbers_of, train_in, write_run
 
+from megarl.config import load_config
 from megarl.environments.environment import Turn
 from megarl.environments.speech import Speech
 from megarl.rollout.channel import Channel
@@ -28,6 +31,7 @@ from megarl.rollout.environments import Rules, WithEnvironments
 from megarl.rollout.episodes import Orders, Played, serve
 from megarl.rollout.native import engine as native
 from megarl.rollout.native.scheduler import Admission, Scheduler
+from megarl.trainer.checks import check_run
 from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
 
 ARCH = ARCHITECTURES["qwen3"]
@@ -404,6 +408,29 @@ def test_a_run_learns_from_episodes(ranks: Ranks, tmp_path: Path, other: dict[st
     turns = [json.loads(line)["turns"] for line in samples]
     assert ["environment", "+"] in [turn for one in turns for turn in one]
     assert {turn[0][0] for turn in turns} == {"policy"}
+
+
+def test_an_evaluation_with_messages_within_a_column(ranks: Ranks, tmp_path: Path) -> None:
+    """The same as with messages that are a column: who is told what, and which prompts are which."""
+    samples = {}
+    config = guessing_run(tmp_path, trainer__flow="eval")
+    write_chat_tokenizer(tmp_path)
+    model = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": SIZE}))
+    for name, count in {"val": 5, "train": 16}.items():
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()[:count]]
+        chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+        rows = [{**row, "chat": chat, "q": {"messages": chat}} for row, chat in zip(rows, chats, strict=True)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for key in ("chat", "q.messages"):
+        run_dir = tmp_path / key
+        overrides = [f"data.prompt_key={key}", f"trainer.default_local_dir={run_dir}", "data.max_response_length=24"]
+        assert ranks.run(1, run_here, str(config), overrides)[0][0] == ""
+        samples[key] = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert samples["q.messages"] == samples["chat"] and len({sample["row"] for sample in samples["chat"]}) == 5
+    write_chat_tokenizer(tmp_path, "{{ messages[-1]['content'] }}")
+    with pytest.raises(ValueError, match=r"environment.role = user: the chat template does not write down"):
+        check_run(load_config(str(config), ["trainer.flow=ppo", "data.prompt_key=q.messages"]))
 
 
 @needs_vllm

@@ -21,7 +21,7 @@ from chat_tokenizer import write_chat_tokenizer
 from ranks import Ranks
 from tiny_run import ROOT, TrainedRun
 
-from megarl.cli.generate import Printed, Turn, Words
+from megarl.cli.generate import Printed, Turn, Words, _of_row
 from megarl.cli.main import main, parser_for
 from megarl.data.tokenizer import load_tokenizer
 from megarl.evaluation.records import read_records
@@ -158,6 +158,13 @@ def test_refusals(small: TrainedRun, words: list[str], said: str, capsys: pytest
     assert main(["generate", str(small.folder / "run"), "--prompt", "1+1=", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and err.startswith("megarl: error: ") and said in err
+
+
+def test_a_prompt_may_be_a_field_of_a_column() -> None:
+    assert _of_row('{"q": {"text": "1+1="}}', "rows.jsonl:1", "q.text") == "1+1="
+    for line in ('{"q": {}}', '{"q": ["text"]}', '["q.text"]', '"q.text"', "3"):
+        with pytest.raises(ValueError, match=r"rows.jsonl:1: no JSON object with the column 'q.text'"):
+            _of_row(line, "rows.jsonl:1", "q.text")
 
 
 def test_files_that_hold_no_prompts(small: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,6 +247,8 @@ def test_where_a_row_is_from(tmp_path: Path, tokenizer: str) -> None:
     file = write_rows(tmp_path / "aime.2024.jsonl", rows)
     assert [p.data_source for p in read(tokenizer, [file])] == ["gsm8k", "aime.2024"]
     assert [p.data_source for p in read(tokenizer, [file], source_key="from")] == ["a", "aime.2024"]
+    nested = write_rows(tmp_path / "n.jsonl", [{"prompt": "1", "extra": {"from": "a"}}])
+    assert [p.data_source for p in read(tokenizer, [nested], source_key="extra.from")] == ["a"]
 
 
 def test_short_text_needs_no_tokens(tokenizer: str) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megarl.cli.words import add_words, split_words
 from megarl.config import Config, ConfigError
+from megarl.data.readers import value_at
 from megarl.debugging import hush_dependencies
 from megarl.models.families import read_architecture
 from megarl.trainer.subject import answering_config, evaluation_config, find_subject
@@ -307,7 +308,7 @@ def _prompts(args: argparse.Namespace, column: str) -> list[str]:
 
 def _of_row(line: str, where: str, column: str) -> str:
     try:
-        prompt = json.loads(line)[column]
+        prompt = value_at(json.loads(line), column)
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"{where}: no JSON object with the column '{column}' (data.prompt_key)") from e
     if not isinstance(prompt, str):

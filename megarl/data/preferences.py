@@ -9,7 +9,7 @@ from megarl.data.answers import answer_ids, fitting_answer
 from megarl.data.conversations import Messages, turns_of
 from megarl.data.encode import are_messages, cut_prompt, prompt_ids
 from megarl.data.examples import Example, Turns
-from megarl.data.readers import Row, require_column, value_at
+from megarl.data.readers import Row, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -47,7 +47,7 @@ def _conversation(row: Row, key: str, data: Data, tokenizer: Tokenizer) -> Turns
             f"answer of the pair does"
         )
     if len(messages) == 1:
-        if not are_messages(row.columns.get(data.prompt_key)):
+        if not are_messages(value_or_none(row.columns, data.prompt_key)):
             raise ValueError(
                 f"{row.source}: column '{key}' holds the answer alone, so that column '{data.prompt_key}' "
                 f"(data.prompt_key) must hold the messages before it"

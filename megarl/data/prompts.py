@@ -33,7 +33,7 @@ SMALL_BYTES = 16 * 2**20
 OPEN_FILES = 64
 """At a time: there may be more files of rows than a process can have open."""
 
-_FORMAT = 1  # of an index: those of another one are made again
+_FORMAT = 2  # of an index: those of another one are made again
 
 
 def load_prompts(

@@ -20,7 +20,7 @@ import numpy as np
 
 from megarl.config.data import Data
 from megarl.data.encode import prompt_of
-from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at
+from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 from megarl.registry import Registry
 from megarl.rewards.parts import Scorers, refusal_of
@@ -239,7 +239,7 @@ def digest_of(raw: bytes) -> int:
 
 def source_of(columns: Mapping[str, Any], data: Data, stem: str) -> str:
     """The data source of a row, or its file's name."""
-    named = columns.get(data.source_key)
+    named = value_or_none(columns, data.source_key)
     return stem if named is None else str(named)
 
 

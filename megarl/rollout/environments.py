@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from megarl.data.readers import value_or_none
 from megarl.environments.calls import Answer, Calls
 from megarl.environments.environment import Environment, MakeEnvironment, Turn
 from megarl.environments.speech import Speech
@@ -130,7 +131,7 @@ class WithEnvironments:
     def _begin_more(self) -> None:
         while self._to_begin and len(self._open) < self._rules.at_a_time:
             place, rollout = self._to_begin.popleft()
-            prompt = rollout.prompt.row.get(self._prompt_key)
+            prompt = value_or_none(rollout.prompt.row, self._prompt_key)
             self._open[place] = _Open(rollout=rollout, chat=isinstance(prompt, list))
             self._calls.submit(("reset", place), partial(self._reset, rollout.prompt.row))
 
@@ -158,7 +159,8 @@ class WithEnvironments:
         prompt = episode.rollout.prompt
         if observation:
             _check_observation(observation)
-            ids = self._speech.opening(prompt.row.get(self._prompt_key), observation, prompt.token_ids)
+            asked = value_or_none(prompt.row, self._prompt_key)
+            ids = self._speech.opening(asked, observation, prompt.token_ids)
             if len(ids) > self._rules.max_prompt_length:
                 raise ValueError(
                     f"begins with an observation that makes the prompt {len(ids)} tokens long, more than "

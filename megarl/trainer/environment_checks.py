@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.config import Config
 from megarl.data.encode import are_messages
+from megarl.data.readers import value_or_none
 from megarl.environments.agent_process import check_agent
 from megarl.environments.environment import environment_of
 from megarl.environments.speech import Speech
@@ -65,7 +66,7 @@ def check_conversations(inputs: Inputs) -> None:
         return
     prompts = inputs.train_prompts
     some = (prompts[i] for i in range(0, len(prompts), max(1, len(prompts) // _LOOKED_AT)))
-    chats = settings.agent or any(are_messages(prompt.row.get(key)) for prompt in some)
+    chats = settings.agent or any(are_messages(value_or_none(prompt.row, key)) for prompt in some)
     if not chats:
         return
     speech = Speech(inputs.tokenizer, stop_tokens=inputs.stop_tokens, role=settings.role, limit=1)

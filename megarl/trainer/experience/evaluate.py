@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
+from megarl.data.readers import value_or_none
 from megarl.evaluation.answers import AnswerOf, answer_in
 from megarl.evaluation.records import Record
 from megarl.evaluation.summary import metrics, summarize
@@ -98,7 +99,7 @@ def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Recor
     prompts = {rollout.group: text[0] for rollout, text in zip(rollouts, texts, strict=True) if rollout.sample == 0}
     first = [rollout for rollout in rollouts if rollout.sample == 0]
     key = inputs.config.data.prompt_key
-    rows = {r.group: digest([json.dumps(r.prompt.row.get(key), sort_keys=True).encode()]) for r in first}
+    rows = {r.group: digest([json.dumps(value_or_none(r.prompt.row, key), sort_keys=True).encode()]) for r in first}
     return [
         Record(
             index=rollout.prompt.index,
