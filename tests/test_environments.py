@@ -226,6 +226,10 @@ AGENT = "async def agent(base_url, row):\n    return 1.0\ndef plain(base_url, ro
         (["environment.agent=agent.py:other"], "has no function 'other'; it has agent, plain"),
         (["environment.agent=agent"], "must be path/to/file.py:function, of a file that is there"),
         (["environment.agent=/dev/null/agent.py:agent"], "must be path/to/file.py:function, of a file that is there"),
+        (
+            ["environment.args={a: 1}"],
+            "environment.args are for an environment, and there is none; set environment.name",
+        ),
         (["environment.agent=agent.py:agent", "environment.args={a: 1}"], "an agent gets its base_url and the row"),
         (["environment.agent=agent.py:agent", "algorithm.adv_estimator=remax"], "one greedy response"),
         (["reward.name=environment"], "set environment.name or .agent"),

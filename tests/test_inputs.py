@@ -16,7 +16,7 @@ from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import load_config
 from megarl.models.gpt import transformer_config
 from megarl.parallel.from_config import train_layout
-from megarl.trainer.checks import check_run
+from megarl.trainer.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
 
 
@@ -146,11 +146,79 @@ FIELD = "actor_rollout_ref.actor.megatron.override_transformer_config"
             ["actor_rollout_ref.rollout.max_num_seqs=1e10"],
             "actor_rollout_ref.rollout.max_num_seqs: input should be less",
         ),
+        (
+            ["actor_rollout_ref.rollout.val_kwargs.n=4"],
+            "rollout.val_kwargs.n = 4 greedy responses to a prompt are all the same; set "
+            "rollout.val_kwargs.temperature, to 1 say",
+        ),
         (["trainer.total_training_steps=1e18"], "trainer.total_training_steps: input should be less than or equal to"),
     ],
 )
 def test_nonsense_is_refused(check: Callable[..., Inputs], overrides: list[str], said: str) -> None:
     assert refusal(lambda: check(*overrides)).startswith(said)
+
+
+PREFERENCE = "algorithm.preference"
+UNREAD = [
+    (
+        ["trainer.resume_from_path=runs/x/checkpoints/global_step_4"],
+        "trainer.resume_from_path is not read with trainer.resume_mode=auto; set trainer.resume_mode=resume_path, or "
+        "leave the path out",
+    ),
+    (
+        ["trainer.resume_mode=resume_path"],
+        "trainer.resume_mode=resume_path goes on from no checkpoint: set trainer.res",
+    ),
+    (
+        ["checkpoint.save_hf=true", "trainer.save_freq=0"],
+        "checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none; set it to -1 or more",
+    ),
+    (
+        ["warmup.train_files=[x.jsonl]"],
+        "warmup.train_files are for a warm-up, and there is none; set warmup.total_training_steps, or leave the files",
+    ),
+    (
+        ["trainer.flow=preference", f"{PREFERENCE}.loss_mode=ipo", f"{PREFERENCE}.label_smoothing=0.1"],
+        f"{PREFERENCE}.label_smoothing = 0.1 has no effect with {PREFERENCE}.loss_mode=ipo; leave it out",
+    ),
+    (
+        ["trainer.flow=preference", f"{PREFERENCE}.loss_mode=orpo", f"{PREFERENCE}.sft_coef=0.1"],
+        f"{PREFERENCE}.sft_coef = 0.1 has no effect with {PREFERENCE}.loss_mode=orpo; leave it out",
+    ),
+    (
+        ["trainer.flow=preference", f"{PREFERENCE}.desirable_weight=2"],
+        f"{PREFERENCE}.desirable_weight = 2.0 has no effect with {PREFERENCE}.loss_mode=dpo; leave it out",
+    ),
+    (
+        ["trainer.flow=kto", f"{PREFERENCE}.loss_mode=simpo"],
+        f"{PREFERENCE}.loss_mode = simpo has no effect with trainer.flow=kto; leave it out",
+    ),
+    (
+        ["trainer.flow=reward_model", f"{PREFERENCE}.beta=0.2"],
+        f"{PREFERENCE}.beta = 0.2 has no effect with trainer.flow=reward_model; leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), UNREAD)
+def test_what_is_set_and_would_not_be_read_is_refused(
+    check: Callable[..., Inputs], overrides: list[str], said: str
+) -> None:
+    assert refusal(lambda: check(*overrides)).startswith(said)
+
+
+def test_what_is_read_may_be_set(tmp_path: Path) -> None:
+    path = str(write_run(tmp_path))
+    (tmp_path / "own.py").write_text("def loss(preference): ...\n")
+    for overrides in (
+        ["trainer.flow=preference", f"{PREFERENCE}.loss_mode=simpo", f"{PREFERENCE}.gamma=1", f"{PREFERENCE}.beta=2"],
+        ["trainer.flow=preference", f"{PREFERENCE}.loss_mode={tmp_path}/own.py:loss", f"{PREFERENCE}.gamma=1"],
+        ["trainer.flow=kto", f"{PREFERENCE}.desirable_weight=2", f"{PREFERENCE}.label_smoothing=0"],
+        ["trainer.flow=sft", "checkpoint.save_hf=true", "trainer.save_freq=-1"],
+        ["trainer.flow=eval", "checkpoint.save_hf=true", "trainer.save_freq=0", "warmup.train_files=[x.jsonl]"],
+        ["actor_rollout_ref.rollout.val_kwargs={n: 4, temperature: 1}"],
+    ):
+        check_layouts(load_config(path, overrides))
 
 
 def test_ratios_may_be_small_and_uneven(check: Callable[..., Inputs]) -> None:

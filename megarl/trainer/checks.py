@@ -30,6 +30,7 @@ from megarl.trainer.other_models import check_other_files, check_other_layouts
 from megarl.trainer.resuming.resume import expected_start
 from megarl.trainer.resuming.run_folder import check_run_folder
 from megarl.trainer.telemetry_checks import check_telemetry
+from megarl.trainer.unread_keys import check_unread
 
 LONGEST_LINE = 1000
 """Characters of a refusal."""
@@ -129,6 +130,7 @@ def _check_configuration(config: Config) -> None:
     if not trains(config):
         _check_evaluation(config)
         return
+    check_unread(config)
     _check_optimization(config)
     _check_best(config)
     if config.trainer.test_freq > 0 and not config.data.val_files:
@@ -139,14 +141,8 @@ def _check_configuration(config: Config) -> None:
 
 
 def _check_evaluation(config: Config) -> None:
-    sampling = config.actor_rollout_ref.rollout.val_kwargs
     if not config.data.val_files:
         raise ValueError("an evaluation needs held-out prompts: name their files in data.val_files")
-    if sampling.n > 1 and sampling.temperature == 0:
-        raise ValueError(
-            f"rollout.val_kwargs.n = {sampling.n} greedy responses to a prompt are all the same; set "
-            "rollout.val_kwargs.temperature, to 1 say"
-        )
     if is_finished(config.trainer.run_dir):
         raise ValueError(f"{config.trainer.run_dir} holds an evaluation already; set another trainer.default_local_dir")
 
@@ -157,6 +153,11 @@ def _check_samples(config: Config) -> None:
         raise ValueError(
             f"rollout.val_kwargs.k asks for {max(sampling.k)} samples per prompt, and rollout.val_kwargs.n = "
             f"{sampling.n} are drawn; raise n"
+        )
+    if sampling.n > 1 and sampling.temperature == 0:
+        raise ValueError(
+            f"rollout.val_kwargs.n = {sampling.n} greedy responses to a prompt are all the same; set "
+            "rollout.val_kwargs.temperature, to 1 say"
         )
 
 

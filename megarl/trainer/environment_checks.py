@@ -22,6 +22,8 @@ def check_environment(config: Config) -> None:
             raise ValueError(
                 "reward.name=environment leaves the score to an environment: set environment.name or .agent"
             )
+        if settings.args:
+            raise ValueError("environment.args are for an environment, and there is none; set environment.name")
         return
     if settings.name and settings.agent:
         raise ValueError("environment.name and environment.agent are two ways to answer the policy; use one of the two")

@@ -1,0 +1,53 @@
+"""Refuses what a configuration sets and a training run would not read: it was meant to have an effect."""
+
+from __future__ import annotations
+
+from megarl.algorithms.kto import kto
+from megarl.algorithms.registry import PREFERENCES
+from megarl.config import Config
+from megarl.config.algorithm import Preference
+from megarl.data.formats import OF_FLOWS
+
+
+def check_unread(config: Config) -> None:
+    """Raises ValueError, in one line, for the first such key."""
+    trainer, warmup = config.trainer, config.warmup
+    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
+        raise ValueError(
+            f"trainer.resume_from_path is not read with trainer.resume_mode={trainer.resume_mode}; set "
+            "trainer.resume_mode=resume_path, or leave the path out"
+        )
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        raise ValueError("trainer.resume_mode=resume_path goes on from no checkpoint: set trainer.resume_from_path")
+    if config.checkpoint.save_hf and trainer.save_freq == 0:
+        raise ValueError(
+            "checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none; set it to -1 or "
+            "more steps"
+        )
+    if warmup.train_files and not warmup.total_training_steps:
+        raise ValueError(
+            "warmup.train_files are for a warm-up, and there is none; set warmup.total_training_steps, or leave the "
+            "files out"
+        )
+    if trainer.flow in OF_FLOWS:
+        _check_preference(config.algorithm.preference, trainer.flow)
+
+
+def _check_preference(preference: Preference, flow: str) -> None:
+    """The section of the losses on answers that the data holds, each of which declares what it reads of it."""
+    by, section = f"trainer.flow={flow}", "algorithm.preference"
+    read: set[str] = set()
+    if flow in ("preference", "kto"):
+        loss = kto if flow == "kto" else PREFERENCES.load(preference.loss_mode)
+        declared = getattr(loss, "about", None)
+        if declared is None:  # a user's, which may read all of it
+            return
+        read = {*declared.keys}
+    if flow == "preference":
+        by = f"{section}.loss_mode={preference.loss_mode}"
+        read.add(f"{section}.loss_mode")
+    usual = Preference()
+    for name in type(preference).model_fields:
+        value = getattr(preference, name)
+        if value != getattr(usual, name) and f"{section}.{name}" not in read:
+            raise ValueError(f"{section}.{name} = {value} has no effect with {by}; leave it out")
