@@ -12,8 +12,10 @@ from typing import NoReturn
 
 import psutil
 
-# What asks a run to stop. SIGUSR1 is what Slurm sends some minutes before a job's time is over.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# What asks a run to stop. SIGUSR1 is what Slurm sends some minutes before a job's time is over, SIGHUP what a terminal
+# leaves behind, which `nohup` ignores.
+_HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_HANGUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 

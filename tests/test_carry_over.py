@@ -33,6 +33,13 @@ from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
 PROMPTS = [Prompt(index=i, token_ids=(3 + i, 5, 7, *range(20, 20 + 3 * (i % 4))), row={}) for i in range(12)]
 
 
+def test_a_prompt_that_is_drawn_twice_is_answered_twice() -> None:
+    """Alone, or drawn once, it has the seeds that it always had."""
+    once, twice = (begin_rollouts(PROMPTS[:1] * times, 4, seed=1, round_=3) for times in (1, 2))
+    assert [r.seed for r in twice[:4]] == [r.seed for r in once] and len({r.seed for r in twice}) == 8
+    assert [(r.group, r.sample) for r in twice] == [(group, sample) for group in (0, 1) for sample in range(4)]
+
+
 # ------------------------------------------------------------------------------------------------------- bookkeeping
 
 

@@ -16,7 +16,7 @@ import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import ROOT, metrics_of, numbers_of, write_run
+from tiny_run import ROOT, megarl, metrics_of, numbers_of, write_run
 
 FLOW = Path(__file__).parent / "user_flow.py"
 SETTINGS: dict[str, Any] = {
@@ -146,3 +146,35 @@ def flow(run):
     )
     ended, said = ranks.run(1, run_here, str(config))[0]
     assert ended == "" and len(metrics_of(tmp_path)) == 2, said + ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["asked", "closed-terminal"])
+def test_a_signal_at_the_end_of_a_loop_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """It arrives in the loop's last step; the run leaves before the next one, and goes on there."""
+    body = """
+import os, signal, time
+import megarl
+
+def flow(run):
+    for step in run.steps("first", 2):
+        run.log("a", {"b": step})
+        if step == 2 and not run.resumes:
+            os.kill(os.getpid(), NUMBER)
+            time.sleep(0.5)
+    run.log("a", {"b": 7})
+    for step in run.steps("second", 1):
+        run.log("a", {"b": 10 + step})
+"""
+    (tmp_path / "flow.py").write_text(body.replace("NUMBER", f"{number:d}"))
+    config = write_run(
+        tmp_path, trainer__flow=f"{tmp_path / 'flow.py'}:flow", trainer__logger=["jsonl"], trainer__save_freq=-1
+    )
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which what started these tests may ignore
+    left = megarl("train", str(config))
+    signal.signal(signal.SIGHUP, before)
+    assert left.returncode == 128 + number, left.stderr
+    assert f"stopped by {number.name} after first step 2; checkpoint " in left.stderr, left.stderr
+    done = megarl("train", str(config))
+    assert done.returncode == 0, done.stderr
+    assert [(row["step"], row["a/b"]) for row in metrics_of(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 11.0)]

@@ -72,13 +72,32 @@ def test_a_run_stops_with_its_last_good_weights_saved(
 
 def test_a_run_rolls_back_and_takes_the_next_batches(ranks: Ranks, tmp_path: Path) -> None:
     sections = QUIET | {"trainer__logger": ["console", "jsonl"]}
-    config = write_run(tmp_path, **sections, trainer__on_nonfinite="rollback", trainer__total_training_steps=4)
+    decay = {"lr": 1e-3, "lr_decay_style": "linear", "lr_warmup_steps": 0}
+    config = write_run(
+        tmp_path,
+        **sections,
+        trainer__on_nonfinite="rollback",
+        trainer__total_training_steps=4,
+        actor_rollout_ref__actor__optim=decay,
+    )
     ended, said = both_alike(ranks.run(2, run_here, str(config), [], "nan_in_the_second_step"))
     assert ended == ""
     assert f"rolled back to {checkpoint(tmp_path, 1)}, to go on with the next batches" in said
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["actor/skipped"] for row in rows] == [0, 0, 0, 0]
+    last_of_step = [1e-3 * (1 - (2 * step - 0.5) / 8) for step in (1, 2, 3, 4)]  # as if nothing had been
+    assert [row["actor/lr"] for row in rows] == pytest.approx(last_of_step, rel=1e-6)
+
+
+def test_a_run_that_stops_closes_its_records(ranks: Ranks, tmp_path: Path) -> None:
+    """Nobody is shown a run that is over as one that goes on."""
+    prometheus = {"mode": "textfile", "textfile": str(tmp_path / "megarl.prom")}
+    sections = QUIET | {"trainer__logger": ["jsonl", "prometheus"], "telemetry__prometheus": prometheus}
+    config = write_run(tmp_path, **sections, trainer__on_nonfinite="stop")
+    ended, _ = both_alike(ranks.run(2, run_here, str(config), [], "nan_in_the_second_step"))
+    assert ended.startswith("RunStopped: step 2: ") and len(metrics_of(tmp_path)) == 2
+    assert not (tmp_path / "megarl.prom").exists() and (tmp_path / "run" / "learning_curve.png").exists()
 
 
 def test_rollbacks_come_to_an_end(ranks: Ranks, tmp_path: Path) -> None:
@@ -141,9 +160,17 @@ def test_no_response_that_ends_is_said(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_updates_are_counted_over_steps() -> None:
     skip = NonFiniteUpdates("skip", step=4)
-    assert skip.after_step(5, [False, True]) is None
-    assert skip.after_step(6, [True, False]) is None
-    assert skip.after_step(7, [False, True, True]) is None
-    what = skip.after_step(8, [True])
+    assert skip.after_step(5, {"actor": [False, True]}) is None
+    assert skip.after_step(6, {"actor": [True, False]}) is None
+    assert skip.after_step(7, {"actor": [False, True, True]}) is None
+    what = skip.after_step(8, {"actor": [True]})
     assert what is not None and "step 8: loss or gradient norm of 3 updates in a row" in what
     assert what.endswith("the last step without is 4")
+
+
+def test_updates_are_counted_by_model() -> None:
+    """A critic that learns is no sign that the policy does."""
+    skip, of_a_step = NonFiniteUpdates("skip", step=0), {"actor": [True], "critic": [False]}
+    assert [skip.after_step(step, of_a_step) for step in (1, 2)] == [None, None]
+    what = skip.after_step(3, of_a_step)
+    assert what is not None and "3 updates in a row" in what

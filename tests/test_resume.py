@@ -228,6 +228,22 @@ def test_a_reference_can_join_at_a_checkpoint(ranks: Ranks, folder: Path) -> Non
     assert metrics_of(folder)[-1]["step"] == 4 and metrics_of(folder)[-1]["actor/ref_kl"] < 1e-3
 
 
+def test_a_run_goes_back_after_a_reference_has_joined(ranks: Ranks, folder: Path) -> None:
+    """To a checkpoint that has none: the reference stays as it joined, and so does the schedule's position."""
+    more = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.resume_allow=[algorithm,roles]"]
+    more += ["trainer.on_nonfinite=rollback", "trainer.save_freq=5", "trainer.total_training_steps=6"]
+    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"), more, "nan_in_the_second_step")
+    assert ended == "" and "rolled back to" in said and metrics_of(folder)[-1]["step"] == 6
+
+
+def test_a_fixed_coefficient_is_the_configuration_s(ranks: Ranks, folder: Path) -> None:
+    more = ["algorithm.use_kl_in_reward=true", "trainer.resume_allow=[algorithm,roles]"]
+    for coef, total in (("0.001", 4), ("0.5", 5)):
+        now = [*more, f"algorithm.kl_ctrl.kl_coef={coef}", f"trainer.total_training_steps={total}"]
+        assert ranks.run(1, run_here, str(folder / "run.yaml"), now)[0][0] == ""
+    assert [row["reward/kl_coef"] for row in metrics_of(folder)[-2:]] == [0.001, 0.5]
+
+
 def test_records_of_a_run_without_a_checkpoint_are_kept(ranks: Ranks, folder: Path) -> None:
     """As after a death before the first save: the run begins again, and nothing of the first is lost."""
     shutil.rmtree(checkpoint(folder, ""))
@@ -245,7 +261,7 @@ def test_an_older_checkpoint_is_taken_with_a_remark(ranks: Ranks, first_run: Pat
     shutil.rmtree(checkpoint(folder, "global_step_3"))
     os.unlink(newest / "manifest.json")
     state = json.loads((newest / "trainer.json").read_text())
-    kept = {key: state[key] for key in ("step", "sampler", "kl_coef", "world_size")}
+    kept = {key: state[key] for key in ("step", "sampler", "world_size")}
     (newest / "trainer.json").write_text(json.dumps(kept | {"sampler": {"epoch": 0, "position": 32}}))
     ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
     assert ended == ""

@@ -62,7 +62,7 @@ class Trainer(Section):
         30.0, gt=0, le=100_000, description="a rank that waits longer for the others ends the run, and names them"
     )
     stop_timeout: float = Field(
-        300.0, gt=0, le=86_400, description="seconds after SIGTERM, SIGINT or SIGUSR1 to end the step, save and leave"
+        300.0, gt=0, le=86_400, description="seconds after a signal to stop to end the step, save and leave"
     )
     agreement_freq: Whole = Field(
         10,

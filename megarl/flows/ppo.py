@@ -53,7 +53,9 @@ def flow(run: Run) -> None:
     teacher = run.add("teacher", build_teacher(run)) if needs.teacher else None
     score, loss = scorer(run), policy_loss(config, reference=needs.reference)
     control = algorithm.kl_ctrl
-    kl = run.add("kl_coef", AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon))
+    kl = AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
+    if control.type == "adaptive":  # a fixed one is what the configuration says, also where a run goes on
+        run.add("kl_coef", kl)
     sampler = run.add("sampler", prompt_sampler(inputs))
     carry_over = run.add("carry_over", CarryOver(config, run.groups, inputs.train_prompts)) if carries else None
     held_out = partial(evaluate, run, generation, score) if inputs.val_prompts else None
@@ -99,7 +101,7 @@ def flow(run: Run) -> None:
             run.log("teacher", {"kl": float(gap.mean())})
         if batch.kl_in_reward is not None:
             scored = batch.kl_in_reward[batch.response_lengths > 0]
-            run.log("reward", {"kl": float(scored.mean())})
+            run.log("reward", {"kl": float(scored.mean()), "kl_coef": kl.coefficient})
             if control.type == "adaptive":
                 kl.update(float(scored.mean()), len(scored))
 

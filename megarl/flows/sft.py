@@ -23,10 +23,8 @@ def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, befor
     """
     examples = run.inputs.demonstrations
     seed = run.config.data.seed
-    allow = {
-        "warmup",
-        *run.config.trainer.resume_allow,
-    }  # when the run began, its identity said whether that may differ
+    # whether the warm-up may differ was asked as the run began
+    allow = {"warmup", *run.config.trainer.resume_allow}
     called = {"n_rows": ("demonstrations", "warmup"), "batch_size": ("warmup.train_batch_size", "warmup")}
     if total:
         sampler = PromptSampler(len(examples), batch_size, True, seed, allow=allow, called=called)

@@ -55,8 +55,8 @@ def memory_group(limit: int) -> MemoryGroup | None:
         for line in f:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             if controllers == "memory":
-                parent, limits, events = f"{_ROOT}/memory{path}", {"memory.limit_in_bytes": str(limit)}, "oom_control"
-                events = "memory.oom_control"
+                parent, events = f"{_ROOT}/memory{path}", "memory.oom_control"
+                limits = {"memory.limit_in_bytes": str(limit)}
             elif not controllers and os.path.exists(f"{_ROOT}{path}/memory.max"):
                 parent, limits, events = f"{_ROOT}{path}", {"memory.max": str(limit)}, "memory.events"
                 limits["memory.swap.max"] = "0"

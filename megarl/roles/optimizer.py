@@ -169,6 +169,7 @@ class MegatronOptimizer:
     def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
         """Take over what was read through `sharded_state`."""
         load_optimizer_state(self._adam, weights, state["optimizer"])
+        self._schedule.num_steps = 0  # to which Megatron-Core adds the checkpoint's: a run may go back
         self._schedule.load_state_dict(state["scheduler"])
 
     def _own_masters(self) -> Iterator[Tensor]:

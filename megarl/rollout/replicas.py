@@ -37,17 +37,26 @@ class Quota:
 def begin_rollouts(
     prompts: Sequence[Prompt], n: int, *, seed: int, round_: int, draw: int = 0, first_group: int = 0
 ) -> list[Rollout]:
-    """`n` responses to each prompt, none of them begun.
+    """`n` responses to each prompt, none of them begun. A prompt that is there twice is answered twice.
 
     Args:
         seed, round_, draw: with the prompt's index and the sample's number they make each response's seed.
         first_group: number of the first prompt's group; the others follow.
     """
-    return [
-        Rollout(prompt=p, group=first_group + i, sample=j, seed=sample_seed(seed, round_, p.index, j, draw))
-        for i, p in enumerate(prompts)
-        for j in range(n)
-    ]
+    begun, seen = [], Counter[int]()
+    for i, prompt in enumerate(prompts):
+        first = seen[prompt.index] * n
+        seen[prompt.index] += 1
+        begun += [
+            Rollout(
+                prompt=prompt,
+                group=first_group + i,
+                sample=j,
+                seed=sample_seed(seed, round_, prompt.index, first + j, draw),
+            )
+            for j in range(n)
+        ]
+    return begun
 
 
 def generate_rollouts(

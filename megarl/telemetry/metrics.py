@@ -99,6 +99,7 @@ _REWARD = (
     _m("score/no_signal", "1", "share of the prompts whose responses all scored the same: nothing to learn from them"),
     _m("reward/greedy", "score", "score of the greedy responses that are ReMax's baseline"),
     _m("reward/kl", "nats", "KL to the reference that is taken off the rewards, summed over a response"),
+    _m("reward/kl_coef", "score per nat", "what a nat of it costs: `algorithm.kl_ctrl.kl_coef`, steered if adaptive"),
     _m("reward/overlong_penalty", "score", "what `reward.overlong_buffer` adds to a score; at most 0"),
     _m("reward/retried", "calls", "further calls of a reward function after one that failed", "sum"),
     _m("reward/latency_mean_s", "s", "seconds of a call of a reward function"),

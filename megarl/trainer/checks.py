@@ -133,7 +133,7 @@ def _check_configuration(config: Config) -> None:
     check_unread(config)
     _check_optimization(config)
     _check_best(config)
-    if config.trainer.test_freq > 0 and not config.data.val_files:
+    if config.trainer.test_freq > 0 and config.trainer.flow in ("ppo", *OF_FLOWS) and not config.data.val_files:
         raise ValueError(
             f"trainer.test_freq = {config.trainer.test_freq} validates on nothing: name held-out files in "
             "data.val_files, or set trainer.test_freq=-1"

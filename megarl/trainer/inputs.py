@@ -69,9 +69,10 @@ class Inputs:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps of an RL run."""
+        """Optimizer steps of the policy in an RL run."""
         actor = self.config.actor_rollout_ref.actor
-        return self.total_steps * (self.config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
+        trained = max(1, self.total_steps - self.config.trainer.critic_warmup)
+        return trained * (self.config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.ppo_epochs
 
     @property
     def critic_steps(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 LIMIT = 3
@@ -13,28 +14,30 @@ class NonFiniteUpdates:
     """Asked at the end of every step, so that a run which stops can still save a whole step.
 
     Args:
-        mode: skip goes on until `LIMIT` updates in a row were left out; stop and rollback do not wait.
+        mode: skip goes on until `LIMIT` updates of a model in a row were left out; stop and rollback do not wait.
         step: the last finished one.
     """
 
     def __init__(self, mode: Literal["skip", "stop", "rollback"], step: int) -> None:
-        self._mode, self._last_good, self._in_a_row = mode, step, 0
+        self._mode, self._last_good = mode, step
+        self._in_a_row = Counter[str]()
         self._rolled_back_to: list[int] = []
 
-    def after_step(self, step: int, skipped: Sequence[bool]) -> str | None:
+    def after_step(self, step: int, skipped: Mapping[str, Sequence[bool]]) -> str | None:
         """The same on every rank.
 
         Args:
-            skipped: of each update of the step, whether it was left out.
+            skipped: by model, of each of its updates in the step, whether it was left out.
 
         Returns:
             what happened, in one clause, if the run cannot go on as it is; else None.
         """
-        longest = self._in_a_row
-        for left_out in skipped:
-            self._in_a_row = self._in_a_row + 1 if left_out else 0
-            longest = max(longest, self._in_a_row)
-        if not any(skipped):
+        longest = max(self._in_a_row.values(), default=0)
+        for model, updates_of_it in skipped.items():
+            for left_out in updates_of_it:
+                self._in_a_row[model] = self._in_a_row[model] + 1 if left_out else 0
+                longest = max(longest, self._in_a_row[model])
+        if not any(map(any, skipped.values())):
             self._last_good = step
             return None
         if self._mode == "skip" and longest < LIMIT:
@@ -48,5 +51,6 @@ class NonFiniteUpdates:
     def may_roll_back(self, step: int) -> bool:
         """Note that the run goes back to a step; False if it did so too often without a later checkpoint."""
         self._rolled_back_to.append(step)
-        self._last_good, self._in_a_row = step, 0
+        self._last_good = step
+        self._in_a_row.clear()
         return self._rolled_back_to.count(step) <= LIMIT

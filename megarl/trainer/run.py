@@ -21,7 +21,7 @@ from megarl.trainer.records.report import Report, title_of
 from megarl.trainer.resuming.resume import Start, check_seen, choose_start, finished, last_row
 from megarl.trainer.session import Callback, Run
 from megarl.trainer.stop import StopRequest
-from megarl.trainer.stopped import RunInterrupted, RunRefused
+from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
 
 Flow = Callable[[Run], None]
 """What a run does, as a function over roles: see `megarl.flows`."""
@@ -76,15 +76,27 @@ def take_part(
         except RunInterrupted as e:
             stopped_by = e.signal
         except torch.OutOfMemoryError as e:
-            session.stop_scoring()
-            raise session.profiler.out_of_memory(e) from e
-        except BaseException:
-            session.stop_scoring()
+            failure = session.profiler.out_of_memory(e)
+            _close_after(failure, session)
+            raise failure from e
+        except BaseException as e:
+            _close_after(e, session)
             raise
     session.close()
     if stopped_by is not None:
         _say(groups, _stop_line(session, stopped_by))
     return stopped_by
+
+
+def _close_after(failure: BaseException, session: Run) -> None:
+    """What ended the run is what a person hears of, whatever fails now; its records tell of the steps before."""
+    try:
+        if isinstance(failure, RunStopped):  # as all ranks have
+            session.close()
+        else:
+            session.close_records()
+    except Exception as e:
+        failure.add_note(f"(its records could not be closed: {type(e).__name__}: {e})")
 
 
 def _agree(inputs: Inputs, groups: Groups) -> Start:

@@ -242,6 +242,8 @@ class Run:
         if done >= total:
             return
         self._before = before
+        if done == 0:
+            self._leave_if_asked(order)
         shown = title_of(loop)
         if validate is not None and validates_first and not done:
             metrics = self._validate(validate)
@@ -262,6 +264,8 @@ class Run:
                     yield self.position.step
                     self._end_step(total, validate)
                     done = self._after_updates(total, nonfinite)
+            if self._stop.agreed(self.groups) is not None:  # the next loop asks, too late to save this one
+                self._save_if_new()
 
     @property
     def row(self) -> int:
@@ -295,17 +299,17 @@ class Run:
 
     def close(self) -> None:
         """Records and engines; while the world still stands."""
-        self.stop_scoring()
-        self.pace.close()
-        self.report.close()
-        self._timeline.close()
+        self.close_records()
         for generation in self.generations:
             generation.close()
 
-    def stop_scoring(self) -> None:
-        """End the processes that score, whatever they are doing."""
+    def close_records(self) -> None:
+        """What tells of the run, and what scores: without other ranks, whatever became of them."""
         if self._scorer is not None:
             self._scorer.close()
+        self.pace.close()
+        self.report.close()
+        self._timeline.close()
 
     @property
     def models(self) -> Mapping[str, MegatronModel]:
@@ -355,10 +359,13 @@ class Run:
         asked = self._stop.agreed(self.groups)
         if asked is None:
             return
-        under_way = self.position.order == order and self.position.step
-        if self.config.trainer.save_freq and under_way and self.checkpoints.position != self.position:
-            self._save()
+        if self.position.order == order and self.position.step:
+            self._save_if_new()
         raise RunInterrupted(asked)
+
+    def _save_if_new(self) -> None:
+        if self.config.trainer.save_freq and self.checkpoints.position != self.position:
+            self._save()
 
     def _end_step(self, total: int, validate: Callable[[], Metrics] | None) -> None:
         self.is_first_step = False
@@ -374,7 +381,7 @@ class Run:
     def _after_updates(self, total: int, nonfinite: NonFiniteUpdates) -> int:
         """Recover from a step that went wrong, or save it where that is due; returns how many steps are done."""
         every = self.config.trainer.save_freq
-        skipped = [left_out for model in self._trained for left_out in model.skipped]
+        skipped = {name: list(model.skipped) for name, model in self.models.items() if isinstance(model, TrainedModel)}
         self._forget()
         if what := nonfinite.after_step(self.position.step, skipped):
             self._recover(what, nonfinite)

@@ -21,7 +21,7 @@ RELAYED_SECONDS = 2.0  # a launcher sends a signal on that its ranks have got fr
 
 
 class StopRequest:
-    """Whether this rank got SIGTERM, SIGINT or SIGUSR1, and whether all ranks therefore stop.
+    """Whether this rank got one of `STOP_SIGNALS`, and whether all ranks therefore stop.
 
     Signals are noticed by a thread of their own: Python runs a handler only between two bytecodes of the main thread,
     which may wait inside a collective for minutes.

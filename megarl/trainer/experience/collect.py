@@ -92,7 +92,7 @@ def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
 
 def _show(run: Run, rollouts: Rollouts, drawn: Rollouts) -> None:
     """What people look at: samples of what is trained on, and numbers about all that was drawn."""
-    run.report.samples(run.position.step, rollouts)
+    run.report.samples(run.row, rollouts)
     run.log("reward", reward_metrics(drawn.responses()))
     run.log("score", spread_metrics(drawn.responses()))
     run.log("response", response_metrics(drawn))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from megarl.checkpoint.folder import Position, prune_checkpoints
+from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
 from megarl.parallel.groups import Groups
 from megarl.roles.model import MegatronModel
@@ -118,12 +118,14 @@ class Checkpointing:
         its policy as it is there.
 
         Args:
-            state: the checkpoint's small state; None leaves what is small as it is.
+            state: the checkpoint's small state; None: the run goes back, what is small stays as it is, and so does a
+                model that joined after the checkpoint.
 
         Raises:
             RunRefused: the checkpoint cannot be read, or lacks another model.
         """
-        saved = {name for name in self.models if state is None or name in saved_models(state)}
+        there = saved_models(read_state(folder) if state is None else state)
+        saved = {name for name in self.models if name in there}
         copies = {name: model for name, model in self.models.items() if isinstance(model, Reference)}
         for name in self.models.keys() - saved - copies.keys():
             raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
@@ -134,11 +136,16 @@ class Checkpointing:
             raise RunRefused(str(e)) from e
         for name in wanted:
             self.models[name].load_sharded(loaded[name], _prefix(name))
+        if state is None:
+            return
         for name in copies.keys() - saved:
             copies[name].renew()
-        for name, joined in self._states.items():
-            if state is not None and state.get(name) is not None:
-                joined.load_state(state[name])
+        try:
+            for name, joined in self._states.items():
+                if state.get(name) is not None:
+                    joined.load_state(state[name])
+        except ValueError as e:
+            raise RunRefused(str(e)) from e
 
     def _check_name(self, name: str) -> None:
         if name in self.models or name in self._states or name in RESERVED:
