@@ -260,6 +260,49 @@ def test_trl_preferences_and_demonstrations() -> None:
     assert _migrated("learning_rate=1e-5", "packing=true", source="trl").trainer.flow == "sft"
 
 
+def test_steps_of_trl_are_counted_in_generated_batches() -> None:
+    """Sixteen processes on two machines; a batch of 512 responses serves 2 x 2 optimizer steps."""
+    words = ["num_processes=16", "num_machines=2", "per_device_train_batch_size=16", "num_generations=8"]
+    words += ["num_iterations=2", "steps_per_generation=2", "max_steps=200", "save_steps=40", "eval_steps=3"]
+    made = _migrated(*words, source="trl")
+    trainer, actor = made.trainer, made.actor_rollout_ref.actor
+    assert (trainer.nnodes, trainer.n_gpus_per_node) == (2, 8)
+    assert (made.data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_epochs) == (64, 32, 2)
+    assert (trainer.total_training_steps, trainer.save_freq, trainer.test_freq) == (50, 10, 1)
+    same = _migrated(*words[:-4], "generation_batch_size=512", source="trl")
+    assert (same.data.train_batch_size, same.actor_rollout_ref.actor.ppo_mini_batch_size) == (64, 32)
+
+
+def test_trainers_of_trl_are_told_apart() -> None:
+    grpo = _migrated("num_iterations=2", "scale_rewards=false", "temperature=0.9", source="trl")
+    assert grpo.trainer.flow == "ppo" and grpo.algorithm.adv_estimator == "grpo"
+    ppo = _migrated("reward_model_path=models/rm", "response_length=64", source="trl")
+    assert ppo.algorithm.adv_estimator == "gae" and ppo.actor_rollout_ref.rollout.n == 1
+    kl = ppo.algorithm.kl_ctrl
+    assert (ppo.algorithm.use_kl_in_reward, kl.kl_coef, ppo.algorithm.lam, ppo.critic.ppo_epochs) == (
+        True,
+        0.05,
+        0.95,
+        4,
+    )
+    assert not _migrated("kl_coef=0.0", "response_length=64", source="trl").algorithm.use_kl_in_reward
+    with pytest.raises(ValueError, match="GRPO, DPO, ORPO and KTO have a beta: name another field"):
+        _migrated("beta=0.1", source="trl")
+
+
+def test_units_of_verl() -> None:
+    """Training steps, KL per token and characters are not what is counted here."""
+    actor = "actor_rollout_ref.actor"
+    words = ["data.train_batch_size=512", f"{actor}.ppo_mini_batch_size=32", f"{actor}.optim.lr_warmup_steps=10"]
+    assert _migrated(*words).actor_rollout_ref.actor.optim.lr_warmup_steps == 160
+    critic = _migrated(*words, f"{actor}.ppo_epochs=2", "critic.optim.lr_warmup_steps=3").critic
+    assert (critic.ppo_epochs, critic.optim.lr_warmup_steps) == (2, 96)
+    for kind, refused in (("adaptive", True), ("fixed", False)):
+        keys = {"algorithm.kl_ctrl.type": kind, "algorithm.kl_ctrl.target_kl": 0.1}
+        found = convert(keys, "verl").of("refused")
+        assert [change.key for change in found] == ["algorithm.kl_ctrl.target_kl"] * refused
+
+
 def test_warm_up_as_a_share_of_all_steps() -> None:
     optim = Config().actor_rollout_ref.actor.optim
     assert optim.model_copy(update={"lr_warmup_steps_ratio": 0.05}).warmup_of(210) == 10

@@ -17,17 +17,37 @@ DEFAULTS: Mapping[str, Any] = {
     "num_generations": 8,
 }
 
-_OF_FLOWS = {
-    "ppo": {
-        "num_generations",
-        "max_completion_length",
+_OF_PPO = {
+    *(
         "num_ppo_epochs",
         "cliprange",
+        "cliprange_value",
         "kl_coef",
-        "use_vllm",
-        "epsilon",
+        "kl_estimator",
+        "reward_model_path",
+        "sft_model_path",
+    ),
+    *(
+        "response_length",
+        "whiten_rewards",
+        "vf_coef",
+        "lam",
+        "num_mini_batches",
+        "missing_eos_penalty",
+        "total_episodes",
+    ),
+    *("local_rollout_forward_batch_size", "num_sample_generations", "stop_token"),
+}
+"""Fields of PPOConfig that GRPOConfig has not."""
+
+_OF_FLOWS = {
+    "ppo": {
+        *_OF_PPO,
+        *("num_generations", "max_completion_length", "use_vllm", "vllm_mode", "epsilon", "epsilon_high", "delta"),
+        *("num_iterations", "scale_rewards", "reward_funcs", "reward_weights", "generation_batch_size", "temperature"),
+        *("steps_per_generation", "mask_truncated_completions", "importance_sampling_level", "top_p", "top_k"),
     },
-    "preference": {"beta", "loss_type", "rpo_alpha", "precompute_ref_log_probs", "label_smoothing", "reference_free"},
+    "preference": {"loss_type", "rpo_alpha", "precompute_ref_log_probs", "label_smoothing", "reference_free"},
 }
 LORA = "there are no adapters: all weights are trained, spread by actor.megatron.tensor_model_parallel_size"
 BACKEND = (
@@ -40,24 +60,62 @@ ROLLOUTS = "sample rollouts of every step are written to the run folder: trainer
 
 
 def flow_of(settings: Settings) -> str:
-    """Which flow has these fields: "ppo" for GRPO and PPO, "preference" for DPO, "sft" without any of theirs."""
-    return next((flow for flow, names in _OF_FLOWS.items() if names & set(settings)), "sft")
+    """Which flow has these fields: "ppo" for GRPO and PPO, "preference" for DPO, "sft" without any of theirs.
+
+    Raises:
+        ValueError: they may be of several.
+    """
+    flow = next((flow for flow, names in _OF_FLOWS.items() if names & set(settings)), None)
+    if flow is None and "beta" in settings:
+        raise ValueError(
+            "of TRL's trainers GRPO, DPO, ORPO and KTO have a beta: name another field of yours, too, such as "
+            "num_generations=8 (GRPO) or loss_type=sigmoid (DPO)"
+        )
+    return flow or "sft"
+
+
+def _is_ppo(settings: Settings) -> bool:
+    """PPOTrainer, not GRPOTrainer."""
+    return not _OF_PPO.isdisjoint(settings)
+
+
+def _mini_batches(settings: Settings) -> int:
+    """Optimizer steps of one pass over what is generated at a time."""
+    rows = settings.number("per_device_train_batch_size", 8) * settings.number("num_processes")
+    accumulated = settings.number("gradient_accumulation_steps")
+    generated = settings.number("generation_batch_size", 0)
+    passed = generated // rows if generated else settings.number("steps_per_generation", accumulated)
+    return max(1, passed // accumulated) if flow_of(settings) == "ppo" else 1
 
 
 def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """The flow, and the algorithm that the trainer's class stands for."""
+    default = "TRL's default"
     flow, own = flow_of(settings), "a step of per_device_train_batch_size x gradient_accumulation_steps x num_processes"
     added: dict[str, tuple[Any, str]] = {
         "trainer.flow": (flow, "these fields are of that kind of training"),
-        "data.train_batch_size": (_rows(settings), own),
+        "data.train_batch_size": (_rows(settings) * _mini_batches(settings), own),
+        f"{OPTIM}.lr_decay_style": ("linear", default),
+        f"{OPTIM}.weight_decay": (0.0, default),
+        "trainer.total_epochs": (3, default),
     }
     if flow == "ppo":
-        ppo = "num_ppo_epochs" in settings or "cliprange" in settings
+        ppo = _is_ppo(settings)
         added |= {
             "algorithm.adv_estimator": ("gae" if ppo else "grpo", "the trainer's"),
             f"{A}.ppo_mini_batch_size": (_rows(settings), own),
-            f"{R}.n": (1 if ppo else settings.of("num_generations"), "TRL's default"),
+            f"{R}.n": (1 if ppo else settings.of("num_generations"), default),
+            "data.max_response_length": (53 if ppo else 256, default),
         }
+        if ppo:
+            added |= {
+                "algorithm.use_kl_in_reward": (settings.of("kl_coef") != 0, default),
+                "algorithm.kl_ctrl.kl_coef": (0.05, default),
+                "algorithm.lam": (0.95, default),
+                f"{A}.ppo_epochs": (4, default),
+                "critic.ppo_epochs": (4, default),
+                "critic.cliprange_value": (0.2, default),
+            }
     return added
 
 
@@ -65,7 +123,7 @@ def _rows(settings: Settings) -> int:
     """Prompts of a step: TRL's GRPO counts completions."""
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
     rows = settings.number(names[0], 8) * settings.number(names[1]) * settings.number(names[2])
-    if flow_of(settings) == "ppo" and "num_ppo_epochs" not in settings and "cliprange" not in settings:
+    if flow_of(settings) == "ppo" and not _is_ppo(settings):
         rows //= settings.number("num_generations", 8)
     return max(1, rows)
 
@@ -101,7 +159,8 @@ def _level(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 def _batch(value: Any, settings: Settings) -> Mapping[str, Any]:
     rows = _rows(settings)
-    return {"data.train_batch_size": rows} | ({f"{A}.ppo_mini_batch_size": rows} if flow_of(settings) == "ppo" else {})
+    batch = rows * _mini_batches(settings)
+    return {"data.train_batch_size": batch} | ({f"{A}.ppo_mini_batch_size": rows} if flow_of(settings) == "ppo" else {})
 
 
 def _report(value: Any, settings: Settings) -> Made:
@@ -137,8 +196,22 @@ def _engine(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {f"{R}.name": "vllm" if value else "native"}
 
 
-def _positive(key: str, to: str, why: str) -> Entry:
-    return ruled(key, "translated", to, why, lambda value, _: {to: value} if value and value > 0 else {})
+def _steps(key: str, to: str, why: str) -> Entry:
+    """Of optimizer steps; here a step is a generated batch."""
+
+    def rule(value: Any, settings: Settings) -> Mapping[str, Any]:
+        if not isinstance(value, int) or value <= 0:
+            return {}
+        return {to: max(1, value // (_mini_batches(settings) * settings.number("num_iterations")))}
+
+    return ruled(key, "translated", to, why, rule)
+
+
+def _processes(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
+    nodes = settings.number("num_machines")
+    if not isinstance(value, int) or value % nodes:
+        return Made(kind="refused", why=f"{value} processes do not divide over {nodes} machines")
+    return {"trainer.n_gpus_per_node": value // nodes}
 
 
 def _training() -> list[Entry]:
@@ -163,10 +236,10 @@ def _training() -> list[Entry]:
         ruled("per_device_train_batch_size", "translated", "data.train_batch_size", batch, _batch),
         ruled("gradient_accumulation_steps", "translated", "data.train_batch_size", batch, _batch),
         met("per_device_eval_batch_size", "the engine takes all validation prompts, as many at a time as fit"),
-        renamed("num_processes", "trainer.n_gpus_per_node", "ranks, of one node"),
+        ruled("num_processes", "translated", "trainer.n_gpus_per_node", "of all machines; here of one", _processes),
         renamed("num_machines", "trainer.nnodes", "nodes"),
         renamed("num_train_epochs", "trainer.total_epochs", "passes over the rows", lambda value: max(1, round(value))),
-        _positive("max_steps", "trainer.total_training_steps", "steps of a batch each"),
+        _steps("max_steps", "trainer.total_training_steps", "a step here is a generated batch"),
         renamed("seed", "data.seed", "data order, weights and sampling"),
         renamed("data_seed", "data.seed", "data order, weights and sampling"),
         renamed("output_dir", "trainer.default_local_dir", "the run folder"),
@@ -175,10 +248,10 @@ def _training() -> list[Entry]:
         met("logging_steps", "every step is a row of metrics"),
         met("logging_first_step", "every step is a row of metrics"),
         met("logging_strategy", "every step is a row of metrics"),
-        renamed("save_steps", "trainer.save_freq", "steps between checkpoints"),
+        _steps("save_steps", "trainer.save_freq", "steps between checkpoints, of a generated batch each"),
         renamed("save_total_limit", "trainer.max_ckpt_to_keep", "older ones are deleted"),
         met_by("save_strategy", ("steps",), "trainer.save_freq", "checkpoints are counted in steps: trainer.save_freq"),
-        renamed("eval_steps", "trainer.test_freq", "steps between validations"),
+        _steps("eval_steps", "trainer.test_freq", "steps between validations, of a generated batch each"),
         met_by(
             "eval_strategy", ("steps", "no"), "trainer.test_freq", "validations are counted in steps: trainer.test_freq"
         ),
@@ -253,9 +326,9 @@ def _generation() -> list[Entry]:
         renamed("vllm_importance_sampling_cap", "algorithm.rollout_correction.rollout_is_threshold", weighed),
         met("ds3_gather_for_generation", "a reshard moves the weights into the engine's layout"),
         met("cache_implementation", "the KV cache is paged"),
-        met("generation_batch_size", "a step's prompts are generated at a time"),
-        met_by(
-            "steps_per_generation", (1,), "one update per mini-batch", "actor.ppo_mini_batch_size: several per batch"
+        ruled("generation_batch_size", "translated", "data.train_batch_size", "responses, counted in prompts", _batch),
+        ruled(
+            "steps_per_generation", "translated", "data.train_batch_size", "micro-batches, counted in prompts", _batch
         ),
         renamed("shuffle_dataset", "data.shuffle", "a new order every epoch"),
         met("log_completions", ROLLOUTS),

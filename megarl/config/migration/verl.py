@@ -33,6 +33,16 @@ def needs_critic(settings: Settings) -> bool:
     return str(settings.of("algorithm.adv_estimator")) == "gae"
 
 
+def updates(settings: Settings, model: str) -> int:
+    """Optimizer steps of a training step; a critic's keys are the policy's where they are not written."""
+
+    def own(key: str, default: int) -> int:
+        return settings.number(f"{model}.{key}", settings.number(f"{A}.{key}", default))
+
+    rows = settings.number("data.train_batch_size")
+    return max(1, rows // own("ppo_mini_batch_size", 256)) * own("ppo_epochs", 1)
+
+
 def longest(settings: Settings) -> int:
     """Tokens of a prompt and its response."""
     return settings.number("data.max_prompt_length") + settings.number("data.max_response_length")
@@ -100,6 +110,9 @@ def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any
         added[f"{R}.max_num_seqs"] = (1024, default)
     if needs_critic(settings):
         added[f"{C}.ppo_max_token_len_per_gpu"] = (budget(settings, C), "as for the policy")
+        for key in ("ppo_epochs", "loss_agg_mode"):
+            if f"{A}.{key}" in made:
+                added[f"{C}.{key}"] = (made[f"{A}.{key}"], f"{default}: the policy's")
     if settings.under(f"{A}.megatron") and made.get(f"{A}.megatron.tensor_model_parallel_size", 1) > 1:
         added[f"{A}.megatron.sequence_parallel"] = (True, default)
     if "profiler.tool" in made:

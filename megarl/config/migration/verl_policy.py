@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.config.migration.entry import Entry, Made, Settings, carried, met, met_by, refused, renamed, ruled, worded
-from megarl.config.migration.verl import A, F, budget, experts_over, layout
+from megarl.config.migration.verl import A, F, budget, experts_over, layout, updates
 
 M = "actor_rollout_ref.model"
 OVERRIDES = "actor_rollout_ref.actor.megatron.override_transformer_config"
@@ -54,7 +54,12 @@ def _warmup(own: str) -> Callable[[Any, Settings], Made]:
     def rule(value: Any, settings: Settings) -> Made:
         if value is None or value == -1:
             return Made(kind="translated", why="asks for nothing")
-        return Made(kind="carried", values={f"{own}.lr_warmup_steps": value})
+        each = updates(settings, own.removesuffix(".optim"))
+        steps = {f"{own}.lr_warmup_steps": value * each}
+        if each == 1:
+            return Made(kind="carried", values=steps)
+        why = f"verl's schedule goes on once per training step, here with each of its {each} optimizer steps"
+        return Made(kind="translated", values=steps, why=why)
 
     return rule
 

@@ -167,7 +167,10 @@ def _turns() -> list[Entry]:
             lambda n: n + 1,
         ),
         renamed(
-            f"{R}.multi_turn.max_tool_response_length", "environment.max_observation_length", "tokens of an observation"
+            f"{R}.multi_turn.max_tool_response_length",
+            "environment.max_observation_length",
+            "verl counts characters, here tokens: some four characters each",
+            lambda n: max(1, n // 4),
         ),
         refused(f"{R}.multi_turn.tool_config_path", TOOLS),
         refused(f"{R}.multi_turn.interaction_config_path", TOOLS),

@@ -65,6 +65,15 @@ def _draws(value: Any, settings: Settings) -> Made:
     return Made(kind="carried", values={} if value is None else {"data.gen_batch_size": value})
 
 
+def _target_kl(value: Any, settings: Settings) -> Made:
+    if value is None or settings.of("algorithm.kl_ctrl.type") != "adaptive":
+        return Made(kind="translated", why="a fixed coefficient has no target")
+    why = (
+        "verl's target is KL per token, here it is per response: set algorithm.kl_ctrl.target_kl to that many times as "
+    )
+    return Made(kind="refused", why=why + "much as a response has tokens")
+
+
 def _critic_warmup(value: Any, settings: Settings) -> Made:
     if value and not needs_critic(settings):
         return Made(kind="translated", why="the estimator has no critic to warm up")
@@ -168,7 +177,14 @@ def _algorithm() -> list[Entry]:
         worded("algorithm.adv_estimator", "algorithm.adv_estimator", ESTIMATORS, why),
         *carried("algorithm.gamma", "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo", "algorithm.use_kl_in_reward"),
         worded("algorithm.kl_penalty", "algorithm.kl_penalty", KL, "kl is k1, mse k2, low_var_kl k3"),
-        *carried(*(f"algorithm.kl_ctrl.{name}" for name in ("type", "kl_coef", "target_kl", "horizon"))),
+        *carried(*(f"algorithm.kl_ctrl.{name}" for name in ("type", "kl_coef", "horizon"))),
+        ruled(
+            "algorithm.kl_ctrl.target_kl",
+            "translated",
+            "algorithm.kl_ctrl.target_kl",
+            "nats per response; verl's are per token",
+            _target_kl,
+        ),
         *carried("algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches"),
         worded(
             "algorithm.filter_groups.metric",
