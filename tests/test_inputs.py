@@ -170,14 +170,6 @@ UNREAD = [
         "trainer.resume_mode=resume_path goes on from no checkpoint: set trainer.res",
     ),
     (
-        ["checkpoint.save_hf=true", "trainer.save_freq=0"],
-        "checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none; set it to -1 or more",
-    ),
-    (
-        ["warmup.train_files=[x.jsonl]"],
-        "warmup.train_files are for a warm-up, and there is none; set warmup.total_training_steps, or leave the files",
-    ),
-    (
         ["trainer.flow=preference", f"{PREFERENCE}.loss_mode=ipo", f"{PREFERENCE}.label_smoothing=0.1"],
         f"{PREFERENCE}.label_smoothing = 0.1 has no effect with {PREFERENCE}.loss_mode=ipo; leave it out",
     ),
@@ -205,6 +197,14 @@ def test_what_is_set_and_would_not_be_read_is_refused(
     check: Callable[..., Inputs], overrides: list[str], said: str
 ) -> None:
     assert refusal(lambda: check(*overrides)).startswith(said)
+
+
+def test_what_is_switched_off_is_remarked_on(check: Callable[..., Inputs]) -> None:
+    off = check("checkpoint.save_hf=true", "trainer.save_freq=0", "warmup.train_files=[x.jsonl]")
+    assert off.remarks == (
+        "remark: checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none",
+        "remark: warmup.train_files are not read: warmup.total_training_steps = 0, so there is no warm-up",
+    )
 
 
 def test_what_is_read_may_be_set(tmp_path: Path) -> None:

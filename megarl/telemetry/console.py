@@ -34,9 +34,8 @@ def go_on_without() -> None:
             continue
         stream.flush()
         through = io.BufferedWriter(_Unfailing(stream.fileno(), "wb", closefd=False))
-        lasting = io.TextIOWrapper(
-            through, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering, write_through=True
-        )
+        at_once = stream.line_buffering or stream.write_through  # the latter by PYTHONUNBUFFERED
+        lasting = io.TextIOWrapper(through, stream.encoding, "backslashreplace", line_buffering=at_once)
         setattr(sys, name, lasting)
 
 

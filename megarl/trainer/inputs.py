@@ -21,6 +21,7 @@ from megarl.rewards import Reward
 from megarl.rewards.parts import Part, parts_of, scorers_of
 from megarl.trainer.resuming.digests import tokenizer_digest
 from megarl.trainer.resuming.identity import Identity, identity_of
+from megarl.trainer.unread_keys import unread
 from megarl.types import Prompt, SamplingParams
 
 
@@ -121,6 +122,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.apply_chat_template_kwargs)
     rewards = parts_of(config.reward, reward) if generates(config) else ()
     rows = _prompts(config, tokenizer, rewards) if generates(config) else _examples(config, tokenizer)
+    rows["remarks"] += (*unread(config),) if trains(config) else ()
     return Inputs(
         config=config,
         arch=arch,

@@ -96,7 +96,7 @@ def _close_after(failure: BaseException, session: Run) -> None:
         else:
             session.close_records()
     except Exception as e:
-        failure.add_note(f"(its records could not be closed: {type(e).__name__}: {e})")
+        _say(session.groups, f"the run's records could not be closed: {type(e).__name__}: {e}")
 
 
 def _agree(inputs: Inputs, groups: Groups) -> Start:

@@ -1,6 +1,8 @@
-"""Refuses what a configuration sets and a training run would not read: it was meant to have an effect."""
+"""What a configuration sets and a training run would not read: it was meant to have an effect."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megarl.algorithms.kto import kto
 from megarl.algorithms.registry import PREFERENCES
@@ -11,7 +13,7 @@ from megarl.data.formats import OF_FLOWS
 
 def check_unread(config: Config) -> None:
     """Raises ValueError, in one line, for the first such key."""
-    trainer, warmup = config.trainer, config.warmup
+    trainer = config.trainer
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         raise ValueError(
             f"trainer.resume_from_path is not read with trainer.resume_mode={trainer.resume_mode}; set "
@@ -19,18 +21,16 @@ def check_unread(config: Config) -> None:
         )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         raise ValueError("trainer.resume_mode=resume_path goes on from no checkpoint: set trainer.resume_from_path")
-    if config.checkpoint.save_hf and trainer.save_freq == 0:
-        raise ValueError(
-            "checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none; set it to -1 or "
-            "more steps"
-        )
-    if warmup.train_files and not warmup.total_training_steps:
-        raise ValueError(
-            "warmup.train_files are for a warm-up, and there is none; set warmup.total_training_steps, or leave the "
-            "files out"
-        )
     if trainer.flow in OF_FLOWS:
         _check_preference(config.algorithm.preference, trainer.flow)
+
+
+def unread(config: Config) -> Iterator[str]:
+    """Remarks on what may be switched off on purpose, for a while."""
+    if config.checkpoint.save_hf and config.trainer.save_freq == 0:
+        yield "remark: checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none"
+    if config.warmup.train_files and not config.warmup.total_training_steps:
+        yield "remark: warmup.train_files are not read: warmup.total_training_steps = 0, so there is no warm-up"
 
 
 def _check_preference(preference: Preference, flow: str) -> None:
