@@ -34,12 +34,13 @@ def run(
 
     Args:
         ends: the process does when this returns, which is when all ranks have come so far, with `end_now`. Leaving
-            NCCL's communicators one by one would be dozens of agreements more, each of which can hang.
+            NCCL's communicators one by one, the engines' among them, would be dozens of agreements more, each of which
+            can hang.
     """
     config = inputs.config
     init_distributed(config.trainer.timeout_minutes)
     groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
-    stopped_by = take_part(inputs, flow, groups, stop, callbacks)
+    stopped_by = take_part(inputs, flow, groups, stop, callbacks, ends=ends)
     if ends:
         groups.barrier("the end of the run")
     else:
@@ -48,9 +49,18 @@ def run(
 
 
 def take_part(
-    inputs: Inputs, flow: Flow, groups: Groups, stop: StopRequest, callbacks: Sequence[Callback] = ()
+    inputs: Inputs,
+    flow: Flow,
+    groups: Groups,
+    stop: StopRequest,
+    callbacks: Sequence[Callback] = (),
+    *,
+    ends: bool = False,
 ) -> signal.Signals | None:
     """Train with inputs that `checks.check_run` has passed; returns the signal that stopped the run, if one did.
+
+    Args:
+        ends: see `run`; the engines are left as they are then.
 
     Raises:
         RunRefused: on every rank, if the ranks differ in what they read, or no checkpoint is fit to go on from.
@@ -77,24 +87,25 @@ def take_part(
             stopped_by = e.signal
         except torch.OutOfMemoryError as e:
             failure = session.profiler.out_of_memory(e)
-            _close_after(failure, session)
+            _close_after(failure, session, ends=ends)
             raise failure from e
         except BaseException as e:
-            _close_after(e, session)
+            _close_after(e, session, ends=ends)
             raise
-    session.close()
+    session.close_records()
+    if not ends:
+        session.close_engines()
     if stopped_by is not None:
         _say(groups, _stop_line(session, stopped_by))
     return stopped_by
 
 
-def _close_after(failure: BaseException, session: Run) -> None:
+def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
     """What ended the run is what a person hears of, whatever fails now; its records tell of the steps before."""
     try:
-        if isinstance(failure, RunStopped):  # as all ranks have
-            session.close()
-        else:
-            session.close_records()
+        session.close_records()
+        if isinstance(failure, RunStopped) and not ends:  # all ranks have come so far
+            session.close_engines()
     except Exception as e:
         _say(session.groups, f"the run's records could not be closed: {type(e).__name__}: {e}")
 

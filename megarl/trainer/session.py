@@ -297,9 +297,8 @@ class Run:
                 f"since {self.checkpoints.latest or 'the beginning'}"
             )
 
-    def close(self) -> None:
-        """Records and engines; while the world still stands."""
-        self.close_records()
+    def close_engines(self) -> None:
+        """Give their memory and groups back; on all ranks, while the world still stands."""
         for generation in self.generations:
             generation.close()
 
