@@ -80,6 +80,8 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
 
     if debugging():
         traceback.print_exc()
+    if stop.ending is not None:  # a signal is ending this process, what scores before it: the main thread misses that
+        return 128 + stop.ending
     if isinstance(error, RunRefused):
         return _refuse(f"error: {error}", rank)
     if isinstance(error, RunStopped):

@@ -105,3 +105,18 @@ wait_in_c()
     ended, err = signalled(code, [signal.SIGTERM], apart=0)
     assert ended == 143
     assert not os.path.exists(f"/proc/{err.split()[0]}")
+
+
+def test_what_fails_because_a_signal_ends_the_rank_is_not_told() -> None:
+    """Helpers end before their rank, whose main thread may notice: it waits for one here."""
+    code = """
+import subprocess
+from megarl import processes, rank
+killed = processes.kill_descendants
+processes.kill_descendants = lambda: (killed(), time.sleep(2))
+helper = subprocess.Popen(["sleep", "100"])
+print("ready", flush=True)
+helper.wait()
+os._exit(rank._failed(RuntimeError("the process that leads the reward workers has ended"), 0, request))
+"""
+    assert signalled(code, [signal.SIGINT], apart=0) == (130, "megarl: SIGINT: stopped before the first step\n")
