@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "written",
         nargs="+",
         metavar="FILE | key=value",
-        help="YAML files, shell scripts and overrides, as they start a run; later ones count",
+        help="YAML files, shell scripts and overrides, as they start a run, later ones count; TRL's also after a `--` "
+        "the command's words, or a Python file",
     )
 
 
@@ -50,7 +51,7 @@ def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
         ValueError: an unreadable file, or nothing that sets a key.
     """
     words = [*args.written, *after_options]
-    migrated = convert(read_written(words), args.source, loggers=SINKS.names())
+    migrated = convert(read_written(words, args.source), args.source, loggers=SINKS.names())
     build_config(migrated.tree)
     text = "# Made by megarl config migrate\n" + OmegaConf.to_yaml(OmegaConf.create(migrated.tree))
     if args.out:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megarl.config.load import all_keys
-from megarl.config.migration.entry import Kind, Made, Settings
+from megarl.config.migration.entry import Computed, Kind, Made, Settings
 from megarl.config.migration.tables import TABLES, entry_of
 from megarl.config.schema import Config
 
@@ -78,17 +78,19 @@ def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequenc
 
 
 def _change(key: str, settings: Settings, source: str) -> Change:
-    entry = entry_of(key, source)
-    if entry is not None:
+    entry, value = entry_of(key, source), settings[key]
+    if isinstance(value, Computed) and (entry is None or entry.to):
+        made = Made(kind="refused", why=f"it is computed: say what it comes to, {key}=...")
+    elif entry is not None:
         try:
-            made = entry.rule(key, settings[key], settings)
+            made = entry.rule(key, value, settings)
         except Exception as e:  # a rule knows the values that its program takes
             made = Made(kind="refused", why=f"its value is none that {source} takes ({type(e).__name__})")
     elif source == "verl" and key in set(all_keys()):
-        made = Made(kind="carried", values={key: settings[key]})
+        made = Made(kind="carried", values={key: value})
     else:
         made = Made(kind="refused", why=f"{source}'s key is not known here; leave it out, or set what it stands for")
-    return Change(key=key, value=settings[key], kind=made.kind, values=made.values, why=made.why)
+    return Change(key=key, value=value, kind=made.kind, values=made.values, why=made.why)
 
 
 def _without(change: Change, key: str, why: str) -> Change:

@@ -12,6 +12,10 @@ NOTHING: tuple[Any, ...] = (None, False, "", 0, -1)
 """Values that ask for nothing."""
 
 
+class Computed(str):
+    """An expression whose value the other program works out as it runs."""
+
+
 class Settings(Mapping[str, Any]):
     """The other program's values by dotted key, in the order they were written.
 

@@ -1,150 +1,84 @@
-"""Fields of TRL's GRPOConfig, PPOConfig, SFTConfig, DPOConfig and of the arguments beside them."""
+"""Fields of TRL's GRPOConfig, RLOOConfig, PPOConfig, SFTConfig, DPOConfig, KTOConfig and RewardConfig."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.migration import trl_arguments
 from megarl.config.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled, worded
+from megarl.config.migration.trl_batch import DEFAULTS, batch, batch_sizes
+from megarl.config.migration.trl_trainers import OPTIM, POLICY_LOSSES, TRAINERS, A, trainer_of
 
-A, R, D = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "data"
-M, OPTIM = "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"
+__all__ = ["DEFAULTS", "ENTRIES", "complete"]
 
-DEFAULTS: Mapping[str, Any] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_processes": 1,
-    "num_generations": 8,
-}
-
-_OF_PPO = {
-    *(
-        "num_ppo_epochs",
-        "cliprange",
-        "cliprange_value",
-        "kl_coef",
-        "kl_estimator",
-        "reward_model_path",
-        "sft_model_path",
-    ),
-    *(
-        "response_length",
-        "whiten_rewards",
-        "vf_coef",
-        "lam",
-        "num_mini_batches",
-        "missing_eos_penalty",
-        "total_episodes",
-    ),
-    *("local_rollout_forward_batch_size", "num_sample_generations", "stop_token"),
-}
-"""Fields of PPOConfig that GRPOConfig has not."""
-
-_OF_FLOWS = {
-    "ppo": {
-        *_OF_PPO,
-        *("num_generations", "max_completion_length", "use_vllm", "vllm_mode", "epsilon", "epsilon_high", "delta"),
-        *("num_iterations", "scale_rewards", "reward_funcs", "reward_weights", "generation_batch_size", "temperature"),
-        *("steps_per_generation", "mask_truncated_completions", "importance_sampling_level", "top_p", "top_k"),
-    },
-    "preference": {"loss_type", "rpo_alpha", "precompute_ref_log_probs", "label_smoothing", "reference_free"},
-}
-LORA = "there are no adapters: all weights are trained, spread by actor.megatron.tensor_model_parallel_size"
-BACKEND = (
-    "there is no DeepSpeed and no FSDP: actor.megatron.tensor_model_parallel_size and "
-    "pipeline_model_parallel_size spread the model, use_distributed_optimizer the optimizer's state"
-)
-REMOTE = "no code of a model's folder is run; the families of megarl/models/families load without"
-FILES = "rows are files: data.train_files=[x.jsonl] or parquet, also globs and s3:// URIs"
+R, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 ROLLOUTS = "sample rollouts of every step are written to the run folder: trainer.log_rollouts"
-
-
-def flow_of(settings: Settings) -> str:
-    """Which flow has these fields: "ppo" for GRPO and PPO, "preference" for DPO, "sft" without any of theirs.
-
-    Raises:
-        ValueError: they may be of several.
-    """
-    flow = next((flow for flow, names in _OF_FLOWS.items() if names & set(settings)), None)
-    if flow is None and "beta" in settings:
-        raise ValueError(
-            "of TRL's trainers GRPO, DPO, ORPO and KTO have a beta: name another field of yours, too, such as "
-            "num_generations=8 (GRPO) or loss_type=sigmoid (DPO)"
-        )
-    return flow or "sft"
-
-
-def _is_ppo(settings: Settings) -> bool:
-    """PPOTrainer, not GRPOTrainer."""
-    return not _OF_PPO.isdisjoint(settings)
-
-
-def _mini_batches(settings: Settings) -> int:
-    """Optimizer steps of one pass over what is generated at a time."""
-    rows = settings.number("per_device_train_batch_size", 8) * settings.number("num_processes")
-    accumulated = settings.number("gradient_accumulation_steps")
-    generated = settings.number("generation_batch_size", 0)
-    passed = generated // rows if generated else settings.number("steps_per_generation", accumulated)
-    return max(1, passed // accumulated) if flow_of(settings) == "ppo" else 1
+NO_SERVER = "there is no server: ranks train and generate"
 
 
 def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The flow, and the algorithm that the trainer's class stands for."""
-    default = "TRL's default"
-    flow, own = flow_of(settings), "a step of per_device_train_batch_size x gradient_accumulation_steps x num_processes"
+    """The flow, and what the trainer has by default."""
+    name, default = trainer_of(settings), "TRL's default"
+    trainer = TRAINERS[name]
+    own = "a step of per_device_train_batch_size x gradient_accumulation_steps x num_processes"
     added: dict[str, tuple[Any, str]] = {
-        "trainer.flow": (flow, "these fields are of that kind of training"),
-        "data.train_batch_size": (_rows(settings) * _mini_batches(settings), own),
+        "trainer.flow": (trainer.flow, f"these fields are {name.upper()}'s"),
+        **{key: (size, own) for key, size in batch_sizes(settings).items()},
+        f"{OPTIM}.lr": (trainer.lr, default),
         f"{OPTIM}.lr_decay_style": ("linear", default),
         f"{OPTIM}.weight_decay": (0.0, default),
         "trainer.total_epochs": (3, default),
+        **{key: (value, default) for key, value in trainer.made.items()},
     }
-    if flow == "ppo":
-        ppo = _is_ppo(settings)
-        added |= {
-            "algorithm.adv_estimator": ("gae" if ppo else "grpo", "the trainer's"),
-            f"{A}.ppo_mini_batch_size": (_rows(settings), own),
-            f"{R}.n": (1 if ppo else settings.of("num_generations"), default),
-            "data.max_response_length": (53 if ppo else 256, default),
-        }
-        if ppo:
-            added |= {
-                "algorithm.use_kl_in_reward": (settings.of("kl_coef") != 0, default),
-                "algorithm.kl_ctrl.kl_coef": (0.05, default),
-                "algorithm.lam": (0.95, default),
-                f"{A}.ppo_epochs": (4, default),
-                "critic.ppo_epochs": (4, default),
-                "critic.cliprange_value": (0.2, default),
-            }
+    if name == "ppo":
+        added["critic.optim.lr"] = (made.get(f"{OPTIM}.lr", trainer.lr), "TRL has one optimizer for both")
+    if name == "grpo" and made.get(f"{A}.use_kl_loss"):
+        added[f"{A}.kl_loss_type"] = ("k3+", f"{default}: use_bias_correction_kl")
+    if settings.of("use_vllm") and name == "grpo" and settings.of("vllm_importance_sampling_correction") is None:
+        added |= {key: (value, default) for key, value in _correction(True, settings).items()}
     return added
 
 
-def _rows(settings: Settings) -> int:
-    """Prompts of a step: TRL's GRPO counts completions."""
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
-    rows = settings.number(names[0], 8) * settings.number(names[1]) * settings.number(names[2])
-    if flow_of(settings) == "ppo" and not _is_ppo(settings):
-        rows //= settings.number("num_generations", 8)
-    return max(1, rows)
-
-
 def _beta(value: Any, settings: Settings) -> Mapping[str, Any]:
-    if flow_of(settings) == "preference":
+    name = trainer_of(settings)
+    if TRAINERS[name].flow in ("preference", "kto"):
         return {"algorithm.preference.beta": value} if value else {}
+    if name == "rloo":
+        return {"algorithm.use_kl_in_reward": bool(value)} | ({"algorithm.kl_ctrl.kl_coef": value} if value else {})
     return {f"{A}.use_kl_loss": True, f"{A}.kl_loss_coef": value} if value else {}
 
 
 def _loss(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    if flow_of(settings) == "preference":
+    name = trainer_of(settings)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if TRAINERS[name].flow == "preference":
         losses = {"sigmoid": "dpo", "ipo": "ipo", "dpo": "dpo", "simpo": "simpo", "orpo": "orpo"}
-        if value not in losses:
+        if value not in losses or (name == "cpo" and value != "simpo"):
             return Made(kind="refused", why="megarl algorithms lists the losses on pairs: dpo, ipo, simpo, orpo")
         return {"algorithm.preference.loss_mode": losses[value]}
-    aggregations = {"grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean"}
-    aggregations |= {"dr_grpo": "seq-mean-token-sum-norm"}
-    if value not in aggregations:
-        return Made(kind="refused", why="actor.loss_agg_mode and actor.policy_loss.loss_mode say what is summed")
-    return {f"{A}.loss_agg_mode": aggregations[value]}
+    if name == "kto" and value == "kto":
+        return {}
+    if value not in POLICY_LOSSES or value in ("luspo", "vespo"):
+        return Made(
+            kind="refused", why="megarl algorithms lists the losses; actor.loss_agg_mode says how tokens add up"
+        )
+    means = {"dr_grpo": "seq-mean-token-sum-norm", "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
+    made: dict[str, Any] = {f"{A}.loss_agg_mode": means.get(value, "token-mean")}
+    if value in ("cispo", "sapo"):
+        made[f"{A}.policy_loss.loss_mode"] = value
+    if value == "cispo":
+        made[f"{A}.clip_ratio_low"] = 0.9999  # only its largest weight is bounded
+    return made
+
+
+def _clip_high(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
+    if settings.of("loss_type") == "cispo":  # there it is the largest weight
+        if not isinstance(value, int | float) or value <= 1:
+            return Made(kind="refused", why="with loss_type=cispo it is the largest weight, 5.0 say")
+        return {f"{A}.clip_ratio_high": value - 1}
+    return {} if value is None else {f"{A}.clip_ratio_high": value}
 
 
 def _scale(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
@@ -157,138 +91,44 @@ def _level(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {f"{A}.policy_loss.loss_mode": "gspo"} if str(value).startswith("sequence") else {}
 
 
-def _batch(value: Any, settings: Settings) -> Mapping[str, Any]:
-    rows = _rows(settings)
-    batch = rows * _mini_batches(settings)
-    return {"data.train_batch_size": batch} | ({f"{A}.ppo_mini_batch_size": rows} if flow_of(settings) == "ppo" else {})
+def _rewards(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
+    names = value if isinstance(value, list) else [value]
+    if names == ["accuracy_reward"]:
+        return {"reward.name": "math_verify"}
+    return Made(kind="refused", why="reward.name=path/to/file.py:function, or reward.parts with a weight each")
 
 
-def _report(value: Any, settings: Settings) -> Made:
-    wanted = [value] if isinstance(value, str) else list(value or [])
-    there = [name for name in wanted if name in settings.loggers]
-    gone = [name for name in wanted if name not in (*settings.loggers, "none", "all")]
-    kept = {"trainer.logger": ["console", "jsonl", *there]}
-    if gone:
-        return Made(kind="refused", values=kept, why=f"no logger {', '.join(gone)} here: tensorboard, csv or a class")
-    return Made(kind="translated", values=kept, why="loggers")
-
-
-def _dataset(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    if str(value).endswith((".jsonl", ".parquet")):
-        return {"data.train_files": [value]}
-    return Made(kind="refused", why=FILES)
-
-
-def _schedule(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    names = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-    if value not in names:
-        return Made(kind="refused", why="lr_decay_style is constant, linear or cosine; min_lr is where it ends")
-    return {f"{OPTIM}.lr_decay_style": names[value]}
-
-
-def _dtype(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    if value not in ("bfloat16", "float32", None, "auto"):
-        return Made(kind="refused", why="weights are bfloat16 or float32")
-    return {f"{M}.dtype": value} if value in ("bfloat16", "float32") else {}
+def _correction(value: Any, settings: Settings) -> dict[str, Any]:
+    """TRL's weights for the engine's distribution: truncated, or zero outside of bounds, by token or by sequence."""
+    if not value:
+        return {}
+    mode = str(settings.of("vllm_importance_sampling_mode") or "sequence_mask")
+    level = mode.partition("_")[0]
+    capped = settings.of("vllm_importance_sampling_cap")
+    most = settings.of("vllm_importance_sampling_clip_max") or capped or 3.0
+    least = settings.of("vllm_importance_sampling_clip_min")
+    made = {f"{CORRECTION}.rollout_is": level, f"{CORRECTION}.rollout_is_threshold": most}
+    if mode.endswith("_mask"):
+        made |= {
+            f"{CORRECTION}.rollout_rs": level,
+            f"{CORRECTION}.rollout_rs_threshold": most,
+            f"{CORRECTION}.rollout_rs_threshold_lower": least or 1e-9,  # null would be 1 / upper
+        }
+    return made
 
 
 def _engine(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {f"{R}.name": "vllm" if value else "native"}
 
 
-def _steps(key: str, to: str, why: str) -> Entry:
-    """Of optimizer steps; here a step is a generated batch."""
+def _part_of_correction(key: str, why: str) -> Entry:
+    to = f"{CORRECTION}.*"
 
     def rule(value: Any, settings: Settings) -> Mapping[str, Any]:
-        if not isinstance(value, int) or value <= 0:
-            return {}
-        return {to: max(1, value // (_mini_batches(settings) * settings.number("num_iterations")))}
+        on = settings.of("vllm_importance_sampling_correction")
+        return {} if value is None else _correction(on is None or on, settings)
 
     return ruled(key, "translated", to, why, rule)
-
-
-def _processes(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    nodes = settings.number("num_machines")
-    if not isinstance(value, int) or value % nodes:
-        return Made(kind="refused", why=f"{value} processes do not divide over {nodes} machines")
-    return {"trainer.n_gpus_per_node": value // nodes}
-
-
-def _training() -> list[Entry]:
-    batch = "prompts of a step, over all ranks"
-    return [
-        renamed("model_name_or_path", f"{M}.path", "a local Hugging Face folder"),
-        ruled("dataset_name", "translated", "data.train_files", FILES, _dataset),
-        refused("dataset_config", FILES),
-        refused("dataset_train_split", FILES, nothing=(None, "train")),
-        refused("dataset_test_split", "held-out rows are data.val_files", nothing=(None, "test")),
-        renamed("learning_rate", f"{OPTIM}.lr", "peak learning rate"),
-        renamed("weight_decay", f"{OPTIM}.weight_decay", "AdamW's"),
-        renamed("adam_beta1", f"{OPTIM}.adam_beta1", "AdamW's"),
-        renamed("adam_beta2", f"{OPTIM}.adam_beta2", "AdamW's"),
-        renamed("adam_epsilon", f"{OPTIM}.adam_eps", "AdamW's"),
-        renamed("max_grad_norm", f"{OPTIM}.clip_grad", "L2 norm of all gradients"),
-        renamed("warmup_steps", f"{OPTIM}.lr_warmup_steps", "linear"),
-        renamed("warmup_ratio", f"{OPTIM}.lr_warmup_steps_ratio", "linear"),
-        ruled("lr_scheduler_type", "translated", f"{OPTIM}.lr_decay_style", "after the warm-up", _schedule),
-        refused("lr_scheduler_kwargs", "lr_decay_style and min_lr"),
-        met_by("optim", ("adamw_torch", "adamw_torch_fused", "adamw_hf"), "always AdamW", "the optimizer is AdamW"),
-        ruled("per_device_train_batch_size", "translated", "data.train_batch_size", batch, _batch),
-        ruled("gradient_accumulation_steps", "translated", "data.train_batch_size", batch, _batch),
-        met("per_device_eval_batch_size", "the engine takes all validation prompts, as many at a time as fit"),
-        ruled("num_processes", "translated", "trainer.n_gpus_per_node", "of all machines; here of one", _processes),
-        renamed("num_machines", "trainer.nnodes", "nodes"),
-        renamed("num_train_epochs", "trainer.total_epochs", "passes over the rows", lambda value: max(1, round(value))),
-        _steps("max_steps", "trainer.total_training_steps", "a step here is a generated batch"),
-        renamed("seed", "data.seed", "data order, weights and sampling"),
-        renamed("data_seed", "data.seed", "data order, weights and sampling"),
-        renamed("output_dir", "trainer.default_local_dir", "the run folder"),
-        renamed("run_name", "trainer.experiment_name", "names the run"),
-        ruled("report_to", "translated", "trainer.logger", "loggers", _report),
-        met("logging_steps", "every step is a row of metrics"),
-        met("logging_first_step", "every step is a row of metrics"),
-        met("logging_strategy", "every step is a row of metrics"),
-        _steps("save_steps", "trainer.save_freq", "steps between checkpoints, of a generated batch each"),
-        renamed("save_total_limit", "trainer.max_ckpt_to_keep", "older ones are deleted"),
-        met_by("save_strategy", ("steps",), "trainer.save_freq", "checkpoints are counted in steps: trainer.save_freq"),
-        _steps("eval_steps", "trainer.test_freq", "steps between validations, of a generated batch each"),
-        met_by(
-            "eval_strategy", ("steps", "no"), "trainer.test_freq", "validations are counted in steps: trainer.test_freq"
-        ),
-        met_by("do_eval", (True,), "data.val_files", "leave data.val_files empty"),
-        ruled(
-            "bf16", "translated", f"{M}.dtype", "weights' type", lambda v, _: {f"{M}.dtype": "bfloat16"} if v else {}
-        ),
-        refused("fp16", "weights are bfloat16 or float32: float16 needs loss scaling, which is not here"),
-        met("tf32", "torch's setting"),
-        ruled("dtype", "translated", f"{M}.dtype", "weights' type", _dtype),
-        ruled("torch_dtype", "translated", f"{M}.dtype", "weights' type", _dtype),
-        renamed("gradient_checkpointing", f"{M}.enable_gradient_checkpointing", "activations are recomputed"),
-        met("gradient_checkpointing_kwargs", "activations are recomputed layer by layer"),
-        met("attn_implementation", "the program chooses the attention kernels"),
-        met("remove_unused_columns", "rewards, environments and agents always have the whole row"),
-        met("dataset_num_proc", "rows are looked at by all cores"),
-        met("dataloader_num_workers", "rows lie mapped on disk"),
-        met("use_liger_kernel", "the vocabulary's logits are never held whole"),
-        met("use_liger_loss", "the vocabulary's logits are never held whole"),
-        renamed(
-            "resume_from_checkpoint",
-            "trainer.resume_mode",
-            "the newest whole one",
-            lambda v: "auto" if v else "disable",
-        ),
-        refused("deepspeed", BACKEND),
-        refused("fsdp", BACKEND, nothing=(None, "", [])),
-        refused("fsdp_config", BACKEND),
-        refused("push_to_hub", "checkpoint.save_hf=true writes a Hugging Face folder with each checkpoint"),
-        refused("use_peft", LORA),
-        refused("lora_*", LORA, nothing=(None,)),
-        refused("load_in_*", "weights are not quantized"),
-        refused("trust_remote_code", REMOTE),
-        refused("neftune_noise_alpha", "no noise is added to embeddings"),
-        refused("load_best_model_at_end", "trainer.best_metric keeps the step with the best validation"),
-        refused("metric_for_best_model", "trainer.best_metric=val/accuracy, say"),
-    ]
 
 
 def _generation() -> list[Entry]:
@@ -309,31 +149,39 @@ def _generation() -> list[Entry]:
             "vllm_mode",
             ("colocate",),
             "the engine is in the ranks' processes",
-            "there is no server: ranks train and generate",
+            NO_SERVER,
         ),
-        refused("vllm_server_*", "there is no server: ranks train and generate"),
+        met("vllm_server_*", NO_SERVER),
+        met("vllm_group_port", NO_SERVER),
+        met_by("vllm_model_impl", ("vllm",), "vLLM's own models", "the engine has vLLM's own models"),
+        refused("vllm_structured_outputs_regex", "responses are drawn from the policy itself"),
+        refused("vllm_guided_decoding_regex", "responses are drawn from the policy itself"),
+        refused("use_transformers_continuous_batching", "both engines add and drop sequences at every step"),
+        refused("transformers_continuous_batching_config", "rollout.max_num_seqs and max_num_batched_tokens"),
+        refused("use_transformers_paged", "both engines have a paged KV cache"),
         renamed("vllm_gpu_memory_utilization", f"{R}.gpu_memory_utilization", "the engine's part"),
         renamed("vllm_tensor_parallel_size", f"{R}.tensor_model_parallel_size", "ranks of a replica"),
         met("vllm_enable_sleep_mode", "the engine gives its memory back between phases: rollout.free_cache_engine"),
         met("vllm_max_model_length", "data.max_prompt_length + data.max_response_length"),
-        ruled(
-            "vllm_importance_sampling_correction",
-            "translated",
-            "algorithm.rollout_correction.rollout_is",
-            weighed,
-            lambda value, _: {"algorithm.rollout_correction.rollout_is": "token"} if value else {},
-        ),
-        renamed("vllm_importance_sampling_cap", "algorithm.rollout_correction.rollout_is_threshold", weighed),
+        _part_of_correction("vllm_importance_sampling_correction", weighed),
+        _part_of_correction("vllm_importance_sampling_mode", weighed),
+        _part_of_correction("vllm_importance_sampling_clip_max", weighed),
+        _part_of_correction("vllm_importance_sampling_clip_min", weighed),
+        _part_of_correction("vllm_importance_sampling_cap", weighed),
+        refused("off_policy_mask_threshold", "rollout_correction.rollout_rs leaves out what is too far off"),
         met("ds3_gather_for_generation", "a reshard moves the weights into the engine's layout"),
         met("cache_implementation", "the KV cache is paged"),
-        ruled("generation_batch_size", "translated", "data.train_batch_size", "responses, counted in prompts", _batch),
-        ruled(
-            "steps_per_generation", "translated", "data.train_batch_size", "micro-batches, counted in prompts", _batch
-        ),
+        batch("generation_batch_size", "responses, counted in prompts"),
+        batch("steps_per_generation", "micro-batches, counted in prompts"),
+        renamed("num_generations_eval", f"{R}.val_kwargs.n", "responses to a held-out prompt"),
         renamed("shuffle_dataset", "data.shuffle", "a new order every epoch"),
         met("log_completions", ROLLOUTS),
         met("num_completions_to_print", ROLLOUTS),
         met("log_unique_prompts", ROLLOUTS),
+        met("wandb_log_unique_prompts", ROLLOUTS),
+        met("log_multimodal", ROLLOUTS),
+        refused("log_completions_hub_repo", ROLLOUTS),
+        refused("max_tool_calling_iterations", "environment.* has tools and agents, and their turns"),
     ]
 
 
@@ -344,13 +192,44 @@ def _policy() -> list[Entry]:
         ruled("loss_type", "translated", f"{A}.loss_agg_mode or {preference}.loss_mode", "how tokens add up", _loss),
         renamed("num_iterations", f"{A}.ppo_epochs", "passes over a batch"),
         renamed("epsilon", f"{A}.clip_ratio", "clip range"),
-        renamed("epsilon_high", f"{A}.clip_ratio_high", "clip-higher"),
+        ruled("epsilon_high", "translated", f"{A}.clip_ratio_high", "clip-higher; CISPO's largest weight", _clip_high),
         renamed("delta", f"{A}.clip_ratio_c", "dual clip"),
+        renamed("sapo_temperature_pos", f"{A}.policy_loss.tau_pos", "SAPO's of positive advantages"),
+        renamed("sapo_temperature_neg", f"{A}.policy_loss.tau_neg", "SAPO's of other advantages"),
+        refused("vespo_*", "there is no VESPO", nothing=(None, 2, 2.0, 3, 3.0)),
+        renamed("entropy_coef", f"{A}.entropy_coeff", "entropy bonus; averaged as loss_agg_mode says"),
+        refused("use_adaptive_entropy", "the entropy bonus is constant: actor.entropy_coeff"),
+        met("entropy_coef_*", "of use_adaptive_entropy"),
+        met("entropy_target", "of use_adaptive_entropy"),
+        ruled(
+            "use_bias_correction_kl",
+            "translated",
+            f"{A}.kl_loss_type",
+            "the gradient of the reverse KL, or k3's own",
+            lambda value, _: {f"{A}.kl_loss_type": "k3+" if value else "k3"},
+        ),
+        refused("cast_lm_head_to_fp32", "logits have the weights' type, and log-probabilities are summed in fp32"),
         ruled("importance_sampling_level", "translated", f"{A}.policy_loss.loss_mode", "sequence is gspo", _level),
         ruled("scale_rewards", "translated", "algorithm.norm_adv_by_std_in_grpo", "by the group's deviation", _scale),
         renamed("mask_truncated_completions", "algorithm.overlong_filtering", "left out of the loss"),
         refused("reward_weights", "reward.parts.LABEL has a name and a weight for each function"),
-        refused("reward_funcs", "reward.name=path/to/file.py:function, or reward.parts with a weight each"),
+        ruled(
+            "reward_funcs", "translated", "reward.name", "accuracy_reward is math_verify; others are files", _rewards
+        ),
+        refused("reward_model_name_or_path", "reward.name=model has reward_model.model.path score"),
+        met_by(
+            "multi_objective_aggregation",
+            ("sum_then_normalize",),
+            "reward.parts are summed, then compared within their group",
+            "reward.parts are summed, then compared within their group",
+        ),
+        refused("normalize_advantages", "RLOO's advantages are as they are"),
+        refused("normalize_advantage", "RLOO's advantages are as they are"),
+        refused("normalize_reward", "rewards are not normalized"),
+        refused("token_level_kl", "algorithm.use_kl_in_reward has it token by token, as its sum"),
+        refused("reward_clip_range", "rewards are not clipped: bound them in the reward"),
+        renamed("rloo_k", f"{R}.n", "responses to a prompt"),
+        refused("center_rewards_coefficient", "rewards are not centred", nothing=(None, 0, 0.0)),
         refused("sync_ref_model", "the reference stays as the policy begins"),
         refused("ref_model_*", "the reference stays as the policy begins"),
         refused("top_entropy_quantile", "all tokens of a response are trained on", nothing=(None, 1, 1.0)),
@@ -373,7 +252,7 @@ def _policy() -> list[Entry]:
             "translated",
             "algorithm.kl_ctrl.kl_coef",
             "subtracted from the reward",
-            lambda v, _: {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": v} if v else {},
+            lambda v, _: {"algorithm.use_kl_in_reward": bool(v)} | ({"algorithm.kl_ctrl.kl_coef": v} if v else {}),
         ),
         worded("kl_estimator", "algorithm.kl_penalty", {}, "k1 or k3"),
         refused("whiten_rewards", "advantages are whitened, rewards are not"),
@@ -385,8 +264,9 @@ def _policy() -> list[Entry]:
             "reward.name=model has it score",
             lambda value, _: {"reward_model.model.path": value, "reward.name": "model"},
         ),
-        renamed("sft_model_path", f"{M}.path", "the policy as it begins"),
+        renamed("sft_model_path", f"{trl_arguments.M}.path", "the policy as it begins"),
         refused("total_episodes", "trainer.total_training_steps or trainer.total_epochs"),
+        met("num_sample_generations", ROLLOUTS),
         met("local_rollout_forward_batch_size", "micro-batches are filled up to a number of tokens"),
         met_by("stop_token", ("eos",), "responses end at the end token", "rollout.stop_token_ids"),
         renamed("stop_token_id", f"{R}.stop_token_ids", "stop tokens", lambda value: [value]),
@@ -400,7 +280,16 @@ def _examples() -> list[Entry]:
         renamed("rpo_alpha", "algorithm.preference.sft_coef", "the chosen answers' cross-entropy beside it"),
         renamed("desirable_weight", "algorithm.preference.desirable_weight", "KTO"),
         renamed("undesirable_weight", "algorithm.preference.undesirable_weight", "KTO"),
+        renamed("simpo_gamma", "algorithm.preference.gamma", "SimPO's margin, as a share of beta", lambda value: value),
+        refused("cpo_alpha", "SimPO without CPO's cross-entropy: algorithm.preference.sft_coef adds one"),
         met("precompute_ref_log_probs", "the reference's are computed step by step"),
+        met("precompute_ref_batch_size", "the reference's are computed step by step"),
+        refused("loss_weights", "one loss on pairs; algorithm.preference.sft_coef adds cross-entropy", nothing=(None,)),
+        refused("use_weighting", "pairs weigh the same"),
+        refused("ld_alpha", "all tokens of an answer count", nothing=(None, 1, 1.0)),
+        met("discopop_tau", "of a loss that is not here"),
+        met("f_alpha_divergence_coef", "of a divergence that is not here"),
+        refused("generate_during_eval", "megarl generate and megarl eval answer from a checkpoint"),
         refused("reference_free", "loss_mode=simpo or orpo have no reference"),
         refused("f_divergence_type", "the divergence is the reverse KL", nothing=(None, "reverse_kl")),
         refused("max_length", f"data.max_prompt_length and data.max_response_length: {length}"),
@@ -410,6 +299,12 @@ def _examples() -> list[Entry]:
         met("packing", "sequences are always packed, and no token sees another sequence"),
         met("packing_strategy", "sequences are always packed"),
         met("padding_free", "sequences are never padded"),
+        met("eval_packing", "sequences are always packed"),
+        met("padding_value", "sequences are never padded"),
+        met("label_pad_token_id", "sequences are never padded"),
+        refused("dataset_kwargs", "rows are prepared as data.* says", nothing=(None, {})),
+        refused("max_seq_length", f"data.max_prompt_length and data.max_response_length: {length}"),
+        refused("is_encoder_decoder", "models are decoders"),
         met("completion_only_loss", "of a prompt and its answer the answer is learnt"),
         met_by(
             "assistant_only_loss", (True,), "data.messages_key: every turn of the assistant", "prompts are not learnt"
@@ -428,4 +323,4 @@ def _examples() -> list[Entry]:
     ]
 
 
-ENTRIES: tuple[Entry, ...] = (*_training(), *_generation(), *_policy(), *_examples())
+ENTRIES: tuple[Entry, ...] = (*trl_arguments.ENTRIES, *_generation(), *_policy(), *_examples())

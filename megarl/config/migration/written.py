@@ -1,4 +1,4 @@
-"""Settings as people write them: a YAML file, `key=value` words, or a shell script that starts a run."""
+"""Settings as people write them: a YAML file, `key=value` words, a command, or a shell script that starts a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from megarl.config.migration import trl_written
+from megarl.config.migration.values import flat, of_yaml, read_text, value_of
 
 _KEY = re.compile(r"^(?:~[A-Za-z_]\w*(?:\.[\w@/\-]+)*(?:=|$)|\+{0,2}[A-Za-z_]\w*(?:\.[\w@/\-]+)+=)")
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
@@ -29,60 +32,36 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 _MOST = 2**63
 
 
-def read_written(words: Sequence[str]) -> dict[str, Any]:
+def read_written(words: Sequence[str], source: str = "verl") -> dict[str, Any]:
     """Settings by dotted key; what is written later counts.
 
     Args:
         words: files (.yaml, .yml, .sh) and overrides: `key=value`, `+key=value`, `++key=value`, `~key`; other words of
-            a command line, such as `python3 -m verl.trainer.main_ppo`, are passed over.
+            a command line, such as `python3 -m verl.trainer.main_ppo`, are passed over. TRL's may also be a command
+            with `--name value`, or a Python file.
+        source: whose they are: "verl" or "trl".
 
     Raises:
         ValueError: a file that cannot be read, or nothing that sets a key.
     """
     values: dict[str, Any] = {}
+    if source == "trl" and trl_written.is_command(words):
+        values = trl_written.of_command(words)
+        words = [word for word in words if "=" in word]
     for word in words:
         if re.search(r"\.(ya?ml|sh|bash)$", word) and not _KEY.match(word):
-            values |= _of_file(word)
+            values |= _of_file(word, source)
         elif _KEY.match(word) or ("=" in word and not word.startswith("-")):
             _override(values, word)
     if not values:
-        raise ValueError("no configuration: name a YAML file, a shell script, or key=value settings")
+        raise ValueError(
+            "no configuration: name a YAML file, a shell script, or key=value settings (TRL's: --from trl)"
+        )
     return values
 
 
-def _of_file(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as f:
-            text = f.read()
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"'{path}' cannot be read: {getattr(e, 'strerror', None) or e}") from e
-    if path.endswith((".sh", ".bash")):
-        return _of_script(text, path)
-    try:
-        tree: Any = OmegaConf.create(text)
-        if not OmegaConf.is_dict(tree):
-            raise ValueError("it must hold sections such as 'data:'")
-    except Exception as e:  # the parsers raise what they like
-        raise ValueError(f"'{path}' is not valid YAML: {' '.join(str(e).split())[:200]}") from e
-    return _flat(tree)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key; a value that refers to what is not there is not set."""
-    values: dict[str, Any] = {}
-    for name in tree:
-        key = f"{prefix}{name}"
-        if key in ("defaults", "hydra") or str(name) == "_target_":  # what Hydra is told
-            continue
-        try:
-            value = tree[name]
-        except Exception:  # an interpolation of the other program's own: its default
-            continue
-        if OmegaConf.is_dict(value):
-            values |= _flat(value, f"{key}.")
-        else:
-            values[key] = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
-    return values
+def _of_file(path: str, source: str) -> dict[str, Any]:
+    return of_yaml(path) if path.endswith(("yaml", "yml")) else _of_script(read_text(path), path, source)
 
 
 def _override(values: dict[str, Any], word: str) -> None:
@@ -92,27 +71,44 @@ def _override(values: dict[str, Any], word: str) -> None:
             del values[key]
         return
     key, _, text = word.lstrip("+").partition("=")
-    value = _value(text)
+    value = value_of(text)
     if isinstance(value, dict) and value:
-        values |= _flat(OmegaConf.create({key: value})) if "." not in key else _under(key, value)
+        values |= flat(OmegaConf.create({key: value})) if "." not in key else _under(key, value)
     else:
         values[key] = value
 
 
 def _under(key: str, value: dict[str, Any]) -> dict[str, Any]:
-    return {f"{key}.{name}": one for name, one in _flat(OmegaConf.create(value)).items()}
+    return {f"{key}.{name}": one for name, one in flat(OmegaConf.create(value)).items()}
 
 
-def _value(text: str) -> Any:
-    """As Hydra reads it: YAML, whose numbers may be written 1e-6."""
-    try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text.strip()}"]))["x"]  # type: ignore[index,call-overload]
-    except Exception:  # the parser raises what it likes: what is no YAML is text
-        return text.strip("'\"")
+def _of_script(text: str, path: str, source: str) -> dict[str, Any]:
+    commands, variables = _commands(text, path)
+    if source == "trl":
+        started = [found for words in commands if trl_written.is_command(found := _split(words, variables))]
+        if len(started) != 1:
+            raise ValueError(f"'{path}' starts {len(started)} of TRL's trainers: leave one command in it")
+        return trl_written.of_command(started[0])
+    values: dict[str, Any] = {}
+    for word in (word for words in commands for word in words):
+        if _KEY.match(word):
+            _override(values, _expanded(word, variables))
+    if not values:
+        raise ValueError(f"'{path}' sets no key: no word of it is of the form section.key=value")
+    return values
 
 
-def _of_script(text: str, path: str) -> dict[str, Any]:
-    """What its commands set; variables are those of the script and of the environment."""
+def _split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """With the values of variables; one that stands alone may be several words."""
+    found: list[str] = []
+    for word in words:
+        value = _expanded(word, variables)
+        found += _words(value, "") if _VARIABLE.fullmatch(word) else [value]
+    return found
+
+
+def _commands(text: str, path: str) -> tuple[list[list[str]], Mapping[str, str]]:
+    """The words of each of its commands, and its variables and those of the environment."""
     text = re.sub(r"\\\r?\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
     text = _ARITHMETIC.sub(lambda found: "".join(found[0].split()), text)  # one word
     variables: dict[str, str] = dict(os.environ)
@@ -123,21 +119,17 @@ def _of_script(text: str, path: str) -> dict[str, Any]:
         return ""
 
     rest = _ARRAY.sub(keep, text)
-    words: list[str] = []
+    commands: list[list[str]] = []
     for line in rest.splitlines():
         if (found := _ASSIGNED.match(line)) and len(assigned := _words(found[2], path)) <= 1:
             variables[found[1]] = _expanded(assigned[0], variables) if assigned else ""
             continue
+        words: list[str] = []
         for word in _words(line, path):
             name = _ALL_OF.match(word)
             words += arrays.get(name[1], []) if name else [word]
-    values: dict[str, Any] = {}
-    for word in words:
-        if _KEY.match(word):
-            _override(values, _expanded(word, variables))
-    if not values:
-        raise ValueError(f"'{path}' sets no key: no word of it is of the form section.key=value")
-    return values
+        commands.append(words)
+    return commands, variables
 
 
 def _words(text: str, path: str) -> list[str]:

@@ -1,0 +1,169 @@
+"""TRL's settings as people write them: the words of a command line, and Python files that make its configurations."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.config.migration.entry import Computed
+from megarl.config.migration.trl_trainers import TRAINER, TRAINERS
+from megarl.config.migration.values import of_yaml, read_text, value_of
+
+_CLASS = re.compile(r"^(GRPO|RLOO|PPO|DPO|ORPO|CPO|KTO|SFT|Reward)(Config|Trainer)$")
+_ARGUMENTS = ("ModelConfig", "ScriptArguments", "GRPOScriptArguments")
+_OF_TRAINERS = ("model", "reward_funcs", "peft_config")
+"""What a Trainer's call says beside its configuration."""
+_LAUNCHED = {"num_processes": "num_processes", "num_machines": "num_machines", "nnodes": "num_machines"}
+_OVERRIDE = re.compile(r"^[a-z]\w*=")
+_OPERATOR = re.compile(r"^(\d?>|[|&;])")
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Whether the words are a command that starts one of TRL's trainers, or its options."""
+    start = _start(words)
+    if start is None:
+        return bool(words) and words[0].startswith("--")
+    return words[start] == "trl" or _named(words[start]) is not None or os.path.isfile(words[start])
+
+
+def of_command(words: Sequence[str]) -> dict[str, Any]:
+    """`[accelerate launch ...] SCRIPT.py --name value ...`, or `trl NAME --name value ...`.
+
+    A script that is there is read, too; what the options say counts.
+    """
+    start = _start(words)
+    end = next((i for i, word in enumerate(words) if i > (start or 0) and _OPERATOR.match(word)), len(words))
+    values: dict[str, Any] = {}
+    if start is None:
+        own = words[:end]
+    elif words[start] == "trl":
+        values[TRAINER], own = words[start + 1], words[start + 2 : end]
+    else:
+        values, own = _launched(_options(words[:start])), words[start + 1 : end]
+        if (named := _named(words[start])) is not None:
+            values[TRAINER] = named
+        if os.path.isfile(words[start]):
+            values |= of_python(words[start])
+    options = _options(own)
+    values |= _launched(options)
+    options = {name: value for name, value in options.items() if name not in ("config_file", *_LAUNCHED)}
+    file = options.pop("config", None)
+    if isinstance(file, str):
+        values |= of_yaml(file)
+    return values | options
+
+
+def of_python(path: str) -> dict[str, Any]:
+    """What the calls of TRL's configurations, trainers and `load_dataset` in a Python file say.
+
+    Raises:
+        ValueError: it cannot be read, or has several trainers.
+    """
+    text = read_text(path)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as e:
+        raise ValueError(f"'{path}' is not valid Python: {e}") from e
+    known = _constants(tree)
+    values: dict[str, Any] = {}
+    trainers: set[str] = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func).rpartition(".")[2]
+        found = _CLASS.match(name)
+        if found:
+            trainers.add(found[1].lower())
+        if name in _ARGUMENTS or (found and found[2] == "Config"):
+            values |= {_name(keyword): _value(keyword.value, known) for keyword in call.keywords}
+        elif found:
+            said = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in _OF_TRAINERS}
+            said |= {"model": call.args[0]} if call.args else {}
+            for key, node in said.items():
+                value = _value(node, known)
+                if key == "reward_funcs":  # functions, by their names
+                    values[key] = [ast.unparse(one) for one in getattr(node, "elts", [node])]
+                elif key != "model":
+                    values[key] = value
+                elif not isinstance(value, Computed):  # else it was loaded from what another call names
+                    values["model_name_or_path"] = value
+        elif name == "load_dataset" and call.args:
+            values.setdefault("dataset_name", _value(call.args[0], known))
+    if len(trainers) > 1:
+        raise ValueError(f"'{path}' has several trainers: {', '.join(sorted(trainers))}; leave one in it")
+    return values | ({TRAINER: trainers.pop()} if trainers else {})
+
+
+def _start(words: Sequence[str]) -> int | None:
+    for i, word in enumerate(words):
+        if word == "trl" and i + 1 < len(words) and words[i + 1] in TRAINERS:
+            return i
+        if word.endswith(".py") and "=" not in word:
+            return i
+    return None
+
+
+def _named(script: str) -> str | None:
+    """`examples/scripts/dpo_online.py` is DPO's."""
+    name = re.split(r"[_.]", os.path.basename(script))[0]
+    return name if name in TRAINERS else None
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value`, `--name a b` (a list), `--name` (true) and `--no_name` (false)."""
+    options: dict[str, Any] = {}
+    at: str | None = None
+    for word in words:
+        if word.startswith("--"):
+            name, given, text = word[2:].partition("=")
+            at = name.replace("-", "_")
+            options[at] = [text] if given else []
+        elif at is not None and not _OVERRIDE.match(word):
+            options[at].append(word)
+    values: dict[str, Any] = {}
+    for name, texts in options.items():
+        if not texts and name.startswith("no_"):
+            values[name.removeprefix("no_")] = False
+        else:
+            read = [value_of(text) for text in texts]
+            values[name] = True if not read else read[0] if len(read) == 1 else read
+    return values
+
+
+def _launched(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Processes and machines, of accelerate's or torchrun's options."""
+    values = {_LAUNCHED[name]: value for name, value in options.items() if name in _LAUNCHED}
+    if isinstance(each := options.get("nproc_per_node"), int):
+        machines = values.get("num_machines", 1)
+        values["num_processes"] = each * machines if isinstance(machines, int) else each
+    file = options.get("config_file")
+    if isinstance(file, str):
+        if not os.path.isfile(file):
+            return {**values, "accelerate_config": file}
+        values = {name: value for name, value in of_yaml(file).items() if name in _LAUNCHED.values()} | values
+    return values
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """Names that are given a literal once, anywhere in the file."""
+    known: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for name in (target.id for target in targets if isinstance(target, ast.Name)):
+            value = _value(node.value, {})  # type: ignore[attr-defined]
+            known[name] = value if name not in known else Computed("several values")
+    return known
+
+
+def _name(keyword: ast.keyword) -> str:
+    return keyword.arg or f"**{ast.unparse(keyword.value)}"
+
+
+def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Name) and node.id in known:
+        return known[node.id]
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return Computed(ast.unparse(node))

@@ -1,0 +1,13 @@
+trl sft \
+    --model_name_or_path configs/models/qwen2_1.5b \
+    --dataset_name data/capybara.jsonl \
+    --num_train_epochs 1 \
+    --packing \
+    --per-device-train-batch-size 2 \
+    --gradient_accumulation_steps 8 \
+    --num_processes 4 \
+    --eos_token '<|im_end|>' \
+    --eval_strategy steps \
+    --eval_steps 100 \
+    --output_dir runs/Qwen2-SFT \
+    --push_to_hub
