@@ -178,3 +178,31 @@ def flow(run):
     done = megarl("train", str(config))
     assert done.returncode == 0, done.stderr
     assert [(row["step"], row["a/b"]) for row in metrics_of(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 11.0)]
+
+
+@pytest.mark.slow
+def test_a_signal_between_two_loops_loses_nothing(tmp_path: Path) -> None:
+    """What is between them is not in a checkpoint, so one is written after the next loop's first step."""
+    body = """
+import os, signal, time
+import megarl
+
+def flow(run):
+    for step in run.steps("first", 2):
+        run.log("a", {"b": step})
+    if not run.resumes:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    for step in run.steps("second", 3):
+        run.log("a", {"b": 10 + step})
+"""
+    (tmp_path / "flow.py").write_text(body)
+    config = write_run(
+        tmp_path, trainer__flow=f"{tmp_path / 'flow.py'}:flow", trainer__logger=["jsonl"], trainer__save_freq=-1
+    )
+    left = megarl("train", str(config))
+    assert left.returncode == 128 + signal.SIGTERM, left.stderr
+    assert "stopped by SIGTERM after second step 1; checkpoint " in left.stderr, left.stderr
+    done = megarl("train", str(config))
+    assert done.returncode == 0, done.stderr
+    assert [row["a/b"] for row in metrics_of(tmp_path)] == [1.0, 2.0, 11.0, 12.0, 13.0]

@@ -290,8 +290,7 @@ class Run:
         Raises:
             RunStopped: what the run trained cannot be saved; work would be lost with exit code 0.
         """
-        unsaved = self.position.step and self.checkpoints.position != self.position
-        if self.config.trainer.save_freq and unsaved and not self._save():
+        if self.config.trainer.save_freq and self._unsaved and not self._save():
             raise RunStopped(
                 f"all {self.position.step} steps are done, but not saved; make room and start again to repeat those "
                 f"since {self.checkpoints.latest or 'the beginning'}"
@@ -358,12 +357,19 @@ class Run:
         asked = self._stop.agreed(self.groups)
         if asked is None:
             return
-        if self.position.order == order and self.position.step:
+        if self.position.order == order:
             self._save_if_new()
+        elif self.config.trainer.save_freq and self._unsaved:
+            return  # the loop before was not saved as it was, and what it trained may be other models now: a step first
         raise RunInterrupted(asked)
 
+    @property
+    def _unsaved(self) -> bool:
+        """Whether steps are done that no checkpoint has."""
+        return self.position.step > 0 and self.checkpoints.position != self.position
+
     def _save_if_new(self) -> None:
-        if self.config.trainer.save_freq and self.checkpoints.position != self.position:
+        if self.config.trainer.save_freq and self._unsaved:
             self._save()
 
     def _end_step(self, total: int, validate: Callable[[], Metrics] | None) -> None:
