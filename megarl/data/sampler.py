@@ -95,8 +95,9 @@ class PromptSampler:
 
     def _start(self, *, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
-        self._order = np.arange(self._n_rows)
         if self._shuffle:
             self._order = np.random.default_rng([self._seed, epoch]).permutation(self._n_rows)
+        else:
+            self._order = np.arange(self._n_rows)
         if self._reordered is not None:
             self._order = self._reordered(epoch, self._order)
