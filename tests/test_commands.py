@@ -228,6 +228,9 @@ def test_states_of_runs(tmp_path: Path) -> None:
     assert (found.step, found.steps, found.metrics, found.checkpoints) == (4, 9, {"accuracy": 0.5}, 0)
     lock.release()
     assert only(tmp_path).state == "ended without a word"
+    for name in ("global_step_4", "global_step_4-huggingface", "global_step_2.damaged", ".global_step_5.partial"):
+        (tmp_path / "a" / "b" / "checkpoints" / name).mkdir(parents=True)
+    assert only(tmp_path).checkpoints == 1
     lock = RunLock(str(tmp_path / "a" / "b"), steps=9)
     lock.note_end("stopped by SIGTERM")
     assert only(tmp_path).state.startswith("running on")  # what it started may still be there

@@ -76,6 +76,11 @@ def _named(name: str) -> tuple[str, int] | None:
     return ("rl" if found[1] == "global" else found[1], int(found[2])) if found else None
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder of that name is a checkpoint, not one that is unfinished or damaged, or an export beside it."""
+    return _named(name) is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A checkpoint of a run, or what has the name of one.

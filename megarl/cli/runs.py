@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megarl.checkpoint.folder import is_checkpoint_name
 from megarl.config.load import CONFIG_FILE
 from megarl.evaluation.folder import EVAL_FILE
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
@@ -195,7 +196,7 @@ def _checkpoints(folder: str) -> tuple[int, int]:
     count = size = 0
     for parent, folders, files in os.walk(folder):
         if parent == folder:
-            count = sum("_step_" in name and not name.startswith(".") for name in folders)
+            count = sum(map(is_checkpoint_name, folders))
         for name in files:
             try:
                 size += os.lstat(os.path.join(parent, name)).st_size

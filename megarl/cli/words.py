@@ -16,14 +16,16 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """`key=value ...`"""
-    words: Any = parser.add_argument("overrides", nargs="*", metavar="key=value", help="configuration keys to set")
+    words: Any = parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="configuration keys to set"
+    )
     words.completer = keys
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
     """`[CONFIG] key=value ...`"""
     described = "YAML file, default the run's own configuration; and configuration keys to set"
-    words: Any = parser.add_argument("words", nargs="*", metavar="[CONFIG] key=value", help=described)
+    words: Any = parser.add_argument("words", nargs="*", default=[], metavar="[CONFIG] key=value", help=described)
     words.completer = keys
 
 
