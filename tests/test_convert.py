@@ -15,7 +15,7 @@ from ranks import Ranks
 from safetensors.torch import save_file
 from selection import quick
 from tiny_families import CONFIGS
-from tiny_run import ROOT
+from tiny_run import ROOT, TrainedRun
 from training_cases import Case
 
 from tools.convert import main
@@ -120,6 +120,18 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(arguments) == 2
         printed = capsys.readouterr().err
         assert message in printed.splitlines()[-1] and not (tmp_path / "x").exists(), printed
+
+
+def test_of_a_run_the_newest_checkpoint_is_taken(
+    small: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = small.folder / "run"
+    assert main(["megatron-to-hf", str(run), str(tmp_path / "out"), "--verify"]) == 0
+    assert f"wrote {tmp_path / 'out'} from {run}/checkpoints/global_step_2\n" in capsys.readouterr().out
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    for arguments, message in (([str(tmp_path / "empty")], "no whole checkpoint"), ([str(run), "--best"], "best")):
+        assert main(["megatron-to-hf", arguments[0], str(tmp_path / "x"), *arguments[1:]]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
 def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,12 @@
 """Convert checkpoints between Hugging Face folders and Megatron-Core `dist_checkpointing` folders.
 
   hf-to-megatron SRC DST [--tp N --pp N]
-  megatron-to-hf SRC DST
+  megatron-to-hf SRC DST [--best]
 
 The Megatron folder is what MegaRL's checkpoints are: DST is an `actor_rollout_ref.model.checkpoint`, SRC a
-global_step_N. A job reads it in any layout; --tp and --pp say how it is cut up, so that the ranks of that layout each
-read only their own part. One process, no GPU; beside the program itself it needs two to three times the memory of the
-largest parameter, however large the model is.
+global_step_N, or a run's folder, of which the newest one is taken. A job reads it in any layout; --tp and --pp say how
+it is cut up, so that the ranks of that layout each read only their own part. One process, no GPU; beside the program
+itself it needs two to three times the memory of the largest parameter, however large the model is.
 
 A checkpoint's files are compared with its manifest first, and weights that are not finite are refused.
 
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megarl.debugging import hush_dependencies
+from megarl.trainer.subject import weights_of
 
 EXAMPLE = "megarl convert megatron-to-hf runs/math/run/checkpoints/global_step_20 exported --verify"
 SHARD_BYTES = 5 * 10**9
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=["float32", "bfloat16"], help="of the weights; default one that changes no weight"
     )
     out = ways.add_parser("megatron-to-hf", parents=[common], help="export")
+    out.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
     out.add_argument("--no-check", action="store_true", help="do not compare SRC's files with its manifest first")
     out.add_argument("--model", help="folder with config.json and tokenizer; default SRC, which has them")
 
@@ -60,6 +62,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     del rest
     return_freed_memory()
     hush_dependencies()
+    if args.way == "megatron-to-hf":
+        args.source = weights_of(args.source, best=args.best)
     try:
         convert(args)
         if args.verify:
@@ -101,7 +105,7 @@ def convert(args: argparse.Namespace) -> None:
                 check=not args.no_check,
                 advance=advance,
             )
-    print(f"wrote {args.target}")
+    print(f"wrote {args.target} from {args.source}")
 
 
 def verify(args: argparse.Namespace) -> None:

@@ -67,13 +67,7 @@ def find_subject(path: str, *, best: bool = False) -> Subject:
     Raises:
         ValueError: nothing that can be evaluated, in one line.
     """
-    if not os.path.isdir(path):
-        raise ValueError(f"no folder at '{path}'")
-    folder = path
-    if os.path.isdir(os.path.join(path, "checkpoints")):
-        folder = best_checkpoint(path) if best else _newest(path)
-    elif best:
-        raise ValueError(f"--best chooses among the checkpoints of a run, and '{path}' is no run's folder")
+    folder = weights_of(path, best=best)
     if os.path.isfile(os.path.join(folder, STATE_FILE)):
         check_whole(folder)
         models = read_state(folder).get("models", ["actor"])
@@ -86,6 +80,21 @@ def find_subject(path: str, *, best: bool = False) -> Subject:
         f"'{path}' is neither a checkpoint ({STATE_FILE}) nor a run's folder (checkpoints/) nor a Hugging Face folder "
         f"({CONFIG})"
     )
+
+
+def weights_of(path: str, *, best: bool = False) -> str:
+    """A run's newest whole checkpoint, or its best; any other folder as it is.
+
+    Raises:
+        ValueError: there is no folder, or no such checkpoint in it, in one line.
+    """
+    if not os.path.isdir(path):
+        raise ValueError(f"no folder at '{path}'")
+    if os.path.isdir(os.path.join(path, "checkpoints")):
+        return best_checkpoint(path) if best else _newest(path)
+    if best:
+        raise ValueError(f"--best chooses among the checkpoints of a run, and '{path}' is no run's folder")
+    return path
 
 
 def evaluation_config(
