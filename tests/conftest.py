@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it where it is first imported, by whatever test
+
 from ranks import Ranks
 from run_cases import run_here
 from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run

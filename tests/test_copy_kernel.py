@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are defined
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from copy_cases import random_copies  # noqa: E402

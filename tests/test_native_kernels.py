@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are defined
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from dataclasses import replace  # noqa: E402

@@ -89,17 +89,18 @@ def test_the_users_exception_comes_with_the_users_frames(tmp_path: Path) -> None
         "def wrong(response):\n    return 1.0\n\n\ndef deep(response, row):\n    return deep(response, row)\n"
     )
     failure = judge(load_reward(f"{file}:key"), "x" * 1000, PROMPT, timeout=10)
-    assert str(failure) == (
+    said = re.sub(r"\n +\^+\n", "\n", str(failure))  # which Python 3.10 does not underline
+    assert said == (
         f"reward.name = {file}:key raised KeyError: 'no\\n4'; row train.jsonl:17, response '{'x' * 199}...\n"
-        f"  File \"{file}\", line 8, in key\n    return inner(row['answer'])\n           ^^^^^^^^^^^^^^^^^^^^\n"
+        f"  File \"{file}\", line 8, in key\n    return inner(row['answer'])\n"
         f"  File \"{file}\", line 4, in inner\n    raise KeyError(f'no\\n{{x}}')"
     )
-    said = {
+    told = {
         name: str(judge(load_reward(f"{file}:{name}"), "", PROMPT, timeout=10)) for name in ("leave", "wrong", "deep")
     }
-    assert "raised SystemExit: 3; row train.jsonl:17, response ''\n" in said["leave"]
-    assert "raised TypeError: wrong() takes 1 positional argument but 2 were given; row" in said["wrong"]
-    assert "raised RecursionError" in said["deep"] and len(said["deep"]) < 4000
+    assert "raised SystemExit: 3; row train.jsonl:17, response ''\n" in told["leave"]
+    assert "raised TypeError: wrong() takes 1 positional argument but 2 were given; row" in told["wrong"]
+    assert "raised RecursionError" in told["deep"] and len(told["deep"]) < 4000
 
 
 # ---------------------------------------------------------------------------------------------------- the deadline

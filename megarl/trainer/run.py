@@ -92,9 +92,7 @@ def take_part(
         except BaseException as e:
             _close_after(e, session, ends=ends)
             raise
-    session.close_records()
-    if not ends:
-        session.close_engines()
+    session.close(engines=not ends)
     if stopped_by is not None:
         _say(groups, _stop_line(session, stopped_by))
     return stopped_by
@@ -103,9 +101,7 @@ def take_part(
 def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
     """What ended the run is what a person hears of, whatever fails now; its records tell of the steps before."""
     try:
-        session.close_records()
-        if isinstance(failure, RunStopped) and not ends:  # all ranks have come so far
-            session.close_engines()
+        session.close(engines=isinstance(failure, RunStopped) and not ends)  # all ranks have stopped there
     except Exception as e:
         _say(session.groups, f"the run's records could not be closed: {type(e).__name__}: {e}")
 

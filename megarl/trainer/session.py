@@ -296,18 +296,19 @@ class Run:
                 f"since {self.checkpoints.latest or 'the beginning'}"
             )
 
-    def close_engines(self) -> None:
-        """Give their memory and groups back; on all ranks, while the world still stands."""
-        for generation in self.generations:
-            generation.close()
+    def close(self, *, engines: bool = True) -> None:
+        """What tells of the run, and what scores, which needs no other rank, whatever became of them.
 
-    def close_records(self) -> None:
-        """What tells of the run, and what scores: without other ranks, whatever became of them."""
+        Args:
+            engines: the engines, too: on all ranks, while the world still stands.
+        """
         if self._scorer is not None:
             self._scorer.close()
         self.pace.close()
         self.report.close()
         self._timeline.close()
+        for generation in self.generations if engines else ():
+            generation.close()
 
     @property
     def models(self) -> Mapping[str, MegatronModel]:
