@@ -18,7 +18,8 @@ from megarl.environments.agent_process import READY, Job, Outcome
 Tell = Callable[["AgentWorker", Outcome | None], None]
 """(who, an outcome, or None where the process is gone); called in a thread."""
 
-_GRACE = 5.0
+GRACE = 5.0
+"""Seconds that a process has to end by itself."""
 
 
 class AgentWorker:
@@ -54,7 +55,7 @@ class AgentWorker:
     def how_it_ended(self) -> str:
         """In words, once it is gone."""
         try:
-            code = self._process.wait(timeout=_GRACE)
+            code = self._process.wait(timeout=GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
@@ -65,11 +66,14 @@ class AgentWorker:
         self._process.kill()
         self._process.wait()
 
-    def close(self) -> None:
-        """End it; nobody waits for its episodes any more."""
+    def dismiss(self) -> None:
+        """It may end: nobody waits for its episodes any more."""
         self._jobs.put(None)
+
+    def close(self, by: float) -> None:
+        """Wait for its end, and from `by` on, of `time.monotonic`, no longer."""
         try:
-            self._process.wait(timeout=_GRACE)
+            self._process.wait(timeout=max(0.0, by - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
 

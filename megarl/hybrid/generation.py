@@ -160,12 +160,17 @@ class Generation:
         self.speed.count(rollouts, made)
         return Rollouts(items=tuple(made), temperature=params.temperature or 1.0, version=version)
 
-    def close(self) -> None:
-        """Give the engine's memory and process groups back; while the world still stands."""
+    def close(self, *, engine: bool = True) -> None:
+        """End what plays episodes, and give the engine's memory and process groups back.
+
+        Args:
+            engine: the second, on all ranks, while the world still stands.
+        """
         if self._episodes is not None:
             self._episodes.close()
-        self.sync.release()
-        self.engine.close()
+        if engine:
+            self.sync.release()
+            self.engine.close()
 
     def _sleep(self) -> None:
         if self._rollout.free_cache_engine:

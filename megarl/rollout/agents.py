@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from megarl.environments.agent_process import NO_AGENT, Job, Outcome
-from megarl.environments.agent_workers import AgentWorker
+from megarl.environments.agent_workers import GRACE, AgentWorker
 from megarl.environments.speech import Speech
 from megarl.rewards.judge import RewardError
 from megarl.rollout.endpoint import Endpoint, Waiting
@@ -76,8 +76,11 @@ class Agents:
 
     def close(self) -> None:
         """End the endpoint and the processes."""
-        for worker in (*self._workers, *self._alone):
-            worker.close()
+        workers, by = [*self._workers, *self._alone], time.monotonic() + GRACE
+        for worker in workers:
+            worker.dismiss()
+        for worker in workers:
+            worker.close(by)
         self._workers, self._alone = [], []
         if self._endpoint is not None:
             self._endpoint.close()

@@ -297,7 +297,7 @@ class Run:
             )
 
     def close(self, *, engines: bool = True) -> None:
-        """What tells of the run, and what scores, which needs no other rank, whatever became of them.
+        """What tells of the run, scores and plays episodes, which needs no other rank, whatever became of them.
 
         Args:
             engines: the engines, too: on all ranks, while the world still stands.
@@ -307,8 +307,8 @@ class Run:
         self.pace.close()
         self.report.close()
         self._timeline.close()
-        for generation in self.generations if engines else ():
-            generation.close()
+        for generation in self.generations:
+            generation.close(engine=engines)
 
     @property
     def models(self) -> Mapping[str, MegatronModel]:
