@@ -415,6 +415,26 @@ def test_scripts_with_several_of_trl_s_commands(tmp_path: Path) -> None:
         read_written([str(script)], "trl")
 
 
+def test_a_variable_with_several_values_is_remarked_on(tmp_path: Path) -> None:
+    text = """
+if [ "$1" = large ]; then
+    LR=1e-6
+else
+    LR=2e-6
+fi
+EXTRA=data.seed=3
+EXTRA="$EXTRA"
+UNUSED=1
+UNUSED=2
+python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.optim.lr=$LR $EXTRA
+"""
+    (tmp_path / "run.sh").write_text(text)
+    written = read_written([str(tmp_path / "run.sh")])
+    assert written == {"actor_rollout_ref.actor.optim.lr": 2e-6, "data.seed": 3}
+    (remark,) = written.remarks
+    assert remark.endswith("sets LR more than once, in branches of an if, say: its last value, '2e-6', is taken")
+
+
 def test_a_command_after_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "migrate", "--from", "trl", "--", "trl", "dpo", "--learning_rate", "5e-7"]) == 0
     assert "lr: 5.0e-07" in capsys.readouterr().out

@@ -51,7 +51,8 @@ def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
         ValueError: an unreadable file, or nothing that sets a key.
     """
     words = [*args.written, *after_options]
-    migrated = convert(read_written(words, args.source), args.source, loggers=SINKS.names())
+    written = read_written(words, args.source)
+    migrated = convert(written, args.source, loggers=SINKS.names())
     build_config(migrated.tree)
     text = "# Made by megarl config migrate\n" + OmegaConf.to_yaml(OmegaConf.create(migrated.tree))
     if args.out:
@@ -64,7 +65,7 @@ def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
             raise ValueError(f"--out '{args.out}' cannot be written: {e.strerror or e}") from e
     else:
         sys.stdout.write(text)
-    for line in report(migrated, args.source, quiet=args.quiet):
+    for line in [*report(migrated, args.source, quiet=args.quiet), *written.remarks]:
         print(line, file=sys.stderr)
     return 1 if migrated.of("refused") else 0
 

@@ -32,7 +32,19 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 _MOST = 2**63
 
 
-def read_written(words: Sequence[str], source: str = "verl") -> dict[str, Any]:
+class Written(dict[str, Any]):
+    """Settings by dotted key.
+
+    Attributes:
+        remarks: what a reader should know of how they were read, a line each.
+    """
+
+    def __init__(self, values: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
+        super().__init__(values)
+        self.remarks = list(remarks)
+
+
+def read_written(words: Sequence[str], source: str = "verl") -> Written:
     """Settings by dotted key; what is written later counts.
 
     Args:
@@ -44,13 +56,15 @@ def read_written(words: Sequence[str], source: str = "verl") -> dict[str, Any]:
     Raises:
         ValueError: a file that cannot be read, or nothing that sets a key.
     """
-    values: dict[str, Any] = {}
+    values = Written({})
     if source == "trl" and trl_written.is_command(words):
-        values = trl_written.of_command(words)
+        values |= trl_written.of_command(words)
         words = [word for word in words if "=" in word]
     for word in words:
         if re.search(r"\.(ya?ml|sh|bash)$", word) and not _KEY.match(word):
-            values |= _of_file(word, source)
+            read = _of_file(word, source)
+            values |= read
+            values.remarks += read.remarks
         elif _KEY.match(word) or ("=" in word and not word.startswith("-")):
             _override(values, word)
     if not values:
@@ -60,8 +74,8 @@ def read_written(words: Sequence[str], source: str = "verl") -> dict[str, Any]:
     return values
 
 
-def _of_file(path: str, source: str) -> dict[str, Any]:
-    return of_yaml(path) if path.endswith(("yaml", "yml")) else _of_script(read_text(path), path, source)
+def _of_file(path: str, source: str) -> Written:
+    return Written(of_yaml(path)) if path.endswith(("yaml", "yml")) else _of_script(read_text(path), path, source)
 
 
 def _override(values: dict[str, Any], word: str) -> None:
@@ -82,17 +96,21 @@ def _under(key: str, value: dict[str, Any]) -> dict[str, Any]:
     return {f"{key}.{name}": one for name, one in flat(OmegaConf.create(value)).items()}
 
 
-def _of_script(text: str, path: str, source: str) -> dict[str, Any]:
-    commands, variables = _commands(text, path)
+def _of_script(text: str, path: str, source: str) -> Written:
+    commands, variables, again = _commands(text, path)
+    remarks = [
+        f"{path} sets {name} more than once, in branches of an if, say: its last value, {variables[name]!r}, is taken"
+        for name in again
+    ]
     if source == "trl":
         started = [found for words in commands if trl_written.is_command(found := _split(words, variables))]
         if len(started) != 1:
             raise ValueError(f"'{path}' starts {len(started)} of TRL's trainers: leave one command in it")
-        return trl_written.of_command(started[0])
-    values: dict[str, Any] = {}
-    for word in (word for words in commands for word in words):
+        return Written(trl_written.of_command(started[0]), remarks)
+    values = Written({}, remarks)
+    for word in (word for words in commands for word in _split(words, variables)):
         if _KEY.match(word):
-            _override(values, _expanded(word, variables))
+            _override(values, word)
     if not values:
         raise ValueError(f"'{path}' sets no key: no word of it is of the form section.key=value")
     return values
@@ -107,8 +125,8 @@ def _split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     return found
 
 
-def _commands(text: str, path: str) -> tuple[list[list[str]], Mapping[str, str]]:
-    """The words of each of its commands, and its variables and those of the environment."""
+def _commands(text: str, path: str) -> tuple[list[list[str]], Mapping[str, str], list[str]]:
+    """The words of each of its commands; its variables and those of the environment; names that got several values."""
     text = re.sub(r"\\\r?\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
     text = _ARITHMETIC.sub(lambda found: "".join(found[0].split()), text)  # one word
     variables: dict[str, str] = dict(os.environ)
@@ -120,16 +138,21 @@ def _commands(text: str, path: str) -> tuple[list[list[str]], Mapping[str, str]]
 
     rest = _ARRAY.sub(keep, text)
     commands: list[list[str]] = []
+    own: dict[str, set[str]] = {}
     for line in rest.splitlines():
         if (found := _ASSIGNED.match(line)) and len(assigned := _words(found[2], path)) <= 1:
-            variables[found[1]] = _expanded(assigned[0], variables) if assigned else ""
+            name, value = found[1], assigned[0] if assigned else ""
+            if name not in (used[1] or used[3] for used in _VARIABLE.finditer(value)):  # else it is added to
+                own.setdefault(name, set()).add(value)
+            variables[name] = _expanded(value, variables)
             continue
         words: list[str] = []
         for word in _words(line, path):
-            name = _ALL_OF.match(word)
-            words += arrays.get(name[1], []) if name else [word]
+            all_of = _ALL_OF.match(word)
+            words += arrays.get(all_of[1], []) if all_of else [word]
         commands.append(words)
-    return commands, variables
+    used_names = {found[1] or found[3] for found in _VARIABLE.finditer(text)}
+    return commands, variables, [name for name, values in own.items() if len(values) > 1 and name in used_names]
 
 
 def _words(text: str, path: str) -> list[str]:
