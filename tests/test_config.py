@@ -99,6 +99,18 @@ def test_sections_are_frozen() -> None:
         config.data.seed = 4  # type: ignore[misc]
 
 
+def test_one_text_is_a_list_of_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {train_files: s3://bucket/a.jsonl}\nwarmup: {train_files: b.jsonl}\n")
+    config = load_config(str(file), ["trainer.logger=csv", "trainer.resume_allow=data", "data.val_files='a b.jsonl'"])
+    assert (config.data.train_files, config.warmup.train_files) == (["s3://bucket/a.jsonl"], ["b.jsonl"])
+    assert (config.trainer.logger, config.trainer.resume_allow) == (["csv"], ["data"])
+    assert config.data.val_files == ["a b.jsonl"]
+    for wrong in ("data.weights=0.5", "data.train_files=3", "trainer.resume_allow=everything", "data.train_files="):
+        with pytest.raises(ConfigError, match=wrong.partition("=")[0]):
+            load_config(str(file), [wrong])
+
+
 def test_every_shipped_configuration_parses() -> None:
     for path in (Path(__file__).parents[1] / "configs").glob("**/*.yaml"):
         load_config(str(path))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
 KlLoss = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
@@ -19,6 +20,29 @@ Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "alg
 
 
 class Section(BaseModel):
-    """A frozen group of keys; a key that is not declared here is an error, and so are infinity and NaN."""
+    """A frozen group of keys; a key that is not declared here is an error, and so are infinity and NaN.
+
+    Where texts are listed, one text is a list of one: `data.train_files=train.jsonl`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_one_text(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        single = {
+            name: [value]
+            for name, value in values.items()
+            if value and isinstance(value, str) and name in cls.model_fields and _lists_texts(cls.model_fields[name])
+        }
+        return {**values, **single}
+
+
+def _lists_texts(field: FieldInfo) -> bool:
+    if get_origin(field.annotation) is not list:
+        return False
+    (item,) = get_args(field.annotation)
+    item = get_args(item)[0] if get_origin(item) is Annotated else item
+    return item is str or get_origin(item) is Literal
