@@ -63,12 +63,15 @@ up_to_date() { [[ $(cat "${@:2}" | cksum) == $(cat "$VENV/.megarl-$1" 2>/dev/nul
 mark() { cat "${@:2}" | cksum >"$VENV/.megarl-$1"; }
 
 prepare_venv() {
-    local python pins torch tools=(launch/requirements-dev.txt launch/requirements-docs.txt)
+    local place python pins torch tools=(launch/requirements-dev.txt launch/requirements-docs.txt)
     mkdir -p "$(dirname "$INSTALL_LOG")"
-    if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+    # One that was moved or copied with the repository would run the code of its first place.
+    place=$(cat "$VENV/.megarl-place" 2>/dev/null || echo "$VENV")
+    if [[ $place != "$VENV" ]] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
         python=$(find_python) || fail "no Python 3.10 or newer with its venv module on PATH; install python3.11 and" \
             "python3.11-venv, or set MEGARL_PYTHON to an interpreter that has MegaRL's requirements"
         stage "making .venv with $("$python" --version)" "$python" -m venv --clear "$VENV"
+        echo "$VENV" >"$VENV/.megarl-place"
     fi
     pins=launch/requirements.txt
     if (($(gpu_count) > 0)) && "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))'; then

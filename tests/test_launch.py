@@ -89,13 +89,38 @@ def test_a_wrong_interpreter_is_one_line() -> None:
     assert result.stderr == "megarl: MEGARL_PYTHON = '/no/python' is no executable\n"
 
 
-def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
+def without_python(folder: Path) -> Path:
+    """A PATH of what the scripts need beside Python."""
+    tools = folder / "bin"
     tools.mkdir()
     for name in ("bash", "cat", "cksum", "dirname", "grep", "mkdir", "realpath", "tr"):
         found = shutil.which(name)
         assert found is not None
         (tools / name).symlink_to(found)
+    return tools
+
+
+def test_an_environment_that_was_moved_is_not_used(tmp_path: Path) -> None:
+    """Its scripts, and what it installed as editable, are those of its first place."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    tools = without_python(tmp_path)
+    environment = tmp_path / ".venv"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (environment / "bin" / "python").chmod(0o755)
+    marked = "cat launch/requirements.txt launch/requirements-base.txt setup.py | cksum > .venv/.megarl-run"
+    subprocess.run(["bash", "-c", marked], cwd=tmp_path, check=True)
+    (tmp_path / "uses.sh").write_text('source "$(dirname "$0")/launch/environment.sh"; echo "$PYTHON"')
+    for place, said in ((None, ""), (environment, ""), (tmp_path / "before" / ".venv", "no Python 3.10 or newer")):
+        if place is not None:
+            (environment / ".megarl-place").write_text(f"{place}\n")
+        result = run(str(tmp_path / "uses.sh"), MEGARL_PYTHON="", PATH=str(tools))
+        assert result.stdout == ("" if said else f"{environment}/bin/python\n") and said in result.stderr, result
+
+
+def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
+    tools = without_python(tmp_path)
     shutil.copytree(LAUNCH, tmp_path / "launch")
     result = run(str(tmp_path / "launch" / "train.sh"), "a.yaml", MEGARL_PYTHON="", PATH=str(tools))
     assert result.returncode == 1
