@@ -341,6 +341,7 @@ def test_the_engine_s_distribution_in_trl() -> None:
     assert (tokens.rollout_is, tokens.rollout_is_threshold, tokens.rollout_rs) == ("token", 2.0, None)
     off = _migrated("use_vllm=true", "vllm_importance_sampling_correction=false", most, source="trl")
     assert off.algorithm.rollout_correction.rollout_is is None
+    assert _migrated("trainer=grpo", mode, source="trl").algorithm.rollout_correction.rollout_is is None  # no vLLM
 
 
 def test_commands_of_trl() -> None:

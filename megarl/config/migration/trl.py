@@ -35,7 +35,7 @@ def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any
         added["critic.optim.lr"] = (made.get(f"{OPTIM}.lr", trainer.lr), "TRL has one optimizer for both")
     if name == "grpo" and made.get(f"{A}.use_kl_loss"):
         added[f"{A}.kl_loss_type"] = ("k3+", f"{default}: use_bias_correction_kl")
-    if settings.of("use_vllm") and name == "grpo" and settings.of("vllm_importance_sampling_correction") is None:
+    if name == "grpo" and settings.of("vllm_importance_sampling_correction") is None:
         added |= {key: (value, default) for key, value in _correction(True, settings).items()}
     return added
 
@@ -99,8 +99,8 @@ def _rewards(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
 
 
 def _correction(value: Any, settings: Settings) -> dict[str, Any]:
-    """TRL's weights for the engine's distribution: truncated, or zero outside of bounds, by token or by sequence."""
-    if not value:
+    """TRL's weights for vLLM's distribution: truncated, or zero outside of bounds, by token or by sequence."""
+    if not (value and settings.of("use_vllm")):
         return {}
     mode = str(settings.of("vllm_importance_sampling_mode") or "sequence_mask")
     level = mode.partition("_")[0]
