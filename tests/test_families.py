@@ -82,6 +82,7 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ("llama", {"hidden_act": "gelu"}, "llama: hidden_act = 'gelu' is not supported (only 'silu')"),
         ("llama", {"partial_rotary_factor": 0.5}, "llama: partial_rotary_factor = 0.5 is not supported (only 1.0)"),
         ("mistral", {"sliding_window": 64}, "mistral: sliding_window = 64 is less than max_position_embeddings = 128"),
+        ("mistral", {"sliding_window": ..., "max_position_embeddings": 8192}, "mistral: sliding_window = 4096 is less"),
         ("mixtral", {"sliding_window": 64}, "mixtral: sliding_window = 64 is less than max_position_embeddings = 128"),
         ("qwen2", {"use_sliding_window": True}, "qwen2: use_sliding_window = true is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"]}, "qwen3: layer_types with 'sliding_attention' is not"),
