@@ -194,6 +194,25 @@ def test_multiple_choice(response: str, answer: object, expected: float) -> None
     assert score("multiple_choice", response, {"answer": answer}) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "response"),
+    [
+        ("gsm8k", "####{}"),
+        ("gsm8k", "#### ${}-{}"),
+        ("multiple_choice", "answer{}"),
+        ("multiple_choice", "The answer is{}:{}**{}"),
+        ("multiple_choice", "<answer>{}"),
+        ("multiple_choice", "\\boxed{{{}}}"),
+    ],
+)
+@pytest.mark.parametrize("blank", [" ", "\n", "\t"])
+def test_a_response_of_blanks_takes_no_time(name: str, response: str, blank: str) -> None:
+    """A policy that has collapsed writes blanks up to its greatest length, and a late score ends the run."""
+    began = time.monotonic()
+    assert score(name, response.format(*[blank * 2000] * 3), {"answer": "1"}) == 0.0
+    assert time.monotonic() - began < 5
+
+
 def test_regex() -> None:
     pattern = "(?s)<answer>(.*?)</answer>"
     assert score("regex", "<answer>1</answer><answer> 12\n</answer>", {"answer": 12}, pattern=pattern) == 1.0

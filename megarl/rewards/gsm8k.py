@@ -10,7 +10,8 @@ from typing import Any
 from megarl.rewards.registry import register
 from megarl.rewards.rows import check_answer
 
-_MARKED = re.compile(r"####[ \t]*\$?[ \t]*([-+]?[ \t]*\$?[\d,]*\.?\d+)")
+# no two runs of blanks side by side: of thousands of blanks, each way to share them out would be tried
+_MARKED = re.compile(r"####[ \t]*(?:\$[ \t]*)?((?:[-+][ \t]*)?\$?[\d,]*\.?\d+)")
 _DIGITS = 400  # of a number; int and Decimal take long for millions
 
 

@@ -45,6 +45,7 @@ def _reference(answer: Any, choices: str) -> str:
 
 def _choice(response: str, choices: str) -> str | None:
     letters = f"[{choices}{choices.lower()}]"
+    response = " ".join(response.split())  # of thousands of blanks, each way to share them out would be tried
     boxed = last_boxed(response)
     if boxed is not None:
         inner = re.fullmatch(rf"\s*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{{)?\s*\(?({letters})\)?\.?\s*\}}?\s*", boxed)
