@@ -88,6 +88,12 @@ def test_an_environment_that_cannot_be_made_is_refused(name: str, args: dict[str
     assert said in str(e.value) and "environment.name" in str(e.value) and "\n" not in str(e.value)
 
 
+def test_an_environment_without_a_method_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text("class Env:\n    def reset(self, row): ...\n    def close(self): ...\n")
+    with pytest.raises(ValueError, match=r"cannot be made .* it has no method step$"):
+        environment_of(f"{tmp_path}/env.py:Env", {})
+
+
 # ------------------------------------------------------------------------------------------------------------ speech
 
 
@@ -133,6 +139,12 @@ def test_token_ids_of_another_vocabulary_are_refused(chat: Any) -> None:
     for ids in ([chat.vocab_size], [3, -1]):
         with pytest.raises(ValueError, match=r"the vocabulary of .* does not have"):
             speech_of(chat).answer(ids, chat=False, last=0)
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["1"]])
+def test_what_is_no_token_id_is_refused(chat: Any, ids: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        speech_of(chat).answer(ids, chat=False, last=0)
 
 
 def test_the_opening_is_part_of_the_prompt(chat: Any) -> None:

@@ -248,6 +248,33 @@ def test_an_environment_that_fails_costs_its_episode_alone(how: str, said: str) 
     assert str(got[1].episode.error).startswith(said) and got[1].reward is None
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", "environment: reset raised KeyError: 'task'; row data:0, turn 0\n"),
+        ("hangs", "environment: reset took longer than environment.timeout = 0.5 s; row data:0, turn 0"),
+        ("array", "environment: reset observed array([1, 2]), which is neither text nor token ids; row data:0, turn 0"),
+    ],
+)
+def test_an_environment_whose_reset_fails_is_closed(how: str, said: str) -> None:
+    closed: list[str] = []
+
+    class Taken(Echo):
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            if how == "hangs":
+                threading.Event().wait(3)
+            return np.array([1, 2]) if how == "array" else row["task"]
+
+        def close(self) -> None:
+            closed.append(how)
+
+    source = source_of(rollouts_of([{}]), timeout=0.5)
+    source._make = Taken
+    serve(engine_of(ARCH, max_model_len=LENGTH), source, Channel(None))
+    ((one,),) = source.played.values()
+    assert str(one.episode.error).startswith(said) and closed == [how]
+
+
 def test_rewards_may_be_numpys() -> None:
     rewards = [np.float32(0.5), np.float64(2.5), np.int64(3), np.bool_(True), np.array([0.25])[0], False, 7]
     played = play(rollouts_of([{"turns": 1, "reward": reward} for reward in rewards]))

@@ -27,7 +27,7 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One episode. It is made, used and closed in threads of the rank, one call at a time.
+    """One episode. It is made, used and closed in threads of the rank, one call at a time, unless one takes too long.
 
     What takes memory or processes is taken in `reset`, not when it is made. Code that nobody trusts, or that could hang
     in C, belongs in a process of its own: a thread cannot be ended, only left behind.
@@ -40,7 +40,7 @@ class Environment(Protocol):
         """The answer to what the policy said. Also asked about a response that a limit has cut off."""
 
     def close(self) -> None:
-        """Give back what the episode took; called once, however it ended."""
+        """Give back what the episode took; called once, however it ended: also after a `reset` that raised or hangs."""
 
 
 MakeEnvironment = Callable[[], Environment]
@@ -63,7 +63,11 @@ def environment_of(name: str, args: Mapping[str, Any]) -> MakeEnvironment:
     """
     make = partial(ENVIRONMENTS.load(name), **args)
     try:
-        make().close()
+        made = make()
+        missing = [call for call in ("reset", "step", "close") if not callable(getattr(made, call, None))]
+        if missing:
+            raise TypeError(f"it has no method {', '.join(missing)}")
+        made.close()
     except (Exception, SystemExit) as e:  # a user's class can fail in any way
         said = " ".join(f"{type(e).__name__}: {e}".split())
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 from megarl.data.conversations import REPLY
@@ -69,7 +70,7 @@ class Speech:
         if isinstance(observation, str):
             ids = self.tokenizer.encode(observation[: self._limit * _LONGEST_TOKEN])
         else:
-            ids = [int(token) for token in observation]
+            ids = [index(token) for token in observation]  # int() would take 1.5 for token 1
             if ids and not 0 <= min(ids) <= max(ids) < self.tokenizer.vocab_size:
                 raise ValueError(f"observed token ids that the vocabulary of {self.tokenizer.vocab_size} does not have")
         return ids if len(ids) <= self._limit else [*ids[: self._limit - len(self._cut)], *self._cut]

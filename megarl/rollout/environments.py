@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from megarl.data.readers import value_or_none
 from megarl.environments.calls import Answer, Calls
 from megarl.environments.environment import Environment, MakeEnvironment, Turn
 from megarl.environments.speech import Speech
-from megarl.rewards.judge import NoScore, finite, number
+from megarl.rewards.judge import NoScore, finite, number, shown
 from megarl.rollout.engine import Request
 from megarl.rollout.episodes import Orders, Played
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams
@@ -133,12 +132,13 @@ class WithEnvironments:
             place, rollout = self._to_begin.popleft()
             prompt = value_or_none(rollout.prompt.row, self._prompt_key)
             self._open[place] = _Open(rollout=rollout, chat=isinstance(prompt, list))
-            self._calls.submit(("reset", place), partial(self._reset, rollout.prompt.row))
+            self._calls.submit(("reset", place), partial(self._reset, self._open[place]))
 
-    def _reset(self, row: Mapping[str, Any]) -> tuple[Environment, str | Sequence[int] | None]:
+    def _reset(self, episode: _Open) -> str | Sequence[int] | None:
         """In a thread."""
-        environment = self._make()
-        return environment, environment.reset(row)
+        # known before it begins: one whose reset fails or hangs has taken something, and is closed too
+        episode.environment = self._make()
+        return episode.environment.reset(episode.rollout.prompt.row)
 
     def _answered(self, place: int, what: str, answer: Answer) -> None:
         episode = self._open[place]
@@ -148,8 +148,7 @@ class WithEnvironments:
             return
         try:
             if what == "reset":
-                episode.environment, observation = answer.value
-                self._opened(place, episode, observation)
+                self._opened(place, episode, answer.value)
             else:
                 self._stepped(place, episode, answer.value)
         except (ValueError, TypeError, NoScore) as e:
@@ -157,8 +156,9 @@ class WithEnvironments:
 
     def _opened(self, place: int, episode: _Open, observation: str | Sequence[int] | None) -> None:
         prompt = episode.rollout.prompt
-        if observation:
+        if observation is not None:
             _check_observation(observation)
+        if observation:
             asked = value_or_none(prompt.row, self._prompt_key)
             ids = self._speech.opening(asked, observation, prompt.token_ids)
             if len(ids) > self._rules.max_prompt_length:
@@ -171,7 +171,7 @@ class WithEnvironments:
 
     def _stepped(self, place: int, episode: _Open, turn: object) -> None:
         if not isinstance(turn, Turn):
-            raise ValueError(f"returned {turn!r:.100}, and no Turn")
+            raise ValueError(f"returned {shown(turn)}, and no Turn")
         if turn.reward is not None:
             together = (episode.reward or 0.0) + number(turn.reward, "gave the reward ")
             episode.reward = finite(together, "gave rewards that add up to ")
@@ -226,4 +226,4 @@ class WithEnvironments:
 
 def _check_observation(observation: object) -> None:
     if not isinstance(observation, str | Sequence) or isinstance(observation, bytes):
-        raise ValueError(f"observed {observation!r:.100}, which is neither text nor token ids")
+        raise ValueError(f"observed {shown(observation)}, which is neither text nor token ids")
