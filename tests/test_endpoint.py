@@ -29,6 +29,7 @@ from megarl.environments.speech import Speech
 from megarl.rewards.judge import RewardError
 from megarl.rollout.agents import Agents
 from megarl.rollout.channel import Channel
+from megarl.rollout.chat_request import Asked, reply_message
 from megarl.rollout.engine import Request
 from megarl.rollout.environments import Rules
 from megarl.rollout.episodes import Orders, Played, serve
@@ -100,6 +101,11 @@ async def misbehaves(base_url, row):
         raise ValueError("not today")
     if how == "leaves":
         raise SystemExit(4)
+    if how == "cancels":
+        task = asyncio.ensure_future(asyncio.sleep(9))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
     if how == "dies":
         os._exit(9)
     if how == "hangs":
@@ -289,6 +295,7 @@ def test_an_agents_reward_may_be_numpys(folder: Path) -> None:
     [
         ("raises", "agent: raised ValueError: not today; row data:1\n"),
         ("leaves", "agent: raised SystemExit: 4; row data:1\n"),
+        ("cancels", "agent: raised asyncio.exceptions.CancelledError; row data:1\n"),
         ("dies", "agent: its process ended with exit code 9; row data:1"),
         pytest.param("hangs", "agent: took longer than environment.timeout = 6 s; row data:1", marks=pytest.mark.slow),
         pytest.param(
@@ -367,11 +374,14 @@ def test_nonsense_is_answered_in_openais_form(folder: Path) -> None:
         for body, said in [
             (b"{", "the body is not JSON"),
             (b"\xff", "the body is not JSON"),
+            (b"[" * 100_000, "the body is not JSON"),
             (b"[]", "the body must be a JSON object"),
             (b"{}", "messages must be a list of one message or more"),
             (b'{"messages": [3]}', "messages[0] must be an object with a role"),
             (b'{"messages": [{"role": "user", "content": 3}]}', "messages[0]: content must be text"),
             (b'{"messages": [{"role": "user", "tool_calls": [1]}]}', "messages[0]: tool_calls cannot be read"),
+            (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "'utf-8' codec can't encode character"),
+            (rb'{"messages": [{"role": "user"}], "stop": "\ud800"}', "stop: 'utf-8' codec can't encode character"),
             (b'{"messages": [{"role": "user"}], "a": 1, "b": 2}', "a, b: it would change how tokens are drawn"),
         ]:
             status, message = ask(completions, body)
@@ -383,6 +393,13 @@ def test_nonsense_is_answered_in_openais_form(folder: Path) -> None:
         assert ask(completions, asking) == (410, "the episode is over")
         agents.endpoint.drop(base_url)
         assert ask(completions, asking)[0] == 404
+
+
+def test_a_tool_call_of_brackets_is_text() -> None:
+    """A policy that has collapsed may say any number of them."""
+    text = f'<tool_call>{{"name": "add", "arguments": {"[" * 100_000}}}</tool_call>'
+    tools = ({"type": "function"},)
+    assert reply_message(text, Asked(messages=(), tools=tools), "1") == {"role": "assistant", "content": text}
 
 
 def test_few_agents_at_a_time(folder: Path) -> None:

@@ -41,6 +41,7 @@ class HuggingFaceTokenizer:
                 )
 
     def encode(self, text: str) -> list[int]:
+        text.encode()  # the library does not say that half of a surrogate pair is what it cannot read
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:

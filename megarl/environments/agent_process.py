@@ -134,7 +134,7 @@ async def _guarded(agent: Agent, job: Job) -> Outcome:
         return Outcome(number=job.number, reward=None if reward is None else number(reward))
     except NoScore as e:
         return Outcome(number=job.number, error=str(e))
-    except (Exception, SystemExit) as e:  # a user's function can fail in any way
+    except BaseException as e:  # an agent may let its own CancelledError out, and its episode would never end
         return Outcome(number=job.number, error=described(e))
 
 

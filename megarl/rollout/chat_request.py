@@ -94,6 +94,10 @@ def read_request(body: object, *drawn: SamplingParams) -> Asked:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise Refused("stop must be a string or a list of strings, none of them empty", param="stop")
+    try:
+        "".join(stop).encode()
+    except UnicodeEncodeError as e:  # half of a surrogate pair, which the engine would find out for the whole run
+        raise Refused(f"stop: {e}", param="stop") from e
     seed = body.get("seed")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise Refused("seed must be a whole number", param="seed")
@@ -148,7 +152,7 @@ def _message(message: object, place: int) -> Message:
     if calls := read.get("tool_calls"):
         try:
             read["tool_calls"] = [_tool_call(call) for call in calls]
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, RecursionError) as e:
             raise Refused(f"messages[{place}]: tool_calls cannot be read", param="messages") from e
     return read
 
@@ -191,7 +195,7 @@ def _calls_in(text: str, number: str) -> list[Message]:
         try:
             call = json.loads(found.group(1))
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):  # a policy says "[[[[" as often as it likes
             return []
         calls.append({"id": f"call_{number}_{len(calls)}", "type": "function", "function": function})
     return calls

@@ -101,7 +101,7 @@ class Endpoint:
         session = self._session(request)
         try:
             body = json.loads(await request.read())
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise Refused("the body is not JSON") from e
         asked = read_request(body, session.params, self._training)
         future: asyncio.Future[Completion | None] = self._loop.create_future()
