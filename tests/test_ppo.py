@@ -152,6 +152,18 @@ def test_every_estimator_trains(ranks: Ranks, tmp_path: Path, mode: str) -> None
     assert ("reward/greedy" in rows[0]) == (mode == "remax")
 
 
+def test_a_greedy_response_without_a_score_is_no_baseline_of_0(ranks: Ranks, tmp_path: Path) -> None:
+    """Whatever has a score has the same one, so that there is nothing to learn."""
+    source = (
+        "import random\ndef score(response, row):\n"
+        "    if random.Random(response + row['prompt']).random() < 0.7: raise OSError('busy')\n    return 1.0\n"
+    )
+    sections = {"algorithm__adv_estimator": "remax", "reward__on_error": "drop", "trainer__total_training_steps": 2}
+    for row in _run(ranks, tmp_path, 2, source, **sections):
+        assert row["reward/failed"] > 16 and row["reward/greedy"] == row["reward/mean"] == 1.0
+        assert row["actor/grad_norm"] == 0.0
+
+
 FIRST_RIGHT = "def score(response, row):\n    return float(response[:1] == row['answer'][:1])\n"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 
 from megarl.data.sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
+from megarl.rewards.judge import RewardError
 from megarl.rollout.replicas import Quota
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.dynamic_sampling import fill_batch
@@ -75,7 +77,29 @@ def collect(
     return _batch(run, rollouts, best_guess)
 
 
+def comparable(rollouts: Rollouts, best_guess: Rollouts) -> Rollouts:
+    """The same without the scores of responses to prompts whose greedy response has none: they have no baseline, and 0
+    would be one that nobody gave.
+
+    Args:
+        best_guess: the greedy responses, one to each prompt.
+
+    Raises:
+        RewardError: none has both.
+    """
+    rewards = list(rollouts.rewards)
+    for places, baseline in zip(rollouts.groups, best_guess.responses().rewards, strict=True):
+        if baseline is None:
+            for i in places:
+                rewards[i] = None
+    if all(reward is None for reward in rewards):
+        raise RewardError("no prompt has a score for its greedy response and for a sampled one: there is no baseline")
+    return rollouts.scored(rewards)
+
+
 def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
+    if best_guess is not None:
+        rollouts = comparable(rollouts, best_guess)
     batch = rollouts.to_batch()
     assert batch.rewards is not None
     run.log("", {"tokens": float(len(batch.tokens))})
@@ -84,9 +108,10 @@ def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
         run.log("reward", {"overlong_penalty": float(penalties.mean())})
         batch = batch.with_(rewards=batch.rewards + penalties)
     if best_guess is not None:
-        scores = torch.tensor([0.0 if reward is None else reward for reward in best_guess.responses().rewards])
-        run.log("reward", {"greedy": float(scores.mean())})
-        batch = batch.with_(greedy_rewards=scores[batch.groups])
+        greedy = best_guess.responses().rewards
+        run.log("reward", {"greedy": fmean(reward for reward in greedy if reward is not None)})
+        baselines = torch.tensor([0.0 if reward is None else reward for reward in greedy])  # nothing reads those 0
+        batch = batch.with_(greedy_rewards=baselines[batch.groups])
     return batch
 
 
