@@ -81,6 +81,23 @@ def test_veto_and_weights_together() -> None:
     assert got[2] == [0.0, 0.0] and got[1] == pytest.approx([math.exp(-0.2), 2.0, math.exp(0.3)])
 
 
+@pytest.mark.parametrize(
+    "rejects",
+    [
+        {"rollout_token_veto_threshold": 1e-10},
+        {"rollout_rs": "token", "rollout_rs_threshold_lower": 1e-10},
+        {"rollout_rs": "sequence", "rollout_rs_threshold_lower": 1e-10, "rollout_rs_threshold": 1e10},
+    ],
+)
+def test_a_threshold_may_be_of_any_size(rejects: dict[str, Any]) -> None:
+    """e^-30 is below it, and what bounds a ratio that is multiplied with is not: e^-20."""
+    batch = _batch()
+    for gap in (-30.0, 30.0) if "rollout_rs_threshold" in rejects else (-30.0,):
+        far = torch.where(batch.response_mask & (batch.tokens == 5), gap - 2.0, batch.old_logp)
+        out = correct_rollouts(batch.with_(old_logp=far), RolloutCorrection(**rejects)).importance
+        assert out is not None and out[batch.tokens == 5] == 0.0
+
+
 def test_overflow_stays_finite() -> None:
     batch = _batch()
     batch = batch.with_(old_logp=torch.where(batch.response_mask, 500.0, 0.0))

@@ -8,6 +8,8 @@ Sampling"); rejection leaves out those where the ratio is outside a range.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,15 +29,16 @@ def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
     log_ratio = log_ratios(batch)
     weights = batch.response_mask.float()
     if config.rollout_is is not None:
-        ratio = _ratio(batch, log_ratio, config.rollout_is)
+        ratio = bounded(_at_level(batch, log_ratio, config.rollout_is)).exp()
         weights = weights * ratio.clamp_max(config.rollout_is_threshold)
         if config.rollout_is_batch_normalize:
             weights = weights / _mean(batch, weights, config.rollout_is)
     if config.rollout_rs is not None:
-        ratio = _ratio(batch, log_ratio, config.rollout_rs)
-        weights = weights * ((ratio >= config.rs_lower) & (ratio <= config.rollout_rs_threshold))
+        # thresholds may be beyond the bounds of `bounded`: the logarithms are compared
+        found = _at_level(batch, log_ratio, config.rollout_rs)
+        weights = weights * ((found >= math.log(config.rs_lower)) & (found <= math.log(config.rollout_rs_threshold)))
     if config.rollout_token_veto_threshold is not None:
-        vetoed = (bounded(log_ratio).exp() < config.rollout_token_veto_threshold) & batch.response_mask
+        vetoed = (log_ratio < math.log(config.rollout_token_veto_threshold)) & batch.response_mask
         sequences = batch.sum_per_sequence(vetoed.float()) > 0
         weights = weights * ~sequences[batch.sequence_of_token]
     return batch.with_(importance=weights)
@@ -92,11 +95,11 @@ def _mean(batch: Batch, weights: Tensor, level: str) -> Tensor:
     return (batch.sum_per_sequence(weights)[answered] / batch.response_lengths[answered]).mean()
 
 
-def _ratio(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:
-    """Ratio per token [T]: of the token itself, or of its whole sequence."""
-    if level != "token":
-        of_sequence = batch.sum_per_sequence(log_ratio)
-        if level == "geometric":
-            of_sequence = of_sequence / batch.response_lengths.clamp_min(1)
-        log_ratio = of_sequence[batch.sequence_of_token]
-    return bounded(log_ratio).exp()
+def _at_level(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:
+    """Log-ratio at each token [T]: of the token itself, or of its whole sequence."""
+    if level == "token":
+        return log_ratio
+    of_sequence = batch.sum_per_sequence(log_ratio)
+    if level == "geometric":
+        of_sequence = of_sequence / batch.response_lengths.clamp_min(1)
+    return of_sequence[batch.sequence_of_token]
