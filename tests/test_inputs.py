@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_tokenizer import SIZE, write_chat_tokenizer
 from tiny_run import write_run
 
 from megarl.checkpoint.huggingface_folder import end_tokens
@@ -50,6 +51,18 @@ def test_what_ends_a_response(tmp_path: Path, check: Callable[..., Inputs]) -> N
     (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 4}')
     inputs = check(f"actor_rollout_ref.model.tokenizer_path={tmp_path}/tokenizer")
     assert inputs.stop_tokens == (1, 7, 5, 4)
+
+
+def test_a_stop_string_that_no_text_can_hold(tmp_path: Path, check: Callable[..., Inputs]) -> None:
+    write_chat_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": SIZE}))
+    stop = "actor_rollout_ref.rollout.stop"
+    assert refusal(lambda: check(f"{stop}=['x<user>']")) == (
+        "rollout.stop: <user> in 'x<user>' is a special token, which leaves no text in a response, so that the string "
+        "would never be found; name the token instead: rollout.stop_token_ids=[4]"
+    )
+    assert check(f"{stop}=['x<user>','<end>']", f"{stop}_token_ids=[4]").stop_tokens == (2, 4)  # which end it anyway
 
 
 @pytest.mark.parametrize("ids", ['"2"', "[2, null]", "true", "2.0", "{}"])

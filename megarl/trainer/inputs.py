@@ -212,7 +212,15 @@ def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tu
             raise ValueError(f"rollout.stop_token_ids: {i} is no token: the model's vocab_size is {arch.vocab_size}")
     folders = dict.fromkeys((model.path, model.tokenizer_path or model.path))
     theirs = [i for folder in folders for i in end_tokens(folder, arch.vocab_size)]
-    return tuple(dict.fromkeys((tokenizer.eos_id, *theirs, *own)))
+    found = tuple(dict.fromkeys((tokenizer.eos_id, *theirs, *own)))
+    for text in config.actor_rollout_ref.rollout.stop:
+        for i in tokenizer.encode(text):
+            if i not in found and (name := tokenizer.token(i)) and name in text and not tokenizer.decode([i]):
+                raise ValueError(
+                    f"rollout.stop: {name} in {text!r} is a special token, which leaves no text in a response, so that "
+                    f"the string would never be found; name the token instead: rollout.stop_token_ids=[{i}]"
+                )
+    return found
 
 
 def _remarks(both: int, held_out: int, noun: str) -> tuple[str, ...]:
