@@ -22,10 +22,12 @@ from tiny_run import megarl, metrics_of, write_run
 from training_cases import Case, actor_in, hybrid_of
 from vllm_layout import wanted_by_vllm
 
+from megarl.config import load_config
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rollout.replicas import Quota, begin_rollouts
 from megarl.rollout.vllm import checks
+from megarl.trainer.checks import check_run
 from megarl.types import Prompt, Rollouts, SamplingParams
 
 
@@ -432,6 +434,15 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_
     (tmp_path / "config.json").write_text("{}")
     refused("model_type", path=str(tmp_path))
     refused("heads of 16 on CPU", arch=Architecture(**{**vars(arch), "head_dim": 16}))
+
+
+@pytest.mark.parametrize("key", ["rollout.temperature", "rollout.val_kwargs.temperature"])
+def test_a_temperature_that_vllm_would_replace_is_refused(tmp_path: Path, key: str) -> None:
+    config = str(write_run(tmp_path))
+    asked = [f"actor_rollout_ref.{key}=0.005"]
+    check_run(load_config(config, asked))
+    with pytest.raises(ValueError, match=f"^{key} = 0.005 is a temperature that vLLM would take for 0.01; use that"):
+        check_run(load_config(config, [*asked, "actor_rollout_ref.rollout.name=vllm"]))
 
 
 def test_memory_is_taken_and_given_back_in_vllms_terms() -> None:

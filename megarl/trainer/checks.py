@@ -20,7 +20,7 @@ from megarl.rewards import Reward
 from megarl.rewards.parts import refusal_of, scorers_of
 from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
-from megarl.rollout.vllm.checks import check_vllm, check_vllm_tp
+from megarl.rollout.vllm.checks import check_vllm, check_vllm_temperature, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
 from megarl.trainer.environment_checks import check_conversations, check_environment
 from megarl.trainer.inputs import Inputs, read_inputs, read_model
@@ -148,7 +148,12 @@ def _check_evaluation(config: Config) -> None:
 
 
 def _check_samples(config: Config) -> None:
-    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    rollout = config.actor_rollout_ref.rollout
+    sampling = rollout.val_kwargs
+    if rollout.name == "vllm":
+        check_vllm_temperature(sampling.temperature, "rollout.val_kwargs.temperature")
+        if trains(config):
+            check_vllm_temperature(rollout.temperature, "rollout.temperature")
     if sampling.k and max(sampling.k) > sampling.n:
         raise ValueError(
             f"rollout.val_kwargs.k asks for {max(sampling.k)} samples per prompt, and rollout.val_kwargs.n = "

@@ -21,6 +21,9 @@ BLOCK_SIZE = 128
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those of vLLM's attention on CPU."""
 
+LOWEST_TEMPERATURE = 0.01
+"""vLLM takes this for any lower one but 0 (`SamplingParams.__post_init__`)."""
+
 
 def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
     """Raises ValueError with what to change if vLLM cannot generate with this model on these ranks."""
@@ -49,6 +52,15 @@ def check_vllm_tp(arch: Architecture, tp: int) -> None:
         raise ValueError(
             f"rollout.tensor_model_parallel_size = {tp} does not divide the {padded} rows to which vLLM pads the "
             "vocabulary; use a power of two"
+        )
+
+
+def check_vllm_temperature(temperature: float, key: str) -> None:
+    """Raises ValueError for one that vLLM would replace: its log-probabilities would be those of another."""
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"{key} = {temperature:g} is a temperature that vLLM would take for {LOWEST_TEMPERATURE}; use that or "
+            "more, 0 for greedy responses where the key allows it, or rollout.name=native"
         )
 
 
