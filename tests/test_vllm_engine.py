@@ -436,12 +436,15 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_
     refused("heads of 16 on CPU", arch=Architecture(**{**vars(arch), "head_dim": 16}))
 
 
+@pytest.mark.parametrize("value", [0.005, 2.5])
 @pytest.mark.parametrize("key", ["rollout.temperature", "rollout.val_kwargs.temperature"])
-def test_a_temperature_that_vllm_would_replace_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_temperature_that_vllm_has_not_is_refused(tmp_path: Path, key: str, value: float) -> None:
     config = str(write_run(tmp_path))
-    asked = [f"actor_rollout_ref.{key}=0.005"]
+    asked = [f"actor_rollout_ref.{key}={value}"]
     check_run(load_config(config, asked))
-    with pytest.raises(ValueError, match=f"^{key} = 0.005 is a temperature that vLLM would take for 0.01; use that"):
+    with pytest.raises(
+        ValueError, match=f"^{key} = {value}, and vLLM draws at 0.01 to 2, or greedily at 0; set another"
+    ):
         check_run(load_config(config, [*asked, "actor_rollout_ref.rollout.name=vllm"]))
 
 

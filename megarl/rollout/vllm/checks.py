@@ -21,8 +21,8 @@ BLOCK_SIZE = 128
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Those of vLLM's attention on CPU."""
 
-LOWEST_TEMPERATURE = 0.01
-"""vLLM takes this for any lower one but 0 (`SamplingParams.__post_init__`)."""
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0
+"""vLLM takes the lowest for any lower one but 0, and none that is higher (`SamplingParams.__post_init__`)."""
 
 
 def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
@@ -56,11 +56,11 @@ def check_vllm_tp(arch: Architecture, tp: int) -> None:
 
 
 def check_vllm_temperature(temperature: float, key: str) -> None:
-    """Raises ValueError for one that vLLM would replace: its log-probabilities would be those of another."""
-    if 0 < temperature < LOWEST_TEMPERATURE:
+    """Raises ValueError for one that vLLM refuses, or replaces: its log-probabilities would be those of another."""
+    if temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
         raise ValueError(
-            f"{key} = {temperature:g} is a temperature that vLLM would take for {LOWEST_TEMPERATURE}; use that or "
-            "more, 0 for greedy responses where the key allows it, or rollout.name=native"
+            f"{key} = {temperature:g}, and vLLM draws at {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, or greedily "
+            "at 0; set another, or rollout.name=native"
         )
 
 
