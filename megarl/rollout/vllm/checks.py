@@ -59,8 +59,8 @@ def check_vllm_temperature(temperature: float, key: str) -> None:
     """Raises ValueError for one that vLLM refuses, or replaces: its log-probabilities would be those of another."""
     if temperature and not LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
         raise ValueError(
-            f"{key} = {temperature:g}, and vLLM draws at {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, or greedily "
-            "at 0; set another, or rollout.name=native"
+            f"{key} = {temperature:g}, and vLLM draws at {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, or "
+            "greedily at 0; set another, or rollout.name=native"
         )
 
 
