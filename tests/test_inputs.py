@@ -146,6 +146,15 @@ FIELD = "actor_rollout_ref.actor.megatron.override_transformer_config"
             "k2, k3, or k1+, which has its value and the gradient of k2",
         ),
         (
+            [
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_ctrl.type=adaptive",
+                "algorithm.kl_ctrl.kl_coef=0",
+            ],
+            "algorithm.kl_ctrl.type=adaptive multiplies algorithm.kl_ctrl.kl_coef step by step, and 0 stays 0; begin "
+            "with more, such as 0.001, or set type=fixed",
+        ),
+        (
             ["trainer.test_freq=1", "data.val_files=[]"],
             "trainer.test_freq = 1 validates on nothing: name held-out files in data.val_files, or set "
             "trainer.test_freq=-1",

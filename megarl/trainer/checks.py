@@ -205,6 +205,12 @@ def _check_optimization(config: Config) -> None:
             f"actor.clip_ratio_low = {low:g} and actor.clip_ratio_high = {high:g} are more than a factor of 100 apart; "
             "they are distances from a ratio of 1, such as 0.2 and 0.28"
         )
+    control = config.algorithm.kl_ctrl
+    if config.algorithm.use_kl_in_reward and control.type == "adaptive" and not control.kl_coef:
+        raise ValueError(
+            "algorithm.kl_ctrl.type=adaptive multiplies algorithm.kl_ctrl.kl_coef step by step, and 0 stays 0; begin "
+            "with more, such as 0.001, or set type=fixed"
+        )
     if actor.use_kl_loss and actor.kl_loss_type == "k1":
         raise ValueError(
             "actor.kl_loss_type=k1 regularises nothing: the expected gradient of a loss with k1 is zero on-policy; "
