@@ -18,7 +18,7 @@ from megarl.config import load_config
 from megarl.data.tokenizer import load_tokenizer
 from megarl.environments.calculator import Calculator, evaluate
 from megarl.environments.calls import Calls
-from megarl.environments.environment import Turn, environment_of
+from megarl.environments.environment import Turn, blocks, environment_of
 from megarl.environments.python_tool import PythonTool
 from megarl.environments.speech import Speech
 from megarl.rewards.exact_match import exact_match
@@ -62,6 +62,17 @@ def test_the_calculator_answers_and_ends() -> None:
     assert calculator.step("I ask <calc>1</calc> and <calc>6*7</calc>") == Turn(observation="=42;")
     assert calculator.step("<calc>1/0</calc>") == Turn(observation="=error: division by zero;")
     assert calculator.step("<calc>6*7") == Turn(done=True)
+
+
+@pytest.mark.parametrize("tool", [Calculator, PythonTool])
+def test_a_response_of_opening_tags_takes_no_time(tool: Any) -> None:
+    """In a rank's thread, which nothing else runs beside."""
+    name = {Calculator: "calc", PythonTool: "python"}[tool]
+    environment = tool()
+    began = time.monotonic()
+    assert environment.step(f"<{name}>" * 50_000).done
+    assert time.monotonic() - began < 3
+    assert blocks(f"<{name}>1</{name}> </{name}><{name}>2<{name}>3</{name}><{name}>4", name) == ["1", f"2<{name}>3"]
 
 
 def test_the_python_tool_runs_programs() -> None:

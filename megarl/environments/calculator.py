@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.environments.environment import Turn
+from megarl.environments.environment import Turn, blocks
 
 Number = int | float
 
@@ -40,7 +39,7 @@ class Calculator:
         del row
 
     def step(self, response: str) -> Turn:
-        asked = re.findall(r"<calc>(.*?)</calc>", response, re.DOTALL)
+        asked = blocks(response, "calc")
         if not asked:
             return Turn(done=True)
         try:

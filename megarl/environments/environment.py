@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +42,14 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Give back what the episode took; called once, however it ended: also after a `reset` that raised or hangs."""
+
+
+def blocks(response: str, tag: str) -> list[str]:
+    """What stands between <tag> and </tag>, each time."""
+    end = f"</{tag}>"
+    # for every <tag> behind the last end, a search would go through the rest of the text: quadratic, in a rank's thread
+    closed = response[: response.rfind(end) + len(end)] if end in response else ""
+    return re.findall(f"<{tag}>(.*?){end}", closed, re.DOTALL)
 
 
 MakeEnvironment = Callable[[], Environment]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.environments.environment import Turn
+from megarl.environments.environment import Turn, blocks
 from megarl.rewards.sandbox import Isolation, Limits, check_isolation, run_python
 
 
@@ -33,7 +32,7 @@ class PythonTool:
         del row
 
     def step(self, response: str) -> Turn:
-        programs = re.findall(r"<python>(.*?)</python>", response, re.DOTALL)
+        programs = blocks(response, "python")
         if not programs:
             return Turn(done=True)
         outcome = run_python(programs[-1], limits=self._limits, isolation=self._isolation)
