@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -50,6 +51,15 @@ def judge(reward: Reward, response: str, prompt: Prompt, *, timeout: float) -> f
 
 
 # ------------------------------------------------------------------------------------------------------- one score
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, ValueError])
+def test_what_a_function_lets_out_is_its_own_failure(error: type[BaseException]) -> None:
+    def score(response: str, row: Any) -> float:
+        raise error
+
+    result = judge(Reward(name="mine.py:f", function=score), "4", PROMPT, timeout=10)
+    assert isinstance(result, Failure) and error.__name__ in result.reason
 
 
 @pytest.mark.parametrize(

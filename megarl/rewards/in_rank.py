@@ -27,7 +27,7 @@ from megarl.rewards.supervisor import FIRST_PAUSE, LONGEST_PAUSE
 if TYPE_CHECKING:
     from megarl.types import Prompt
 
-_USERS = (Exception, SystemExit)
+_USERS = (Exception, SystemExit, asyncio.CancelledError)
 
 
 class InRank:
