@@ -84,6 +84,27 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ("mistral", {"sliding_window": 64}, "mistral: sliding_window = 64 is less than max_position_embeddings = 128"),
         ("mistral", {"sliding_window": ..., "max_position_embeddings": 8192}, "mistral: sliding_window = 4096 is less"),
         ("mixtral", {"sliding_window": 64}, "mixtral: sliding_window = 64 is less than max_position_embeddings = 128"),
+        (  # what transformers then takes
+            "mistral",
+            {"sliding_window": ..., "max_position_embeddings": 8192},
+            "mistral: sliding_window = 4096 is less than max_position_embeddings = 8192",
+        ),
+        (  # as the README of Qwen2.5 says to write into a config.json, which transformers 5 has written
+            "qwen2",
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
+            "qwen2: rope_parameters and rope_scaling say different things; leave one of them out",
+        ),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}},
+            "qwen3: rope_parameters of their own for each kind of layer are not supported",
+        ),
+        ("llama", {"rope_scaling": ["linear"]}, "a field has a value of another kind than it should have: "),
+        ("llama", {"num_hidden_layers": "2"}, "num_layers must be a whole number from 1, not '2'"),
+        ("qwen3", {"head_dim": None}, "head_dim must be a whole number from 1, not None"),
         ("qwen2", {"use_sliding_window": True}, "qwen2: use_sliding_window = true is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"]}, "qwen3: layer_types with 'sliding_attention' is not"),
         ("qwen3", {"head_dim": ...}, "field 'head_dim' is missing"),
@@ -100,6 +121,14 @@ def test_refusals(name: str, changes: dict[str, Any], message: str, tmp_path: Pa
     with pytest.raises(ValueError) as error:
         read_architecture(str(tmp_path))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_scaling_may_be_said_in_both_ways(tmp_path: Path) -> None:
+    """In a config.json for transformers 4 and 5."""
+    rope = CONFIGS["llama3"]["rope_parameters"]
+    both = CONFIGS["llama3"] | {"rope_scaling": rope, "rope_theta": rope["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(both))
+    assert read_architecture(str(tmp_path)) == ARCHITECTURES["llama3"]
 
 
 def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:

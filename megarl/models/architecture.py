@@ -54,6 +54,12 @@ class MixtureOfExperts:
             )
 
 
+_COUNTS = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("vocab_size", "max_position_embeddings"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Dimensions and switches of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention.
@@ -94,6 +100,9 @@ class Architecture:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if type(count := getattr(self, name)) is not int or count < 1:
+                raise ValueError(f"{name} must be a whole number from 1, not {count!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "

@@ -58,3 +58,5 @@ def read_architecture(path: str) -> Architecture:
         return FAMILIES[name](config)
     except KeyError as e:
         raise ValueError(f"'{file}': field {e} is missing") from e
+    except (TypeError, AttributeError, ZeroDivisionError) as e:
+        raise ValueError(f"'{file}': a field has a value of another kind than it should have: {e}") from e

@@ -40,7 +40,16 @@ def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
 
 def _rope(config: dict[str, Any], family: str) -> dict[str, Any]:
     """Base and scaling: transformers 5 has both in `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    readings = [_rope_of(rope, config, family) for rope in found or [{}]]
+    if readings[0] != readings[-1]:  # transformers would take rope_scaling, and a base of its own
+        raise ValueError(f"{family}: rope_parameters and rope_scaling say different things; leave one of them out")
+    return readings[0]
+
+
+def _rope_of(rope: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{family}: rope_parameters of their own for each kind of layer are not supported")
     theta = float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:

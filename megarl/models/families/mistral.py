@@ -10,7 +10,8 @@ from megarl.models.families import llama
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """From a Hugging Face `MistralConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    return Architecture(**fields({"sliding_window": 4096} | config, "mistral"))  # of one that does not name any
+    defaults = {"sliding_window": 4096}  # only null is no window
+    return Architecture(**fields(defaults | config, "mistral"))
 
 
 def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
