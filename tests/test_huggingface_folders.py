@@ -139,8 +139,32 @@ def _pickled(folder: Path) -> None:
 
 
 def _missing_file(folder: Path) -> None:
+    _no_file(folder)
     write_weights(folder, _weights(), files=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def _two_models(folder: Path) -> None:
+    write_weights(folder, {name: tensor + 1 for name, tensor in _weights().items()}, files=2)
+
+
+def _no_index(folder: Path) -> None:
+    _no_file(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": 3}}))
+
+
+def _another_span(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["dtype"] = "BF16"
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def _nested(folder: Path) -> None:
+    text = b"[" * 100_000
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
 
 
 def _fewer(folder: Path) -> None:
@@ -185,6 +209,10 @@ def _remote_code(folder: Path) -> None:
 REFUSALS: list[tuple[Callable[[Path], None], str]] = [
     (_no_file, "has no weights: neither model.safetensors nor model.safetensors.index.json"),
     (_pickled, "has only pickled weights (pytorch_model.bin), which can run code when they are read; convert them to"),
+    (_two_models, "has both model.safetensors and model.safetensors.index.json, of which one is left over; delete the"),
+    (_no_index, "is not an index of safetensors files: "),
+    (_another_span, "is not a safetensors file: model.norm.weight of shape [32] would be bytes "),
+    (_nested, "is not a safetensors file: maximum recursion depth"),
     (_missing_file, "model.safetensors.index.json names missing model-00002-of-00003.safetensors"),
     (
         _fewer,

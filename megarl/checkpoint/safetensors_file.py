@@ -46,10 +46,13 @@ def read_header(file: str) -> dict[str, Entry]:
         entries = {}
         for name, tensor in header.items():
             if name != "__metadata__":
-                start, stop = (8 + length + at for at in tensor["data_offsets"])
-                shape = tuple(tensor["shape"])
+                first, last = tensor["data_offsets"]
+                shape, itemsize = tuple(tensor["shape"]), ITEMSIZE.get(tensor["dtype"])
+                if first < 0 or (itemsize is not None and last - first != math.prod(shape) * itemsize):
+                    raise ValueError(f"{name} of shape {list(shape)} would be bytes {first} to {last}")
+                start, stop = (8 + length + at for at in (first, last))
                 entries[name] = Entry(file=file, dtype=tensor["dtype"], shape=shape, start=start, stop=stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"'{file}' is not a safetensors file: {e}") from e
     end = max((entry.stop for entry in entries.values()), default=0)
     if end > size:
