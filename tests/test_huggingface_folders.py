@@ -209,7 +209,7 @@ def _remote_code(folder: Path) -> None:
 REFUSALS: list[tuple[Callable[[Path], None], str]] = [
     (_no_file, "has no weights: neither model.safetensors nor model.safetensors.index.json"),
     (_pickled, "has only pickled weights (pytorch_model.bin), which can run code when they are read; convert them to"),
-    (_two_models, "has both model.safetensors and model.safetensors.index.json, of which one is left over; delete the"),
+    (_two_models, "has both model.safetensors and model.safetensors.index.json, which names other files; delete what"),
     (_no_index, "is not an index of safetensors files: "),
     (_another_span, "is not a safetensors file: model.norm.weight of shape [32] would be bytes "),
     (_nested, "is not a safetensors file: maximum recursion depth"),
@@ -240,6 +240,13 @@ def test_a_bad_folder_is_refused(tmp_path: Path, spoil: Callable[[Path], None], 
         refuse_remote_code(str(folder))
         check_weights(str(folder), ARCHITECTURES["qwen2"])
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_an_index_may_name_the_single_file(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", "qwen2")
+    weight_map = dict.fromkeys(_weights(), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_weights(str(folder), ARCHITECTURES["qwen2"])
 
 
 def test_keys_that_mean_nothing_are_left_out(ranks: Ranks, tmp_path: Path) -> None:

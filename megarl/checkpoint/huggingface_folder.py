@@ -86,17 +86,17 @@ def weight_entries(folder: str) -> dict[str, Entry]:
             missing or damaged.
     """
     index, single = os.path.join(folder, INDEX), os.path.join(folder, SINGLE)
-    if os.path.isfile(index) and os.path.isfile(single):  # transformers would read the one, vLLM the other
-        raise ValueError(
-            f"'{folder}' has both {SINGLE} and {INDEX}, of which one is left over; delete the one that is not the "
-            f"model's"
-        )
     if os.path.isfile(index):
         try:
             with open(index, encoding="utf-8") as f:
                 files = sorted({os.fspath(file) for file in json.load(f)["weight_map"].values()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise ValueError(f"'{index}' is not an index of safetensors files: {e}") from e
+        if os.path.isfile(single) and SINGLE not in files:  # transformers would read the one, vLLM the other
+            raise ValueError(
+                f"'{folder}' has both {SINGLE} and {INDEX}, which names other files; delete what is left over of "
+                f"another model"
+            )
         _refuse(folder, f"{INDEX} names missing", (x for x in files if not os.path.isfile(os.path.join(folder, x))))
     elif os.path.isfile(single):
         files = [SINGLE]
