@@ -341,6 +341,30 @@ def _full_disk(run_dir: str) -> list[str]:
     return said
 
 
+def _little_room(folder: str) -> list[str]:
+    """What attempts to write a small state end in, with more room each time."""
+    from megarl.checkpoint.sharded_files import write_sharded
+
+    said = []
+    for kib in range(4, 36, 8):
+        with small_disk(Path(folder, str(kib)), kib) as disk:
+            try:
+                write_sharded(str(disk), {"state": list(range(100_000))}, dist.group.WORLD)
+            except (OSError, RuntimeError) as e:
+                said.append(f"{type(e).__name__}: {e}")
+    return [line.split(" (rank 0", 1)[0] for line in said]
+
+
+def test_a_disk_that_is_full_in_any_file_is_said_as_such(ranks: Ranks, tmp_path: Path) -> None:
+    """torch's own writing to a path gives an error in which the disk is not named."""
+    from megarl.checkpoint.agreement import RankFailed
+
+    with small_disk(tmp_path / "probe", 4):
+        pass
+    (said,) = ranks.run(1, _little_room, str(tmp_path))
+    assert said and set(said) == {f"{RankFailed.__name__}: [Errno 28] No space left on device"}
+
+
 def test_a_full_disk_fails_the_save_and_not_the_run(ranks: Ranks, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 4096) as disk:
         first, second = ranks.run(2, _full_disk, str(disk), timeout=120)

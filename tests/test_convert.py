@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ from huggingface_cases import assert_same_weights, log_probs, read_weights, writ
 from ranks import Ranks
 from safetensors.torch import save_file
 from selection import quick
+from small_disk import small_disk
 from tiny_families import CONFIGS
 from tiny_run import ROOT, TrainedRun
 from training_cases import Case
 
+from megarl.checkpoint.convert import new_folder
 from tools.convert import main
 
 
@@ -50,6 +53,7 @@ def test_a_real_model(ranks: Ranks, smollm2: str, tmp_path: Path, capsys: pytest
 
 MEMORY = """
 import sys, threading, time
+from megarl.checkpoint.convert import new_folder
 from tools.convert import main
 
 def anonymous():
@@ -148,7 +152,7 @@ def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert main(arguments) == 2
         printed = capsys.readouterr().err.splitlines()[-1]
         assert printed.startswith("megarl: error: ") and message in printed, printed
-        assert not (tmp_path / "x").exists() and not (tmp_path / ".x.partial").exists()
+        assert not list(tmp_path.glob("*x*"))
 
     file.write_bytes(flipped)
     refused(back, f"'{megatron}' is damaged: {file.name} is not what was written: its checksum differs (--no-check")
@@ -159,6 +163,44 @@ def test_damage_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (megatron / ".metadata").write_bytes(b"")
     refused([*back, "--no-check"], f"'{megatron}': .metadata cannot be read: ")
     refused(["hf-to-megatron", str(source), "/proc/nowhere/x"], "'/proc/nowhere/x' cannot be written: ")
+
+
+def test_two_programs_do_not_mix_their_files(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    killed = f"""
+import os, pathlib
+from megarl.checkpoint.convert import new_folder
+with new_folder({str(target)!r}) as partial:
+    pathlib.Path(partial, "theirs").touch()
+    os._exit(0)
+"""
+    with new_folder(str(target)) as partial:
+        Path(partial, "before").touch()
+        subprocess.run([sys.executable, "-c", killed], cwd=ROOT, check=True)
+        Path(partial, "after").touch()
+    assert sorted(os.listdir(target)) == ["after", "before"]
+    with pytest.raises(ValueError, match="is already there"), new_folder(str(tmp_path / "y")) as partial:
+        (tmp_path / "y").mkdir()
+    with new_folder(str(tmp_path / "x2")):
+        assert len(list(tmp_path.glob(".x.*.partial"))) == 1
+    shutil.rmtree(target)
+    with new_folder(str(target)):
+        pass
+    assert sorted(os.listdir(tmp_path)) == ["x", "x2", "y"]
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever in the conversion it is full: torch's writer of archives says so in other words."""
+    source = str(write_folder(tmp_path / "source", "qwen2"))
+    assert main(["hf-to-megatron", source, str(tmp_path / "megatron")]) == 0
+    needed = sum(-(-file.stat().st_size // 4096) * 4 for file in (tmp_path / "megatron").iterdir())
+    capsys.readouterr()
+    for kib in range(8, needed, 12):
+        with small_disk(tmp_path / f"disk{kib}", kib) as disk:
+            assert main(["hf-to-megatron", source, str(disk / "x")]) == 2
+            printed = capsys.readouterr().err.splitlines()[-1]
+            assert f"'{disk}/x' cannot be written: [Errno 28] No space left on device" in printed
+            assert not os.listdir(disk)
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

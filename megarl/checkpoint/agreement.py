@@ -33,7 +33,7 @@ def on_every_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T:
     except Exception as e:
         failure = e
     said = first_of(control, None if failure is None else _failure(failure))
-    if failure is not None and _os_error(failure) is None:
+    if failure is not None and os_error(failure) is None:
         raise failure  # a fault of the program: this rank shows where
     if said is not None:
         raise RankFailed(said)
@@ -48,13 +48,13 @@ def first_of(control: dist.ProcessGroup, said: str | None) -> str | None:
 
 
 def _failure(error: Exception) -> str:
-    cause = _os_error(error) or error
+    cause = os_error(error) or error
     return (
         str(cause) if isinstance(cause, RankFailed) else f"{one_line(cause)} (rank {dist.get_rank()}, {gethostname()})"
     )
 
 
-def _os_error(error: BaseException | None) -> OSError | None:
+def os_error(error: BaseException | None) -> OSError | None:
     """The OSError behind an error: torch's zip writer raises a RuntimeError of its own over it."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__

@@ -6,10 +6,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from socket import gethostname
 
+import psutil
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.agreement import os_error
 from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
 from megarl.checkpoint.folder import STATE_FILE, check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
@@ -127,17 +130,41 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextmanager
 def new_folder(target: str) -> Iterator[str]:
-    """A folder to write into, which gets its name when it is whole; raises ValueError if the name is taken."""
+    """A folder to write into, which gets its name when it is whole; raises ValueError if the name is taken.
+
+    Until then its name is this process's own: two programs that make the same folder would mix their files in one.
+    """
     target = os.path.abspath(target)
-    if os.path.lexists(target):
-        raise ValueError(f"'{target}' is already there; delete it or give another name")
-    partial = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    _refuse_taken(target)
+    parent, name = os.path.split(target)
+    mine = f".{name}.{gethostname()}-"
+    partial = os.path.join(parent, f"{mine}{os.getpid()}.partial")
     try:
-        os.makedirs(partial)
-        yield partial
-        os.rename(partial, target)
+        os.makedirs(parent, exist_ok=True)
+        _remove_left(parent, mine)
+        os.mkdir(partial)
     except OSError as e:
         raise ValueError(f"'{target}' cannot be written: {one_line(e)}") from e
+    try:
+        yield partial
+        _refuse_taken(target)
+        os.rename(partial, target)
+    except (OSError, RuntimeError) as e:
+        if (cause := os_error(e)) is None:
+            raise
+        raise ValueError(f"'{target}' cannot be written: {one_line(cause)}") from e
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _refuse_taken(target: str) -> None:
+    if os.path.lexists(target):
+        raise ValueError(f"'{target}' is already there; delete it or give another name")
+
+
+def _remove_left(parent: str, prefix: str) -> None:
+    """What processes of this host left that were killed: a full disk would stay full."""
+    for name in os.listdir(parent):
+        pid = name.removeprefix(prefix).removesuffix(".partial")
+        if name == f"{prefix}{pid}.partial" and pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)

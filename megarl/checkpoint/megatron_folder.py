@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megarl.checkpoint.folder import write_state
 from megarl.checkpoint.manifest import FORMAT, one_line
+from megarl.checkpoint.sharded_files import write_common
 from megarl.checkpoint.write_items import (
     chunk_index,
     chunk_metadata,
@@ -126,7 +127,7 @@ def write_megatron(folder: str, ranks: list[Stored], fill: Fill, *, max_file_byt
     plans, metadata = planner.create_global_plan(plans)  # checks that the chunks cover every tensor exactly once
     plans = writer.prepare_global_plan(plans)
     results = [writer.write_data(plan, planner).wait() for plan in plans]
-    torch.save({}, os.path.join(folder, "common.pt"))
+    write_common(folder, {})
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist"), folder)
     write_state(folder, {"step": 0, "weights_only": True, "format": FORMAT})

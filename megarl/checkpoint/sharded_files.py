@@ -60,12 +60,20 @@ def write_sharded(folder: str, sharded: dict[str, Any], control: dist.ProcessGro
 
     def finish() -> None:
         if first:
-            torch.save(common, os.path.join(folder, "common.pt"))
+            write_common(folder, common)
             _, metadata = planner.create_global_plan([SavePlan(items) for items in everyone])
             writer.finish(metadata, results)
             save_config(CheckpointingConfig("torch_dist"), folder)
 
     on_every_rank(control, finish)
+
+
+def write_common(folder: str, common: dict[str, Any]) -> None:
+    """What is not cut up. Raises OSError, which torch's own writing to a path would not, on a full disk, say."""
+    stream = io.BytesIO()
+    torch.save(common, stream)
+    with open(os.path.join(folder, "common.pt"), "wb") as f:
+        f.write(stream.getbuffer())
 
 
 def _write_part(writer: FileSystemWriter, planner: _Planner, rank: int) -> list[WriteResult]:
