@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -151,6 +152,16 @@ def test_pruning_counts_whole_checkpoints_only(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["global_step_2", "global_step_60", "global_step_61"]
     prune_checkpoints(str(tmp_path), None, str(folders[2]))
     assert len(checkpoints(str(tmp_path))) == 3
+
+
+def test_what_cannot_be_deleted_stays_and_is_said(tmp_path: Path) -> None:
+    """A checkpoint that someone has mounted elsewhere, for one; the run that saves goes on."""
+    fake(tmp_path, 1), fake(tmp_path, 3)
+    with small_disk(Path(checkpoint_folder(str(tmp_path), rl_step(2))), 64) as mounted:
+        shutil.copytree(fake(tmp_path / "other", 2), mounted, dirs_exist_ok=True)
+        (said,) = prune_checkpoints(str(tmp_path), 1, checkpoint_folder(str(tmp_path), rl_step(3)))
+        assert said.startswith(f"{mounted} cannot be deleted: [Errno 16] ")
+        assert sorted(os.listdir(tmp_path / "checkpoints")) == ["global_step_2", "global_step_3"]
 
 
 # ---------------------------------------------------------------------------------------------------- on real ranks

@@ -117,6 +117,10 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in [
         (["hf-to-megatron", source, megatron], f"'{megatron}' is already there"),
         (["hf-to-megatron", source, str(tmp_path / "x"), "--tp=3"], "does not divide the model's 4 attention heads"),
+        (["hf-to-megatron", source, str(tmp_path / "x"), "--tp=-1"], "error: --tp -1 must be 1 or more"),
+        (["hf-to-megatron", source, str(tmp_path / "x"), "--pp=0"], "error: --pp 0 must be 1 or more"),
+        (["megatron-to-hf", megatron, str(tmp_path / "x"), "--max-shard-bytes=0"], "error: --max-shard-bytes 0 must"),
+        (["megatron-to-hf", str(tmp_path), str(tmp_path / "x")], f"error: no config.json in '{tmp_path}'"),
         (["hf-to-megatron", megatron, str(tmp_path / "x")], "is a Megatron-Core checkpoint, not a Hugging"),
         (["megatron-to-hf", source, str(tmp_path / "x")], "is not a Megatron-Core distributed checkpoint"),
         (["megatron-to-hf", megatron, str(tmp_path / "x"), "--model", another], "is no checkpoint of this model"),

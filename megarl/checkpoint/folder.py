@@ -239,16 +239,25 @@ def remove_partials(run_dir: str) -> list[str]:
     return removed
 
 
-def prune_checkpoints(run_dir: str, keep: int | None, just_written: str, best: str | None = None) -> None:
+def prune_checkpoints(run_dir: str, keep: int | None, just_written: str, best: str | None = None) -> list[str]:
     """Delete all but the newest `keep` whole checkpoints; what was just written and the best one stay, however old
-    their steps are."""
+    their steps are.
+
+    Returns:
+        a line for each that cannot be deleted, which is no reason to end the run.
+    """
     stay = {os.path.basename(folder) for folder in (just_written, best or just_written)}
-    if keep is not None:
-        for folder in whole_checkpoints(run_dir)[keep:]:
-            if os.path.basename(folder) not in stay:
-                delete(partial_folder(folder))
-                os.rename(folder, partial_folder(folder))  # half of it under its own name would look damaged
-                delete(partial_folder(folder))
+    problems = []
+    for folder in whole_checkpoints(run_dir)[keep:] if keep is not None else ():
+        if os.path.basename(folder) in stay:
+            continue
+        try:
+            delete(partial_folder(folder))
+            os.rename(folder, partial_folder(folder))  # half of it under its own name would look damaged
+            delete(partial_folder(folder))
+        except OSError as e:
+            problems.append(f"{folder} cannot be deleted: {one_line(e)}")
+    return problems
 
 
 def delete(path: str) -> None:

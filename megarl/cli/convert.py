@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Raises ValueError, in one line, for what cannot be converted."""
     del rest
+    for name in ("tp", "pp", "max_shard_bytes"):  # of no ranks there would be a folder without weights
+        if (number := getattr(args, name, 1)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {number} must be 1 or more")
     return_freed_memory()
     hush_dependencies()
     if args.way == "megatron-to-hf":
@@ -69,7 +72,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         if args.verify:
             verify(args)
     except (ValueError, OSError) as e:
-        raise ValueError(str(e).splitlines()[0] if str(e) else type(e).__name__) from e
+        said = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ValueError(said.removeprefix("actor_rollout_ref.model.path: ")) from e
     return 0
 
 

@@ -110,7 +110,9 @@ class Checkpointing:
         if self._config.checkpoint.save_hf:
             self._report.artifact(os.path.join(self.latest, "huggingface"))
         if self._groups.rank == 0:
-            prune_checkpoints(run_dir, self._config.trainer.max_ckpt_to_keep, self.latest, self.best.folder)
+            keep = self._config.trainer.max_ckpt_to_keep
+            for problem in prune_checkpoints(run_dir, keep, self.latest, self.best.folder):
+                self._report.warn(problem)
         return True
 
     def load(self, folder: str, state: Mapping[str, Any] | None) -> None:
