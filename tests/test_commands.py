@@ -251,6 +251,7 @@ def test_odd_runs_hide_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "a[lr=1e-6]": ('trainer: {total_training_steps: "abc"}', '{"step": 3, "reward/mean": NaN}'),
         "d[": ("trainer: {total_training_steps: .inf}", '{"step": NaN}'),
         "b": ("trainer: {total_training_steps: 4}", '{"step": 4, "reward/mean": 0.5}'),
+        "e": ("trainer: {}", f'{{"step": {"9" * 400}, "reward/mean": {"9" * 400}}}'),
     }
     for name, (config, row) in odd.items():
         (tmp_path / name).mkdir()
@@ -307,6 +308,10 @@ def test_the_line_for_vllm(small: TrainedRun, tmp_path: Path, capsys: pytest.Cap
     lines_of(capsys, "serve", str(tmp_path / "made"))
     assert (made / "model.safetensors").stat().st_mtime_ns == written
     assert "has no Hugging Face folder" not in capsys.readouterr().err
+    for seconds, older in ((-60, False), (60, True)):
+        os.utime(tmp_path / "made" / "trainer.json", (time.time() + seconds,) * 2)
+        assert main(["serve", str(tmp_path / "made")]) == 0
+        assert (f"megarl: {made} is older than {tmp_path / 'made'}: " in capsys.readouterr().err) == older
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
     (line,) = lines_of(capsys, "serve", str(source), "--chat-template", str(template))

@@ -436,6 +436,33 @@ python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.optim.lr=$LR $EXTRA
     assert remark.endswith("sets LR more than once, in branches of an if, say: its last value, '2e-6', is taken")
 
 
+def test_what_scripts_do_to_their_arguments(tmp_path: Path) -> None:
+    text = """
+ARGS+=" data.seed=3"
+MORE="data.max_prompt_length=64 data.max_response_length=32"
+if true; then LIST+=(actor_rollout_ref.rollout.n=4); fi
+python3 -m verl.trainer.main_ppo data.train_batch_size=64 algorithm.gamma=$GAMMA_OF_NOBODY
+python3 -m verl.trainer.main_ppo data.train_batch_size=32 $ARGS $MORE "${LIST[@]}" \\
+    trainer.experiment_name=run-$(date +%s)
+"""
+    (tmp_path / "run.sh").write_text(text)
+    written = read_written([str(tmp_path / "run.sh")])
+    assert written == {
+        "data.train_batch_size": 32,
+        "algorithm.gamma": "$GAMMA_OF_NOBODY",
+        "data.seed": 3,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 32,
+        "actor_rollout_ref.rollout.n": 4,
+        "trainer.experiment_name": "run-$(date+%s)",
+    }
+    (remark,) = written.remarks
+    assert remark.endswith("sets data.train_batch_size in several commands: the last one's value, 32, is taken")
+    found = convert(written).of("refused")
+    assert [change.key for change in found] == ["algorithm.gamma", "trainer.experiment_name"]
+    assert found[0].why == "it is computed: say what it comes to, algorithm.gamma=..."
+
+
 def test_a_command_after_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "migrate", "--from", "trl", "--", "trl", "dpo", "--learning_rate", "5e-7"]) == 0
     assert "lr: 5.0e-07" in capsys.readouterr().out

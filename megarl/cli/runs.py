@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from megarl.checkpoint.folder import is_checkpoint_name
 from megarl.config.load import CONFIG_FILE
@@ -107,7 +107,7 @@ def read_run(folder: str) -> FoundRun:
     holder, held = holder_of(folder)
     trainer, model = _section(config, "trainer"), _section(config, "actor_rollout_ref", "model")
     rows = _last_rows(os.path.join(folder, METRICS_FILE))
-    step = next((int(x) for row in rows if isinstance(x := row.get("step"), int | float) and math.isfinite(x)), None)
+    step = next((int(x) for row in rows if _is_number(x := row.get("step")) and math.isfinite(x)), None)
     steps = holder.get("steps") or trainer.get("total_training_steps")
     steps = steps if isinstance(steps, int) else None
     files = [os.path.join(folder, name) for name in (METRICS_FILE, CONFIG_FILE, LOCK_FILE, CHECKPOINTS)]
@@ -188,7 +188,12 @@ def _last_rows(file: str) -> list[dict[str, Any]]:
 
 
 def _last(rows: list[dict[str, Any]], key: str) -> float | None:
-    return next((row[key] for row in rows if isinstance(row.get(key), int | float)), None)
+    return next((row[key] for row in rows if _is_number(row.get(key))), None)
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """One that a float can hold: JSON's whole numbers have any length."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _checkpoints(folder: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, read_config
 from megarl.cli.convert import SHARD_BYTES
 from megarl.config import Config, load_config
@@ -82,6 +83,13 @@ def _huggingface(subject: Subject, out: str | None) -> str:
     for folder in (os.path.join(subject.folder, "huggingface"), made):
         if os.path.isfile(os.path.join(folder, CONFIG)):
             check_weights(folder, read_architecture(folder))
+            if folder == made and _changed(made, CONFIG) < _changed(
+                subject.folder, STATE_FILE
+            ):  # after a rollback, say
+                print(
+                    f"megarl: {folder} is older than {subject.folder}: if that was written anew, delete it",
+                    file=sys.stderr,
+                )
             return folder
     hush_dependencies()
     from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
@@ -96,6 +104,10 @@ def _huggingface(subject: Subject, out: str | None) -> str:
         advance=lambda done, total: None,
     )
     return made
+
+
+def _changed(folder: str, file: str) -> float:
+    return os.path.getmtime(os.path.join(folder, file))
 
 
 def _sampling(config: Config) -> dict[str, float]:

@@ -13,11 +13,16 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config.migration import trl_written
+from megarl.config.migration.entry import Computed
 from megarl.config.migration.values import flat, of_yaml, read_text, value_of
 
 _KEY = re.compile(r"^(?:~[A-Za-z_]\w*(?:\.[\w@/\-]+)*(?:=|$)|\+{0,2}[A-Za-z_]\w*(?:\.[\w@/\-]+)+=)")
-_ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)=(?!\()(.*)$")
-_ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)\+?=\(((?:[^()'\"]|'[^']*'|\"[^\"]*\"|\$\(\([^)]*\)\))*)\)", re.MULTILINE)
+_ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(?!\()(.*)$")
+_ARRAY = re.compile(
+    r"(?:^|;|&&|\b(?:then|else|do)\b)[ \t]*([A-Za-z_]\w*)\+?=\(((?:[^()'\"]|'[^']*'|\"[^\"]*\"|\$\(\([^)]*\)\))*)\)",
+    re.MULTILINE,
+)
+_COMMAND = re.compile(r"\$\((?!\()[^()]*\)")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 _ALL_OF = re.compile(r"^\$\{(\w+)\[@\]\}$")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
@@ -85,7 +90,7 @@ def _override(values: dict[str, Any], word: str) -> None:
             del values[key]
         return
     key, _, text = word.lstrip("+").partition("=")
-    value = value_of(text)
+    value = Computed(text) if "$(" in text or _VARIABLE.search(text) else value_of(text)
     if isinstance(value, dict) and value:
         values |= flat(OmegaConf.create({key: value})) if "." not in key else _under(key, value)
     else:
@@ -108,9 +113,16 @@ def _of_script(text: str, path: str, source: str) -> Written:
             raise ValueError(f"'{path}' starts {len(started)} of TRL's trainers: leave one command in it")
         return Written(trl_written.of_command(started[0]), remarks)
     values = Written({}, remarks)
-    for word in (word for words in commands for word in _split(words, variables)):
-        if _KEY.match(word):
-            _override(values, word)
+    for words in commands:
+        own: dict[str, Any] = {}
+        for word in _split(words, variables):
+            if _KEY.match(word):
+                _override(own, word)
+        for key in [key for key in own if key in values and own[key] != values[key]]:
+            values.remarks.append(
+                f"{path} sets {key} in several commands: the last one's value, {own[key]!r}, is taken"
+            )
+        values |= own
     if not values:
         raise ValueError(f"'{path}' sets no key: no word of it is of the form section.key=value")
     return values
@@ -128,7 +140,8 @@ def _split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
 def _commands(text: str, path: str) -> tuple[list[list[str]], Mapping[str, str], list[str]]:
     """The words of each of its commands; its variables and those of the environment; names that got several values."""
     text = re.sub(r"\\\r?\n", " ", re.sub(r"(?m)^\s*#.*$", "", text))
-    text = _ARITHMETIC.sub(lambda found: "".join(found[0].split()), text)  # one word
+    for one_word in (_ARITHMETIC, _COMMAND):
+        text = one_word.sub(lambda found: "".join(found[0].split()), text)
     variables: dict[str, str] = dict(os.environ)
     arrays: dict[str, list[str]] = {}
 
@@ -140,8 +153,11 @@ def _commands(text: str, path: str) -> tuple[list[list[str]], Mapping[str, str],
     commands: list[list[str]] = []
     own: dict[str, set[str]] = {}
     for line in rest.splitlines():
-        if (found := _ASSIGNED.match(line)) and len(assigned := _words(found[2], path)) <= 1:
+        if (found := _ASSIGNED.match(line)) and len(assigned := _words(found[3], path)) <= 1:
             name, value = found[1], assigned[0] if assigned else ""
+            if found[2]:
+                variables[name] = variables.get(name, "") + _expanded(value, variables)
+                continue
             if name not in (used[1] or used[3] for used in _VARIABLE.finditer(value)):  # else it is added to
                 own.setdefault(name, set()).add(value)
             variables[name] = _expanded(value, variables)
