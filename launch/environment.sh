@@ -25,8 +25,8 @@ gpu_count() {
     if command -v nvidia-smi >/dev/null; then
         count=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
     fi
-    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]] && ((count > 0)); then
-        count=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]] && ((count > 0)); then # CUDA looks no further than an odd one
+        count=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed -E '/^(-|NoDevFiles)/,$d' | grep -c . || true)
     fi
     echo "$count"
 }
@@ -62,9 +62,18 @@ stage() {
 up_to_date() { [[ $(cat "${@:2}" | cksum) == $(cat "$VENV/.megarl-$1" 2>/dev/null) ]]; }
 mark() { cat "${@:2}" | cksum >"$VENV/.megarl-$1"; }
 
+# one_at_a_time COMMAND...: of several starts at once, on this machine or on nodes that share the disk, one prepares.
+one_at_a_time() (
+    mkdir -p "$(dirname "$INSTALL_LOG")"
+    if command -v flock >/dev/null && [[ -w $(dirname "$INSTALL_LOG") ]]; then
+        exec 9>"$INSTALL_LOG.lock"
+        flock --nonblock 9 || { echo "megarl: another start makes .venv; waiting for it" && flock 9; }
+    fi
+    "$@"
+)
+
 prepare_venv() {
     local place python pins torch tools=(launch/requirements-dev.txt launch/requirements-docs.txt)
-    mkdir -p "$(dirname "$INSTALL_LOG")"
     # One that was moved or copied with the repository would run the code of its first place.
     place=$(cat "$VENV/.megarl-place" 2>/dev/null || echo "$VENV")
     if [[ $place != "$VENV" ]] || ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
@@ -103,6 +112,7 @@ if [[ -n ${MEGARL_PYTHON:-} ]]; then
 else
     PYTHON=$VENV/bin/python
     if [[ -z ${DRY_RUN:-} ]]; then
-        prepare_venv "${1:-}"
+        one_at_a_time prepare_venv "${1:-}"
+        (($? == 0)) || exit 1
     fi
 fi

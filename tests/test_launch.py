@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import re
 import shlex
@@ -117,6 +118,53 @@ def test_an_environment_that_was_moved_is_not_used(tmp_path: Path) -> None:
             (environment / ".megarl-place").write_text(f"{place}\n")
         result = run(str(tmp_path / "uses.sh"), MEGARL_PYTHON="", PATH=str(tools))
         assert result.stdout == ("" if said else f"{environment}/bin/python\n") and said in result.stderr, result
+
+
+PYTHON_THAT_INSTALLS = """#!/bin/bash
+# Python, as far as making an environment goes: says when each installation begins and ends.
+case "$*" in
+    "-m venv "*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+    "-m pip install"*) echo "begin $PPID" >>said && sleep 0.1 && echo "end $PPID" >>said ;;
+esac
+"""
+
+
+def test_of_two_starts_at_once_one_installs(tmp_path: Path) -> None:
+    tools = without_python(tmp_path)
+    for name in ("cp", "flock", "sleep"):
+        (tools / name).symlink_to(shutil.which(name) or pytest.skip(f"needs {name}"))
+    (tools / "python3.11").write_text(PYTHON_THAT_INSTALLS)
+    (tools / "python3.11").chmod(0o755)
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "uses.sh").write_text('set -e; source "$(dirname "$0")/launch/environment.sh"; echo "$PYTHON"')
+    (tmp_path / ".cache").mkdir()
+    with (tmp_path / ".cache" / "install.log.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        command, environment = ["bash", str(tmp_path / "uses.sh")], {"PATH": str(tools)}
+        starts = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        for start in starts:
+            assert start.stdout is not None
+            assert start.stdout.readline() == "megarl: another start makes .venv; waiting for it\n"
+    first, second = sorted((start.communicate(timeout=60)[0] for start in starts), key=len, reverse=True)
+    python = f"{tmp_path}/.venv/bin/python\n"
+    assert first.endswith(f"megarl: installing megarl\n{python}") and second == python
+    said = (tmp_path / "said").read_text().split()
+    assert said[::2] == ["begin", "end"] * 3 and len(set(said[1::2])) == 1
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [(None, 2), ("", 0), ("1", 1), ("GPU-8d2a-1,GPU-77-0", 2), ("-1", 0), ("0,-1,1", 1), ("NoDevFiles", 0)],
+)
+def test_gpus_that_a_start_may_use(visible: str | None, count: int, tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text(
+        '#!/bin/sh\necho "GPU 0: NVIDIA H200 (UUID: GPU-8d2a-1)"\necho "GPU 1: NVIDIA H200"\n'
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "count.sh").write_text(f'source "{LAUNCH}/environment.sh"; gpu_count')
+    devices = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert run(str(tmp_path / "count.sh"), PATH=f"{tmp_path}:{os.environ['PATH']}", **devices).stdout == f"{count}\n"
 
 
 def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
