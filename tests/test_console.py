@@ -44,6 +44,15 @@ def test_a_run_goes_on_when_its_output_cannot_be_written(tmp_path: Path, by: str
         assert done.stderr.count(f"megarl: warning: output is lost ({reason}); the run goes on") == 1, done.stderr
 
 
+def test_a_run_without_streams_writes_its_files_alone(tmp_path: Path) -> None:
+    """A file that is opened where stdout was would take what libraries print."""
+    config = write_run(tmp_path, trainer__save_freq=2, trainer__logger=["console", "jsonl"])
+    closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
+    done = subprocess.run([*closed, *COMMAND, "train", str(config)], env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0 and len(metrics_of(tmp_path)) == 3
+    assert (tmp_path / "run" / "checkpoints" / "global_step_2").is_dir()
+
+
 def test_a_terminal_that_lacks_a_character_gets_an_escape(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(ARROW)
     config = write_run(tmp_path, reward={"name": f"{tmp_path / 'reward.py'}:score", "on_error": "drop"})

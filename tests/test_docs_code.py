@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -89,6 +90,30 @@ def test_commands_can_be_typed(page: Path) -> None:
                 assert word in PLACEHOLDERS, line
             if re.fullmatch(r"(configs|tools|launch|slurm)/[\w/]+\.(yaml|py|sh|txt|sbatch)", word):
                 assert (ROOT / word).is_file(), line
+
+
+def templates() -> set[str]:
+    """The texts in the package's code, with "…" for each value that is put into one."""
+    found = set()
+    for path in sorted((ROOT / "megarl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.add("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").split("## Installing")[0]
+    symptoms = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+    said = [code for symptom in symptoms for code in re.findall(r"`([^`]+)`", symptom) if " " in code]
+    said.remove("train.jsonl:17: …")  # a row's place
+    assert len(said) > 12
+    code = templates()
+    parts = {part.strip(" '") for message in said for part in message.split("…")}
+    assert [part for part in parts if not any(part in template for template in code)] == []
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda b: f"{b.page.stem}-{b.title}")

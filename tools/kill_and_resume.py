@@ -5,7 +5,7 @@
 Both runs save a checkpoint at every step and have trainer.resume_mode=auto. The moments take turns: while the engine
 decodes, in the reshard, while log-probabilities are computed, in the update, while a checkpoint is written, and between
 its manifest and its rename. So do the victims: a rank drawn at random, all of them, the launcher. How long a process
-trains before its moment may come is drawn at random.
+trains before its moment may come is drawn at random, and leaves steps for the other kills.
 
 Written to --out: straight/ and killed/, the two runs; kills.json, what was killed where; and a table on the console.
 Exit code 1 unless the last checkpoints (weights, optimizer, schedule) are the same bits and the metrics the same
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -120,6 +121,14 @@ def train(config: str, overrides: list[str], folder: Path, **environment: str) -
     return done.returncode, done.stdout
 
 
+def longest_delay(number: int, args: argparse.Namespace) -> float:
+    """Seconds of training after which a process may be killed at the latest, so that the others get steps, too."""
+    steps = [row["timing/step_s"] for row in rows(args.out / "straight") if row["step"] > 0]
+    left, kills = len(steps) - progress(args)["newest"], args.kills - number
+    # a process makes a step before it is killed, and after a delay it may make two until its moment comes
+    return max(min(2 * (left / kills - 1), left - kills - 2), 0) * median(steps)
+
+
 def kill_once(number: int, args: argparse.Namespace, overrides: list[str], ranks: int, decoy: Path) -> dict[str, Any]:
     """One process life of the killed run."""
     rng = random.Random(f"{args.seed}/{number}")
@@ -130,7 +139,7 @@ def kill_once(number: int, args: argparse.Namespace, overrides: list[str], ranks
     note.unlink(missing_ok=True)
     plan = {
         "rank": 0 if moment == "between manifest and rename" else rng.randrange(ranks),
-        "delay": rng.uniform(0.0, 4.0),
+        "delay": rng.uniform(0.0, longest_delay(number, args)),
         "later": rng.uniform(0.0, 0.05),
         "moment": MOMENTS[moment],
         "victim": victim,
@@ -139,7 +148,10 @@ def kill_once(number: int, args: argparse.Namespace, overrides: list[str], ranks
     path = os.pathsep.join([str(decoy), *filter(None, [os.environ.get("PYTHONPATH")])])
     code, said = train(args.config, overrides, args.out / "killed", KILL_PLAN=json.dumps(plan), PYTHONPATH=path)
     if not note.exists():
-        raise SystemExit(f"kill {number + 1}: the run ended by itself with exit code {code}:\n{said[-3000:]}")
+        raise SystemExit(
+            f"kill {number + 1}: the run ended by itself with exit code {code}; more trainer.total_training_steps, or "
+            f"fewer --kills, leave time for all:\n{said[-3000:]}"
+        )
     left = still_there(args.out / "killed")
     return {"moment": moment, "victim": victim, "rank": plan["rank"], "code": code, "left": left, **progress(args)}
 
@@ -188,10 +200,13 @@ def last_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return tensors_of(newest)
 
 
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without what depends on the clock."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows(folder)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -236,12 +251,12 @@ def same(out: Path, console: Console) -> bool:
     one, other = last_checkpoint(out / "straight"), last_checkpoint(out / "killed")
     differing = [name for name in one.keys() | other.keys() if name not in one or name not in other]
     differing += [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
-    rows = numbers(out / "straight") == numbers(out / "killed")
+    equal = numbers(out / "straight") == numbers(out / "killed")
     size = sum(value.numel() for value in one.values())
     console.print(
-        f"last checkpoints: {len(one)} tensors, {size} numbers, {len(differing)} tensors differ; metrics equal: {rows}"
+        f"last checkpoints: {len(one)} tensors, {size} numbers, {len(differing)} tensors differ; metrics equal: {equal}"
     )
-    return not differing and rows
+    return not differing and equal
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 2 for what is refused, 130 after Ctrl-C; otherwise that of the command, for `train` of the ranks."""
     words = sys.argv[1:] if argv is None else argv
     debug = "--debug" in words
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of characters that the terminal's encoding has not
@@ -96,6 +97,15 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `megarl ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _open_streams() -> None:
+    """A stream that was closed (`>&-`) would be the next file that is opened, and take what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # of the free numbers the lowest
+            os.set_inheritable(opened, True)  # by the ranks
+            setattr(sys, name, os.fdopen(opened, "w" if number else "r", encoding="utf-8"))
 
 
 def _run(words: Sequence[str]) -> int:

@@ -66,7 +66,7 @@ const Curves = {
     const last = el("span"), canvas = el("canvas");
     const made = el("div", { class: "card", tabindex: 0, role: "button", "data-metric": name,
       title: shownRuns().map((run) => run.curves.meanings?.[name]).find(Boolean) ?? "",
-      "aria-label": `${name}: enlarge` }, el("h2", {}, name, last), canvas);
+      "aria-label": `${name}: enlarge` }, el("h2", {}, el("div", {}, breakable(name)), last), canvas);
     Object.assign(made, { metric: name, canvas, last });
     made.addEventListener("click", () => this.enlarge(name));
     made.addEventListener("keydown", (event) => { if (event.key === "Enter") this.enlarge(name); });

@@ -12,6 +12,9 @@ function el(tag, attributes = {}, ...children) {
   return made;
 }
 
+// A long name, which a line may break after "/", "_" and ".".
+const breakable = (name) => name.split(/(?<=[/_.])/).flatMap((part) => [part, document.createElement("wbr")]);
+
 const fmtWhole = (n) => Math.round(n).toLocaleString("en-US");
 
 function fmt(value) {

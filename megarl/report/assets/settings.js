@@ -35,8 +35,8 @@ const Settings = {
       el("tr", {}, el("th", {}, "key"), el("th", {}, "default"), runs.map((run) => el("th", {}, run.name))),
       kept.map(([key, description, value, values, differs]) => el("tr", { title: description,
         class: new Set(runs.map((run) => values[run.place])).size > 1 ? "differs" : "" },
-        el("td", {}, el("code", {}, key)), el("td", {}, el("code", {}, value ?? "–")),
+        el("td", {}, el("code", {}, breakable(key))), el("td", {}, el("code", {}, breakable(value ?? "–"))),
         runs.map((run) => el("td", { class: differs[run.place] ? "changed" : "" }, el("code", {},
-          values[run.place] ?? "–")))))));
+          breakable(values[run.place] ?? "–"))))))));
   },
 };
