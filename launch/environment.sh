@@ -67,7 +67,10 @@ one_at_a_time() (
     mkdir -p "$(dirname "$INSTALL_LOG")"
     if command -v flock >/dev/null && [[ -w $(dirname "$INSTALL_LOG") ]]; then
         exec 9>"$INSTALL_LOG.lock"
-        flock --nonblock 9 || { echo "megarl: another start makes .venv; waiting for it" && flock 9; }
+        flock --nonblock --conflict-exit-code 99 9 2>/dev/null || if (($? == 99)); then # else: a disk without locks
+            echo "megarl: another start makes .venv; waiting for it"
+            flock 9
+        fi
     fi
     "$@"
 )

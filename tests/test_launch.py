@@ -84,6 +84,23 @@ def test_a_missing_config_is_one_line(script: str) -> None:
     assert re.search(r"usage: .*train\.\w+ CONFIG \[key=value \.\.\.\]$", result.stderr.strip())
 
 
+@pytest.mark.parametrize("submitted", [True, False])
+def test_a_job_from_another_folder_is_one_line(submitted: bool, tmp_path: Path) -> None:
+    """Slurm runs a copy of the script."""
+    copy = shutil.copy(ROOT / "slurm" / "train.sbatch", tmp_path / "slurm_script")
+    (tmp_path / "a.yaml").touch()
+    place = {"SLURM_SUBMIT_DIR": str(tmp_path)} if submitted else {}
+    ran = subprocess.run(
+        ["bash", copy, "a.yaml"],
+        env={"PATH": os.environ["PATH"], **place},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(f"megarl: {tmp_path} is not the repository's root") and ran.stderr.count("\n") == 1
+
+
 def test_a_wrong_interpreter_is_one_line() -> None:
     result = run("launch/train.sh", "a.yaml", MEGARL_PYTHON="/no/python")
     assert result.returncode == 1
