@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,15 +20,6 @@ from run_cases import run_here
 from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.hookimpl(trylast=True)  # after -m has left some out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: of two workers one would wait for the other, which began such a file last."""
-    seconds: Counter[Path] = Counter()
-    for item in items:
-        seconds[item.path] += 10.0 if item.get_closest_marker("slow") else 0.3
-    items.sort(key=lambda item: -seconds[item.path])
 
 
 def pytest_collection_finish() -> None:
