@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from megarl.config import build_config
+from megarl.rewards import pool as pool_module
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import parts_of
 from megarl.rewards.pool import RewardPool
@@ -34,11 +36,11 @@ def length(response, row):
 def acts(response, row):
     """Does to its process what the response says."""
     if response == "sleeps":
-        time.sleep(100)
+        time.sleep(9999)
     elif response == "loops":
         while True:
             try:
-                time.sleep(100)
+                time.sleep(9999)
             except BaseException:
                 pass
     elif response == "backtracks":
@@ -77,12 +79,12 @@ def acts(response, row):
 
 def leaves_a_child(response, row):
     """One that its parent leaves behind, in a session of its own."""
-    code = "import subprocess as s; print(s.Popen(['sleep', '1000'], stdout=s.DEVNULL, start_new_session=True).pid)"
+    code = "import subprocess as s; print(s.Popen(['sleep', '9999'], stdout=s.DEVNULL, start_new_session=True).pid)"
     child = subprocess.run([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True).stdout
     with open(row["note"], "a") as f:
         f.write(child)
     if response == "hangs":
-        time.sleep(100)
+        time.sleep(9999)
     return 1.0
 
 def lists(responses, rows, *, tokens):
@@ -92,27 +94,37 @@ def lists(responses, rows, *, tokens):
     if "poison" in responses:
         raise ValueError("poison")
     if "hang" in responses:
-        time.sleep(100)
+        time.sleep(9999)
     if "short" in responses:
         return [1.0]
     return [float("nan") if text == "nan" else len(text) + n / 100 for text, n in zip(responses, tokens)]
 
 async def asks(response, row):
     if response == "hangs":
-        await asyncio.sleep(100)
+        await asyncio.sleep(9999)
     if response == "swallows":
         while True:
             try:
-                await asyncio.sleep(100)
+                await asyncio.sleep(9999)
             except asyncio.CancelledError:
                 pass
     if response == "blocks":
-        time.sleep(100)
+        time.sleep(9999)
     if response == "dies":
         os._exit(1)
     if response == "raises":
         raise KeyError("no")
     await asyncio.sleep(0.2)
+    return len(response)
+
+here = 0
+
+async def meets(response, row):
+    """Ends when a hundred are there."""
+    global here
+    here += 1
+    while here < 100:
+        await asyncio.sleep(0.01)
     return len(response)
 
 def second_time(response, row):
@@ -122,6 +134,13 @@ def second_time(response, row):
         if len(f.readlines()) <= row["failures"]:
             raise OSError("the judge is out")
     return 1.0
+
+def waits(response, row):
+    with open(row["note"], "a") as f:
+        f.write(f"{os.getpid()} ")
+    while not os.path.exists(row["note"] + ".go"):
+        time.sleep(0.01)
+    return len(response)
 
 def where(response, row):
     return {"score": 1.0, "pid": os.getpid()}
@@ -142,19 +161,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @contextmanager
 def pool_of(workers: int = 2, **reward: Any) -> Iterator[RewardPool]:
-    settings = build_config({"reward": {"on_error": "drop", "timeout": 30, **reward}}).reward
+    settings = build_config({"reward": {"on_error": "drop", "timeout": 300, **reward}}).reward
     pool = RewardPool(parts_of(settings), settings, workers)
     try:
         yield pool
     finally:
-        alive = pool._process.poll() is None
-        processes = [pool._process.pid, *(p.pid for p in workers_under(pool))] if alive else []
+        alive = pool._leader.process.poll() is None
+        processes = [pool._leader.process.pid, *(p.pid for p in workers_under(pool))] if alive else []
         pool.close()
         assert not any(psutil.pid_exists(pid) for pid in processes)
 
 
 def workers_under(pool: RewardPool) -> list[psutil.Process]:
-    return psutil.Process(pool._process.pid).children(recursive=True)
+    return psutil.Process(pool._leader.process.pid).children(recursive=True)
 
 
 def submit(pool: RewardPool, texts: list[str], row: dict[str, Any] | None = None, source: str = "") -> None:
@@ -179,7 +198,7 @@ def outcome(result: Scored | Failure) -> float | str:
     return head.split(" ", 3)[3]
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it does not happen"
@@ -192,7 +211,7 @@ def gone(pids: list[int]) -> bool:
 
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
-LATE = "took longer than reward.timeout = 0.5 s"
+LATE = "took longer than reward.timeout = 2 s"
 WRONG = {
     "sleeps": LATE,
     "loops": LATE,
@@ -210,19 +229,19 @@ WRONG = {
 
 
 def test_what_a_verifier_does_costs_its_own_response_only(file: str) -> None:
-    with pool_of(name=f"{file}:acts", timeout=0.5) as pool:
+    with pool_of(4, name=f"{file}:acts", timeout=2) as pool:
         texts = [text for wrong in WRONG for text in (wrong, "is well")]
         found = results(pool, texts)
         assert found[1::2] == [1.0] * len(WRONG)
         for (text, said), one in zip(WRONG.items(), found[::2], strict=True):
             assert isinstance(one, str) and one.startswith(said), (text, one)
         assert results(pool, ["is asked to stop", "forks", "is well"]) == [1.0, 1.0, 1.0]
-        until(lambda: sum(worker.status() != "zombie" for worker in workers_under(pool)) == 2)
+        until(lambda: sum(worker.status() != "zombie" for worker in workers_under(pool)) == 4)
 
 
 def test_a_gigabyte_goes_nowhere(file: str) -> None:
     """One on stdout and stderr, one as a score."""
-    with pool_of(name=f"{file}:acts", timeout=20) as pool:
+    with pool_of(name=f"{file}:acts") as pool:
         said = f"returned '{'x' * 199}..., a str, and not one number"
         assert results(pool, ["floods", "is well", "is large"]) == [1.0, 1.0, said]
 
@@ -232,7 +251,7 @@ def test_the_frames_of_what_is_ended_are_shown(file: str) -> None:
         submit(pool, ["sleeps", "crashes", "says much"])
         said = [str(result) for result in pool.collect().values()]
     source = VERIFIERS.splitlines()
-    lines = ("time.sleep(100)", "ctypes.string_at(0)", 'raise ValueError("x" * 10**7)')
+    lines = ("time.sleep(9999)", "ctypes.string_at(0)", 'raise ValueError("x" * 10**7)')
     for text, line in zip(said, lines, strict=True):
         number = next(i for i, one in enumerate(source, 1) if one.strip() == line)
         assert f'\n  File "{file}", line {number}, in acts\n    {line}' in text
@@ -254,7 +273,7 @@ def test_a_killed_worker_is_replaced(file: str) -> None:
 def test_what_a_verifier_leaves_behind_ends_with_its_worker(file: str, tmp_path: Path) -> None:
     note = tmp_path / "children"
     with pool_of(name=f"{file}:leaves_a_child", timeout=2) as pool:
-        assert results(pool, ["is well", "hangs"], {"note": str(note)}) == [1.0, LATE.replace("0.5", "2")]
+        assert results(pool, ["is well", "hangs"], {"note": str(note)}) == [1.0, LATE]
         left = [int(pid) for pid in note.read_text().split()]
         assert len(left) == 2
         until(lambda: sum(psutil.pid_exists(pid) for pid in left) <= 1)  # the other's worker goes on
@@ -270,15 +289,61 @@ def test_a_function_that_workers_cannot_import_is_said(tmp_path: Path) -> None:
             pool.collect()
 
 
+def at_work(note: Path) -> list[int]:
+    """The workers that have begun with a response."""
+    return [int(pid) for pid in note.read_text().split()] if note.exists() else []
+
+
+def test_a_call_whose_worker_somebody_kills_is_tried_once_more(file: str, tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    with pool_of(name=f"{file}:waits") as pool:
+        submit(pool, ["abc"], {"note": str(note)})
+        until(lambda: len(at_work(note)) == 1)
+        os.kill(at_work(note)[0], signal.SIGKILL)
+        until(lambda: len(at_work(note)) == 2)
+        (tmp_path / "pids.go").touch()
+        (scored,) = pool.collect().values()
+        assert isinstance(scored, Scored) and (scored.score, scored.retried) == (3.0, 1)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_another_process_leads_the_workers_when_the_first_is_lost(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    """One that ends, or gives no sign of life; what was waiting is given to another one, but not to a third."""
+    monkeypatch.setattr(pool_module, "SILENCE", 5.0)
+    note = tmp_path / "pids"
+    with pool_of(name=f"{file}:waits", timeout=5.0 if how == signal.SIGSTOP else 300) as pool:
+        submit(pool, ["abc", "de"], {"note": str(note)})
+        until(lambda: len(at_work(note)) == 2)
+        first, left = pool._leader.process, [p.pid for p in workers_under(pool)]
+        first.send_signal(how)
+        (tmp_path / "pids.go").touch()
+        assert [one.retried for one in pool.collect().values() if isinstance(one, Scored)] == [1, 1]
+        assert pool._leader.process.pid != first.pid
+        until(lambda: gone(left))
+        assert results(pool, ["x"], {"note": str(note)}) == [1.0]
+
+
 def test_the_end_of_what_leads_the_workers_is_said(file: str) -> None:
     with pool_of(name=f"{file}:acts") as pool:
         submit(pool, ["sleeps"])
-        until(lambda: len(workers_under(pool)) == 2)
-        left = [p.pid for p in workers_under(pool)]
-        pool._process.kill()
+        left = list[int]()
+
+        def kill_all_leaders() -> None:
+            for _ in range(2):
+                leader = pool._leader.process
+                until(lambda leader=leader: len(psutil.Process(leader.pid).children()) == 2)
+                left.extend(p.pid for p in psutil.Process(leader.pid).children())
+                leader.kill()
+                until(lambda leader=leader: pool._leader.process is not leader or pool._ended != "")
+
+        killer = threading.Thread(target=kill_all_leaders)
+        killer.start()
         with pytest.raises(RewardError, match="the process that leads the reward workers has ended"):
             pool.collect()
-        until(lambda: gone(left))
+        killer.join()
+        until(lambda: len(left) == 4 and gone(left))
 
 
 # ------------------------------------------------------------------------------------------------ whatever the order
@@ -293,18 +358,16 @@ def test_scores_do_not_depend_on_who_finishes_first(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_is_the_first_that_was_submitted(tmp_path: Path) -> None:
-    """Response 3 fails at once, response 1 later; nobody waits for the ten seconds of those after them."""
+    """Response 3 fails at once, response 1 later; nobody waits for those after them, which hang."""
     file = tmp_path / "slow.py"
     file.write_text(
         "import time\ndef f(response, row):\n    wait, fails = response.split()\n    time.sleep(float(wait))\n"
         "    return 1 / (1 - int(fails))\n"
     )
-    start = time.monotonic()
-    with pool_of(4, name=f"{file}:f", on_error="fail") as pool:
-        submit(pool, ["0 0", "0.5 1", "0 0", "0 1", *["10 0"] * 20])
+    with pool_of(4, name=f"{file}:f", on_error="fail", timeout=9999) as pool:
+        submit(pool, ["0 0", "0.5 1", "0 0", "0 1", *["9999 0"] * 20])
         found = pool.collect()
         assert [key for key, result in found.items() if isinstance(result, Failure)] == [1, 3]
-        assert 0.5 < time.monotonic() - start < 8
     with pool_of(2, name=f"{file}:f", on_error="fail") as pool:  # what was not waited for is forgotten
         submit(pool, ["0 1", "0.3 0"])
         assert list(pool.collect()) in ([0], [0, 1])
@@ -317,9 +380,7 @@ def test_two_pools_and_one_that_is_closed_while_busy(file: str) -> None:
         submit(busy, ["sleeps"] * 5)
         assert results(other, ["a", "bbb"]) == [1, 3]
         until(lambda: len(workers_under(busy)) == 1)
-        start = time.monotonic()
         busy.close()
-        assert time.monotonic() - start < 5
         assert results(other, ["cc"]) == [2]
 
 
@@ -338,11 +399,11 @@ def test_no_worker_outlives_its_rank(file: str, tmp_path: Path, how: signal.Sign
     )
     rank = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
-        until(lambda: note.exists() and bool(note.read_text().strip()), 60)
+        until(lambda: note.exists() and bool(note.read_text().strip()))
         below = [p.pid for p in psutil.Process(rank.pid).children(recursive=True)]
         assert len(below) >= 4 and int(note.read_text()) in below
         rank.send_signal(how)
-        rank.wait(10)
+        rank.wait(120)
         until(lambda: gone(below))
     finally:
         rank.kill()
@@ -354,35 +415,29 @@ def test_no_worker_outlives_its_rank(file: str, tmp_path: Path, how: signal.Sign
 def test_lists_of_responses(file: str, tmp_path: Path) -> None:
     """A list that fails is tried again one by one, so that nobody fails for the company it was in."""
     note = {"note": str(tmp_path / "sizes")}
-    with pool_of(1, name=f"{file}:lists", batch_size=4, timeout=0.5) as pool:
+    with pool_of(1, name=f"{file}:lists", batch_size=4, timeout=2) as pool:
         assert results(pool, ["a"] * 9, note) == [pytest.approx(1 + i / 100) for i in range(9)]
         sizes = [int(size) for size in Path(note["note"]).read_text().split()]
         assert sum(sizes) == 9 and max(sizes) == 4 and len(sizes) <= 4
         texts = ["a", "poison", "bb", "nan", "hang", "ccc"]
-        late = "took longer than reward.timeout = 0.5 s"
-        expected = [1.0, "raised ValueError: poison", 2.02, "returned nan, which is not finite", late, 3.05]
+        expected = [1.0, "raised ValueError: poison", 2.02, "returned nan, which is not finite", LATE, 3.05]
         assert results(pool, texts, note) == expected
         said = results(pool, ["short", "b"], note)
-        assert said in (["returned 1 scores for 2 responses"] * 2, [1.0, 1.01])
+        assert said in (["returned 1 score for a list of 2 responses, and not one for each"] * 2, [1.0, 1.01])
     with pool_of(1, name=f"{file}:lists", batch_size=64) as pool:
         submit(pool, ["first"], note)  # the others wait for it, and go together
         found = results(pool, ["short"] * 8, note)
-        assert "returned 1 scores for" in str(found[-1]) and found.count(found[-1]) >= 7
+        assert "returned 1 score for a list of" in str(found[-1]) and found.count(found[-1]) >= 7
 
 
 def test_hundreds_of_coroutines_at_once(file: str) -> None:
-    with pool_of(2, name=f"{file}:asks", concurrency=100) as pool:
-        results(pool, ["warm"])
-        start = time.monotonic()
+    with pool_of(2, name=f"{file}:meets", concurrency=100) as pool:
         assert results(pool, ["x" * (i % 7) for i in range(200)]) == [i % 7 for i in range(200)]
-        assert time.monotonic() - start < 3  # one after another: 40 s
-        submit(pool, ["x"] * 30)
-        assert all(result.seconds[0] < 2 for result in pool.collect().values())
 
 
 @pytest.mark.slow
 def test_each_coroutine_has_its_own_deadline(file: str) -> None:
-    with pool_of(1, name=f"{file}:asks", timeout=0.5) as pool:
+    with pool_of(1, name=f"{file}:asks", timeout=2) as pool:
         found = results(pool, ["hangs", "a", "raises", "swallows", "bb"])
         assert found == [LATE, 1, "raised KeyError: 'no'", LATE, 2]
         submit(pool, ["hangs"])
@@ -398,13 +453,13 @@ def test_a_retry_comes_after_a_pause(file: str, tmp_path: Path) -> None:
         (scored,) = pool.collect().values()
         assert isinstance(scored, Scored) and (scored.score, scored.retried) == (1.0, 1)
         first, second = map(float, (tmp_path / "one").read_text().split())
-        assert 1.0 <= second - first < 2
+        assert second - first >= 1.0
         submit(pool, ["x"], {"note": str(tmp_path / "never"), "failures": 9})
         (failure,) = pool.collect().values()
         assert isinstance(failure, Failure) and failure.retried == 2
         assert failure.reason.split(" ", 3)[3] == "raised OSError: the judge is out; row train.jsonl:0, response 'x'"
         times = [float(line) for line in (tmp_path / "never").read_text().split()]
-        assert len(times) == 3 and 1 <= times[1] - times[0] < 2 <= times[2] - times[1] < 3
+        assert len(times) == 3 and times[1] - times[0] >= 1 and times[2] - times[1] >= 2
     assert score_metrics([scored, failure], ["", ""])["retried"] == 3.0
 
 

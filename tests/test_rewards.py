@@ -6,6 +6,7 @@ import json
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import prepare_reasoning_gym
 import pytest
 import reasoning_gym
@@ -21,12 +22,19 @@ def test_exact_match() -> None:
     assert score(" 12\n", {"answer": "12"}) == 1.0
     assert score("12", {"answer": 12}) == 1.0
     assert score("120", {"answer": "12"}) == 0.0
+    assert score("7", {"answer": 7.0}) == 1.0  # what a table makes of whole numbers with a gap
+    assert score("7", {"answer": np.float64(7.0)}) == score("7.5", {"answer": 7.5}) == 1.0
+    assert score("7", {"answer": b"7"}) == score("True", {"answer": True}) == 1.0
     assert score.check_row is not None
     score.check_row({"answer": 0})
     with pytest.raises(ValueError, match=r"^needs an answer: set data\.answer_key to one of q, solution$"):
         score.check_row({"q": "", "solution": "12"})
     with pytest.raises(ValueError, match=r"^needs an answer, and the row's is null$"):
         score.check_row({"answer": None})
+    with pytest.raises(ValueError, match=r"^needs an answer, and the row's is blank$"):
+        score.check_row({"answer": " \n"})
+    with pytest.raises(ValueError, match=r"^needs an answer, and the row's is blank$"):
+        score("", {"answer": " "})
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "word_sorting", "countdown"])
@@ -48,6 +56,9 @@ def test_reasoning_gym_scores_its_own_answers(task: str) -> None:
         ({"metadata": "{}"}, "needs an object in column 'metadata', not str"),
         ({"metadata": {"python": "tuple", "is": [1]}}, "needs an object in column 'metadata', not dict"),
         ({"question": None}, "needs text in column 'question', not NoneType"),
+        ({"answer": 2, "data_source": "chain_sum"}, "needs text in column 'answer', not int"),
+        ({"answer": None, "data_source": "chain_sum"}, "needs text in column 'answer', not NoneType"),
+        ({"answer": ["2"], "data_source": "chain_sum"}, "needs text in column 'answer', not list"),
     ],
 )
 def test_rows_that_reasoning_gym_cannot_score(row: dict[str, object], said: str) -> None:
@@ -56,7 +67,7 @@ def test_rows_that_reasoning_gym_cannot_score(row: dict[str, object], said: str)
     whole = {"data_source": "chain_sum", "question": "1 + 1", "answer": "2", "metadata": {}}
     check(whole)
     with pytest.raises(ValueError) as refusal:
-        check(row if "answer" in row else {**whole, **row})
+        check(row if "question" in row and "answer" in row else {**whole, **row})
     assert str(refusal.value) == said
 
 

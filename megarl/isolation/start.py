@@ -1,26 +1,44 @@
 """Runs one program that nobody trusts, and ends with all of its processes ended. A process of its own, see `main`.
 
-    start             takes namespaces, keeps the time, and is told to stop by its standard input's end
+    start             takes namespaces, keeps time and memory, and is told to stop by its standard input's end
       init            pid 1 of the namespaces: when it ends, the kernel kills every process in them
         the program   another user, or none that means anything outside; no capabilities, limits, a filter of calls
 
-Where one of the first two is killed, PR_SET_PDEATHSIG kills the next.
+With tests, two processes that see nothing of each other but a channel:
+
+    start
+      the tests       pid 1 of the namespaces; asks the program, and says which tests passed
+        init          pid 1 of a second pid namespace, without the tests
+          the program
+
+Where one of the first is killed, PR_SET_PDEATHSIG kills the next.
 """
 
 from __future__ import annotations
 
+import _socket
+import fcntl
 import os
 import resource
 import select
+import stat
 import sys
 import time
 
-from megarl.isolation import call_filter, view
+from megarl.isolation import call_filter, memory_watch, view
 from megarl.isolation import system_calls as linux
 
-_NAMESPACES = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the module typing takes as long to import as Python to start
+    from collections.abc import Callable
+    from typing import NoReturn
+
+CHANNEL = 3
+"""The descriptor of the channel in a program that has one."""
+_NAMESPACES = linux.CLONE_NEWPID | linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
 _SIGKILL = 9
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+_LAST_WORD = 2.0  # seconds that the init of a program that has ended has to say how
 _NOBODY = 65534
 _UIDS = 1 << 30  # the first of those that root gives to programs, far from people's and from those of containers
 
@@ -32,10 +50,14 @@ class Job:
         isolated: in namespaces; else the limits alone.
         python, prefix: the interpreter and where its library lies, without symbolic links.
         program, stdin: file descriptors of the program's text and of what it reads.
-        report: file descriptor for `main`'s line.
+        report: file descriptor for `main`'s lines.
+        channel: file descriptor that the program gets as `CHANNEL`; -1: none.
+        tests: file descriptor of what `megarl.isolation.examine` reads; -1: none.
+        shown: files and folders that the program sees beside Python's own library.
+        paths: folders in front of its `sys.path`.
         folder: where the program starts, if not isolated.
         group: `cgroup.procs` of the program's control group; "": none.
-        wall, cpu: seconds. memory, disk, file: bytes. processes, open_files, files: counts.
+        wall, cpu: seconds; 0: no limit. memory, disk: bytes. processes, open_files, files: counts.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -43,57 +65,84 @@ class Job:
         self.isolated = said["isolated"] == "1"
         self.python, self.prefix = said["python"], said["prefix"]
         self.folder, self.group = said["folder"], said["group"]
+        self.shown = [word.partition("=")[2] for word in words if word.startswith("shown=")]
+        self.paths = [word.partition("=")[2] for word in words if word.startswith("path=")]
         self.program, self.stdin, self.report = int(said["program"]), int(said["stdin"]), int(said["report"])
+        self.channel, self.tests = int(said["channel"]), int(said["tests"])
         self.wall, self.cpu = float(said["wall"]), int(said["cpu"])
         self.memory, self.disk, self.files = int(said["memory"]), int(said["disk"]), int(said["files"])
         self.processes, self.open_files = int(said["processes"]), int(said["open_files"])
 
+    def close_streams(self) -> None:
+        """Close what the program reads and writes."""
+        for stream in (self.program, self.stdin, self.channel, self.tests, 1, 2):
+            if stream >= 0:
+                os.close(stream)
+        self.program = self.stdin = self.channel = self.tests = -1
+
 
 def main(words: list[str]) -> None:
-    """Run the program, and write one line to `report`.
+    """Run the program, and write lines to `report`, the last of which says how it ended.
 
-    "done STATUS CPU WALL" (as of `os.waitpid`; microseconds of its processor time, of the clock), "time" if it was
-    killed for its time, or "failed REASON" if it was never started. No line: its init was killed.
+    "started" before a program with a channel. "tests" and a digit for each test, 1 if it passed. "done STATUS CPU WALL"
+    (as of `os.waitpid`; microseconds of its processor time, of the clock), "time" or "memory" if it was killed for it,
+    or "failed REASON" if it was never started. None of these: its init was killed.
     """
+    job = Job(words)
     parent = os.getppid()
-    linux.die_with_parent()
+    if job.wall:  # else it may outlive the thread that started it: the end of standard input alone ends it
+        linux.die_with_parent()
     if os.getppid() != parent or not _open(0):
         return
-    job = Job(words)
-    for descriptor in (job.program, job.stdin, job.report):
-        os.set_inheritable(descriptor, False)
+    for descriptor in (job.program, job.stdin, job.report, job.channel, job.tests):
+        if descriptor >= 0:
+            os.set_inheritable(descriptor, False)
     try:
         uid = _take_namespaces() if job.isolated else None
     except OSError as e:
         return _say(job, f"failed {type(e).__name__}: {e}")
-    linux.die_with_parent()  # a new user namespace has undone it
-    if os.getppid() != parent:
-        return
+    if job.wall:
+        linux.die_with_parent()  # a new user namespace has undone it
     stop = os.dup(0)  # not inheritable; the program has another standard input
     alive, init_alive = os.pipe()
     linux.adopt_orphans()
-    init = os.fork()
-    if init == 0:
+    first = os.fork()
+    if first == 0:
         os.close(alive)
         os.close(stop)
-        try:
-            _init(job, uid, init_alive)
-        except Exception as e:
-            _say(job, f"failed {type(e).__name__}: {e}")
-        finally:
-            os._exit(1)
+        _child(job, lambda: (_init if job.tests < 0 else _tests)(job, uid, init_alive))
     os.close(init_alive)
-    for stream in (job.program, job.stdin, 1, 2):
-        os.close(stream)
+    job.close_streams()
+    _watch(job, first, alive, stop)
+    os.kill(first, _SIGKILL)
+    os.waitpid(first, 0)  # of a pid namespace: returns when all in it are gone
+    if not job.isolated:
+        _end_children()
+
+
+def _watch(job: Job, first: int, alive: int, stop: int) -> None:
+    """Wait for the end of the first process, of standard input, or of what the program may use up."""
     poll = select.poll()
     poll.register(alive, 0)
     poll.register(stop, 0)  # 0: only its other end's closing
-    if not poll.poll(job.wall * 1000):
-        _say(job, f"time {round(job.wall * 1e6)}")
-    os.kill(init, _SIGKILL)
-    os.waitpid(init, 0)  # of a pid namespace: returns when all in it are gone
-    if not job.isolated:
-        _end_children()
+    end = time.monotonic() + (job.wall or float("inf"))
+    while (left := end - time.monotonic()) > 0:
+        wait = left if job.group else min(left, memory_watch.INTERVAL)
+        if poll.poll(wait * 1000 if wait < 1e6 else None):
+            return
+        if not job.group and memory_watch.held(first, over=job.memory):
+            return _say(job, "memory")
+    _say(job, f"time {round(job.wall * 1e6)}")
+
+
+def _child(job: Job, work: Callable[[], None]) -> NoReturn:
+    """What a fork does, and its end."""
+    try:
+        work()
+    except Exception as e:
+        _say(job, f"failed {type(e).__name__}: {e}")
+    finally:
+        os._exit(1)
 
 
 def _take_namespaces() -> int | None:
@@ -121,51 +170,114 @@ def _take_namespaces() -> int | None:
 
 
 def _own_uid() -> int:
-    """A user of this program alone: limits of processes and signals are a user's."""
+    """A user of this program alone, and the next one of its init: limits of processes and signals are a user's."""
     with open("/proc/self/uid_map") as f:
         first, _, count = (int(word) for word in f.readline().split())
     pid = os.getpid()  # at most 2^22, and of one process at a time
-    return _UIDS + pid if first == 0 and count > _UIDS + (1 << 22) else 40_000 + pid % 20_000
+    return _UIDS + 2 * pid if first == 0 and count > _UIDS + (1 << 23) else 40_000 + 2 * (pid % 10_000)
 
 
 def _init(job: Job, uid: int | None, alive: int) -> None:
     """Pid 1: builds what the program sees, starts it, and reports its end."""
     linux.die_with_parent()
-    program = b"".join(iter(lambda: os.read(job.program, 1 << 20), b""))
-    os.close(job.program)
+    _prepare(job)
+    _start_program(job, uid, alive)
+
+
+def _tests(job: Job, uid: int | None, alive: int) -> None:
+    """Pid 1: starts an init with the program in a pid namespace of its own, and asks the program what the tests ask."""
+    from megarl.isolation import examine
+
+    linux.die_with_parent()
+    _prepare(job)
+    channel, job_channel = _socket.socketpair()
+    init_alive, job_alive = os.pipe()
+    if job.isolated:
+        linux.unshare(linux.CLONE_NEWPID)
+    init = os.fork()
+    if init == 0:
+
+        def start() -> None:
+            linux.die_with_parent()
+            for stream in (job.tests, alive, init_alive):
+                os.close(stream)
+            channel.close()
+            job.tests, job.channel = -1, job_channel.detach()
+            os.read(job.channel, 1)
+            _start_program(job, uid, job_alive)
+
+        _child(job, start)
+    job_channel.close()
+    os.close(job_alive)
+    tests, job.tests = job.tests, -1
+    job.close_streams()
+    if job.isolated:
+        linux.unshare(linux.CLONE_NEWNS)  # the first is the program's
+    channel.send(b"x")  # a new root of the first would have been this process's, too
+    if job.isolated:
+        view.enter_alone()
+    linux.drop_privileges(None if uid is None else uid + 1)
+    linux.die_with_parent()
+    linux.forbid_inspection()
+    if not _open(alive):
+        return
+    _limit(job, job.processes + (0 if uid is not None else 3))
+    with open("/dev/null", "r+b", 0) as null:
+        for stream in (0, 1, 2):
+            os.dup2(null.fileno(), stream)
+    call_filter.restrict_calls()
+    try:
+        passed, broken = examine.run(tests, channel.fileno(), job.shown)
+    except BaseException:  # of what a program did to it, such as an answer larger than its memory
+        passed, broken = [], True
+    _say(job, f"tests {''.join('01'[one] for one in passed)}")
+    if broken:
+        poll = select.poll()
+        poll.register(init_alive, 0)
+        poll.poll(_LAST_WORD * 1000)
+    os._exit(0)
+
+
+def _prepare(job: Job) -> None:
+    """All of what the program will see that is not a process's own."""
     if job.group:
         with open(job.group, "w") as f:
             f.write("0")
+    program = b"".join(iter(lambda: os.read(job.program, 1 << 20), b""))
     if job.isolated:
+        linux.unshare(linux.CLONE_NEWNS)  # not before: `start` looks at processes in this machine's /proc
         linux.set_host_name("sandbox")
-        view.enter(job.prefix, program, disk_bytes=job.disk, files=job.files)
-        path = view.PROGRAM
-        if uid is not None:  # for a program that opens /dev/stdout
-            os.fchown(1, uid, uid)
-            os.fchown(2, uid, uid)
+        view.build(job.prefix, program, job.shown, disk_bytes=job.disk, files=job.files)
     else:
-        path = os.path.join(job.folder, "main.py")
-        with open(path, "wb") as f:
+        with open(os.path.join(job.folder, "main.py"), "wb") as f:
             f.write(program)
+
+
+def _start_program(job: Job, uid: int | None, alive: int) -> None:
+    """Become the init of the program: start it, and report its end."""
+    path = os.path.join(job.folder, "main.py")
+    if job.isolated:
+        view.enter()
+        path = view.PROGRAM
+        for stream in (1, 2):
+            if uid is not None and stat.S_ISFIFO(os.fstat(stream).st_mode):  # for a program that opens /dev/stdout
+                os.fchown(stream, uid, uid)
+    else:
         os.chdir(job.folder)
         linux.adopt_orphans()
-    del program
-    linux.drop_privileges(uid)
-    linux.die_with_parent()  # a change of user has undone it
     linux.forbid_inspection()
-    if not _open(alive):
-        return  # nobody would kill this one
+    linux.ignore_signals()
     start = time.monotonic()
     child = os.fork()
     if child == 0:
-        try:
-            _become(job, path, job.processes + (1 if uid is not None else 2))  # with init; with start, if the same user
-        except Exception as e:
-            _say(job, f"failed {type(e).__name__}: {e}")
-        finally:
-            os._exit(1)
-    for stream in (0, 1, 2):
-        os.close(stream)
+        _child(job, lambda: _become(job, path, uid))
+    linux.drop_privileges(None if uid is None else uid + 1)  # another user than the program: out of its reach
+    linux.die_with_parent()  # a change of user has undone it
+    linux.forbid_inspection()  # and this
+    if not _open(alive):
+        return  # nobody would kill this one
+    job.close_streams()
+    os.close(0)
     while True:
         pid, status, usage = os.wait4(-1, 0)
         if pid == child:
@@ -175,10 +287,30 @@ def _init(job: Job, uid: int | None, alive: int) -> None:
     os._exit(0)
 
 
-def _become(job: Job, path: str, processes: int) -> None:
+def _become(job: Job, path: str, uid: int | None) -> None:
     """This process becomes the program."""
+    linux.drop_privileges(uid)
     linux.die_with_parent()
+    linux.heed_signals()
     os.dup2(job.stdin, 0)
+    if job.channel >= 0:
+        _say(job, "started")
+        job.report = fcntl.fcntl(job.report, fcntl.F_DUPFD_CLOEXEC, 10)  # it may lie at CHANNEL
+        os.dup2(job.channel, CHANNEL)
+        os.set_inheritable(CHANNEL, True)  # if it lay there already
+    # a user of its own; else init, start and what asks the tests count too
+    processes = job.processes + (0 if uid is not None else 2 if job.tests < 0 else 3)
+    _limit(job, processes)
+    call_filter.restrict_calls(may_restrict=job.channel >= 0)
+    options, environment = ["-I"], dict(_ENVIRONMENT)
+    if job.paths:
+        options = ["-s", "-P"] if sys.version_info >= (3, 11) else ["-s"]
+        environment["PYTHONPATH"] = ":".join(job.paths)
+    os.execve(job.python, [job.python, *options, "-S", "-B", "-X", "utf8", path], environment)
+
+
+def _limit(job: Job, processes: int) -> None:
+    """What this process and its children may use up."""
     for which, limit in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_AS, job.memory),
@@ -187,11 +319,10 @@ def _become(job: Job, path: str, processes: int) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         resource.setrlimit(which, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CPU, (job.cpu, job.cpu + 1))
+    if job.cpu:
+        resource.setrlimit(resource.RLIMIT_CPU, (job.cpu, job.cpu + 1))
     if job.isolated:  # else all processes of the user count
         resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-    call_filter.restrict_calls()
-    os.execve(job.python, [job.python, "-I", "-S", "-B", "-X", "utf8", path], _ENVIRONMENT)
 
 
 def _end_children() -> None:

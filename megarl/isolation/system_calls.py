@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal as signal
 import ctypes
 import os
 
@@ -79,6 +80,18 @@ def adopt_orphans() -> None:
 def forbid_inspection() -> None:
     """No process of the same user may trace this one, or read its memory and its files."""
     _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def ignore_signals() -> None:
+    """All that can be ignored, but that of a child's end: Python's own answer to SIGINT would end an init."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def heed_signals() -> None:
+    """Undo `ignore_signals`, which an exec keeps."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def drop_privileges(uid: int | None) -> None:

@@ -6,6 +6,10 @@ import os
 
 from megarl.isolation import system_calls as linux
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the module typing takes as long to import as Python to start
+    from collections.abc import Sequence
+
 _SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/etc/ld.so.cache")
 _LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")  # of /usr today, folders of their own before
 _DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -20,14 +24,15 @@ PROGRAM = "/main.py"
 """Where the program lies."""
 
 
-def enter(prefix: str, program: bytes, *, disk_bytes: int, files: int) -> None:
-    """Leave this machine's files for the view; the calling process needs a mount and a pid namespace of its own.
+def build(prefix: str, program: bytes, shown: Sequence[str], *, disk_bytes: int, files: int) -> None:
+    """Lay out what a program is to see; then comes `enter`, in a child or more. The caller needs a mount namespace.
 
     `/tmp` can be written, up to a limit, and lies in memory. All else is read-only.
 
     Args:
         prefix: of Python, an absolute path without symbolic links.
         program: becomes `PROGRAM`.
+        shown: folders that it sees too. Other packages than Python's own are not shown.
         disk_bytes: that all files in /tmp may hold.
         files: that may be in /tmp.
     """
@@ -47,6 +52,12 @@ def enter(prefix: str, program: bytes, *, disk_bytes: int, files: int) -> None:
             os.symlink(os.readlink(f"/old{path}"), f"/new{path}")
         else:
             _show(path)
+    _hide_packages({os.path.join(prefix, part) for part in ("lib", "lib64")}, set(map(os.path.realpath, shown)))
+    os.mkdir("/new/tmp")
+    writable = f"size={disk_bytes},nr_inodes={files},mode=1777"
+    linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, writable)
+    for path in shown:
+        _show(path)
     os.mkdir("/new/dev")
     for device in _DEVICES:
         _show(f"/dev/{device}")
@@ -55,12 +66,31 @@ def enter(prefix: str, program: bytes, *, disk_bytes: int, files: int) -> None:
     with open(f"/new{PROGRAM}", "wb") as f:
         f.write(program)
     os.mkdir("/new/proc")
-    os.mkdir("/new/tmp")
-    _mount_proc()
     _make_read_only()
-    writable = f"size={disk_bytes},nr_inodes={files},mode=1777"
-    linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, writable)
+
+
+def enter() -> None:
+    """Leave this machine's files for those of `build`; the calling process needs a pid namespace of its own."""
+    _mount_proc()
     linux.leave("/new")
+
+
+def enter_alone() -> None:
+    """As `enter`, in no pid namespace of its own: with nothing in /proc, and nothing of what the program writes."""
+    linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_RDONLY, "size=4k,nr_inodes=1")
+    linux.leave("/new")
+
+
+def _hide_packages(roots: set[str], but: set[str]) -> None:
+    """Lay empty folders over those of installed packages: answers of benchmarks may lie there."""
+    for root in {*roots, "/usr/lib", "/usr/local/lib", "/usr/lib64"}:
+        if not os.path.isdir(f"/new{root}"):
+            continue
+        for name in os.listdir(f"/new{root}"):
+            for packages in ("site-packages", "dist-packages"):
+                path = f"{root}/{name}/{packages}"
+                if name.startswith("python") and os.path.isdir(f"/new{path}") and path not in but:
+                    linux.mount("tmpfs", f"/new{path}", "tmpfs", 0, "size=1m,mode=0755")  # has what is shown
 
 
 def _show(path: str) -> None:
@@ -101,7 +131,7 @@ def _make_read_only() -> None:
     for path in places:
         for character in b" \t\n\\":
             path = path.replace(b"\\%03o" % character, bytes([character]))
-        if not path.startswith(b"/new"):
+        if not path.startswith(b"/new") or path == b"/new/tmp":
             continue
         flags = os.statvfs(path).f_flag
         kept = flags & (linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_NOATIME | linux.MS_NODIRATIME)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import math
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import regex
 
 
 def check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
@@ -23,16 +25,17 @@ def check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} = {value!r:.80}: {said[0].lower()}{said[1:]}") from e
 
 
-def compiled(pattern: str, name: str, *, groups: int | None = None, flags: int = 0) -> re.Pattern[str]:
-    """The regular expression that an argument holds.
-
-    Raises:
-        ValueError: none, or one with another number of groups.
-    """
+def check_pattern(pattern: str, name: str, *, groups: int | None = None) -> None:
+    """Raises ValueError for a text that is no regular expression, or one with another number of groups."""
     try:
-        expression = re.compile(pattern, flags)
-    except (re.error, OverflowError, RecursionError) as e:
+        expression = regex.compile(pattern)
+    except (regex.error, OverflowError, RecursionError) as e:
         raise ValueError(f"{name} = {pattern!r:.80} is no regular expression: {e}") from e
     if groups is not None and expression.groups != groups:
         raise ValueError(f"{name} = {pattern!r:.80} needs {groups} group in brackets, and has {expression.groups}")
-    return expression
+
+
+def check_timeout(timeout: float) -> None:
+    """Raises ValueError unless it is seconds that pass."""
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout = {timeout!r} must be seconds, more than 0")

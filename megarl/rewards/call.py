@@ -45,7 +45,8 @@ class Caller:
         if not isinstance(values, list):
             raise NoScore(f"returned {shown(values)}, a {type(values).__name__}, for a list of responses")
         if len(values) != len(responses):
-            raise NoScore(f"returned {len(values)} scores for {len(responses)} responses")
+            counts = [f"{n} {of}{'s' * (n != 1)}" for n, of in ((len(values), "score"), (len(responses), "response"))]
+            raise NoScore(f"returned {counts[0]} for a list of {counts[1]}, and not one for each")
         return [judged_value(numbers_of(value) if self._verl else value) for value in values]
 
 

@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from megarl.rewards.registry import register
-from megarl.rewards.sandbox import Limits, Outcome, SandboxError, check_isolation, run_python
+from megarl.rewards.sandbox import Examination, Limits, Outcome, check_isolation, run_python, run_tests
+from megarl.rewards.subjects import subjects_of
 
 _OPENING = re.compile(r"```(?:python|py)3?", re.IGNORECASE)
 _PAIR = ("input", "output")
 
-# The tests are not in the program's namespace before it has run, and what says that they passed is not known to it:
-# `sys.exit(0)` passes nothing.
-_ASSERTS = """
-import os as _os, sys as _sys
-def _main(source, tests, entry_point, mark, whole):
-    space = {"__name__": "__main__"}
-    exec(compile(source, "response.py", "exec"), space)
-    passed = []
-    for test in tests:
-        try:
-            exec(compile(test, "test.py", "exec"), space)
-            if entry_point is not None and callable(space.get("check")):
-                space["check"](space[entry_point])
-            passed.append(1)
-        except Exception:
-            passed.append(0)
-            if whole:
-                break
-    _sys.stdout.flush()
-    _os.write(1, ("\\n" + mark + "".join(map(str, passed))).encode())
-"""
 
-
-def _check_args(*, partial: bool, isolation: str, **limits: Any) -> None:
+def _check_args(*, partial: bool, isolation: str, site_packages: bool, **limits: Any) -> None:
     Limits(**limits)
     if isolation == "namespaces":
         check_isolation()
@@ -54,8 +33,11 @@ def _check_row(row: Mapping[str, Any]) -> None:
         if isinstance(test, str):
             try:
                 compile(test, "tests", "exec")
-            except (SyntaxError, ValueError) as e:
-                raise ValueError(f"needs Python in column 'tests': {e}") from e
+            except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
+                reason = str(e) or "it is nested too deeply"
+                raise ValueError(f"needs Python in column 'tests': {reason}") from e
+    if isinstance(tests[0], str):
+        subjects_of(tests, entry_point)
 
 
 @register("code", check_row=_check_row, check_args=_check_args)
@@ -71,16 +53,18 @@ def code(
     processes: int = 32,
     output: int = 1 << 20,
     isolation: Literal["namespaces", "process"] = "namespaces",
+    site_packages: bool = False,
 ) -> dict[str, float]:
     """Run the last ```python block of the response against column `tests`; 1 if all pass, without a block 0.
 
     `tests` is one of these, or JSON of it:
     - [{"input": text, "output": text}, ...] or {"inputs": [...], "outputs": [...]}: what the program reads and should
       write, blanks at the ends of lines aside (APPS, TACO, CodeContests). Each is a run of the program.
-    - ["assert f(1) == 2", ...]: each is a test, run after the program in its namespace (MBPP).
+    - ["assert f(1) == 2", ...]: each is a test; names that it does not define are the program's (MBPP).
     - text with asserts: one test; with column `entry_point`, its `check(f)` is called with that function (HumanEval).
 
-    With asserts, program and tests share a process: a program that looks for the tests can find them.
+    Asserts run in a process of their own, and ask the program's for what `f(1)` gives: the program sees arguments and
+    no test. What it answers is data; an object of a class of its own is equal to no value that a test holds.
 
     Args:
         partial: the score is the share of the tests that pass.
@@ -88,35 +72,37 @@ def code(
         memory, disk: MiB; disk is what /tmp holds.
         processes: with threads.
         output: bytes.
+        site_packages: programs and tests see the packages that are installed for this Python; answers may lie there.
         isolation: "process" has limits alone, and the program has your files and your network: unsafe.
 
     Returns:
         score; tests_passed, a share; timed_out, the share of runs; block, whether the response has one.
 
     Raises:
-        SandboxError: the sandbox cannot be made, or somebody killed it.
+        SandboxError: the sandbox cannot be made.
     """
     limits = Limits(wall=wall, cpu=cpu, memory=memory, disk=disk, processes=processes, output=output)
     tests = read_tests(row["tests"])
     source = last_block(response)
+    folders = [path for path in sys.path if path.endswith("-packages")] if site_packages else []
     if source is None:
         return {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0, "block": 0.0}
+    how: Any = {"limits": limits, "isolation": isolation, "folders": folders}
     outcomes: list[Outcome] = []
-
-    def run(program: str, stdin: str = "") -> Outcome:
-        outcomes.append(run_python(program, stdin=stdin, limits=limits, isolation=isolation))
-        if outcomes[-1].ended == "killed":
-            raise SandboxError("the sandbox of a program was killed from outside: no limit of it was reached")
-        return outcomes[-1]
-
     passed = 0
     if isinstance(tests[0], str):
-        mark = secrets.token_hex(16)
-        call = f"_main({source!r}, {tests!r}, {row.get('entry_point')!r}, {mark!r}, {not partial})"
-        passed = _passed(run(f"{_ASSERTS}\n{call}\n"), mark, len(tests))
+        entry_point = row.get("entry_point")
+        examination = Examination(
+            tests=tests, subjects=subjects_of(tests, entry_point), entry_point=entry_point, whole=not partial
+        )
+        outcome, results = _twice(lambda: run_tests(source, examination, **how))
+        outcomes.append(outcome)
+        passed = sum(results) if outcome.ended == "exit" else 0
     else:
         for test in tests:
-            outcome = run(source, test["input"])
+            stdin = test["input"]
+            outcome, _ = _twice(lambda: (run_python(source, stdin=stdin, **how), []))  # noqa: B023
+            outcomes.append(outcome)
             right = outcome.ended == "exit" and outcome.exit_code == 0
             passed += right and _lines(outcome.stdout) == _lines(test["output"])
             if passed < len(outcomes) and not partial:
@@ -150,7 +136,7 @@ def read_tests(column: Any) -> list[Any]:
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         try:
             column = json.loads(column)
-        except ValueError as e:
+        except (ValueError, RecursionError) as e:
             raise ValueError(f"needs JSON or asserts in column 'tests': {e}") from e
     if isinstance(column, str):
         column = [column]
@@ -175,9 +161,13 @@ def _pairs(column: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"input": text, "output": expected}
 
 
-def _passed(outcome: Outcome, mark: str, tests: int) -> int:
-    _, found, results = outcome.stdout.rpartition(mark)
-    return results.count("1") if found and outcome.ended == "exit" and len(results) <= tests else 0
+def _twice(run: Callable[[], tuple[Outcome, list[bool]]]) -> tuple[Outcome, list[bool]]:
+    """What a run gives; once more if it was killed from outside, where no limit was reached: the response may be right.
+
+    Whoever killed the second one as well, it was not a right response.
+    """
+    outcome, passed = run()
+    return run() if outcome.ended == "killed" else (outcome, passed)
 
 
 def _lines(text: str) -> list[str]:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.rewards.registry import register
-from megarl.rewards.rows import check_answer
+from megarl.rewards.rows import answer_of, check_answer
 
 
 @register("exact_match", check_row=check_answer)
 def exact_match(response: str, row: Mapping[str, Any]) -> float:
     """Compare the texts, blanks at both ends aside; `row` has a reference `answer`."""
-    return float(response.strip() == str(row["answer"]).strip())
+    return float(response.strip() == answer_of(row))

@@ -8,16 +8,20 @@ from decimal import Decimal
 from typing import Any
 
 from megarl.rewards.registry import register
-from megarl.rewards.rows import check_answer
+from megarl.rewards.rows import answer_of, check_answer
 
 # no two runs of blanks side by side: of thousands of blanks, each way to share them out would be tried
-_MARKED = re.compile(r"####[ \t]*(?:\$[ \t]*)?((?:[-+][ \t]*)?\$?[\d,]*\.?\d+)")
+_MARKED = re.compile(
+    r"####[ \t]*(?:\$[ \t]*)?((?:[-+][ \t]*)?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?))([^\n]*)", re.ASCII
+)
+# a second number, an operation or a scale: "18 or 19", "18/2", "18 million"
+_MORE = re.compile(r"\d|^\s*[=*/^+\-]|^[\w,]|\b(?:hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)
 _DIGITS = 400  # of a number; int and Decimal take long for millions
 
 
 def _check_row(row: Mapping[str, Any]) -> None:
     check_answer(row)
-    if _number_of(row["answer"]) is None:
+    if _number_of(answer_of(row)) is None:
         raise ValueError(f"needs a number as the answer, or a solution with '#### number', not {row['answer']!r:.80}")
 
 
@@ -25,14 +29,15 @@ def _check_row(row: Mapping[str, Any]) -> None:
 def gsm8k(response: str, row: Mapping[str, Any]) -> float:
     """Compare the number after the last "####" as a number: "#### 1,200.0" is 1200, and "$" counts for nothing.
 
+    A line with a second number or an operation, "#### 18 or 19", "#### 36/2", gives no answer.
+
     `row` has a reference `answer`: a number, or GSM8K's solution with "#### number" at its end.
     """
-    found, reference = _marked(response), _number_of(row["answer"])
+    found, reference = _marked(response), _number_of(answer_of(row))
     return float(found is not None and found == reference)
 
 
-def _number_of(answer: Any) -> Decimal | None:
-    text = str(answer).strip()
+def _number_of(text: str) -> Decimal | None:
     return _marked(text if "####" in text else f"#### {text}")
 
 
@@ -40,6 +45,6 @@ def _marked(text: str) -> Decimal | None:
     """The number after the last mark; None if another thing or nothing is there."""
     start = text.rfind("####")
     match = _MARKED.match(text, start) if start >= 0 else None
-    if match is None or len(match[1]) > _DIGITS:
+    if match is None or len(match[1]) > _DIGITS or _MORE.search(match[2]):
         return None
     return Decimal(re.sub(r"[\s$,]", "", match[1]))

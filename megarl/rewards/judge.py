@@ -27,7 +27,16 @@ _TAKEN = {"mean", "accuracy", "failed", "retried", "greedy", "kl", "overlong_pen
 
 
 class RewardError(RuntimeError):
-    """Responses could not be scored; the message names reward, row and response, and shows the user's frames."""
+    """Responses could not be scored; the message names reward, row and response, and shows the user's frames.
+
+    Attributes:
+        rank: where that was seen.
+        everywhere: it is raised on every rank alike, and the models are in step.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0, everywhere: bool = True) -> None:
+        super().__init__(message)
+        self.rank, self.everywhere = rank, everywhere
 
 
 @dataclass(frozen=True, kw_only=True)

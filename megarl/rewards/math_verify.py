@@ -2,51 +2,111 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from megarl.evaluation.answers import last_boxed
-from megarl.rewards.math_process import same_value
+from megarl.isolation.launch import Isolation
+from megarl.rewards.latex_number import same_number
+from megarl.rewards.math_answer import Answer, answer_from, is_one_answer, is_readable, last_value
+from megarl.rewards.outsiders import check_outsiders, outsider, score_of
 from megarl.rewards.registry import register
-from megarl.rewards.rows import check_answer
+from megarl.rewards.rows import answer_of, check_answer
+from megarl.workers import Child, WorkerError
+
+_LONGEST_REFERENCE = 20_000
 
 
-def _check_args(*, boxed_only: bool, timeout: float) -> None:
+def _process(isolation: Isolation) -> Child:
+    return outsider("megarl.rewards.outside.mathematics:answer", ("math-verify[antlr4_13_2]",), isolation)
+
+
+def _check_args(*, boxed_only: bool, loose: bool, timeout: float, isolation: Isolation) -> None:
     import importlib.util
 
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout = {timeout!r} must be seconds, more than 0")
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("needs the package math-verify: pip install math-verify[antlr4_13_2]")
+    check_outsiders(timeout, isolation)
 
 
 def _prepare() -> None:
-    same_value("1", "$1$", timeout=60)  # the process that compares takes a second to start
+    with suppress(WorkerError):  # no namespaces, and isolation=process
+        _process("namespaces").start()
 
 
-@register("math_verify", check_row=check_answer, check_args=_check_args, prepare=_prepare)
-def math_verify(response: str, row: Mapping[str, Any], *, boxed_only: bool = False, timeout: float = 5.0) -> float:
+def _check_row(row: Mapping[str, Any]) -> None:
+    check_answer(row)
+    _reference(row)
+
+
+def _reference(row: Mapping[str, Any]) -> tuple[str, Answer]:
+    """The reference as it is written, and as an answer."""
+    text = answer_of(row)
+    boxed = last_boxed(text, outermost=True)
+    inner = (text if boxed is None else boxed).strip()
+    answer = answer_from(inner, _LONGEST_REFERENCE)
+    if answer is None:
+        raise ValueError(f"finds nothing mathematical in the row's answer {text!r:.80}")
+    return inner, answer
+
+
+@register("math_verify", check_row=_check_row, check_args=_check_args, prepare=_prepare)
+def math_verify(
+    response: str,
+    row: Mapping[str, Any],
+    *,
+    boxed_only: bool = False,
+    loose: bool = False,
+    timeout: float = 5.0,
+    isolation: Isolation = "namespaces",
+) -> float:
     """Compare values: fractions, decimals, sets, intervals, equations, units; `row` has a reference `answer`.
 
-    The last `\\boxed{...}` of the response counts, with the braces in it; without one, the last value of the text. A
-    response that takes the library longer than `timeout`, or more than 4 GiB, scores 0: 9^{9^{9}} does.
+    The last `\\boxed{...}` of the response counts, with the braces in it; without one, the first value after "answer
+    is", or the last of the text. It scores 1 if it is one answer of the reference's kind, and equal:
+
+    - as many answers as the reference gives, "x = 5" for 5, and no chain of equations;
+    - for a number a number: 1,234.5, \\frac{1}{2}, 1.5\\times10^{3}, with a unit that is not another one;
+      no product, sum, power, root or factorial that was not worked out, and no fraction for a whole number;
+    - for an expression what math-verify finds equal; with \\sum, \\int, \\binom or "!" only if the reference has it.
+
+    Numbers and words are compared here; all else by the library in a sandbox, as programs of `reward.name=code` are. A
+    response that takes it longer than `timeout`, or more than 4 GiB, scores 0.
 
     Args:
         boxed_only: a response without `\\boxed` scores 0.
+        loose: whatever the library finds equal scores 1: 17\\cdot 23 for 391, 500\\% for 5, 6=5 for 5.
         timeout: seconds for one comparison.
+        isolation: "process" has no sandbox, and the library has your files and your network: unsafe.
 
     Raises:
         ValueError: the row's answer holds nothing mathematical.
     """
-    answer = str(row["answer"]).strip()
-    boxed = last_boxed(response)
+    written, reference = _reference(row)
+    boxed = last_boxed(response, outermost=True)
     if boxed is None and boxed_only:
         return 0.0
-    reference = last_boxed(answer)
-    found = (response if boxed is None else boxed).strip()
-    if not found:
+    text = last_value(response) if boxed is None else boxed
+    if text is None:
         return 0.0
-    if found == (answer if reference is None else reference).strip():
+    if text.strip() == written:
         return 1.0
-    return float(bool(same_value(answer, found if boxed is None else f"$\\boxed{{{boxed}}}$", timeout=timeout)))
+    answer = answer_from(text, max(2_000, 2 * len(written)))
+    if answer is None or not (loose or is_readable(answer, reference)):
+        return 0.0
+    if not loose and (known := _without_library(answer, reference)) is not None:
+        return float(known)
+    asked = {"reference": reference.text, "response": answer.text}
+    return score_of(_process(isolation).ask(asked, timeout=timeout)) or 0.0
+
+
+def _without_library(answer: Answer, reference: Answer) -> bool | None:
+    """Whether they are equal, or of different kinds; None if the library is to say."""
+    if answer.text == reference.text:
+        return True
+    if reference.number is not None:
+        return answer.number is not None and same_number(answer.number, reference.number)
+    if reference.words is not None:
+        return answer.words is not None and answer.words.casefold() == reference.words.casefold()
+    return None if is_one_answer(answer, reference) else False

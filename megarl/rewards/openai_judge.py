@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.arguments import compiled
+import regex
+
+from megarl.rewards.arguments import check_pattern
 from megarl.rewards.post import ServiceError, check_service, key_of, post_json
 from megarl.rewards.registry import register
 
@@ -42,7 +44,7 @@ def _check_args(
     api_key_env: str | None,
 ) -> None:
     check_service(base_url, timeout=timeout, retries=retries, key_env=api_key_env)
-    compiled(pattern, "pattern", groups=1)
+    check_pattern(pattern, "pattern", groups=1)
     if not model:
         raise ValueError("model is empty: name the model that judges")
     if "{response}" not in template:
@@ -102,7 +104,7 @@ async def openai_judge(
         reply = None
     if not isinstance(reply, str):
         raise ServiceError(f"POST {url}: answered no chat completion: {answered!r:.200}")
-    found = [match[1] for match in re.finditer(pattern, reply)]
+    found = [match[1] for match in regex.finditer(pattern, reply, timeout=5)]
     try:
         score = float(found[-1])
     except (IndexError, TypeError, ValueError):

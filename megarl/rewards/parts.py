@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 from megarl.config.reward import Reward as Settings
@@ -14,8 +14,8 @@ from megarl.rewards.call import check_arguments, is_async, takes_lists
 from megarl.rewards.judge import Failure, Judged, NoScore, Scored, cut, finite, shown
 from megarl.rewards.registry import BY_MODEL, Reward, RowCheck, is_registered, load_reward
 
-Scorers = tuple[tuple[str, tuple[str, ...]], ...]
-"""Of named functions: (`reward.name`, the data sources that it scores; empty: all)."""
+Scorers = tuple[tuple[str, tuple[str, ...], str], ...]
+"""Of named functions: (`reward.name`, the data sources that it scores; empty: all, JSON of its arguments)."""
 
 Kind = Literal["plain", "batch", "async"]
 _LABEL = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -50,18 +50,22 @@ class Part:
 
 def scorers_of(parts: Sequence[Part]) -> Scorers:
     """What a row's data source and columns are checked against; functions that have no name check nothing."""
-    return tuple((part.reward.name, part.data_sources) for part in parts if part.reward.named)
+    return tuple(
+        (part.reward.name, part.data_sources, json.dumps(dict(part.args), sort_keys=True, default=repr))
+        for part in parts
+        if part.reward.named
+    )
 
 
 def refusal_of(row: Mapping[str, Any], source: str, scorers: Scorers) -> str:
     """Why a response to a row could not be scored, in words that follow the row's place; empty if it can be."""
     if not scorers:
         return ""
-    applying = [name for name, data_sources in scorers if not data_sources or source in data_sources]
+    applying = [(name, args) for name, sources, args in scorers if not sources or source in sources]
     if not applying:
         return f"the row has the data source {source!r}, and no part of reward.parts scores it"
-    for name in applying:
-        if (check_row := _row_check(name)) is not None:
+    for name, args in applying:
+        if (check_row := _row_check(name, args)) is not None:
             try:
                 check_row(row)
             except ValueError as e:
@@ -70,8 +74,9 @@ def refusal_of(row: Mapping[str, Any], source: str, scorers: Scorers) -> str:
 
 
 @cache
-def _row_check(name: str) -> RowCheck | None:
-    return load_reward(name).check_row
+def _row_check(name: str, args: str) -> RowCheck | None:
+    check_row = load_reward(name).check_row
+    return None if check_row is None else partial(check_row, **json.loads(args))
 
 
 def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...]:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
-import queue
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.reward import Reward as Settings
-from megarl.rewards.channel import framed, take_messages
 from megarl.rewards.judge import Failure, Judged, Response, RewardError, Scored
+from megarl.rewards.leader import Leader
 from megarl.rewards.parts import Part, combined
-from megarl.rewards.supervisor import Setup
+from megarl.rewards.supervisor import START_SECONDS, Setup
 from megarl.rewards.worker import Task
 
 if TYPE_CHECKING:
     from megarl.types import Prompt
 
-_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from megarl.rewards.supervisor import main; main(int(sys.argv[1]))"
-_CLOSE_SECONDS = 15.0
+_ENDED = "the process that leads the reward workers has ended (out of memory?)"
+SILENCE = 30.0
+"""Seconds over `reward.timeout` without a sign of life, of which there is one a second, until the leader is ended."""
+_LOOKS = 10
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,6 +32,8 @@ class _Waiting:
     Attributes:
         first: number of its first call; responses that were submitted later have higher ones.
         places: of the parts that apply to it.
+        message: that it was submitted with.
+        again: it was given to a second leader, when the first ended.
         found: what each call came to, with its seconds and tries, by place.
     """
 
@@ -44,6 +42,8 @@ class _Waiting:
     text: str
     row: str
     places: tuple[int, ...]
+    message: bytes
+    again: bool = False
     found: dict[int, tuple[Judged, float, int]] = field(default_factory=dict)
 
     def result(self, parts: Sequence[Part]) -> Scored | Failure:
@@ -54,7 +54,7 @@ class _Waiting:
             text=self.text,
             row=self.row,
             seconds=tuple(seconds for _, seconds, _ in found),
-            retried=sum(tries for _, _, tries in found),
+            retried=sum(tries for _, _, tries in found) + self.again,
         )
 
 
@@ -62,8 +62,8 @@ class RewardPool:
     """Scores responses in worker processes; they start when it is constructed, and end with it or with this process.
 
     A call that takes longer than `reward.timeout` is ended from outside, with its worker and whatever that started,
-    and another worker takes its place; what a function prints is thrown away. Two threads carry bytes between this
-    process and the one that leads the workers (`megarl.rewards.supervisor`); they sleep when there are none.
+    and another worker takes its place; what a function prints is thrown away. Where the process that leads the workers
+    ends, or gives no sign of life, another one gets what was waiting, once.
     """
 
     def __init__(self, parts: Sequence[Part], settings: Settings, workers: int) -> None:
@@ -80,34 +80,15 @@ class RewardPool:
         self._first_failure = math.inf  # `first` of the response
         self._numbers, self._ended, self._closed = 0, "", False
         self._changed = threading.Condition()
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        ours, theirs = socket.socketpair()
-        self._connection = ours
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *(path for path in sys.path if path)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is the ranks'
-            )
-        tasks = tuple(Task(name=part.reward.name, args=part.args, kind=part.kind) for part in parts)
-        self._outgoing.put(
-            pickle.dumps(
-                Setup(
-                    tasks=tasks,
-                    workers=workers,
-                    timeout=settings.timeout,
-                    retries=settings.retries if settings.on_error == "retry" else 0,
-                    batch_size=settings.batch_size or 1,
-                    concurrency=settings.concurrency,
-                )
-            )
+        self._setup = Setup(
+            tasks=tuple(Task(name=part.reward.name, args=part.args, kind=part.kind) for part in parts),
+            workers=workers,
+            timeout=settings.timeout,
+            retries=settings.retries if settings.on_error == "retry" else 0,
+            batch_size=settings.batch_size or 1,
+            concurrency=settings.concurrency,
         )
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._send, self._receive)]
-        for thread in self._threads:
-            thread.start()
+        self._leader = Leader(self._setup, self._take)
 
     def submit(self, key: Hashable, response: Response, prompt: Prompt, source: str = "") -> None:
         """Have a response scored, under a key of its own, by the parts that apply to its data source."""
@@ -116,12 +97,15 @@ class RewardPool:
         assert places, "checked before the run: some part applies to every row"
         payload = pickle.dumps((response, dict(prompt.row)))
         row = prompt.source or f"row {prompt.index}"
+        if self._leader.gone and not self._ended:
+            self._lead_anew()
         with self._changed:
-            one = _Waiting(first=self._numbers, key=key, text=response.text, row=row, places=places)
+            message = pickle.dumps((self._numbers, places, payload))
+            one = _Waiting(first=self._numbers, key=key, text=response.text, row=row, places=places, message=message)
             self._numbers += len(places)
             self._waiting[one.first] = one
             self._calls |= {one.first + i: one for i in range(len(places))}
-        self._outgoing.put(pickle.dumps((one.first, places, payload)))
+        self._leader.send(message)
 
     def collect(self) -> dict[Hashable, Scored | Failure]:
         """What became of the responses that were submitted since the last time, in their order.
@@ -132,10 +116,11 @@ class RewardPool:
         Raises:
             RewardError: the pool's processes ended, or the functions cannot be imported there.
         """
+        while self._lasts():
+            self._lead_anew()
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or not self._is_busy())
             if self._is_busy():
-                raise RewardError(self._ended)
+                raise RewardError(self._ended, everywhere=False)
             done = sorted(self._done, key=lambda one: one.first)
             self._waiting, self._calls, self._done, self._first_failure = {}, {}, [], math.inf
         return {one.key: one.result(self._parts) for one in done}
@@ -145,43 +130,44 @@ class RewardPool:
         if self._closed:
             return
         self._closed = True
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._outgoing.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._connection.close()
-        try:
-            self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:  # its workers die with it
-            self._process.kill()
-            self._process.wait()
+        self._leader.close()
+
+    def _lasts(self) -> bool:
+        """Wait for what was submitted; whether another leader has to go on with it."""
+        silent, heard, leader = 0, -1, self._leader
+
+        def over() -> bool:
+            return bool(self._ended) or leader.gone or not self._is_busy()
+
+        while True:
+            seconds = self._setup.timeout + SILENCE if leader.heard else START_SECONDS
+            with self._changed:
+                if self._changed.wait_for(over, seconds / _LOOKS):
+                    return leader.gone and not self._ended and self._is_busy()
+            # looks are counted, and not seconds: after a stop of the whole job all of them have gone by at once
+            silent, heard = (silent + 1 if leader.heard == heard else 0), leader.heard
+            if silent == _LOOKS:
+                leader.process.kill()
+
+    def _lead_anew(self) -> None:
+        """Give what waits to another leader, unless that has been tried."""
+        self._leader.close()
+        with self._changed:
+            if any(one.again for one in self._waiting.values()):
+                self._ended = _ENDED
+                return
+            self._leader = Leader(self._setup, self._take)
+            for one in self._waiting.values():
+                one.again = True
+                self._leader.send(one.message)
 
     def _is_busy(self) -> bool:
         return bool(self._waiting) and next(iter(self._waiting)) <= self._first_failure
 
-    def _send(self) -> None:
-        with suppress(OSError):
-            while (message := self._outgoing.get()) is not None:
-                self._connection.sendall(framed(message))
-
-    def _receive(self) -> None:
-        buffer = bytearray()
-        try:
-            while read := self._connection.recv(1 << 16):
-                buffer += read
-                for message in take_messages(buffer):
-                    self._take(json.loads(message))
-        except OSError:
-            pass
-        with self._changed:
-            self._ended = self._ended or "the process that leads the reward workers has ended (out of memory?)"
-            self._changed.notify_all()
-
     def _take(self, message: Any) -> None:
         with self._changed:
-            if isinstance(message, dict):
-                self._ended = message["ended"]
+            if message is None or isinstance(message, dict):
+                self._ended = self._ended or (message or {}).get("ended", "")
                 self._changed.notify_all()
                 return
             number, judged, seconds, tries = message

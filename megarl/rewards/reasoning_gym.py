@@ -1,83 +1,82 @@
-"""Score by the verifier of the reasoning-gym task that a row was generated from."""
+"""Score by the verifier of the reasoning-gym task that a row was generated from, in a sandbox."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any, cast
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
-from megarl.rewards.reasoning_gym_json import decode
+from megarl.isolation.launch import Isolation
+from megarl.rewards.outsiders import check_outsiders, outsider, score_of
 from megarl.rewards.registry import register
-
-Verifier = Callable[[str, dict[str, Any]], float]
-"""(response, entry) -> score."""
+from megarl.workers import Child, WorkerError
 
 COLUMNS = ("data_source", "question", "answer", "metadata")
+_LOOKING = 60.0  # seconds for a row
 
 
-def _check_row(row: Mapping[str, Any]) -> None:
+def _check_args(*, timeout: float, isolation: Isolation) -> None:
+    check_outsiders(timeout, isolation)
+
+
+def _process(isolation: Isolation) -> Child:
+    return outsider("megarl.rewards.outside.reasoning_gym:answer", ("reasoning-gym",), isolation)
+
+
+def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -> None:
     missing = [key for key in COLUMNS if key not in row]
     if missing:
         raise ValueError(f"needs the columns {', '.join(missing)}; the row has {', '.join(row)}")
-    if not isinstance(row["data_source"], str):
-        raise ValueError(f"needs a task's name in column 'data_source', not {type(row['data_source']).__name__}")
-    verifier_of(row["data_source"])
-    if not isinstance(decode(row["metadata"]), dict):
-        raise ValueError(f"needs an object in column 'metadata', not {type(row['metadata']).__name__}")
-    if not isinstance(row["question"], str):
-        raise ValueError(f"needs text in column 'question', not {type(row['question']).__name__}")
+    for key, kind in (("data_source", "a task's name"), ("question", "text")):
+        if not isinstance(row[key], str):
+            raise ValueError(f"needs {kind} in column {key!r}, not {type(row[key]).__name__}")
+    try:
+        columns = json.loads(json.dumps({key: row[key] for key in COLUMNS}))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise ValueError(f"needs columns that tools/prepare_reasoning_gym.py writes: {e}") from e
+    try:
+        said = _process(isolation).ask({"row": columns}, timeout=_LOOKING)
+    except WorkerError as e:
+        raise ValueError(f"cannot look at the row: {e}") from e
+    why = said.get("refused") if isinstance(said, dict) else None
+    if not isinstance(why, str):
+        raise ValueError(f"holds a row that the verifier of {row['data_source']:.80} cannot read")
+    if why:
+        raise ValueError(why)
 
 
-@register("reasoning_gym", check_row=_check_row, prepare=lambda: importlib.import_module("reasoning_gym"))
-def reasoning_gym_score(response: str, row: Mapping[str, Any]) -> float:
+def _prepare() -> None:
+    with suppress(WorkerError):  # no namespaces, and isolation=process
+        _process("namespaces").start()
+
+
+@register("reasoning_gym", check_row=_check_row, check_args=_check_args, prepare=_prepare)
+def reasoning_gym_score(
+    response: str, row: Mapping[str, Any], *, timeout: float = 10.0, isolation: Isolation = "namespaces"
+) -> float:
     """The task's own score of the response, 0 to 1.
 
-    Some verifiers raise on a response of another form than an answer's ("abc" where a number belongs). Such a response
-    scores 0 if the verifier accepts the row's own answer; if not, it is the row that is wrong.
+    The verifiers run in a sandbox, as programs of `reward.name=code` do, and see no file but Python's library and their
+    own packages. Those that evaluate a response as code (binary_matrix, countdown, intermediate_integration, n_queens,
+    polynomial_multiplication, puzzle24, simple_integration, spiral_matrix, string_insertion) are given lists of
+    literals or formulas of a few functions; any other response scores 0. coin_flip wants the probability to 1 %,
+    game_of_life_halting "True" or "False", puzzle24 the row's numbers, number_sorting finite ones; a task of a newer
+    reasoning-gym that evaluates text is refused. A response on which a verifier raises ("abc" where a number belongs),
+    or which takes it longer than `timeout`, scores 0.
 
     Args:
         row: `data_source` (the task's name), `question`, `answer` and `metadata`, as
             `tools/prepare_reasoning_gym.py` writes them.
+        timeout: seconds for one response.
+        isolation: "process" has no sandbox, and verifiers have your files and your network: unsafe.
 
     Raises:
-        ValueError: the verifier raises on the response, and on the row's own answer or gives it no score.
+        ValueError: the verifier does not accept the row's own answer.
     """
-    verifier = verifier_of(row["data_source"])
-
-    def entry() -> dict[str, Any]:  # anew for every call: verifiers change what they are given
-        return {"question": row["question"], "answer": decode(row["answer"]), "metadata": decode(row["metadata"])}
-
-    try:
-        return float(verifier(response.strip(), entry()))
-    except Exception as e:
-        if not _accepts(verifier, entry):
-            raise ValueError(
-                f"the verifier of {row['data_source']} does not accept the row's own answer: the row is not what "
-                "tools/prepare_reasoning_gym.py wrote"
-            ) from e
-        return 0.0
-
-
-def _accepts(verifier: Verifier, entry: Callable[[], dict[str, Any]]) -> bool:
-    answer = entry()["answer"]
-    if answer is None:  # a task with many right answers names none
-        return True
-    try:
-        return verifier(answer, entry()) > 0
-    except Exception:
-        return False
-
-
-@cache
-def verifier_of(task: str) -> Verifier:
-    """The score function of a task; raises ValueError if reasoning-gym has none of that name.
-
-    It is kept: to make one, arc_agi and others read all their data.
-    """
-    import reasoning_gym  # imports a hundred task generators
-
-    try:
-        return cast(Verifier, reasoning_gym.get_score_answer_fn(task))
-    except ValueError as e:
-        raise ValueError(f"finds no task of reasoning-gym called {task!r} (data_source)") from e
+    columns = {key: row[key] for key in COLUMNS}
+    said = _process(isolation).ask({"row": columns, "response": response}, timeout=timeout)
+    score = score_of(said)
+    if score is None and isinstance(said, dict) and said.get("raised") is True:
+        _check_row(row, isolation=isolation)  # whose fault it is: the response has no part in this
+    return score or 0.0

@@ -24,8 +24,11 @@ they are called so, `tokens` (of the response) and `finish_reason` ("stop" or "l
 ArgsCheck = Callable[..., None]
 """Raises ValueError for keyword arguments that the reward does not work with; it is given all, with their defaults."""
 
-RowCheck = Callable[[Mapping[str, Any]], None]
-"""Raises ValueError for a row that the reward could not score a response to."""
+RowCheck = Callable[..., None]
+"""(row, **arguments): raises ValueError for a row that the reward could not score a response to.
+
+It is given those of the reward's arguments that it names.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +87,21 @@ def load_reward(name: str) -> Reward:
     """The reward called `name`, or the function at `path/to/file.py:function`; raises ValueError as `Registry.load`."""
     function, known = _FUNCTIONS.load(name), _OF_NAMES.get(name, {})
     own_check: ArgsCheck | None = known.get("check_args")
+    own_row_check: RowCheck | None = known.get("check_row")
 
     def check_args(**args: Any) -> None:
         check_types(function, args)
         if own_check is not None:
             own_check(**{**_defaults(function), **args})
 
+    def check_row(row: Mapping[str, Any], **args: Any) -> None:
+        assert own_row_check is not None
+        taken = inspect.signature(own_row_check).parameters
+        given = {**_defaults(function), **args}
+        own_row_check(row, **{key: value for key, value in given.items() if key in taken})
+
     if known:
-        known = {**known, "check_args": check_args}
+        known = {**known, "check_args": check_args, "check_row": check_row if own_row_check is not None else None}
     return Reward(name=name, function=function, named=True, **known)
 
 

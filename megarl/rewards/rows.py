@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
 
 def check_answer(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a row without a reference answer."""
+    """Raises ValueError for a row without a reference answer that a response could give."""
     if "answer" not in row:
         raise ValueError(f"needs an answer: set data.answer_key to one of {', '.join(row)}")
     if row["answer"] is None:
         raise ValueError("needs an answer, and the row's is null")
+    answer_of(row)
+
+
+def answer_of(row: Mapping[str, Any]) -> str:
+    """The reference answer as text: 7.0, what a table makes of a column of whole numbers with a gap, as "7".
+
+    Raises:
+        ValueError: it is blank, or neither text nor a number.
+    """
+    answer = row["answer"]
+    if isinstance(answer, bytes):
+        try:
+            answer = answer.decode()
+        except UnicodeDecodeError as e:
+            raise ValueError(f"needs text as the answer, not {answer!r:.80}") from e
+    if isinstance(answer, numbers.Real) and not isinstance(answer, numbers.Integral | bool):
+        if not math.isfinite(answer):
+            raise ValueError(f"needs an answer, and the row's is {answer}")
+        answer = int(float(answer)) if float(answer).is_integer() else answer
+    if not isinstance(answer, str | numbers.Number):
+        raise ValueError(f"needs text or a number as the answer, not {type(answer).__name__}")
+    text = str(answer).strip()
+    if not text:
+        raise ValueError("needs an answer, and the row's is blank")
+    return text

@@ -8,75 +8,30 @@ It ends with all its processes before `run_python` returns.
 
 from __future__ import annotations
 
-import math
+import importlib.util
+import json
+import marshal
 import os
 import selectors
-import shutil
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.abc import InspectLoader
 from typing import IO, Literal
 
-from megarl.isolation.memory_group import MemoryGroup, memory_group
+from megarl.isolation.launch import GRACE, Isolation, Limits, SandboxError, begin, end, file_in_memory, popen, refusal
+from megarl.isolation.memory_group import MemoryGroup
+from megarl.isolation.start import CHANNEL
+
+__all__ = ["Examination", "Isolation", "Limits", "Outcome", "SandboxError"]
+__all__ += ["check_isolation", "run_python", "run_tests"]
 
 Ended = Literal["exit", "signal", "time", "memory", "output", "killed"]
-Isolation = Literal["namespaces", "process"]
 
-_MIB = 1 << 20
-_GRACE = 10.0  # seconds over the wall clock's limit that starting and ending may take on a busy machine
-_FILES = 4096  # in /tmp
-_SEALS, _ALL_SEALS = 1033, 0xF  # F_ADD_SEALS: linux/fcntl.h
 _SIGXCPU, _SIGKILL = 24, 9
-# The face of the package is left out: what it imports takes half as long as Python's start.
-_START = f"""
-import sys
-sys.modules["megarl"] = package = type(sys)("megarl")
-package.__path__ = [{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r}]
-from megarl.isolation.start import main
-main(sys.argv[1:])
-"""
-
-
-class SandboxError(RuntimeError):
-    """A program could not be run in isolation; the message is one line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a program may use up.
-
-    Attributes:
-        wall: seconds by the clock.
-        cpu: seconds of a processor, for each of its processes; rounded up to whole ones.
-        memory: MiB of address space of each process, and of all together where control groups can be made.
-        disk: MiB that its files hold together, in memory.
-        processes: with their threads; counts only with isolation="namespaces".
-        open_files: of each process.
-        output: bytes of stdout, and of stderr.
-    """
-
-    wall: float = 10.0
-    cpu: float = 10.0
-    memory: int = 1024
-    disk: int = 64
-    processes: int = 32
-    open_files: int = 64
-    output: int = 1 << 20
-
-    def __post_init__(self) -> None:
-        for name, least in (("wall", 0), ("cpu", 0), ("output", 0)):
-            value = getattr(self, name)
-            if not least < value < math.inf:
-                raise ValueError(f"limit {name} = {value} must be finite and more than {least}")
-        for name, least in (("memory", 64), ("disk", 1), ("processes", 1), ("open_files", 8)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= 1 << 30:
-                raise ValueError(f"limit {name} = {value!r} must be a whole number from {least} on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +55,19 @@ class Outcome:
 
 
 def run_python(
-    source: str, *, stdin: str = "", limits: Limits | None = None, isolation: Isolation = "namespaces"
+    source: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    isolation: Isolation = "namespaces",
+    folders: Sequence[str] = (),
 ) -> Outcome:
-    """Run a program and wait for its end; it sees Python's own library and no other package.
+    """Run a program and wait for its end; it sees Python's own library, and no other package but in `folders`.
 
     Args:
         source: the program's text.
         stdin: what it reads.
+        folders: that it sees and imports from, beside Python's own library.
         isolation: "process" gives the limits and the filter of system calls alone. The program then is the same user as
             this process, with its files and its network: unsafe, for machines where namespaces are forbidden.
 
@@ -115,20 +76,85 @@ def run_python(
     """
     limits = limits or Limits()
     with ExitStack() as stack:
-        group = memory_group(limits.memory * _MIB + len(source)) if isolation == "namespaces" else None
-        if group is not None:
-            stack.callback(group.close)
-        folder = "/"
-        if isolation == "process":
-            folder = tempfile.mkdtemp(prefix="megarl-program-")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        program = stack.enter_context(_file_in_memory(source))
-        text_in = stack.enter_context(_file_in_memory(stdin))
+        words, group = begin(stack, limits, isolation, len(source), folders)
+        program, text_in = stack.enter_context(file_in_memory(source)), stack.enter_context(file_in_memory(stdin))
         start = time.monotonic()
-        streams, overflow = _run(_words(limits, isolation, folder, group), program, text_in, limits)
+        streams, overflow = _run(words, program, text_in, limits)
         stdout, stderr, report = (bytes(stream).decode(errors="replace") for stream in streams)
-        seconds = time.monotonic() - start
-        return _outcome(stdout, stderr, report, overflow, seconds, limits, group)
+        return _outcome(stdout, stderr, report, overflow, time.monotonic() - start, limits, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What tests ask a program.
+
+    Attributes:
+        tests: texts of Python, run one after another in one namespace.
+        subjects: names that lead to the program though Python has them too.
+        entry_point: with it each test's `check(...)` is called with the program's function of that name.
+        whole: stop at the first test that fails.
+    """
+
+    tests: list[str]
+    subjects: list[str]
+    entry_point: str | None = None
+    whole: bool = True
+
+
+def run_tests(
+    source: str,
+    examination: Examination,
+    *,
+    limits: Limits | None = None,
+    isolation: Isolation = "namespaces",
+    folders: Sequence[str] = (),
+) -> tuple[Outcome, list[bool]]:
+    """Run a program that answers what tests ask of it, in two processes (`megarl.isolation.examine`).
+
+    Returns:
+        how the program ended, "exit" if all its tests were run; which tests passed, up to where they were run.
+
+    Raises:
+        SandboxError: as `run_python`.
+    """
+    limits = limits or Limits()
+    job = json.dumps({"source": source, **asdict(examination)})
+    with ExitStack() as stack:
+        program = _answering()
+        words, group = begin(stack, limits, isolation, len(program), folders)
+        text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
+        tests = stack.enter_context(file_in_memory(job))
+        start = time.monotonic()
+        streams, overflow = _run([*words, f"tests={tests}"], text, nothing, limits, tests)
+        stdout, stderr, report = (bytes(stream).decode(errors="replace") for stream in streams)
+        lines = report.splitlines()
+        said = [line.partition(" ")[2] for line in lines if line.startswith("tests ")]
+        ends = [line for line in lines if line.startswith(("done ", "time ", "memory", "failed "))]
+        ended = ends[-1] if ends else "done 0 0 0" if said else ""
+        outcome = _outcome(stdout, stderr, ended, overflow, time.monotonic() - start, limits, group)
+        return outcome, [digit == "1" for digit in said[0]] if said and not overflow else []
+
+
+@cache
+def _answering() -> bytes:
+    """`megarl.isolation.answer` and what it imports, compiled: the file that the program's process runs."""
+    names = [f"megarl.isolation.{name}" for name in ("plain", "remote", "answer")]
+    codes = []
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and isinstance(spec.loader, InspectLoader)
+        codes.append((name, marshal.dumps(spec.loader.get_code(name))))
+    text = f"""
+import marshal, sys
+for name in ("megarl", "megarl.isolation"):
+    sys.modules[name] = type(sys)(name)
+    sys.modules[name].__path__ = []
+for name, code in {codes!r}:
+    sys.modules[name] = type(sys)(name)
+    exec(marshal.loads(code), vars(sys.modules[name]))
+sys.modules["megarl.isolation.answer"].main({CHANNEL})
+"""
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(compile(text, "answer", "exec"))
 
 
 @cache
@@ -143,81 +169,27 @@ def check_isolation() -> None:
         raise ValueError(f"no program runs in the sandbox: {said}; isolation=process has limits alone (unsafe)")
 
 
-def _words(limits: Limits, isolation: Isolation, folder: str, group: MemoryGroup | None) -> list[str]:
-    """For `megarl.isolation.start.Job`, but for the file descriptors."""
-    python = os.path.realpath(sys.executable)
-    said = {
-        "isolated": int(isolation == "namespaces"),
-        "python": python,
-        "prefix": os.path.realpath(sys.base_prefix),
-        "folder": folder,
-        "group": group.processes if group else "",
-        "wall": limits.wall,
-        "cpu": math.ceil(limits.cpu),
-        "memory": limits.memory * _MIB,
-        "disk": limits.disk * _MIB,
-        "files": _FILES,
-        "processes": limits.processes,
-        "open_files": limits.open_files,
-    }
-    return [f"{key}={value}" for key, value in said.items()]
-
-
-@contextmanager
-def _file_in_memory(text: str) -> Iterator[int]:
-    """A file that nobody can change, at its beginning."""
-    import fcntl
-
-    descriptor = os.memfd_create("megarl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as f:
-            f.write(text.encode(errors="replace"))
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        fcntl.fcntl(descriptor, _SEALS, _ALL_SEALS)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _run(words: list[str], program: int, stdin: int, limits: Limits) -> tuple[list[bytearray], bool]:
+def _run(words: list[str], program: int, stdin: int, limits: Limits, *more: int) -> tuple[list[bytearray], bool]:
     """Stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
     report, report_in = os.pipe()
-    descriptors = [f"program={program}", f"stdin={stdin}", f"report={report_in}"]
+    words = [*words, f"program={program}", f"stdin={stdin}", f"report={report_in}"]
     with open(report, "rb", buffering=0) as said:
         try:
-            process = subprocess.Popen(
-                [os.path.realpath(sys.executable), "-I", "-S", "-c", _START, *words, *descriptors],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=(program, stdin, report_in),
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
-        except OSError as e:
-            raise SandboxError(f"no process can be started for a program: {e}") from e
+            process = popen(words, (program, stdin, report_in, *more), subprocess.PIPE, subprocess.PIPE)
         finally:
             os.close(report_in)
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None and process.stderr is not None
         with process.stdout, process.stderr:
             try:
                 return _read([process.stdout, process.stderr, said], limits)
             finally:
-                with suppress(OSError):
-                    process.stdin.close()  # tells it to end
-                try:
-                    process.wait(timeout=_GRACE)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                end(process)
 
 
 def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bool]:
     """All that the streams give until their ends, or until one gives too much or the time is over."""
     contents = [bytearray() for _ in streams]
-    deadline = time.monotonic() + limits.wall + _GRACE
+    deadline = time.monotonic() + limits.wall + GRACE
     with selectors.DefaultSelector() as selector:
         for stream, content in zip(streams, contents, strict=True):
             selector.register(stream, selectors.EVENT_READ, content)
@@ -240,7 +212,7 @@ def _outcome(
     line = report.partition("\n")[0]
     word, _, rest = line.partition(" ")
     if word == "failed":
-        raise SandboxError(_refusal(rest))
+        raise SandboxError(refusal(rest))
     exit_code: int | None = None
     cpu: float | None = None
     ended: Ended = "killed"
@@ -257,17 +229,8 @@ def _outcome(
             ended = "memory"
     elif word == "time":
         ended, seconds = "time", float(rest) / 1e6
-    elif out_of_memory:
+    elif word == "memory" or out_of_memory:
         ended = "memory"
     elif seconds > limits.wall:
         ended = "time"
     return Outcome(stdout=stdout, stderr=stderr, ended=ended, exit_code=exit_code, seconds=seconds, cpu_seconds=cpu)
-
-
-def _refusal(reason: str) -> str:
-    return (
-        f"no namespaces can be made here ({reason}): allow user namespaces (sysctl user.max_user_namespaces, "
-        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
-        "--cap-add SYS_ADMIN or --security-opt seccomp=unconfined), or set reward.args.isolation=process, which limits "
-        "programs but protects neither files nor network (unsafe)"
-    )

@@ -31,9 +31,9 @@ from megarl.processes import (
     tell_of_parents_end,
 )
 from megarl.rewards import worker as workers
-from megarl.rewards.channel import Channel
 from megarl.rewards.judge import dumped_frames, too_late
 from megarl.rewards.worker import DUMP_SIGNAL, Task
+from megarl.workers.channel import Channel
 
 START_SECONDS = 600.0
 """That importing the functions may take."""
@@ -43,6 +43,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 _LONGEST_ANSWER = 1 << 20
 _DUMP_SECONDS = 0.1  # between asking for the frames and SIGKILL
+_BEAT = 1.0  # seconds between two signs of life
 _EXIT_SECONDS = 1.0  # between the end of a connection and that of its process
 _FAILED_STARTS = 3
 
@@ -74,6 +75,7 @@ class _Job:
     payload: bytes
     tries: int = 0
     alone: bool = False  # it was in a call, or beside others, that ended badly: whose fault that was is not known
+    killed: bool = False  # somebody else has killed its worker, which need not be its fault
     started: float = 0.0
 
     def __lt__(self, other: _Job) -> bool:
@@ -121,6 +123,7 @@ class Supervisor:
         self._selector.register(wake, selectors.EVENT_READ, lambda: self._reap(wake))
         for _ in range(self._setup.workers):
             self._start()
+        self._beat()
         while True:
             now = time.monotonic()
             while self._events and self._events[0][0] <= now:
@@ -148,9 +151,16 @@ class Supervisor:
         for i, task in enumerate(tasks):
             self._queue(_Job(number=number + i, task=task, payload=payload))
 
+    def _beat(self) -> None:
+        """Show the rank that this process runs: it may be stopped, or have lost its memory to swapping."""
+        self._rank.send(b"{}")
+        self._at(time.monotonic() + _BEAT, self._beat)
+
     def _report(self, job: _Job, judged: dict[str, Any]) -> None:
         job.payload = b""  # its deadline is still among the events
-        self._rank.send(json.dumps([job.number, judged, time.monotonic() - job.started, job.tries]).encode())
+        self._rank.send(
+            json.dumps([job.number, judged, time.monotonic() - job.started, job.tries + job.killed]).encode()
+        )
 
     def _watch_writes(self) -> None:
         """Wake up when a side that has not taken everything takes more."""
@@ -343,8 +353,12 @@ class Supervisor:
                 self._give_up(f"reward workers end before they are ready: {_ending(code)}")
         jobs = list(worker.jobs.values())
         late = too_late(self._setup.timeout).wrong
+        killed = -code == signal.SIGKILL and not (worker.late or worker.why)  # by nobody here: for memory, mostly
         for job in jobs:
             if len(jobs) > 1:
+                self._by_itself(job)
+            elif killed and not job.killed:
+                job.killed = True
                 self._by_itself(job)
             else:
                 wrong = late if worker.late else f"ended its process: {worker.why or _ending(code)}"

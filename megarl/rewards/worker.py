@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from megarl.processes import STOP_SIGNALS, adopt_orphans, die_with_parent
 from megarl.rewards.call import Caller
-from megarl.rewards.channel import Channel
 from megarl.rewards.judge import (
     Judged,
     NoScore,
@@ -29,6 +28,7 @@ from megarl.rewards.judge import (
     too_late,
 )
 from megarl.rewards.registry import load_reward
+from megarl.workers.channel import Channel
 
 DUMP_SIGNAL = signal.SIGRTMAX - 1
 """Makes a worker write where its Python code is; a number that nobody else uses."""

@@ -1,0 +1,249 @@
+"""Runs tests against a program that another process runs: the program sees what is asked of it, and no test.
+
+What the program answers is data. Where a test compares an object of the program with a value of its own, nothing of the
+program decides:
+
+- `==` and `in` go by data; an object that holds none is equal to no value.
+- `object - 3` must give an object, of which only attributes, methods and text can be taken; `abs(f(x) - 3) < 1e-6` is
+  then no test that the object passes.
+- of what a function returned, methods that answer yes or no about text, numbers and sets are not asked.
+
+What a test makes itself, by calling a class whose name has a capital, has all its methods; its `==` with a value goes
+by data all the same.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+
+from megarl.isolation import names
+from megarl.isolation.plain import import_module, json_reader
+from megarl.isolation.remote import BINARY, COMPARISONS, CONVERSIONS, SPECIAL, FarType, Peer, far_number
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # the module typing takes as long to import as Python to start
+    from typing import Any
+
+_FUNCTION, _BUILTIN = type(lambda: None), type(len)
+_METHOD: Any = type(str.upper)
+_YES_OR_NO = {name for kind in (str, bytes, float, int, set) for name in dir(kind) if name.startswith("is")}
+_YES_OR_NO |= {"startswith", "endswith"}
+_OF_FUNCTIONS = {"__name__", "__qualname__", "__doc__", "__module__"}
+_DEEPEST = 5000
+
+
+def run(tests: int, channel: int, shown: list[str]) -> tuple[list[bool], bool]:
+    """Which tests passed, with "whole" up to the first that did not; whether the program has ended.
+
+    Args:
+        tests: descriptor of JSON: {"source", "tests", "subjects", "entry_point", "whole"}; "subjects" are names that
+            lead to the program though Python has them too.
+        shown: folders to import from, beside Python's own library.
+        channel: descriptor of that to `megarl.isolation.answer.main`.
+    """
+    with open(tests, "rb") as f:
+        job = json_reader()(f.read().decode())
+    sys.path[:0] = shown
+    sys.setrecursionlimit(_DEEPEST)
+    examiner = Examiner(channel)
+    try:
+        examiner.ask("load", job["source"])
+    except BaseException:
+        return [False], examiner.broken
+    space = Space(examiner, set(job["subjects"]))
+    passed: list[bool] = []
+    for test in job["tests"]:
+        try:
+            _run_one(test, space, job["entry_point"])
+            passed.append(not examiner.broken)
+        except BaseException:
+            passed.append(False)
+        if examiner.broken or (job["whole"] and not passed[-1]):
+            break
+    return passed, examiner.broken
+
+
+def _run_one(test: str, space: Space, entry_point: str | None) -> None:
+    if "unittest" in test:
+        import unittest
+
+        unittest.main = lambda *_, **__: None  # type: ignore[assignment]
+    before = set(map(id, space.values()))
+    exec(compile(test, "test.py", "exec", dont_inherit=True), space)
+    if entry_point is not None and callable(space.get("check")):
+        space["check"](space[entry_point])
+    if "unittest" in sys.modules:
+        _run_cases([value for value in space.values() if id(value) not in before])
+
+
+def _run_cases(values: list[Any]) -> None:
+    import unittest
+
+    for kind in values:
+        if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+            result = unittest.TestResult()
+            unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+            assert result.wasSuccessful() and result.testsRun
+
+
+class Space(dict):  # `dict[str, Any]` would import typing
+    """The names of the tests; what they do not define leads to the program or to Python."""
+
+    def __init__(self, examiner: Examiner, subjects: set[str]) -> None:
+        super().__init__(__name__="__main__", __builtins__=builtins)
+        self._examiner, self._subjects = examiner, subjects
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._subjects:
+            if hasattr(builtins, name) or name.startswith("__"):
+                raise KeyError(name)
+            module = names.module_of(name)
+            if name in names.OBJECTS:
+                return getattr(import_module(names.OBJECTS[name]), name)
+            if module is not None:
+                return import_module(module)
+        try:
+            value = self._examiner.ask("name", name)
+        except NameError:
+            raise KeyError(name) from None
+        return value if name[:1].isupper() else self._examiner.as_function(value)
+
+
+class Examiner(Peer):
+    """The side of the tests."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self._function: Any = None
+        self._lent: set[int] = set()
+
+    def as_function(self, value: Any) -> Any:
+        """What a name without a capital stands for: a class too is called only."""
+        if type(value) is not FarType:
+            return value
+        if self._function is None:
+            self._function = self._type([-1, "function", [-1], ["__call__"], "type"])
+        return self.far(value._far_number, self._function)
+
+    # ------------------------------------------------------------------------------------------ what is asked
+
+    def make(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = self.ask("call", kind, args, kwargs)
+        made = isinstance(type(value), FarType) and not kind._far_listed
+        return self._again(value, made=True) if made else value
+
+    def attribute(self, far: Any, name: str) -> Any:
+        if name in _YES_OR_NO and not far._far_made:
+            raise AttributeError(f"{name} of an object that the program returned")
+        return self.ask("get", far, name)
+
+    def operate(self, name: str, far: Any, operands: tuple[Any, ...]) -> Any:
+        if name in CONVERSIONS and far._far_computed:
+            raise TypeError(f"{name} of what the program computed with a value of the test")
+        if name in COMPARISONS or name in BINARY:
+            return self._with_two(name, far, operands[0])
+        if name == "__contains__" and not far._far_made:
+            return any(one is operands[0] or one == operands[0] for one in far)
+        if name == "__exit__":
+            return self._leave(far, *operands)
+        if name == "__format__" and far._far_computed and operands[0]:
+            raise TypeError("a number of what the program computed with a value of the test")
+        return self.ask("special", name, far, *operands)
+
+    def _with_two(self, name: str, far: Any, other: Any) -> Any:
+        both_far = isinstance(type(other), FarType)
+        if not both_far and hasattr(type(far), "_far_base"):
+            plain = self.ask("plain", far)
+            return getattr(plain, name, lambda _: NotImplemented)(other)
+        if name in COMPARISONS:
+            if not both_far:
+                return NotImplemented
+            if name == "__eq__" and far._far_number == other._far_number:
+                return True
+            answer = self.ask("special", name, far, other)
+            return answer if type(answer) is bool else NotImplemented
+        answer = self.ask("special", name, far, other)
+        if answer is NotImplemented or (both_far and not (far._far_computed or other._far_computed)) or far._far_made:
+            return answer
+        if not isinstance(type(answer), FarType):
+            raise TypeError(f"{name} of an object of the program and a value of the test gives no object")
+        return self._again(answer, computed=True)
+
+    def _leave(self, far: Any, kind: Any, error: Any, trace: Any) -> bool:
+        """The end of a `with`: what the test itself raised is not for the program to pass over."""
+        its_own = error is None or far_number(error) is not None
+        swallowed = self.ask("special", "__exit__", far, *((kind, error, None) if its_own else (None, None, None)))
+        return its_own and swallowed is True
+
+    def _again(self, value: Any, *, made: bool = False, computed: bool = False) -> Any:
+        """Another proxy of the same object."""
+        return self.far(value._far_number, type(value), made=made, computed=computed)
+
+    def far(self, number: int, kind: Any, base: str = "", *, made: bool = False, computed: bool = False) -> Any:
+        value = super().far(number, kind, base, made=made, computed=computed)
+        if kind.__name__ != "coroutine":
+            return value
+
+        async def run() -> Any:
+            return self.ask("await", value)
+
+        return run()
+
+    # ------------------------------------------------------------------------------------------ what is answered
+
+    def give(self, value: Any) -> Any:
+        kind = type(value)
+        if far_number(value) is None and not isinstance(value, BaseException):
+            reference = _of_library(value)
+            if reference is not None:
+                return {"g": reference}
+            if not (_is_tests(value) or callable(value) or hasattr(kind, "__next__")):
+                raise TypeError(f"a value of type {kind.__name__} cannot be handed to the program")
+        if far_number(value) is None:
+            self._lent.add(self.number(value))
+        return super().give(value)
+
+    def own(self, number: int) -> Any:
+        value = super().own(number)
+        if number not in self._lent and not _is_tests(value):
+            raise ValueError("an object that was not given")
+        return value
+
+    def do(self, operation: str, operands: list[Any]) -> Any:
+        if operation == "call":
+            function, args, kwargs = operands
+            return function(*args, **kwargs)
+        if operation == "special":
+            name, value, *rest = operands
+            if name == "__call__":
+                return value(*rest[0], **rest[1])
+            if name not in SPECIAL:
+                raise TypeError(name)
+            if name == "__next__" or _is_tests(value) or name in ("__iter__", "__str__", "__repr__", "__hash__"):
+                return getattr(type(value), name)(value, *rest)
+        if operation in ("get", "set"):
+            value, name, *content = operands
+            function = callable(value) and not _is_tests(value)
+            if not (name in _OF_FUNCTIONS if function else _is_tests(value) and not name.startswith("_")):
+                raise AttributeError(name)
+            return setattr(value, name, *content) if content else getattr(value, name)
+        raise TypeError(f"{operation} of a value of the tests")
+
+
+def _is_tests(value: Any) -> bool:
+    """Whether it is an instance of a class of the tests, or such a class; functions are not."""
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__module__ == "__main__"
+
+
+def _of_library(value: Any) -> list[str] | None:
+    """Module and name of what the program's Python has too; None: not such."""
+    if not isinstance(value, (type, _FUNCTION, _BUILTIN, _METHOD)):
+        return None
+    if isinstance(value, _METHOD):
+        return [value.__objclass__.__module__, f"{value.__objclass__.__qualname__}.{value.__name__}"]
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if not isinstance(module, str) or module.partition(".")[0] not in sys.stdlib_module_names or module == "__main__":
+        return None
+    return [module, name] if getattr(sys.modules.get(module), name, None) is value else None

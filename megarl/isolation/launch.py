@@ -1,0 +1,252 @@
+"""Starts `megarl.isolation.start`, and processes that last behind it."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from megarl.isolation.memory_group import MemoryGroup, memory_group
+
+Isolation = Literal["namespaces", "process"]
+
+MIB = 1 << 20
+GRACE = 10.0
+"""Seconds over a limit of time that starting and ending may take on a busy machine."""
+_FILES = 4096  # in /tmp
+_SEALS, _ALL_SEALS = 1033, 0xF  # F_ADD_SEALS: linux/fcntl.h
+# The face of the package is left out: what it imports takes half as long as Python's start.
+_START = f"""
+import sys
+sys.modules["megarl"] = package = type(sys)("megarl")
+package.__path__ = [{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r}]
+from megarl.isolation.start import main
+main(sys.argv[1:])
+"""
+
+
+class SandboxError(RuntimeError):
+    """A program could not be run in isolation; the message is one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use up.
+
+    Attributes:
+        wall: seconds by the clock.
+        cpu: seconds of a processor, for each of its processes; rounded up to whole ones.
+        memory: MiB of address space of each process, and of what all hold together: a control group sees to that
+            where one can be made, elsewhere they are looked at every 20 ms.
+        disk: MiB that its files hold together, in memory; without a control group these come on top.
+        processes: with their threads; counts only with isolation="namespaces".
+        open_files: of each process.
+        output: bytes of stdout, and of stderr.
+    """
+
+    wall: float = 10.0
+    cpu: float = 10.0
+    memory: int = 1024
+    disk: int = 64
+    processes: int = 32
+    open_files: int = 64
+    output: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, least in (("wall", 0), ("cpu", 0), ("output", 0)):
+            value = getattr(self, name)
+            if not least < value < math.inf:
+                raise ValueError(f"limit {name} = {value} must be finite and more than {least}")
+        for name, least in (("memory", 64), ("disk", 1), ("processes", 1), ("open_files", 8)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= 1 << 30:
+                raise ValueError(f"limit {name} = {value!r} must be a whole number from {least} on")
+
+
+class IsolatedProcess:
+    """A process of `start_isolated`; as a context manager it is closed at the end.
+
+    Attributes:
+        pid: of the process that holds it: when that one ends, all of it ends.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], report: IO[bytes], resources: ExitStack) -> None:
+        self._process, self._report, self._resources = process, report, resources
+        self.pid = process.pid
+
+    def poll(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End it with all its processes, and wait for that; also after it has ended by itself."""
+        end(self._process)
+
+    def close(self) -> None:
+        """Kill it, and give back what held it."""
+        self.kill()
+        self._report.close()
+        self._resources.close()
+
+    def how_it_ended(self) -> str:
+        """After its end: "memory" where it held too much, "exit N", "signal N", or "killed" by somebody outside."""
+        word, _, rest = self._report.read().decode(errors="replace").strip().rpartition("\n")[2].partition(" ")
+        if word == "done":
+            code = os.waitstatus_to_exitcode(int(rest.split()[0]))
+            return f"exit {code}" if code >= 0 else f"signal {-code}"
+        return word or "killed"
+
+    def __enter__(self) -> IsolatedProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def start_isolated(
+    program: str,
+    *,
+    channel: socket.socket,
+    folders: Sequence[str] = (),
+    imports_from: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    isolation: Isolation = "namespaces",
+    stderr: int = subprocess.DEVNULL,
+) -> IsolatedProcess:
+    """Start a Python program that lasts: in namespaces, without network, files or variables of this process.
+
+    It ends when it wants to, when it is closed, or when this process ends; its channel then reads as at its end.
+
+    Args:
+        program: the program's text. It finds the channel as descriptor 3: `socket.socket(fileno=3)`.
+        channel: one end of a `socket.socketpair()`; the caller closes its copy afterwards.
+        folders: or files, shown to it, read-only, at the same paths; root's processes need such as every user may
+            read. No other installed package can be seen.
+        imports_from: folders in front of its `sys.path`; default `folders`.
+        limits: `wall`, `cpu` and `output` do not count.
+        isolation: see `megarl.rewards.sandbox.run_python`.
+        stderr: descriptor for what it writes to stderr; its standard output goes nowhere.
+
+    Raises:
+        SandboxError: namespaces cannot be made here, or memory or processes ran out.
+    """
+    limits = limits or Limits()
+    with ExitStack() as stack:
+        words, _ = begin(stack, limits, isolation, len(program), folders)
+        words += [f"path={path}" for path in (folders if imports_from is None else imports_from)]
+        words = [word for word in words if not word.startswith(("wall=", "cpu="))] + ["wall=0", "cpu=0"]
+        text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
+        report, report_in = os.pipe()
+        said = stack.enter_context(open(report, "rb", buffering=0))
+        words += [f"program={text}", f"stdin={nothing}", f"report={report_in}", f"channel={channel.fileno()}"]
+        try:
+            process = popen(words, (text, nothing, report_in, channel.fileno()), subprocess.DEVNULL, stderr)
+        finally:
+            os.close(report_in)
+        stack.callback(end, process)
+        line = b""
+        while not line.endswith(b"\n") and (byte := said.read(1)):
+            line += byte
+        word, _, reason = line.decode().strip().partition(" ")
+        if word != "started":
+            raise SandboxError(refusal(reason) if word == "failed" else "an isolated process was killed as it started")
+        return IsolatedProcess(process, said, stack.pop_all())
+
+
+def begin(
+    stack: ExitStack, limits: Limits, isolation: Isolation, size: int, folders: Sequence[str] = ()
+) -> tuple[list[str], MemoryGroup | None]:
+    """For `megarl.isolation.start.Job`, but for the file descriptors; what it needs is given back by the stack."""
+    import shutil
+    import tempfile
+
+    group = memory_group(limits.memory * MIB + size) if isolation == "namespaces" else None
+    if group is not None:
+        stack.callback(group.close)
+    folder = "/"
+    if isolation == "process":
+        folder = tempfile.mkdtemp(prefix="megarl-program-")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    said = {
+        "isolated": int(isolation == "namespaces"),
+        "python": os.path.realpath(sys.executable),
+        "prefix": os.path.realpath(sys.base_prefix),
+        "folder": folder,
+        "group": group.processes if group else "",
+        "channel": -1,
+        "tests": -1,
+        "wall": limits.wall,
+        "cpu": math.ceil(limits.cpu),
+        "memory": limits.memory * MIB,
+        "disk": limits.disk * MIB,
+        "files": _FILES,
+        "processes": limits.processes,
+        "open_files": limits.open_files,
+    }
+    return [f"{key}={value}" for key, value in said.items()] + [f"shown={path}" for path in folders], group
+
+
+@contextmanager
+def file_in_memory(content: str | bytes) -> Iterator[int]:
+    """A file that nobody can change, at its beginning."""
+    import fcntl
+
+    descriptor = os.memfd_create("megarl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as f:
+            f.write(content.encode(errors="replace") if isinstance(content, str) else content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        fcntl.fcntl(descriptor, _SEALS, _ALL_SEALS)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def popen(words: list[str], descriptors: Sequence[int], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+    """The process of `megarl.isolation.start`; the end of its standard input tells it to end.
+
+    Raises:
+        SandboxError: it cannot be started.
+    """
+    try:
+        return subprocess.Popen(
+            [os.path.realpath(sys.executable), "-I", "-S", "-c", _START, *words],
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            bufsize=0,
+            pass_fds=descriptors,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+    except OSError as e:
+        raise SandboxError(f"no process can be started for a program: {e}") from e
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Tell a process of `popen` to end, and wait for that."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(timeout=GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def refusal(reason: str) -> str:
+    """What to change where namespaces cannot be made."""
+    return (
+        f"no namespaces can be made here ({reason}): allow user namespaces (sysctl user.max_user_namespaces, "
+        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
+        "--cap-add SYS_ADMIN or --security-opt seccomp=unconfined), or set reward.args.isolation=process, which limits "
+        "programs but protects neither files nor network (unsafe)"
+    )

@@ -1,0 +1,137 @@
+"""Numbers as people write them in LaTeX, and their values: what needs no computer algebra. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,1000})"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d{{0,1000}})?|\.\d{{1,1000}})"
+_PART = r"(?:\{\s*([-+]?\s*\d{1,1000}(?:\.\d{1,1000})?)\s*\}|(\d))"
+_FORMS = {
+    "mixed": re.compile(rf"(\d{{1,100}})\s*\\frac\s*{_PART}\s*{_PART}"),
+    "fraction": re.compile(rf"\\frac\s*{_PART}\s*{_PART}"),
+    "ratio": re.compile(r"(\d{1,1000})\s*/\s*(\d{1,1000})"),
+    "scientific": re.compile(
+        rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot)\s*)?10\s*\^\s*(?:\{{\s*([-+]?\d{{1,3}})\s*\}}|(\d))"
+    ),
+    "decimal": re.compile(_DECIMAL),
+}
+_SIGN = re.compile(r"\s*([-+]?)\s*(?:\\?\$)?\s*")
+_NAMED = re.compile(r"\s*(?:[A-Za-z]|\\[a-z]+)(?:_(?:\{\w+\}|\w))?\s*(?:\(\s*[A-Za-z]\s*\)\s*)?(?:=|\\in(?![a-z]))\s*")
+_DEGREES = re.compile(r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\circ|\\degree)\s*")
+_UNIT = re.compile(
+    r"\s*(?:\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{([A-Za-z /.\-]{1,60})\}"
+    r"|((?:cm|mm|km|kg|mg|ml|ft|in|lb|oz|hr|mph|(?<=\s)[A-Za-z]{3,20}(?: [A-Za-z]{3,20}){0,3})))"
+    r"(?:\s*\^\s*(?:\{\s*([-+]?[123])\s*\}|([123])))?\s*"
+)
+_NO_UNIT_WORDS = """
+and or not no none never wrong false if is to by plus minus times over less more than divided mod half third quarter
+squared cubed factorial percent pct hundred thousand million billion trillion dozen dozens score zero one two three four
+five six seven eight nine ten eleven twelve twenty sin cos tan log sqrt exp i e x y z n k
+"""
+_NO_UNIT = frozenset(_NO_UNIT_WORDS.split())
+_ROUNDED = 6  # decimals that a decimal and a fraction share, as math-verify compares them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A number.
+
+    Attributes:
+        form: "decimal" (whole ones, too), "fraction" or "scientific".
+        percent: whether a percent sign follows; `value` is without it.
+        unit: the words after it; "": none.
+    """
+
+    value: Fraction
+    form: str
+    percent: bool = False
+    unit: str = ""
+
+
+def without_name(text: str) -> str:
+    """What follows "x =", "f(x) =" or "x \\in"."""
+    name = _NAMED.match(text)
+    return text[name.end() :] if name else text
+
+
+def number_in(text: str) -> Number | None:
+    """The number that a text is, with a name, a sign, a currency, percent, degrees or a unit; None for anything else.
+
+    A sum, a product, a power or a factorial is none, but for 1.5\\times10^{3}.
+    """
+    rest = without_name(text).strip()
+    if rest.startswith("(") and rest.endswith(")"):
+        rest = rest[1:-1]
+    while rest.startswith("{") and rest.endswith("}"):
+        rest = rest[1:-1].strip()
+    sign = _SIGN.match(rest)
+    assert sign is not None
+    rest = rest[sign.end() :]
+    for form, pattern in _FORMS.items():
+        if (match := pattern.match(rest)) and (value := _value(form, match)) is not None:
+            number = _with_tail(rest[match.end() :], -value if sign[1] == "-" else value, form)
+            if number is not None:
+                return number
+    return None
+
+
+def _value(form: str, match: re.Match[str]) -> Fraction | None:
+    groups = [re.sub(r"[\s,]", "", group) for group in match.groups() if group is not None]
+    if form == "decimal":
+        return Fraction(match[0].replace(",", "").removesuffix("."))
+    if form == "scientific":
+        mantissa = Fraction(groups[0].removesuffix(".")) if match[1] is not None else Fraction(1)
+        return mantissa * Fraction(10) ** int(groups[-1]) if 1 <= mantissa < 10 else None
+    above, below = Fraction(groups[-2]), Fraction(groups[-1])
+    if not below:
+        return None
+    if form == "mixed":
+        return int(groups[0]) + above / below if 0 < above < below else None
+    return above / below
+
+
+def _with_tail(tail: str, value: Fraction, form: str) -> Number | None:
+    """With what follows the digits; None if that is no percent sign, degrees or unit."""
+    form = "fraction" if form in ("mixed", "ratio") else form
+    spaced, tail = tail[:1].isspace(), tail.strip()
+    if tail in ("\\%", "%", "\\text{%}", "\\text{\\%}"):
+        return Number(value=value, form=form, percent=True)
+    if not tail or _DEGREES.fullmatch(tail):
+        return Number(value=value, form=form)
+    unit = _UNIT.fullmatch(f" {tail}" if spaced else tail)
+    if unit is None:
+        return None
+    words = (unit[1] or unit[2]).lower().split()
+    if words in (["percent"], ["pct"]):
+        return Number(value=value, form=form, percent=True)
+    if len(words) > 4 or _NO_UNIT & {word.strip(".") for word in words}:
+        return None
+    return Number(value=value, form=form, unit=" ".join(words) + (unit[3] or unit[4] or ""))
+
+
+def same_number(found: Number, reference: Number) -> bool:
+    """Whether an answer gives the reference's value.
+
+    A fraction is no answer where the reference is whole: \\frac{10}{2} says what to divide. A percent sign is a unit
+    ("50\\%" for 50), or a hundredth of what is at most 1 (for 0.5).
+    """
+    if found.unit and reference.unit and found.unit != reference.unit:
+        return False
+    whole = reference.value.denominator == 1 and not reference.percent and reference.form != "fraction"
+    if found.form == "fraction" and whole:
+        return False
+    if _equal(found, reference, Fraction(1)):
+        return True
+    if found.percent and not reference.percent and abs(reference.value) <= 1:
+        return _equal(found, reference, Fraction(1, 100))
+    return reference.percent and not found.percent and _equal(reference, found, Fraction(1, 100))
+
+
+def _equal(a: Number, b: Number, times: Fraction) -> bool:
+    left, right = a.value * times, b.value
+    if {a.form, b.form} == {"decimal", "fraction"}:
+        return round(left, _ROUNDED) == round(right, _ROUNDED)
+    return left == right

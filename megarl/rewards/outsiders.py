@@ -1,0 +1,32 @@
+"""The processes in which verifiers of others score; one for each function, in each process that scores."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from megarl.isolation.launch import Isolation
+from megarl.rewards.arguments import check_timeout
+from megarl.rewards.sandbox import check_isolation
+from megarl.workers import Child
+
+
+@cache
+def outsider(function: str, distributions: tuple[str, ...], isolation: Isolation) -> Child:
+    """The process that calls a function, "module:function", which imports some distributions."""
+    return Child(function, distributions=distributions, isolation=isolation)
+
+
+def check_outsiders(timeout: float, isolation: Isolation) -> None:
+    """Raises ValueError, in one line that says what to change, for arguments with which no process can be had."""
+    check_timeout(timeout)
+    if isolation == "namespaces":
+        check_isolation()
+
+
+def score_of(said: Any) -> float | None:
+    """The score in an answer; None if it holds no number from 0 to 1."""
+    score = said.get("score") if isinstance(said, dict) else None
+    if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
+        return None
+    return float(score)

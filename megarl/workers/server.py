@@ -1,0 +1,104 @@
+"""The process of a `Child`: it loads what its answers need, and forks a process for each connection that arrives.
+
+server             loads the code, never reads a request
+  forked process   answers the requests of one connection, until that is closed; has few system calls
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import struct
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from megarl.workers.calls import compute_only
+
+LENGTH = struct.Struct("!Q")
+"""In front of each message, its number of bytes."""
+
+LONGEST = 64 << 20
+"""Bytes of a message that is believed."""
+
+READY, FORKED, BROKEN = b"r", b"f", b"b"
+"""What the server says: it is ready; a process answers the new connection; it does not start, and why."""
+
+
+def main(control: int, target: str) -> NoReturn:
+    """Serve until the other end of a socket is closed.
+
+    Args:
+        control: the socket's descriptor; connections arrive over it.
+        target: "module:function" of what answers: (request) -> answer, both JSON. If the module has a function
+            `prepare`, it is called once, before the first fork.
+    """
+    asks = socket.socket(fileno=control)
+    try:
+        answer = _load(target)
+    except BaseException:
+        asks.sendall(BROKEN + traceback.format_exc()[-4000:].encode(errors="replace"))
+        os._exit(1)
+    asks.sendall(READY)
+    answering = 0
+    while True:
+        _, received, _, _ = socket.recv_fds(asks, 1, 1)
+        if answering:
+            os.kill(answering, signal.SIGKILL)
+            os.waitpid(answering, 0)
+        if not received:
+            os._exit(0)
+        answering = os.fork()
+        if answering == 0:
+            try:
+                asks.close()
+                _answer(received[0], answer)
+            finally:
+                os._exit(1)
+        os.close(received[0])
+        asks.sendall(FORKED)
+
+
+def _load(target: str) -> Callable[[Any], Any]:
+    import gc
+
+    module, _, name = target.partition(":")
+    loaded = importlib.import_module(module)
+    if hasattr(loaded, "prepare"):
+        loaded.prepare()
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy all that it looks at
+    function: Callable[[Any], Any] = getattr(loaded, name)
+    return function
+
+
+def _answer(connection: int, answer: Callable[[Any], Any]) -> NoReturn:
+    """Read a request, write its answer, until nobody asks any more. An error of the function ends the process."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    os.close(nothing)
+    compute_only()
+    while True:
+        (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
+        request = json.loads(_read(connection, length))
+        message = json.dumps(answer(request)).encode()
+        _write(connection, LENGTH.pack(len(message)) + message)
+
+
+def _read(connection: int, length: int) -> bytes:
+    data = b""
+    while len(data) < length:
+        part = os.read(connection, length - len(data))
+        if not part:
+            os._exit(0)
+        data += part
+    return data
+
+
+def _write(connection: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(connection, data) :]

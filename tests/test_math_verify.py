@@ -1,0 +1,294 @@
+"""Mathematical answers: which are paid, and which only look like one."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.evaluation.answers import last_boxed
+from megarl.rewards import load_reward
+from megarl.rewards.math_answer import last_value
+from megarl.rewards.math_verify import math_verify
+
+MATH = [
+    (r"\boxed{\frac{1}{2}}", "0.5", 1),
+    (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
+    (r"\boxed{1/3}", r"\frac{1}{3}", 1),
+    (r"$$\boxed{-\frac{3}{4}}$$", "-0.75", 1),
+    (r"\boxed{0.333}", r"\frac13", 0),
+    (r"first \boxed{3}, no, \boxed{4}", "4", 1),
+    (r"first \boxed{4}, no, \boxed{3}", "4", 0),
+    ("The answer is 42", "42", 1),
+    ("The answer is 41", "42", 0),
+    (r"\boxed{7}", 7, 1),
+    (r"\boxed{1.0}", "1", 1),
+    (r"\boxed{1,234,567}", "1234567", 1),
+    (r"\boxed{1\times10^{3}}", "1000", 1),
+    (r"\boxed{(1,2]}", "(1,2]", 1),
+    (r"\boxed{[1,2]}", "(1,2]", 0),
+    (r"\boxed{(-\infty,3)\cup(5,\infty)}", r"(-\infty, 3) \cup (5, \infty)", 1),
+    (r"\boxed{\{1,2,3\}}", r"\{3,2,1\}", 1),
+    (r"\boxed{\{1,2\}}", r"\{1,2,3\}", 0),
+    (r"\boxed{(3,4)}", "(3, 4)", 1),
+    (r"\boxed{(4,3)}", "(3,4)", 0),
+    (r"\boxed{10\text{ cm}}", "10", 1),
+    (r"\boxed{\$18}", "18", 1),
+    (r"\boxed{90^\circ}", "90", 1),
+    (r"\boxed{50\%}", "0.5", 1),
+    (r"\boxed{0.5}", r"50\%", 1),
+    (r"\boxed{x=5}", "5", 1),
+    (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
+    (r"\boxed{3+2i}", "2i+3", 1),
+    (r"\boxed{\pi}", "3.14", 0),
+    (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 1),
+    (r"\boxed{\text{B}}", "B", 1),
+    (r"\boxed{B}", "C", 0),
+    (r"\boxed{\frac{1}{0}}", "5", 0),
+    (r"\boxed{\frac{1}{2}}", r"so it is \boxed{\frac{2}{4}}", 1),
+    ("", "5", 0),
+    ("I do not know", "5", 0),
+    (r"\boxed{}", "5", 0),
+    (r"\boxed{5", "5", 0),
+]
+
+
+@pytest.mark.parametrize(("response", "answer", "score"), MATH)
+def test_math_verify(response: str, answer: object, score: float) -> None:
+    assert math_verify(response, {"answer": answer}) == score
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["9^{9^{9}}", r"\frac{1}{9^{9^{9}}}", "100000000!", r"\binom{100000000}{50000000}", "(" * 3000 + "1" + ")" * 3000],
+    ids=["power", "fraction", "factorial", "binomial", "brackets"],
+)
+def test_mathematics_without_end_scores_0_in_time(expression: str) -> None:
+    for answer in ("0", r"\sqrt{2}+x", r"\binom{5}{2}+x!"):
+        assert math_verify(rf"\boxed{{{expression}}}", {"answer": answer}, timeout=0.5) == 0.0
+        assert math_verify(rf"\boxed{{x+{expression}}}", {"answer": answer}, timeout=0.5, loose=True) == 0.0
+    assert math_verify(r"\boxed{\sqrt{8}}", {"answer": r"2\sqrt{2}"}, timeout=60) == 1.0
+
+
+def test_only_boxed_answers_count() -> None:
+    assert math_verify("it is 42", {"answer": "42"}, boxed_only=True) == 0.0
+    assert math_verify(r"it is \boxed{42}", {"answer": "42"}, boxed_only=True) == 1.0
+
+
+# fmt: off
+HONEST = {
+    "5": [
+        "5", "+5", "05", "5.0", "5.", "$5$", "(5)", "{5}", r"\text{5}", r"\mathbf{5}", "x = 5", "n=5",
+        "f(x)=5", "x_1 = 5", r"5\text{ apples}", "5 apples", "5cm", r"5\text{ cm}^2", r"5\ \mathrm{m/s}",
+        r"\$5", r"\$5.00", r"5^\circ", " 5 ", r"5^{\circ}", "5 degrees", r"5\%", r"\displaystyle 5",
+        r"\,5\,", r"\(5\)",
+    ],
+    "1234567": [
+        "1,234,567", "1{,}234{,}567", r"1\,234\,567", "1234567.0", r"1.234567\times10^{6}",
+    ],
+    "0.5": [
+        r"\frac{1}{2}", r"\frac12", r"\dfrac{1}{2}", "1/2", ".5", "0.50", r"50\%", r"\frac{2}{4}",
+    ],
+    r"\frac{1}{3}": [
+        "1/3", "0.333333", r"\tfrac13", r"x=\frac{1}{3}",
+    ],
+    r"\frac{3}{2}": [
+        r"1\frac{1}{2}", "1.5", "3/2",
+    ],
+    "-3": [
+        "-3", "−3", "- 3", "x=-3",
+    ],
+    r"50\%": [
+        "50", "0.5", r"50\%", "50%", "50 percent",
+    ],
+    "1000": [
+        r"1\times10^{3}", "10^3", "10^{3}",
+    ],
+    "x=5": [
+        "5", "x=5", "x = 5",
+    ],
+    r"2\sqrt{2}": [
+        r"2\sqrt2", r"\sqrt{8}", r"\sqrt{2}\cdot 2",
+    ],
+    r"3\pi": [
+        r"3\pi", r"\pi \cdot 3", "3π",
+    ],
+    "x^2+2x+1": [
+        "(x+1)^2", "1+2x+x^2", "x^{2}+2x+1",
+    ],
+    "y=2x+3": [
+        "2x+3", "y=3+2x",
+    ],
+    r"\{1,2\}": [
+        "1, 2", r"\{2,1\}", r"1\text{ and }2", "1 or 2", "x=1, x=2",
+    ],
+    "3,-3": [
+        r"\pm 3", "-3, 3",
+    ],
+    "(1,2]": [
+        "(1,2]", r"\left(1,2\right]", r"x \in (1,2]",
+    ],
+    r"(-\infty,3)\cup(5,\infty)": [
+        r"(-\infty, 3) \cup (5, \infty)", r"\left(-\infty,3\right)\cup\left(5,\infty\right)",
+    ],
+    "(3,4)": [
+        "(3, 4)", r"\left(3,4\right)", "( 3,4 )",
+    ],
+    r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": [
+        r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}",
+    ],
+    r"\infty": [
+        r"\infty", r"+\infty",
+    ],
+    "Evelyn": [
+        r"\text{Evelyn}", "evelyn", r"\text{evelyn}",
+    ],
+    "B": [
+        r"\text{B}", "B", r"\textbf{(B)}", "(B)",
+    ],
+    "3+2i": [
+        "2i+3", "3 + 2i",
+    ],
+    r"\ln 2": [
+        r"\ln(2)", r"\ln{2}",
+    ],
+    "12:30": [
+        "12:30",
+    ],
+}
+
+NO_ANSWERS = {
+    "5": [
+        "6=5", "1=2=3=4=5", "5=6", "5 apples, 6 pears", r"500\%", "2+3", "10-5", r"5\cdot 1", r"1\times 5",
+        "5*1", r"\frac{10}{2}", "10/2", r"\sqrt{25}", "5^1", r"\boxed{5}", r"6 \boxed{5}", "5 or 6",
+        r"5\text{ or }6", "5, 6", "5;6", r"\pm 5", r"\{5\}", "[5]", "(5,6)", "(5,5)", "5,5", "4<5<6",
+        r"4 \le 5", "5<6", "x<5", "x>4", r"x\ne 4", r"x \neq 5", r"\int_0^5 1 dx", r"\sum_{i=1}^{5} 1",
+        r"\prod_{i=5}^{5} i", r"\lim_{x\to5} x", r"\binom{5}{1}", r"\lfloor 5.5 \rfloor", r"\max(5,4)",
+        r"\gcd(5,10)", r"5 \bmod 7", r"\left|-5\right|", "|-5|", "|5|", r"\log_{2} 32", r"\def\a{5}\a",
+        r"\newcommand{\a}{5}\a", r"\let\a=5", r"\input{/etc/passwd}", r"\write18{ls}",
+        r"\csname 5\endcsname", r"\char53", "٥", "５", "５.0", "𝟓", "Ⅴ", "⑤", '5\u200b', '\u200b5', '5\u200d',
+        '5\ufeff', '\u202e5', "５/1", "²5", '5\x00', '5\x7f', "int('5')", "__import__('os').getpid()",
+        "[5][0]", "lambda: 5", "eval('5')", "5 if True else 6", "5;import os", "0b101", "0x5", "5e0", "5_0",
+        "5j", "True", "False", "None", "nan", "inf", r"\infty", "9**9**9**9", "9^{9^{9^{9}}}", "5!", "5!!",
+        r"5\text{ million}", r"5\text{ percent off}", r"5\text{ or more}", "5 thousand", r"5\text{ times }2",
+        "5x", "5ab", "5i", r"5\pi", "5e", "e5", "5.5", "5,000", "5 5", "55", "1 + 4 = 5", "x=y=5", "5=5",
+        r"\text{five}", "five", "V", "", " ", ".", "{}", "$$", "?", "-5", "5-", "--5", "+-5",
+        *("5" * 100_000, "(" * 50_000 + "5" + ")" * 50_000, "5," * 50_000, "{" * 900 + "5"),
+    ],
+    "391": [
+        r"17\cdot 23", r"17 \times 23", "17*23", "17(23)", "(17)(23)", "400-9", r"\frac{782}{2}",
+        r"17 \cdot 2.3 \times 10^1",
+    ],
+    "5050": [
+        r"\sum_{i=1}^{100} i", r"\frac{100\cdot 101}{2}", r"1+2+\dots+100",
+    ],
+    "0.5": [
+        r"\int_0^1 x dx", "1-0.5", r"\frac{1}{1+1}", "2^{-1}", r"\cos 60^\circ", "5000%", r"\frac{1}{2}+0",
+        "0.5=1/2",
+    ],
+    "120": [
+        "5!", r"5\cdot 4\cdot 3\cdot 2", r"\Gamma(6)",
+    ],
+    "1024": [
+        "2^{10}", "2^10", "4^5", "32^2",
+    ],
+    "12": [
+        r"1.2\times10^{0}\times10", r"12\times10^0", "10+2", "1,2", "12 or 13",
+    ],
+    "1,2": [
+        "1,2,3", "1", "1,1", r"\{1,2,2\}", "1<2", "1,2,1+1", r"1, 1\cdot 2",
+    ],
+    "(391,1)": [
+        r"(17\cdot 23, 1)", "(391,1),(1,391)", "(1,391)", "(391)",
+    ],
+    r"\{1,2\}": [
+        r"\{1,2,3\}", r"\{1\}", r"\{1,1+1\}",
+    ],
+    "(1,2]": [
+        "[1,2]", "(1,2)", "(1,1+1]", r"(1,2] \cup (3,4]",
+    ],
+    "x^2+1": [
+        "x^2+1=x^2+1", "x^2+1, x^2", r"\int 2x dx", r"\frac{d}{dx}(x^3/3+x)", "x^2",
+    ],
+    "yes": [
+        "sey", "esy", "no", "yes or no", "y e s no",
+    ],
+    "B": [
+        "A", "A or B", "ABCD", r"\text{A, B}", "C",
+    ],
+    r"\frac{1}{3}": [
+        "0.33", "1/3=0.33", "0.333", r"\frac{1}{0}",
+    ],
+    r"\begin{pmatrix}1\\2\end{pmatrix}": [
+        r"\begin{pmatrix}1\\1+1\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}",
+    ],
+}
+# fmt: on
+
+
+def test_there_are_many() -> None:
+    assert sum(map(len, HONEST.values())) >= 60 and sum(map(len, NO_ANSWERS.values())) >= 80
+
+
+@pytest.mark.parametrize("answer", HONEST)
+def test_honest_answers_are_paid(answer: str) -> None:
+    for given in HONEST[answer]:
+        assert math_verify(rf"so it is \boxed{{{given}}}.", {"answer": answer}) == 1.0, given
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS)
+def test_what_is_no_answer_is_not_paid(answer: str) -> None:
+    for given in NO_ANSWERS[answer]:
+        assert math_verify(rf"so it is \boxed{{{given}}}.", {"answer": answer}) == 0.0, given[:80]
+
+
+@pytest.mark.parametrize("answer", ["5", "391", "0.5"])
+def test_answers_that_break_out_of_their_box_are_not_paid(answer: str) -> None:
+    for response in (
+        rf"\boxed{{6}} \boxed{{{answer}}} \boxed{{7}}",
+        rf"\boxed{{\boxed{{{answer}}} or 6}}",
+        rf"\boxed{{6}}{answer}",
+        rf"\boxed{{}} {answer}",
+        rf"\boxed{{6 }} {{{answer}}}",
+        rf"\boxed{{{answer}",
+        "\\boxed{" * 20_000 + answer,
+    ):
+        assert math_verify(response, {"answer": answer}, boxed_only=True) == 0.0, response[:80]
+
+
+def test_loose_pays_what_the_library_finds_equal() -> None:
+    for answer, given in (("391", r"17\cdot 23"), ("5", r"500\%"), ("120", "5!"), ("5", "6=5")):
+        assert math_verify(rf"\boxed{{{given}}}", {"answer": answer}) == 0.0
+        assert math_verify(rf"\boxed{{{given}}}", {"answer": answer}, loose=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("The answer is 42", "42"),
+        ("The answer is $x=5$, in 3 steps", "x=5"),
+        ("so 6 * 7 = 42.", "42"),
+        (r"hence \(\frac{1}{2}\)", r"\frac{1}{2}"),
+        (r"hence \frac{1}{2}", None),
+        ("x2 and y3", None),
+        ("no", None),
+        ("$" * 100_001, None),
+    ],
+)
+def test_the_last_value_of_a_text(text: str, value: str | None) -> None:
+    assert last_value(text) == value
+
+
+def test_a_box_with_a_box_in_it() -> None:
+    assert last_boxed(r"\boxed{6 \boxed{5}}", outermost=True) == r"6 \boxed{5}"
+    assert last_boxed(r"\boxed{1} \boxed{2}", outermost=True) == "2"
+    assert last_boxed("none") is None
+
+
+@pytest.mark.parametrize("answer", ["$$", "...", "\\boxed{}", "{}", "\u0665"])
+def test_a_row_without_mathematics_is_refused(answer: str) -> None:
+    check = load_reward("math_verify").check_row
+    assert check is not None
+    with pytest.raises(ValueError, match=r"^finds nothing mathematical in the row's answer "):
+        check({"answer": answer})
+    with pytest.raises(ValueError, match=r"^finds nothing mathematical in the row's answer "):
+        math_verify("1", {"answer": answer})
