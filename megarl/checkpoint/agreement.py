@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from socket import gethostname
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from megarl.checkpoint.manifest import one_line
+from megarl.parallel.control import all_gather
 
 T = TypeVar("T")
 
@@ -42,8 +43,7 @@ def on_every_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T:
 
 def first_of(control: dist.ProcessGroup, said: str | None) -> str | None:
     """What the first of the ranks with something to say says; the same on every rank."""
-    everything: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(everything, said, group=control)
+    everything = all_gather(control, said, "all ranks at a checkpoint")
     return next((one for one in everything if one is not None), None)
 
 

@@ -4,6 +4,7 @@ RUN/checkpoints/warmup_step_100/         of the loop "warmup", which comes befor
 RUN/checkpoints/global_step_20/          of the loop "rl"; a folder gets its name when everything in it is written
     trainer.json                         loop, step, sampler position, number of ranks
     config.json, tokenizer.json, ...     the model's Hugging Face files without the weights
+    carry_over.npz                       with rollout.carry_over: the responses under way
     huggingface/                         with checkpoint.save_hf: the actor as a Hugging Face folder
     ...                                  Megatron-Core's distributed checkpoint
     manifest.json                        size and checksum of every other file
@@ -20,10 +21,18 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.checkpoint.manifest import MANIFEST_FILE, one_line, read_manifest, size_problem, sync_folder
+from megarl.checkpoint.manifest import (
+    MANIFEST_FILE,
+    checksum_problem,
+    one_line,
+    read_manifest,
+    size_problem,
+    sync_folder,
+)
 
 STATE_FILE = "trainer.json"
 _WITHOUT_MANIFEST = ("metadata.json", "common.pt", ".metadata")
@@ -70,15 +79,16 @@ def warmup_step(step: int) -> Position:
     return Position(_ORDER["warmup"], step, "warmup")
 
 
-def _named(name: str) -> tuple[str, int] | None:
-    """global_step_20 -> ("rl", 20); None for what is no checkpoint's name, such as global_step_20.damaged."""
+def loop_and_step(name: str) -> tuple[str, int]:
+    """global_step_20 -> ("rl", 20), for a checkpoint's name."""
     found = _NAME.fullmatch(name)
-    return ("rl" if found[1] == "global" else found[1], int(found[2])) if found else None
+    assert found is not None
+    return "rl" if found[1] == "global" else found[1], int(found[2])
 
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether a folder of that name is a checkpoint, not one that is unfinished or damaged, or an export beside it."""
-    return _named(name) is not None
+    return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +96,16 @@ class Found:
     """A checkpoint of a run, or what has the name of one.
 
     Attributes:
-        problem: why it is not whole, naming the file; None if nothing is known against it.
+        state: its small state; empty where that cannot be read.
+        problem: why no run can go on from it, naming the file; None if nothing is known against it.
+        damaged: whether it is not whole.
     """
 
     folder: str
     position: Position
+    state: Mapping[str, Any] = field(default_factory=dict, repr=False)
     problem: str | None
+    damaged: bool
 
 
 def checkpoint_folder(run_dir: str, position: Position) -> str:
@@ -104,14 +118,12 @@ def partial_folder(final: str) -> str:
 
 
 def checkpoints(run_dir: str) -> list[Found]:
-    """Everything that is named as a checkpoint of the run, newest first, after the cheap checks of `problem_with`."""
-    parent = os.path.join(run_dir, "checkpoints")
-    names = os.listdir(parent) if os.path.isdir(parent) else []
-    found = []
-    for name in names:
-        if (named := _named(name)) is not None:
-            folder = os.path.join(parent, name)
-            found.append(Found(folder=folder, position=_position_at(folder, *named), problem=problem_with(folder)))
+    """Everything that is named as a checkpoint of the run, newest first, after the cheap checks of `problem_with`.
+
+    Raises:
+        ValueError: RUN/checkpoints is there and is no folder, such as a link to a disk that is away.
+    """
+    found = [_look_at(os.path.join(run_dir, "checkpoints", name)) for name in _names_in(run_dir)]
     return sorted(found, key=lambda checkpoint: checkpoint.position, reverse=True)
 
 
@@ -122,21 +134,7 @@ def whole_checkpoints(run_dir: str) -> list[str]:
 
 def problem_with(folder: str) -> str | None:
     """Why a folder cannot be a whole checkpoint, without reading its weights; None if nothing speaks against it."""
-    if not os.path.isdir(folder):
-        return "it is no folder"
-    try:
-        state = _read_state(folder)
-        records = read_manifest(folder)
-    except ValueError as e:
-        return str(e)
-    named = _named(os.path.basename(os.path.abspath(folder)))
-    if named is not None and state["step"] != named[1] and not state.get("weights_only"):
-        return f"its {STATE_FILE} says step {state['step']}, its name step {named[1]}"
-    if records is not None:
-        return size_problem(folder, records)
-    if "format" in state:
-        return f"{MANIFEST_FILE} is missing"
-    return _problem_without_manifest(folder)
+    return _state_and_problem(folder)[1]
 
 
 def remark_on(folder: str) -> str | None:
@@ -204,7 +202,7 @@ def take_place(partial: str, final: str) -> None:
     parent, name = os.path.split(final)
     replaced = os.path.join(parent, f".{name}.replaced")
     if os.path.lexists(final):
-        if problem_with(final) is not None:
+        if _look_at(final).problem is not None:  # somebody's converted weights are no earlier try of the run's
             set_aside(final)
         else:
             delete(replaced)
@@ -219,23 +217,25 @@ def take_place(partial: str, final: str) -> None:
     delete(replaced)
 
 
+def bring_back_replaced(run_dir: str) -> None:
+    """Give a checkpoint its name again whose job died before a new one took it. Only one job may use the folder."""
+    parent = os.path.join(run_dir, "checkpoints")
+    for name in _left_in(run_dir, ".replaced"):
+        final = os.path.join(parent, os.path.splitext(name)[0][1:])
+        if not os.path.lexists(final):
+            os.rename(os.path.join(parent, name), final)
+
+
 def remove_partials(run_dir: str) -> list[str]:
     """Delete what jobs left that died while they saved: a full disk would stay full. Only one job may use the folder.
 
     Returns:
         the names of what was deleted.
     """
-    parent = os.path.join(run_dir, "checkpoints")
-    removed = []
-    for name in sorted(os.listdir(parent)) if os.path.isdir(parent) else []:
-        stem, end = os.path.splitext(name)
-        if _named(stem[1:]) is None or not name.startswith(".") or end not in (".partial", ".replaced"):
-            continue
-        if end == ".replaced" and not os.path.lexists(os.path.join(parent, stem[1:])):
-            os.rename(os.path.join(parent, name), os.path.join(parent, stem[1:]))  # died between the two renames
-            continue
-        delete(os.path.join(parent, name))
-        removed.append(name)
+    bring_back_replaced(run_dir)
+    removed = _left_in(run_dir, ".partial", ".replaced")
+    for name in removed:
+        delete(os.path.join(run_dir, "checkpoints", name))
     return removed
 
 
@@ -284,12 +284,64 @@ def _read_state(folder: str) -> dict[str, Any]:
     return dict(state)
 
 
-def _position_at(folder: str, loop: str, step: int) -> Position:
-    """Of a folder with that name; one that does not say which loop it is of counts as the newest."""
+def _names_in(run_dir: str) -> list[str]:
+    """Names of checkpoints in the run's folder."""
+    return [name for name in _everything_in(run_dir) if is_checkpoint_name(name)]
+
+
+def _left_in(run_dir: str, *ends: str) -> list[str]:
+    """Names of unfinished ones: .global_step_20.partial, of a checkpoint's name."""
+    parts = [(name, *os.path.splitext(name)) for name in _everything_in(run_dir)]
+    return [name for name, stem, end in parts if end in ends and stem[:1] == "." and is_checkpoint_name(stem[1:])]
+
+
+def _everything_in(run_dir: str) -> list[str]:
+    parent = os.path.join(run_dir, "checkpoints")
+    if os.path.isdir(parent):
+        return sorted(os.listdir(parent))
+    if os.path.lexists(parent):
+        where = f"a link to {os.readlink(parent)}, which is no folder now" if os.path.islink(parent) else "no folder"
+        raise ValueError(f"{parent} is {where}: bring it back, or set another trainer.default_local_dir")
+    return []
+
+
+def _look_at(folder: str) -> Found:
+    """What has the name of a checkpoint; one that does not say which loop it is of counts as the newest."""
+    state, problem = _state_and_problem(folder)
+    loop, step = loop_and_step(os.path.basename(folder))
+    position = replace(position_of(state), step=step) if state else Position(_ORDER.get(loop, _LAST), step, loop)
+    damaged = problem is not None
+    if not damaged and state.get("weights_only"):
+        problem = "it holds converted weights, and no run to go on from"
+    return Found(folder=folder, position=position, state=state, problem=problem, damaged=damaged)
+
+
+def _state_and_problem(folder: str) -> tuple[dict[str, Any], str | None]:
+    """The small state, empty where it cannot be read, and why the folder is no whole checkpoint."""
+    if not os.path.isdir(folder):
+        return {}, "it is no folder"
     try:
-        return replace(position_of(_read_state(folder)), step=step)
-    except ValueError:
-        return Position(_ORDER.get(loop, _LAST), step, loop)
+        state = _read_state(folder)
+    except ValueError as e:
+        return {}, str(e)
+    return state, _problem_beside(folder, state)
+
+
+def _problem_beside(folder: str, state: dict[str, Any]) -> str | None:
+    """Why a folder with that small state is no whole checkpoint."""
+    try:
+        records = read_manifest(folder)
+    except ValueError as e:
+        return str(e)
+    name = os.path.basename(os.path.abspath(folder))
+    if is_checkpoint_name(name) and state["step"] != loop_and_step(name)[1] and not state.get("weights_only"):
+        return f"its {STATE_FILE} says step {state['step']}, its name step {loop_and_step(name)[1]}"
+    if records is not None:
+        # what the run is compared with must be what was written: it would be refused as another run's
+        return size_problem(folder, records) or checksum_problem(folder, records, records.keys() & {STATE_FILE})
+    if "format" in state:
+        return f"{MANIFEST_FILE} is missing"
+    return _problem_without_manifest(folder)
 
 
 def _problem_without_manifest(folder: str) -> str | None:

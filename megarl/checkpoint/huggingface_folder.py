@@ -106,9 +106,15 @@ def weight_entries(folder: str) -> dict[str, Entry]:
 
 
 def read_config(folder: str) -> dict[str, Any]:
-    """The folder's `config.json`."""
-    with open(os.path.join(folder, CONFIG), encoding="utf-8") as f:
-        config: dict[str, Any] = json.load(f)
+    """The folder's `config.json`; raises ValueError if it is no JSON object."""
+    file = os.path.join(folder, CONFIG)
+    try:
+        with open(file, encoding="utf-8") as f:
+            config: Any = json.load(f)
+    except (ValueError, RecursionError, OSError) as e:
+        raise ValueError(f"'{file}' is not a JSON object: {e}") from e
+    if not isinstance(config, dict):
+        raise ValueError(f"'{file}' is not a JSON object: {type(config).__name__}")
     return config
 
 

@@ -11,7 +11,6 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pickle import UnpicklingError
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -23,22 +22,23 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megarl.checkpoint.folder import write_state
 from megarl.checkpoint.manifest import FORMAT, one_line
-from megarl.checkpoint.sharded_files import write_common
-from megarl.checkpoint.write_items import (
+from megarl.checkpoint.plan_items import (
     chunk_index,
-    chunk_metadata,
     object_bytes,
     object_item,
+    parts_to_read,
+    place_in,
     stored_shape,
     tensor_item,
 )
+from megarl.checkpoint.sharded_files import write_common
+from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.models.architecture import Architecture
 from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
@@ -184,13 +184,10 @@ class MegatronWeights:
         if not os.path.isfile(os.path.join(folder, "metadata.json")):
             raise ValueError(f"'{folder}' is not a Megatron-Core distributed checkpoint: it has no metadata.json")
         self._folder = folder
-        self._reader = FileSystemReader(folder)
         try:
-            metadata = self._reader.read_metadata()
-        except Exception as e:  # whatever unpickling a damaged file raises
-            raise ValueError(f"'{folder}': .metadata cannot be read: {one_line(e)}") from e
-        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._stored = metadata.state_dict_metadata
+            self._reader = CheckpointReader(folder)
+        except ValueError as e:
+            raise ValueError(f"'{folder}': {e}") from e
         self.parameters = describe(arch, TrainLayout(world_size=1), 0, torch.float32).parameters
         self._by_tensor = {
             place.tensor: name for name, stored in self.parameters.items() for place in stored.placements
@@ -214,19 +211,19 @@ class MegatronWeights:
         stored = self.parameters[name]
         whole = torch.empty(stored.meta.shape, dtype=self.dtype)
         for chunk in stored.chunks(whole):
-            tensor, where = self._stored[chunk.key], chunk_metadata(chunk)
+            tensor = self._reader.stored[chunk.key]
             assert isinstance(tensor, TensorStorageMetadata) and chunk.data is not None
-            items = create_read_items_for_chunk_list(chunk.key, tensor, [where])
+            into = _Into(chunk.data.view(stored_shape(chunk)))
             try:
-                self._reader.read_data(LoadPlan(items), _Into(chunk.data.view(stored_shape(chunk)))).wait()
-            except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as e:
+                self._reader.read_data(LoadPlan(parts_to_read(chunk, tensor)), into).wait()
+            except Exception as e:  # whatever reading a damaged file raises
                 raise ValueError(f"'{self._folder}': {chunk.key} cannot be read: {one_line(e)}") from e
         return whole
 
     def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
         dtypes = set()
         for chunk in chunks:
-            stored = self._stored.get(chunk.key)
+            stored = self._reader.stored.get(chunk.key)
             if not isinstance(stored, TensorStorageMetadata):
                 raise ValueError(f"'{self._folder}' has no {chunk.key}: it is no checkpoint of this model")
             # a vocabulary that is padded further than this one is no mismatch
@@ -251,9 +248,6 @@ class _Into(DefaultLoadPlanner):
         self._target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._target
-        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(axis, start, length)
-        return part
+        return place_in(self._target, read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...

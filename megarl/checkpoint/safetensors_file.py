@@ -15,6 +15,10 @@ from dataclasses import dataclass
 ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes per element of the types that a weight may have."""
 
+LONGEST_HEADER = 100_000_000
+"""Bytes; as in the format's library."""
+_MOST_AXES = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -40,7 +44,7 @@ def read_header(file: str) -> dict[str, Entry]:
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
             size = os.fstat(f.fileno()).st_size
-            if length > size:
+            if length > min(size - 8, LONGEST_HEADER):
                 raise ValueError(f"its header would have {length} bytes")
             header = json.loads(f.read(length))
         entries = {}
@@ -48,7 +52,10 @@ def read_header(file: str) -> dict[str, Entry]:
             if name != "__metadata__":
                 first, last = tensor["data_offsets"]
                 shape, itemsize = tuple(tensor["shape"]), ITEMSIZE.get(tensor["dtype"])
-                if first < 0 or (itemsize is not None and last - first != math.prod(shape) * itemsize):
+                if not all(type(number) is int and 0 <= number < 2**63 for number in (first, last, *shape)):
+                    raise ValueError(f"{name} has sizes or places that are none")
+                fits = len(shape) <= _MOST_AXES and first <= last
+                if not fits or (itemsize is not None and last - first != math.prod(shape) * itemsize):
                     raise ValueError(f"{name} of shape {list(shape)} would be bytes {first} to {last}")
                 start, stop = (8 + length + at for at in (first, last))
                 entries[name] = Entry(file=file, dtype=tensor["dtype"], shape=shape, start=start, stop=stop)

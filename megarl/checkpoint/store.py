@@ -10,13 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megarl.checkpoint.agreement import RankFailed, first_of, on_every_rank
 from megarl.checkpoint.folder import (
@@ -32,7 +26,6 @@ from megarl.checkpoint.folder import (
 )
 from megarl.checkpoint.manifest import (
     FORMAT,
-    FileRecord,
     checksum_problem,
     files_of,
     one_line,
@@ -40,7 +33,9 @@ from megarl.checkpoint.manifest import (
     record_files,
     write_manifest,
 )
-from megarl.checkpoint.sharded_files import write_sharded
+from megarl.checkpoint.sharded_files import difference, read_sharded, write_sharded
+from megarl.checkpoint.stored_objects import CheckpointReader
+from megarl.parallel.control import broadcast, gather
 
 T = TypeVar("T")
 
@@ -123,14 +118,19 @@ def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, control:
     rng = rng and read_state(folder).get("world_size") == dist.get_world_size()
     sharded = {**sharded, "rng": _rng_state()} if rng else sharded
     loaded: dict[str, Any] = {}
+    problem: str | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        problem = first_of(control, _difference(folder, sharded))
-        if problem is None:
+        try:
+            reader = CheckpointReader(folder)
+            problem = difference(reader, sharded)
+        except ValueError as e:
+            problem = one_line(e)
+        if (problem := first_of(control, problem)) is None:
             try:
-                loaded = dist_checkpointing.load(sharded, folder)
-            except (Exception, CheckpointException) as e:
-                problem = f"it cannot be read: {_cause(e)}"
+                loaded = read_sharded(folder, reader, sharded)
+            except Exception as e:  # whatever reading a damaged file raises
+                problem = one_line(e) if isinstance(e, ValueError) else f"it cannot be read: {one_line(e)}"
             problem = first_of(control, problem)
     if problem is not None:
         raise ValueError(f"checkpoint '{folder}': {problem}")
@@ -156,11 +156,9 @@ def _on_first_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T | Non
 def _write_manifest(folder: str, control: dist.ProcessGroup) -> None:
     """The ranks share the hashing: each takes every world-th file, and waits until it is on the disk."""
     rank, world = dist.get_rank(control), dist.get_world_size(control)
-    listed = [_on_first_rank(control, lambda: files_of(folder))]
-    dist.broadcast_object_list(listed, group=control, group_src=0)
-    mine = on_every_rank(control, lambda: record_files(folder, (listed[0] or [])[rank::world], sync=True))
-    everyone: list[dict[str, FileRecord]] = [{} for _ in range(world)]
-    dist.gather_object(mine, everyone if rank == 0 else None, group=control, group_dst=0)
+    listed = broadcast(control, _on_first_rank(control, lambda: files_of(folder)), "a checkpoint's files")
+    mine = on_every_rank(control, lambda: record_files(folder, listed[rank::world], sync=True))
+    everyone = gather(control, mine, "the checksums of a checkpoint")
     records = {name: record for part in everyone for name, record in part.items()}
     _on_first_rank(control, lambda: write_manifest(folder, records))
 
@@ -179,36 +177,6 @@ def _give_up(run_dir: str, position: Position, partial: str, reason: str, contro
     said = first_of(control, said)
     assert said is not None
     return said
-
-
-def _difference(folder: str, sharded: dict[str, Any]) -> str | None:
-    """The first tensor or object that this rank wants and that the checkpoint has not, or has in another shape."""
-    try:
-        dist_checkpointing.load_common_state_dict(folder)
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as e:
-        return f"it cannot be read: {_cause(e)}"
-    for wanted in nested_values(load_preprocess(sharded)[0]):
-        if isinstance(wanted, ShardedObject):
-            if wanted.unique_key not in stored:
-                return f"it has no {wanted.unique_key}, which this run needs"
-        elif isinstance(wanted, ShardedTensor):
-            found = stored.get(wanted.key)
-            shape = list(wanted.global_shape)
-            if not isinstance(found, TensorStorageMetadata):
-                return f"it has no {wanted.key}, which this run needs with shape {shape}"
-            if list(found.size) != shape and not wanted.allow_shape_mismatch:
-                return f"its {wanted.key} has shape {list(found.size)}, this run's has {shape}"
-    return None
-
-
-def _cause(error: BaseException) -> str:
-    """One line; of what `torch.distributed.checkpoint` raises, what the first rank says that failed."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (first, _) = min(error.failures.items())
-        return f"{_cause(first)} (rank {rank})"
-    said = one_line(error)
-    return said if said == type(error).__name__ else f"{said} ({type(error).__name__})"
 
 
 def _rng_state() -> ShardedObject:

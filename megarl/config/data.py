@@ -43,6 +43,11 @@ class Data(Section):
         default_factory=dict,
         description="what the policy's chat template is told beside the messages, such as enable_thinking: false",
     )
+    read_special_tokens: bool = Field(
+        False,
+        description="special tokens that texts of the data spell, such as <|im_end|>, become these tokens, as in "
+        "prompts that were put into a chat template before; default: they stay text",
+    )
     source_key: str = Field(
         "data_source", description="column that names where a row comes from, for metrics and rewards"
     )

@@ -7,10 +7,17 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from pydantic import BaseModel, ValidationError
 
+from megarl.config import secrets
 from megarl.config.schema import Config
+
+LARGEST = 2**20
+"""Bytes of a configuration's file, and nodes of its tree."""
+DEEPEST = 100
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 CONFIG_FILE = "config.yaml"
 """In the folder of a run, or of an evaluation: what it resolved to."""
@@ -32,7 +39,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
     if path is not None and not os.path.isfile(path):
         raise ConfigError(f"no config file at '{path}'")
     try:
-        tree: Any = OmegaConf.create() if path is None else OmegaConf.load(path)
+        tree: Any = OmegaConf.create() if path is None else read_yaml(path)
     except Exception as e:  # the parsers raise what they like: ValueError for a number of 5,000 digits, say
         raise ConfigError(f"'{path}' is not valid YAML: {_one_line(e)}") from e
     if not OmegaConf.is_dict(tree):
@@ -41,14 +48,64 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
         tree = _override(tree, item)
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True)
+        secrets.note_written(tree)
     except Exception as e:
         raise ConfigError(f"'{path}' with its overrides: {_one_line(e)}") from e
     return build_config(values)
 
 
+def read_yaml(path: str) -> Any:
+    """The file as OmegaConf has it; raises as `check_yaml`, and whatever OmegaConf's parsers do."""
+    check_yaml(path)
+    return OmegaConf.load(path)
+
+
+def check_yaml(path: str) -> None:
+    """Raises ValueError, or YAMLError, for a file that parsers would run out of memory with, or out of their stack.
+
+    Aliases stand for copies: 300 letters can be a million million nodes.
+    """
+    if os.path.getsize(path) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST} bytes")
+    sizes: dict[str | None, int] = {}
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]  # the anchor of each, and its nodes so far
+    with open(path, "rb") as f:
+        for event in yaml.parse(f, Loader=YAML_LOADER):
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, 1))
+                if len(open_nodes) > DEEPEST:
+                    raise ValueError(f"it is nested more than {DEEPEST} deep")
+                continue
+            if isinstance(event, yaml.AliasEvent):
+                size = sizes.get(event.anchor, LARGEST)  # of what is not there, or a part of itself
+            elif isinstance(event, yaml.ScalarEvent):
+                size = sizes[event.anchor] = 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, size = open_nodes.pop()
+                sizes[anchor] = size
+            else:
+                continue
+            anchor, before = open_nodes.pop()
+            open_nodes.append((anchor, before + size))
+            if before + size > LARGEST:
+                raise ValueError(f"it stands for more than {LARGEST} nodes, its aliases written out")
+
+
 def load_run_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """`load_config`, with the number of ranks that a launcher started."""
-    return with_launched_ranks(load_config(path, overrides))
+    """`load_config`, with the number of ranks that a launcher started.
+
+    Raises:
+        ConfigError: also for a record that does not show a secret which the run needs.
+    """
+    config = load_config(path, overrides)
+    check_nothing_hidden(config)
+    return with_launched_ranks(config)
+
+
+def check_nothing_hidden(config: Config) -> None:
+    """Raises ConfigError for a value that a record does not show: the run cannot do without it."""
+    if keys := secrets.left_out(config.model_dump()):
+        raise ConfigError(f"{keys[0]}: records do not show its value; give it as {keys[0]}=...")
 
 
 def with_launched_ranks(config: Config) -> Config:
@@ -68,6 +125,8 @@ def with_values(config: Config, section: str, **values: Any) -> Config:
 
 def build_config(values: dict[str, Any]) -> Config:
     """A nested dict of values -> `Config`; raises ConfigError on the first unknown key or wrong value."""
+    values = secrets.filled(values)
+    secrets.note_secrets(values)
     for key in _unknown_keys(values, Config):
         raise ConfigError(f"unknown key '{_cut(key)}'{_suggest(key)}")
     try:
@@ -75,12 +134,13 @@ def build_config(values: dict[str, Any]) -> Config:
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{where}: {first['msg'].lower()} (got {_cut(repr(first['input']))})") from e
+        given = "a value that is not shown" if secrets.names_secret(where) else _cut(secrets.hide(repr(first["input"])))
+        raise ConfigError(f"{where}: {first['msg'].lower()} (got {given})") from e
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, every key written out."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
+    """The configuration as YAML, every key written out; see `secrets` for what it does not show."""
+    return OmegaConf.to_yaml(OmegaConf.create(secrets.for_records(config.model_dump())))
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
@@ -95,12 +155,14 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
 
 def _override(tree: Any, item: str) -> Any:
     key, sep, _ = item.partition("=")
+    shown = f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key) else secrets.hide(item)
     if not sep or not key:
-        raise ConfigError(f"override '{_cut(item)}' is not of the form key=value")
+        raise ConfigError(f"override '{_cut(shown)}' is not of the form key=value")
     try:
         return OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
     except Exception as e:
-        raise ConfigError(f"override '{_cut(item)}' does not work: {_one_line(e)}") from e
+        reason = secrets.HIDDEN if shown != item else _one_line(e)  # it may quote the item
+        raise ConfigError(f"override '{_cut(shown)}' does not work: {reason}") from e
 
 
 def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -118,7 +180,9 @@ def nearest_key(key: str) -> str | None:
     known += sorted({k.rsplit(".", i)[0] for k in known for i in range(1, k.count(".") + 1)})
     leaf = key.rsplit(".", 1)[-1]
     near = [k for k in known if k.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # a key of what is not here must not be taken for another key
+        alike = [k for k in known if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() >= 0.8]
+        near = difflib.get_close_matches(key, alike, n=1, cutoff=0.0)
     return near[0] if near else None
 
 

@@ -20,7 +20,10 @@ class Prometheus(Section):
     port: int = Field(
         9464, ge=1, le=65535, description="of rank 0's host, in the mode pull; one for each run of a host"
     )
-    address: NonEmpty = Field("0.0.0.0", description="where scrapes are answered, in the mode pull")
+    address: NonEmpty = Field(
+        "127.0.0.1",
+        description="where scrapes are answered, in the mode pull, without a password; 0.0.0.0: to all who reach it",
+    )
     gateway: str = Field("", description="URL of a Pushgateway, such as http://host:9091")
     textfile: str = Field(
         "", description="a file NAME.prom in the folder of node_exporter's --collector.textfile.directory"

@@ -79,6 +79,11 @@ class Trainer(Section):
     experiment_name: str = Field("run", description="the run's own name: its folder, and a label of metrics")
     default_local_dir: str = Field("", description="run folder; default runs/{project_name}/{experiment_name}")
     balance_batch: bool = Field(True, description="even out tokens over data-parallel ranks")
+    deterministic: bool = Field(
+        False,
+        description="only kernels that add up in a fixed order, so that two runs, or one that was killed and resumed, "
+        "have the same bits on the same GPUs; slower; not with rollout.name=vllm or an environment",
+    )
     log_rollouts: Size = Field(
         8,
         ge=-1,

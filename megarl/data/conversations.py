@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from megarl.data.encode import encode_messages, encode_text
+from megarl.data.encode import encode_messages
 from megarl.data.examples import Turns
+from megarl.data.messages import Messages, read_messages
 from megarl.data.tokenizer import Tokenizer
-
-Messages = Sequence[Mapping[str, str]]
 
 REPLY = "megarlreply"
 """Stands for the assistant's message; nothing that a template writes by itself."""
@@ -61,6 +60,7 @@ def conversation_ids(messages: Messages, reply: str, source: str, tokenizer: Tok
     Raises:
         ValueError: the template refuses the messages.
     """
+    messages = read_messages(messages, source)
     whole = encode_messages([*messages, _said(reply)], source, tokenizer, reply=False)
     if ended:
         before = encode_messages(messages, source, tokenizer)
@@ -69,7 +69,7 @@ def conversation_ids(messages: Messages, reply: str, source: str, tokenizer: Tok
         return whole[: _end(whole, start, tokenizer.eos_id)]
     _, _, behind = tokenizer.chat_text([*messages, _said(REPLY)], reply=False).rpartition(REPLY)
     text = tokenizer.chat_text([*messages, _said(reply)], reply=False)
-    return encode_text(text.removesuffix(behind), source, tokenizer)
+    return tokenizer.encode_template(text.removesuffix(behind))
 
 
 def _said(reply: str) -> dict[str, str]:

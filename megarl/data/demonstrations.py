@@ -5,8 +5,9 @@ from __future__ import annotations
 from megarl.config.data import Data
 from megarl.data.answers import answer_ids
 from megarl.data.conversations import turns_of
-from megarl.data.encode import TooLong, are_messages, prompt_ids
+from megarl.data.encode import TooLong, prompt_ids
 from megarl.data.examples import Example
+from megarl.data.messages import are_messages
 from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from megarl.config.data import Data
+from megarl.data.messages import Message, Messages, are_messages, read_messages
 from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
+
+USUAL_ROLES = ("system", "user", "assistant")
 
 
 class TooLong(ValueError):
@@ -22,23 +25,47 @@ def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
         raise _refused(source, e) from e
 
 
-def encode_messages(
-    messages: Sequence[Mapping[str, str]], source: str, tokenizer: Tokenizer, *, reply: bool = True
-) -> list[int]:
-    """`Tokenizer.encode_chat`; raises ValueError, naming the row, where that fails."""
+def encode_messages(messages: Messages, source: str, tokenizer: Tokenizer, *, reply: bool = True) -> list[int]:
+    """`Tokenizer.encode_chat`; raises ValueError, naming the row, where that fails or would leave something out."""
+    read = read_messages(messages, source)
     try:
-        return tokenizer.encode_chat(messages, reply=reply)
+        lost = _left_out(read, tokenizer, reply)
+        if lost:
+            raise ValueError(f"the chat template does not write down {lost}, so that it would be lost; leave it out")
+        return tokenizer.encode_chat(read, reply=reply)
     except Exception as e:  # libraries raise what they like
         raise _refused(source, e) from e
 
 
-def are_messages(value: object) -> bool:
-    """Whether it is a list of messages with role and content."""
-    return (
-        isinstance(value, list)
-        and len(value) > 0
-        and all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in value)
-    )
+def _left_out(messages: Sequence[Message], tokenizer: Tokenizer, reply: bool) -> str:
+    """What a template drops of messages with tool calls, or of other roles than the usual three; empty: nothing.
+
+    Templates know what they know: one for chats writes a call of a tool as nothing, and the model would learn to answer
+    nothing. So words that stand for what the messages hold are looked for in what it writes.
+    """
+    probes: dict[str, str] = {}
+
+    def probe(what: str) -> str:
+        probes[f"megarlprobe{len(probes)}x"] = what
+        return f"megarlprobe{len(probes) - 1}x"
+
+    asked = []
+    for i, message in enumerate(messages, start=1):
+        calls = message.get("tool_calls")
+        if calls or message["role"] not in USUAL_ROLES:
+            message = dict(message)
+            if message["content"]:
+                message["content"] = probe(f"the content of message {i} ({message['role']})")
+            if calls:
+                message["tool_calls"] = [_probed(call, probe, f"the tool calls of message {i}") for call in calls]
+        asked.append(message)
+    text = tokenizer.chat_text(asked, reply=reply) if probes else ""
+    return next((what for word, what in probes.items() if word not in text), "")
+
+
+def _probed(call: Message, probe: Callable[[str], str], what: str) -> Message:
+    arguments = {probe(what): probe(what) for _ in call["function"]["arguments"]}
+    return {**call, "function": {"name": probe(what), "arguments": arguments}}
 
 
 def prompt_ids(row: Row, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -51,12 +78,14 @@ def prompt_ids(row: Row, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
     return usable_ids(ids, row.source, data)
 
 
-def prompt_of(row: Row, key: str) -> str | Sequence[Mapping[str, str]]:
+def prompt_of(row: Row, key: str) -> str | list[Message]:
     """The text or the messages in the prompt's column; raises ValueError where there are none."""
     require_column([row], key, "data.prompt_key")
     value = value_at(row.columns, key)
-    if isinstance(value, str) or are_messages(value):
+    if isinstance(value, str):
         return value
+    if are_messages(value):
+        return read_messages(value, row.source)
     raise ValueError(
         f"{row.source}: column '{key}' must hold text or a list of messages with role and content, "
         f"not {type(value).__name__}"
@@ -68,6 +97,14 @@ def usable_ids(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
     if not ids:
         raise ValueError(f"{source}: the prompt in column '{data.prompt_key}' is empty")
     return cut_prompt(ids, source, data)
+
+
+def special_remark(what: str, rows: int, seen: int, data: Data) -> tuple[str, ...]:
+    """What is said at the start of rows whose texts spell special tokens; nothing if there are none."""
+    if not rows:
+        return ()
+    become = "become these tokens" if data.read_special_tokens else "stay text, unless data.read_special_tokens=true"
+    return (f"remark: {what}: {rows} of {seen} rows spell special tokens of the tokenizer, which {become}",)
 
 
 def _refused(source: str, error: Exception) -> ValueError:

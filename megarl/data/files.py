@@ -27,7 +27,8 @@ class DataFile:
         place: the path, or the URI with what else is in it, such as a key that nobody should read.
         entry: which entry of the list named it, from 0.
         size: bytes.
-        changed: nanoseconds since 1970.
+        changed: nanoseconds since 1970, of the content and of the file's entry: what is copied over another file with
+            its time (`rsync -t`) has the same content's time, and another one of its entry.
         remote: it has to be fetched before rows can be read one by one.
     """
 
@@ -36,7 +37,7 @@ class DataFile:
     entry: int
     kind: Literal["jsonl", "parquet"]
     size: int
-    changed: int
+    changed: tuple[int, int]
     remote: bool = False
 
     @property
@@ -54,7 +55,7 @@ class DataFile:
     def unchanged(self) -> bool:
         """Whether it still is what it was."""
         try:
-            return (self.size, self.changed) == _size_and_time(self.place, self.remote)
+            return (self.size, self.changed) == _size_and_times(self.place, self.remote)
         except OSError:
             return False
 
@@ -92,24 +93,24 @@ def _data_file(place: str, entry: int, remote: bool, what: str) -> DataFile:
         packed = os.path.splitext(name)[1] in (".gz", ".zst", ".bz2", ".xz", ".zip")
         raise ValueError(f"{what}: '{name}' is neither .jsonl nor .parquet{'; unpack it first' if packed else ''}")
     try:
-        size, changed = _size_and_time(place, remote)
+        size, changed = _size_and_times(place, remote)
     except OSError as e:
         raise ValueError(f"{what}: '{name}' cannot be read: {e.strerror or _short(e)}") from e
     return DataFile(name=name, place=place, entry=entry, kind=kind, size=size, changed=changed, remote=remote)
 
 
-def _size_and_time(name: str, remote: bool) -> tuple[int, int]:
+def _size_and_times(name: str, remote: bool) -> tuple[int, tuple[int, int]]:
     if remote:
         store, path = _store(name)
         info = store.get_file_info(path)
         if not info.is_file:
             raise FileNotFoundError(2, "no such file")
-        return info.size, info.mtime_ns or 0
+        return info.size, (info.mtime_ns or 0, 0)
     if not stat.S_ISREG(os.stat(name).st_mode) and not os.path.isdir(name):
         raise OSError(22, "it is no regular file")
     with open(name, "rb") as f:  # a folder, a link to nothing, no permission
         status = os.fstat(f.fileno())
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, (status.st_mtime_ns, status.st_ctime_ns)
 
 
 def _matches(pattern: str) -> list[str]:

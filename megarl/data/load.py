@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 from megarl.config.data import Data
 from megarl.data.demonstrations import demonstration
-from megarl.data.encode import TooLong
+from megarl.data.encode import TooLong, special_remark
 from megarl.data.examples import Example
 from megarl.data.formats import Format
 from megarl.data.judged import judged
+from megarl.data.messages import strings_in
 from megarl.data.preferences import preference
-from megarl.data.readers import Row, iterate_rows
+from megarl.data.readers import Row, iterate_rows, value_or_none
+from megarl.data.scan import finder_of
 from megarl.data.tokenizer import Tokenizer
 
 _OF_ROW: Mapping[Format, Callable[[Row, Data, Tokenizer], Example]] = {
@@ -41,9 +43,11 @@ def load_examples(
     Raises:
         ValueError: unreadable files, a row that cannot be used, or no row left after filtering.
     """
-    seen, examples = 0, []
+    seen, special, examples, spells = 0, 0, [], finder_of(tokenizer.special_tokens)
+    keys = (data.prompt_key, data.answer_key, data.messages_key, data.chosen_key, data.rejected_key)
     for row in iterate_rows(files, what):
         seen += 1
+        special += any(spells(text) for key in keys for text in strings_in(value_or_none(row.columns, key)))
         try:
             examples.append(_OF_ROW[format](row, data, tokenizer))
         except TooLong:
@@ -55,10 +59,23 @@ def load_examples(
     )
     if not examples:
         raise ValueError(f"{what}: none of the {seen} rows keeps to {limits[0]} and {limits[1]} tokens")
+    remarks = (*special_remark(what, special, seen, data), *_nothing_to_learn(examples, format, what))
     if len(examples) == seen:
-        return Loaded(examples, ())
+        return Loaded(examples, remarks)
     limit = " or ".join(limits)
     if data.messages_key and format == "demonstrations":
         limit = f"data.max_prompt_length + data.max_response_length = {data.max_sequence_length}"
     left_out = seen - len(examples)
-    return Loaded(examples, (f"{what}: {left_out} of {seen} rows left out: {left_out} over {limit} tokens",))
+    return Loaded(examples, (f"{what}: {left_out} of {seen} rows left out: {left_out} over {limit} tokens", *remarks))
+
+
+def _nothing_to_learn(examples: Sequence[Example], format: Format, what: str) -> tuple[str, ...]:
+    """What is odd about rows that only together teach something."""
+    if format == "preferences":
+        same = sum(example.sequences[0] == example.sequences[1] for example in examples)
+        if same:
+            return (f"remark: {what}: in {same} of {len(examples)} pairs chosen and rejected are the same",)
+    if format == "judged" and len(labels := {example.label for example in examples}) == 1:
+        (label,) = labels
+        return (f"remark: {what}: all {len(examples)} answers have the label {label:g}; the other one is missing",)
+    return ()

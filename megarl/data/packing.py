@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from megarl.data.balance import first_fit_decreasing, karmarkar_karp
@@ -14,19 +13,6 @@ MicroBatches = list[list[int]]
 Plan = list[list[MicroBatches]]
 """plan[dp_rank][mini_batch]. All dp ranks have the same number of micro-batches in the same mini-batch; a micro-batch
 is empty only where a rank has fewer sequences than micro-batches."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MiniBatch:
-    """One optimizer step.
-
-    Attributes:
-        sequences: indices of its sequences, over all data-parallel ranks.
-        micro_batches: this rank's share of them.
-    """
-
-    sequences: Sequence[int]
-    micro_batches: MicroBatches
 
 
 def pack_by_tokens(

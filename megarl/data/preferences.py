@@ -6,9 +6,10 @@ import math
 
 from megarl.config.data import Data
 from megarl.data.answers import answer_ids, fitting_answer
-from megarl.data.conversations import Messages, turns_of
-from megarl.data.encode import are_messages, cut_prompt, prompt_ids
+from megarl.data.conversations import turns_of
+from megarl.data.encode import cut_prompt, prompt_ids
 from megarl.data.examples import Example, Turns
+from megarl.data.messages import Messages, are_messages
 from megarl.data.readers import Row, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from megarl.data.encode import TooLong, encode_messages, encode_text, usable_ids
 from megarl.data.files import DataFile
 from megarl.data.readers import BATCH_ROWS, no_rows, parquet_batches
 from megarl.data.row_cache import Progress
-from megarl.data.scan import FIELDS, MOST_SOURCES, Conversation, Scan, Scanned, Unsettled
+from megarl.data.scan import FIELDS, MOST_SOURCES, Conversation, Scan, Scanned, Unsettled, checks_of
 from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
 from megarl.data.source import spool
 from megarl.data.tokenizer import Tokenizer
@@ -49,8 +50,10 @@ class Index:
         files: what `file` counts: name, entry of the list, kind, and path; or the bytes of a small Arrow file.
         seen: rows of the files.
         filtered, overlong, duplicates: of these, what was left out.
+        special: rows whose prompt spells special tokens.
         sources: data sources of the rows.
         digest: of the rows and of what makes prompts of them, in order.
+        folder: where it lies; empty: in memory.
     """
 
     rows: Any
@@ -60,12 +63,14 @@ class Index:
     filtered: int = 0
     overlong: int = 0
     duplicates: int = 0
+    special: int = 0
     sources: set[str] = field(default_factory=set)
     digest: str = ""
+    folder: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("seen", "filtered", "overlong", "duplicates")}
+        return {name: getattr(self, name) for name in ("seen", "filtered", "overlong", "duplicates", "special")}
 
 
 def make_index(
@@ -101,6 +106,7 @@ def open_index(folder: Path, meta: dict[str, Any]) -> Index:
         tokens=_mapped(str(folder / "tokens.bin"), np.dtype("<i4")),
         files=files,
         digest=meta["digest"],
+        folder=str(folder),
         sources=set(meta["sources"]),
         **meta["counts"],
     )
@@ -154,11 +160,13 @@ class _Making:
             rows["index"] += seen
             rows["file"] = file
             kept = self._settle(scanned.unsettled, rows)
+            rows["check"] ^= checks_of(rows)
             if scanned.refusal:
                 raise ValueError(scanned.refusal)
             self._rows.write(rows[kept].tobytes())
             self._index.seen += scanned.seen
             self._index.filtered += scanned.filtered
+            self._index.special += scanned.special
             if len(self._index.sources) < MOST_SOURCES:
                 self._index.sources |= scanned.sources
             self._rows_of[file] += scanned.seen
@@ -198,7 +206,10 @@ class _Making:
                 raise ValueError(one.refusal)
             if one.place < len(rows):
                 rows["tokens_at"][one.place], rows["tokens"][one.place] = self._stored, len(tokens)
-            self._tokens.write(np.asarray(tokens, "<i4").tobytes())
+            stored = np.asarray(tokens, "<i4").tobytes()
+            if one.place < len(rows):
+                rows["check"][one.place] = zlib.crc32(stored)
+            self._tokens.write(stored)
             self._stored += len(tokens)
         return kept
 
@@ -353,7 +364,8 @@ def _plain(batch: Any) -> Any:
 
 def _digest(rows: Any, asked: Scan) -> str:
     data, step = asked.data, 2**16
-    cut = [data.truncation, data.max_prompt_length] if asked.cuts else []
+    cut: list[str | int] = [data.truncation, data.max_prompt_length] if asked.cuts else []
+    cut += ["read_special_tokens"] if data.read_special_tokens else []
     total = hashlib.blake2b(json.dumps([data.answer_key, *cut]).encode(), digest_size=8)
     for i in range(0, len(rows), step):
         block = rows[i : i + step]

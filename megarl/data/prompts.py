@@ -15,12 +15,12 @@ import numpy as np
 
 from megarl.config.data import Data
 from megarl.data.curriculum import load_curriculum
-from megarl.data.encode import prompt_ids
+from megarl.data.encode import prompt_ids, special_remark
 from megarl.data.files import DataFile, data_files
 from megarl.data.prompt_index import Index, make_index, meta_of_index, open_index
 from megarl.data.readers import Row
 from megarl.data.row_cache import Progress, cache_folder, entry, meta_of
-from megarl.data.row_files import open_file
+from megarl.data.row_files import check_fields, open_file
 from megarl.data.scan import Scan, bounded, check_filter, source_of, with_answer
 from megarl.data.source import source_version
 from megarl.data.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ SMALL_BYTES = 16 * 2**20
 OPEN_FILES = 64
 """At a time: there may be more files of rows than a process can have open."""
 
-_FORMAT = 2  # of an index: those of another one are made again
+_FORMAT = 3  # of an index: those of another one are made again
 
 
 def load_prompts(
@@ -59,7 +59,14 @@ def load_prompts(
             long, a row that the reward refuses, or no prompt left after filtering.
     """
     training = what == "data.train_files"
-    asked = Scan(what=what, data=data, bounded=bounded(tokenizer), scorers=scorers, training=training)
+    asked = Scan(
+        what=what,
+        data=data,
+        bounded=bounded(tokenizer),
+        scorers=scorers,
+        training=training,
+        special_tokens=tuple(tokenizer.special_tokens),
+    )
     _check_keys(asked)
     if data.source and training:
         if files:
@@ -152,16 +159,19 @@ class PromptSet(Sequence[Prompt]):
             there[place[own[place] == block]] = True
         return int(np.isin(self._index.rows["prompt"], own[there]).sum())
 
+    def _tokens(self, fields: Any) -> Any:
+        """Those that are stored for a row."""
+        at = int(fields["tokens_at"])
+        return self._index.tokens[at : at + int(fields["tokens"])] if at >= 0 else self._index.tokens[:0]
+
     def _row(self, fields: Any) -> Row:
+        check_fields(fields, self._tokens(fields), self._index.folder)
         source, columns = self._file(int(fields["file"])).read(fields)
         return Row(source, with_answer(columns, self._data.answer_key))
 
     def _prompt(self, fields: Any) -> Prompt:
-        row, at, count = self._row(fields), int(fields["tokens_at"]), int(fields["tokens"])
-        if at >= 0:
-            ids = tuple(self._index.tokens[at : at + count].tolist())
-        else:
-            ids = prompt_ids(row, self._data, self._tokenizer)
+        row, ids = self._row(fields), tuple(self._tokens(fields).tolist())
+        ids = ids or prompt_ids(row, self._data, self._tokenizer)
         where = source_of(row.columns, self._data, self._stems[int(fields["file"])])
         return Prompt(index=int(fields["index"]), token_ids=ids, row=row.columns, source=row.source, data_source=where)
 
@@ -183,14 +193,15 @@ def _kept_index(found: list[DataFile], asked: Scan, tokenizer: Tokenizer, tokeni
 def _key(found: list[DataFile], asked: Scan, tokenizer_key: str) -> str:
     """Of everything that an index depends on."""
     data = asked.data
-    names = ("prompt_key", "answer_key", "source_key", "max_prompt_length", "filter_overlong_prompts", "truncation")
+    names = ("prompt_key", "answer_key", "source_key", "max_prompt_length", "filter_overlong_prompts", "truncation",
+             "read_special_tokens")  # fmt: skip
     training = ("filter", "drop_duplicates", "curriculum", "source") if asked.training else ()
     code = [data.filter, data.curriculum, data.source] if asked.training else []
     parts = [
         [_FORMAT, asked.what, asked.scorers, tokenizer_key],
         [[f.place if f.remote else os.path.abspath(f.place), f.entry, f.size, f.changed] for f in found],
         [[name, getattr(data, name)] for name in (*names, *training)],
-        [_contents(value.rpartition(":")[0]) for value in [*code, *(name for name, _ in asked.scorers)]],
+        [_contents(value.rpartition(":")[0]) for value in [*code, *(name for name, *_ in asked.scorers)]],
         source_version(data.source) if asked.training and data.source else "",
     ]
     return _hexadecimal(json.dumps(parts).encode())
@@ -228,9 +239,9 @@ def _remarks(index: Index, asked: Scan) -> tuple[str, ...]:
         "whose prompt an earlier row has": index.duplicates,
     }
     said = [f"{count} {reason}" for reason, count in reasons.items() if count]
-    found: tuple[str, ...] = ()
+    found = special_remark(asked.what, index.special, index.seen, asked.data)
     if asked.what == "data.source":
-        found = (
+        found += (
             f"data.source: {index.seen} rows, as {asked.data.source} gave them when it was asked once; it is asked "
             f"again when its file or its attribute `version` changes",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -65,8 +66,11 @@ def entry(folder: Path, key: str, what: str, make: Callable[[Path, Progress], di
 
 
 def meta_of(folder: Path) -> dict[str, object]:
-    """An entry's meta.json."""
-    meta: dict[str, object] = json.loads((folder / _META).read_text())
+    """An entry's meta.json; raises ValueError if it is damaged."""
+    digest, _, text = (folder / _META).read_bytes().partition(b"\n")
+    if digest != _digest(text):
+        raise ValueError(f"'{folder / _META}' is not what was written")
+    meta: dict[str, object] = json.loads(text)
     return meta
 
 
@@ -85,7 +89,8 @@ def _make(folder: Path, key: str, make: Callable[[Path, Progress], dict[str, obj
     try:
         meta = make(partial, progress)
         sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-        (partial / _META).write_text(json.dumps({**meta, "sizes": sizes}))
+        text = json.dumps({**meta, "sizes": sizes}).encode()
+        (partial / _META).write_bytes(_digest(text) + b"\n" + text)
         for path in partial.iterdir():
             _flush(path)
         shutil.rmtree(folder / key, ignore_errors=True)  # one that is not whole
@@ -96,6 +101,10 @@ def _make(folder: Path, key: str, make: Callable[[Path, Progress], dict[str, obj
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
 
 
 def _flush(path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megarl.data.readers import BATCH_ROWS, parse
-from megarl.data.scan import digest_of
+from megarl.data.scan import checks_of, digest_of, digest_of_columns
 
 
 class RowsChanged(RuntimeError):
@@ -23,10 +24,24 @@ class RowFile(Protocol):
 
 def open_file(name: str, entry: int, kind: str, path: Any) -> RowFile:
     """One of `Index.files`; raises RowsChanged if it is gone."""
+    if kind == "arrow":
+        return ArrowFile(name, path)
     try:
-        return ArrowFile(name, path) if kind == "arrow" else JsonlFile(name, path)
+        return JsonlFile(name, path)
     except OSError as e:
         raise RowsChanged(f"{name} can no longer be read: {e.strerror or e}; put it back and start again") from e
+
+
+def check_fields(fields: Any, tokens: Any, folder: str) -> None:
+    """Raises RowsChanged if what the index says of a row is not what was written.
+
+    Args:
+        fields: `scan.FIELDS` of the row.
+        tokens: int32, those that are stored for it.
+        folder: of the index.
+    """
+    if int(checks_of(fields.reshape(1))[0]) ^ zlib.crc32(tokens.tobytes()) != int(fields["check"]):
+        raise RowsChanged(f"'{folder}' is no longer what was written there; remove it and start again to go on")
 
 
 class JsonlFile:
@@ -51,15 +66,31 @@ class JsonlFile:
 
 
 class ArrowFile:
-    """Rows of an Arrow file that is mapped into memory, or held there."""
+    """Rows of an Arrow file that is mapped into memory, or held there, each compared with what it was."""
 
     def __init__(self, name: str, source: Any) -> None:
         import pyarrow
 
-        self._name = name
-        self._opened = pyarrow.ipc.open_file(pyarrow.memory_map(source) if isinstance(source, str) else source)
+        self._name, self._changed = name, f"the copy of it in '{source}' is no longer what was written there"
+        try:
+            self._opened = pyarrow.ipc.open_file(pyarrow.memory_map(source) if isinstance(source, str) else source)
+        except (pyarrow.ArrowException, OSError) as e:
+            raise self._refusal(name) from e
 
     def read(self, fields: Any) -> tuple[str, Mapping[str, Any]]:
+        import pyarrow
+
+        source = f"{self._name} row {fields['line']}"
         batch, place = divmod(int(fields["at"]), BATCH_ROWS)
-        (columns,) = self._opened.get_batch(batch).slice(place, 1).to_pylist()
-        return f"{self._name} row {fields['line']}", columns
+        try:
+            row = self._opened.get_batch(batch).slice(place, 1)
+            row.validate(full=True)  # places of texts that are outside of the file would be read
+            (columns,) = row.to_pylist()
+        except (pyarrow.ArrowException, OSError, ValueError) as e:
+            raise self._refusal(source) from e
+        if digest_of_columns(columns) != int(fields["row"]):
+            raise self._refusal(source)
+        return source, columns
+
+    def _refusal(self, source: str) -> RowsChanged:
+        return RowsChanged(f"{source}: {self._changed}; remove its folder and start again to go on")

@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.config.data import Data
 from megarl.data.encode import prompt_of
+from megarl.data.messages import Message, strings_in
 from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 from megarl.registry import Registry
@@ -36,7 +37,7 @@ FIELDS = np.dtype(
         ("row", "<u8"),  # digest of the line or, in an Arrow file, of the columns
         ("tokens_at", "<i8"),  # where its tokens begin among those that are stored; -1: none are
         ("tokens", "<u4"),
-        ("unused", "<u4"),
+        ("check", "<u4"),  # checksum of the other fields and of the stored tokens
         ("difficulty", "<f8"),
     ]
 )
@@ -45,10 +46,11 @@ FIELDS = np.dtype(
 MOST_SOURCES = 1000
 """Names of data sources that are collected: more of them are no names of sources."""
 
+_ODD = np.array([2 * (i + 1) * 0x5851F42D4C957F2D + 1 & 2**64 - 1 for i in range(8)], np.uint64)
 _LETTER = re.compile("[0-9A-Za-z]")
 _FILTERS: Registry[Callable[[Mapping[str, Any]], Any]] = Registry("data.filter", "function")
 
-Conversation = list[Mapping[str, str]]
+Conversation = list[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Scan:
         what: the key that names the files, for messages.
         data: column names and limits.
         bounded: whether ASCII text has at most one token more than characters.
+        special_tokens: of the tokenizer, as texts may spell them.
         scorers: that must be able to score a response to a row; empty: nothing is known of them.
         training: whether `data.filter` and `data.curriculum` apply.
     """
@@ -66,6 +69,7 @@ class Scan:
     what: str
     data: Data
     bounded: bool
+    special_tokens: tuple[str, ...] = ()
     scorers: Scorers = ()
     training: bool = True
 
@@ -97,13 +101,18 @@ class Scan:
         name = self.data.curriculum
         return name if self.training and ":" not in name else ""
 
+    @cached_property
+    def spells_special_token(self) -> Callable[[str], object]:
+        """Whether a text spells a special token."""
+        return finder_of(self.special_tokens)
+
     def needs_tokens(self, prompt: str | Conversation) -> bool:
         """Whether only its tokens tell that a prompt can be used."""
         return not isinstance(prompt, str) or not self.fits(prompt)
 
     def fits(self, text: str, overhead: int = 0) -> bool:
         """Whether it certainly has some tokens, and with so many more not too many."""
-        if not (self.bounded and text.isascii() and _LETTER.search(text)):
+        if not (self.bounded and text.isascii() and _LETTER.search(text)) or self.spells_special_token(text):
             return False
         return self.cuts or len(text) + overhead < self.data.max_prompt_length
 
@@ -130,6 +139,7 @@ class Scanned:
         rows: `FIELDS` of those that are kept; `index` counts from the chunk's first.
         seen: rows, kept or not.
         filtered: rows that `data.filter` left out.
+        special: rows whose prompt spells special tokens.
         sources: data sources of those that are kept, at most `MOST_SOURCES`.
         refusal: why the row after the last one cannot be used; the chunk's other rows were not looked at.
     """
@@ -137,6 +147,7 @@ class Scanned:
     rows: Any
     seen: int = 0
     filtered: int = 0
+    special: int = 0
     sources: set[str] = field(default_factory=set)
     unsettled: list[Unsettled] = field(default_factory=list)
     refusal: str = ""
@@ -149,6 +160,12 @@ class Placed(NamedTuple):
     line: int
     raw: bytes
     row: Row
+
+
+def finder_of(names: Iterable[str]) -> Callable[[str], object]:
+    """What finds one of them in a text; longer texts than names are the rule."""
+    pattern = "|".join(re.escape(name) for name in names)
+    return re.compile(pattern or "(?!)").search
 
 
 def check_filter(name: str) -> None:
@@ -181,6 +198,7 @@ def scan(rows: Iterable[Placed], asked: Scan, stem: str) -> Scanned:
             if len(out.sources) < MOST_SOURCES:
                 out.sources.add(source)
             prompt, difficulty, refusal = _look_at(placed.row, asked, source)
+            out.special += any(map(asked.spells_special_token, strings_in(prompt)))
             if asked.needs_tokens(prompt):
                 out.unsettled.append(Unsettled(len(found), placed.row.source, prompt, refusal))
             elif refusal:
@@ -188,8 +206,8 @@ def scan(rows: Iterable[Placed], asked: Scan, stem: str) -> Scanned:
             size = len(placed.raw)
             if size > 2**32 - 1:
                 raise ValueError(f"{placed.row.source} has {size} bytes; a row can have 4 GiB")
-            raw = placed.raw or json.dumps(placed.row.columns, sort_keys=True, default=str).encode()
-            digests = _number(_bytes_of(prompt)), _number(raw)
+            of_row = digest_of(placed.raw) if placed.raw else digest_of_columns(placed.row.columns)
+            digests = _number(_bytes_of(prompt)), of_row
             found.append((out.seen - 1, 0, placed.at, size, placed.line, *digests, -1, 0, 0, difficulty))
     except ValueError as e:
         out.refusal = str(e)
@@ -237,6 +255,23 @@ def digest_of(raw: bytes) -> int:
     return _number(raw)
 
 
+def digest_of_columns(columns: Mapping[str, Any]) -> int:
+    """`FIELDS.row` of a row in an Arrow file."""
+    return _number(json.dumps(columns, sort_keys=True, default=str).encode())
+
+
+def checks_of(rows: Any) -> Any:
+    """[N] uint32: `FIELDS.check` of rows without stored tokens; those that have some add the crc32 of these to it.
+
+    Args:
+        rows: [N] of `FIELDS`.
+    """
+    words = np.ascontiguousarray(rows).copy()
+    words["check"] = 0
+    sums = (words.view("<u8").reshape(len(words), len(_ODD)) * _ODD).sum(1, dtype=np.uint64)
+    return (sums ^ sums >> np.uint64(32)).astype(np.uint32)
+
+
 def source_of(columns: Mapping[str, Any], data: Data, stem: str) -> str:
     """The data source of a row, or its file's name."""
     named = value_or_none(columns, data.source_key)
@@ -251,7 +286,7 @@ def _look_at(row: Row, asked: Scan, source: str) -> tuple[str | Conversation, fl
         require_column([row], data.answer_key, "data.answer_key")
     difficulty = _difficulty(row, asked.difficulty_key) if asked.difficulty_key else 0.0
     wrong = refusal_of(with_answer(row.columns, data.answer_key), source, asked.scorers)
-    return prompt, difficulty, f"{row.source}: {wrong}" if wrong else ""  # type: ignore[return-value]
+    return prompt, difficulty, f"{row.source}: {wrong}" if wrong else ""
 
 
 def _difficulty(row: Row, key: str) -> float:

@@ -16,26 +16,36 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: ids are below this; the model's embedding may be padded beyond it.
         eos_id: ends a response.
+        special_tokens: ids by the names that the vocabulary has for them. In texts the names stay text, unless the
+            tokenizer was opened with `read_special_tokens`.
     """
 
     vocab_size: int
     eos_id: int
+    special_tokens: Mapping[str, int]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special tokens."""
+        """Token ids, without special tokens; raises ValueError for a text that cannot be read so."""
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
         """The same of many texts, by all CPUs that this process may use."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """Token ids of a conversation in the chat template.
 
         Args:
-            messages: `role` and `content` each.
+            messages: `role` and `content` each, and what else `data.messages.read_messages` leaves.
             reply: up to where the assistant's reply begins; false: up to where the last message ends.
+            tools: that the assistant may call, as JSON schemas.
 
         Raises:
-            ValueError: there is no chat template, or it refuses the messages.
+            ValueError: there is no chat template, it refuses the messages, or needs too much time or memory.
         """
 
     def chat_text(
@@ -45,13 +55,19 @@ class Tokenizer(Protocol):
         reply: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A conversation as the chat template writes it.
+        """A conversation as the chat template writes it, for `encode_template`.
 
-        Args:
-            tools: that the assistant may call, as JSON schemas.
+        Special tokens that the messages spell are masked by words of letters and digits.
 
         Raises:
             ValueError: as `encode_chat`.
+        """
+
+    def encode_template(self, text: str) -> list[int]:
+        """Token ids of `chat_text` or a part of it: the template's special tokens, and all that messages say as text.
+
+        Raises:
+            ValueError: the two cannot be told apart.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -61,18 +77,21 @@ class Tokenizer(Protocol):
         """One token as the vocabulary spells it, special ones too; empty for ids from vocab_size on."""
 
 
-def load_tokenizer(path: str, template_arguments: Mapping[str, Any] | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str, template_arguments: Mapping[str, Any] | None = None, *, read_special_tokens: bool = False
+) -> Tokenizer:
     """Open a SentencePiece `.model` file, or a directory with a Hugging Face tokenizer or a `tokenizer.model`.
 
     Args:
         template_arguments: what the chat template is told beside the messages.
+        read_special_tokens: special tokens that texts spell become these tokens.
 
     Raises:
         ValueError: nothing there, nothing that can be read, or no chat template that reads such arguments.
     """
     if os.path.isdir(path):
         if any(os.path.isfile(os.path.join(path, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
-            return HuggingFaceTokenizer(path, template_arguments or {})
+            return HuggingFaceTokenizer(path, template_arguments or {}, read_special_tokens=read_special_tokens)
         model = os.path.join(path, "tokenizer.model")
         if not os.path.isfile(model):
             raise ValueError(f"'{path}' holds no tokenizer.json, tokenizer_config.json or tokenizer.model")

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
+
+from megarl.data.special_tokens import SpecialTokens
+from megarl.data.template_process import TemplateProcess
 
 _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "tokenize")
 
 
 class HuggingFaceTokenizer:
-    """See `megarl.data.tokenizer.Tokenizer`. Reads local files only and runs no code that comes with them.
+    """See `megarl.data.tokenizer.Tokenizer`. Reads local files only and runs no Python that comes with them.
+
+    Args:
+        read_special_tokens: special tokens that texts spell become these tokens.
 
     Raises:
         ValueError: the directory cannot be read, transformers is absent, there is no end-of-sequence token, or the chat
             template does not read what it is to be told.
     """
 
-    def __init__(self, directory: str, template_arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: str, template_arguments: Mapping[str, Any], *, read_special_tokens: bool = False
+    ) -> None:
         try:
             from transformers import AutoTokenizer  # costs a second to import
         except ImportError as e:
@@ -39,19 +49,61 @@ class HuggingFaceTokenizer:
                 raise ValueError(
                     f"data.apply_chat_template_kwargs: the chat template in '{directory}' reads no '{name}' from there"
                 )
+        added = self._tokenizer.added_tokens_decoder
+        self._special = SpecialTokens({str(token): i for i, token in added.items() if token.special})
+        self.special_tokens: Mapping[str, int] = self._special.ids
+        # unknown characters become the unknown token, which no text can forge anything with
+        self._control = frozenset(self._special.ids.values()) - {self._tokenizer.unk_token_id}
+        self._reads_special_tokens = read_special_tokens
+        self._lock = threading.Lock()  # how special tokens are read is a state of the library's object
+        self._template = TemplateProcess()
 
     def encode(self, text: str) -> list[int]:
         text.encode()  # the library does not say that half of a surrogate pair is what it cannot read
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        if self._reads_special_tokens:
+            return self._encoded(text)
+        return self._checked(self._encoded(text, split=self._special.in_text(text)))
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
         if not texts:
             return []
         keys = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-        return list(self._tokenizer(list(texts), **keys)["input_ids"])
+        with self._lock:
+            encoded = list(self._tokenizer(list(texts), **keys)["input_ids"])
+        if self._reads_special_tokens:
+            return encoded
+        spelt = map(self._special.in_text, texts)
+        return [
+            self.encode(text) if is_spelt else self._checked(ids)
+            for text, ids, is_spelt in zip(texts, encoded, spelt, strict=True)
+        ]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
-        return self.encode(self.chat_text(messages, reply=reply))
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        return self.encode_template(self.chat_text(messages, reply=reply, tools=tools))
+
+    def encode_template(self, text: str) -> list[int]:
+        text.encode()
+        if self._reads_special_tokens:
+            return self._encoded(text)
+        whole, parts = self._encoded(text), self._special.parts(text)
+        if sum(map(self._control.__contains__, whole)) > len(parts) // 2:
+            raise ValueError(self._forged())
+        if not self._special.has_masks(text):
+            return whole
+        encoded = [[self._special.ids[part]] if i % 2 else self._encoded(part) for i, part in enumerate(parts) if part]
+        if list(chain.from_iterable(encoded)) != whole:
+            raise ValueError(
+                "it spells special tokens, which this tokenizer cannot read as text within a conversation; take them "
+                "out, or set data.read_special_tokens=true"
+            )
+        spelt = [[self._special.ids[part]] if i % 2 else self._as_text(part) for i, part in enumerate(parts) if part]
+        return list(chain.from_iterable(spelt))
 
     def chat_text(
         self,
@@ -62,17 +114,14 @@ class HuggingFaceTokenizer:
     ) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in '{self._directory}' has no chat template: give prompts as plain text")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=reply,
-                tools=[dict(tool) for tool in tools] or None,
-                **self._arguments,
-            )
-        except Exception as e:  # templates are programs and raise what they like
-            raise ValueError(f"the chat template refuses the messages: {' '.join(str(e).split())[:200]}") from e
-        return str(text)
+        schemas = [dict(tool) for tool in tools] or None
+        variables: dict[str, Any] = {"tools": schemas, "documents": None, "add_generation_prompt": reply}
+        told = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if not self._reads_special_tokens:
+            told, variables = self._special.masked(told), self._special.masked(variables)
+        variables |= {**self._tokenizer.special_tokens_map, **self._arguments}
+        template = self._tokenizer.get_chat_template(None, schemas)
+        return self._template.render(str(template), told, variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]
@@ -81,3 +130,24 @@ class HuggingFaceTokenizer:
 
     def token(self, id: int) -> str:
         return str(self._tokenizer.convert_ids_to_tokens(id) or "") if id < self.vocab_size else ""
+
+    def _as_text(self, masked: str) -> list[int]:
+        text = self._special.unmasked(masked)
+        return self._checked(self._encoded(text, split=self._special.in_text(text)))
+
+    def _encoded(self, text: str, *, split: bool = False) -> list[int]:
+        with self._lock:
+            return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split))
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        """The same; raises ValueError if a special token has come out of a text."""
+        if self._control.isdisjoint(ids):
+            return ids
+        raise ValueError(self._forged())
+
+    @staticmethod
+    def _forged() -> str:
+        return (
+            "the tokenizer makes a special token of its text; change the text, or set data.read_special_tokens=true if "
+            "that is meant"
+        )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
 
 class SentencePieceTokenizer:
-    """See `megarl.data.tokenizer.Tokenizer`.
+    """See `megarl.data.tokenizer.Tokenizer`. No text spells one of its control symbols.
 
     Raises:
         ValueError: the file is no SentencePiece model, or its vocabulary has no end-of-sequence token.
     """
+
+    special_tokens: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, model_file: str) -> None:
         try:
@@ -32,8 +35,17 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
         return list(self._processor.encode(list(texts), num_threads=len(os.sched_getaffinity(0)))) if texts else []
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, reply: bool = True) -> list[int]:
-        return self.encode(self.chat_text(messages, reply=reply))
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
+        return self.encode_template(self.chat_text(messages, reply=reply, tools=tools))
+
+    def encode_template(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def chat_text(
         self,

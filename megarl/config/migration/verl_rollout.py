@@ -97,7 +97,10 @@ def _engine_settings() -> list[Entry]:
             f"{R}.pipeline_model_parallel_size", (1,), "replicas have no pipeline", "replicas have no pipeline; use TP"
         ),
         met(f"{R}.mode", IN_PROCESS),
-        met(f"{R}.enable_chunked_prefill", "the engine divides prompts itself, within max_num_batched_tokens"),
+        met(
+            f"{R}.enable_chunked_prefill",
+            "vLLM on GPUs divides prompts within max_num_batched_tokens; the native engine computes a prompt whole",
+        ),
         met(f"{R}.enable_prefix_caching", "prompts that share a beginning share its cache"),
         met(f"{R}.max_model_len", "always data.max_prompt_length + data.max_response_length"),
         met(f"{R}.prompt_length", "data.max_prompt_length"),

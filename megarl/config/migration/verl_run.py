@@ -90,7 +90,7 @@ def _manager(value: Any, settings: Settings) -> Made:
         why = "the function takes lists of data_sources, solution_strs, ground_truths and extra_infos"
         return Made(kind="translated", values={"reward.batch_size": 64}, why=why)
     if value in ("naive", "prime", "dapo", None):
-        why = "responses are always scored as they finish, in processes of their own; dapo's penalty is overlong_buffer"
+        why = "functions score responses as they finish, in processes of their own; dapo's penalty is overlong_buffer"
         return Made(kind="translated", why=why)
     return Made(kind="refused", why="a manager of your own is a function here: reward.name=path/to/file.py:function")
 

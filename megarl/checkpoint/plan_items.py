@@ -6,8 +6,15 @@ import io
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 
 def tensor_item(chunk: ShardedTensor) -> WriteItem:
@@ -30,6 +37,31 @@ def object_bytes(value: object) -> io.BytesIO:
     stream = io.BytesIO()
     torch.save([value.data if isinstance(value, ShardedObject) else value], stream)
     return stream
+
+
+def object_to_read(key: str) -> ReadItem:
+    """A sharded object, by its unique key."""
+    nowhere, index = torch.Size((0,)), MetadataIndex(key)
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=index,
+        dest_offsets=nowhere,
+        storage_index=index,
+        storage_offsets=nowhere,
+        lengths=nowhere,
+    )
+
+
+def parts_to_read(chunk: ShardedTensor, stored: TensorStorageMetadata) -> list[ReadItem]:
+    """The parts of stored chunks that this one consists of, whatever layout has stored them."""
+    return list(create_read_items_for_chunk_list(chunk.key, stored, [chunk_metadata(chunk)]))
+
+
+def place_in(target: Tensor, item: ReadItem) -> Tensor:
+    """The view of a chunk's tensor that an item fills."""
+    for axis, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        target = target.narrow(axis, start, length)
+    return target
 
 
 def chunk_index(chunk: ShardedTensor) -> MetadataIndex:

@@ -1,0 +1,181 @@
+"""Reads what Megatron-Core and torch pickle into a checkpoint without running anything: it may be a stranger's.
+
+A pickle names classes and functions, and the reader calls them: `os.system` as readily as `torch.Size`. Here only the
+plain classes are admitted of which a checkpoint's description consists, and, in objects, what torch admits with
+`weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.serialization import _get_layout
+
+from megarl.checkpoint.manifest import one_line
+
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+
+_RECORDS = (
+    *(Metadata, StorageMeta, MetadataIndex, _StorageInfo, _StoragePrefix),
+    *(BytesStorageMetadata, ChunkStorageMetadata, TensorProperties, TensorStorageMetadata),
+    *(SavePlan, WriteItem, TensorWriteData),
+)
+"""Dataclasses: the only objects whose attributes a pickle may set."""
+
+_ADMITTED: dict[tuple[str, str], Any] = {
+    **{(admitted.__module__, admitted.__qualname__): admitted for admitted in (*_RECORDS, OrderedDict)},
+    **{(kind.__module__, kind.__qualname__): kind for kind in (_MEM_FORMAT_ENCODING, WriteItemType)},
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
+    # of Megatron-Core before 0.16
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
+}
+
+
+class WouldRunCode(ValueError):
+    """Raised for a pickle that names something other than plain data; says which."""
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own, with memory bounded by the pickle's: that in C clears as many places as a damaged byte names."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if (module, name) not in _ADMITTED:
+            raise WouldRunCode(f"would run code: it names {module}.{name}, which is no part of a checkpoint")
+        return _ADMITTED[module, name]
+
+    def load_build(self) -> None:
+        """Set attributes of an instance, never of a class or a function, which the whole program shares."""
+        kind = type(self.stack[-2])  # type: ignore[attr-defined]
+        if kind not in _RECORDS:
+            raise pickle.UnpicklingError(f"it sets attributes of {kind.__name__}")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    for _opcode in (pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4):  # takes memory, or names nothing
+        del dispatch[_opcode[0]]
+
+
+def read_metadata(folder: str) -> Metadata:
+    """What a checkpoint's tensors and objects are, and in which file each part of them lies.
+
+    Raises:
+        ValueError: in one line, if it would run code, or is damaged.
+    """
+    try:
+        with open(os.path.join(folder, METADATA_FILE), "rb") as f:
+            metadata = _Unpickler(io.BytesIO(f.read())).load()
+        _check(metadata)
+    except WouldRunCode as e:
+        raise ValueError(f"{METADATA_FILE} {e}") from None
+    except Exception as e:  # whatever reading a damaged file raises
+        raise ValueError(f"{METADATA_FILE} cannot be read: {one_line(e)}") from e
+    return Metadata(state_dict_metadata=metadata.state_dict_metadata, storage_data=metadata.storage_data)
+
+
+def read_object(stream: io.BytesIO, name: str) -> Any:
+    """Tensors and plain values in dicts and lists, as `torch.save` wrote them. Raises ValueError, which names it."""
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as e:
+        if (named := re.search(r"GLOBAL (\S+)", str(e))) and isinstance(e, pickle.UnpicklingError):
+            raise ValueError(f"{name} would run code: it names {named[1]}, which is no plain value") from None
+        raise ValueError(f"{name} cannot be read: {one_line(e)} ({type(e).__name__})") from e
+
+
+def read_common(folder: str) -> dict[str, Any]:
+    """What is not cut up. Raises ValueError, which names the file."""
+    try:
+        with open(os.path.join(folder, COMMON_FILE), "rb") as f:
+            common = read_object(io.BytesIO(f.read()), COMMON_FILE)
+    except OSError as e:
+        raise ValueError(f"{COMMON_FILE} cannot be read: {one_line(e)}") from e
+    if not isinstance(common, dict):
+        raise ValueError(f"{COMMON_FILE} cannot be read: it holds no names")
+    return common
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads parts of tensors and objects, whose description it has read at once.
+
+    Attributes:
+        stored: tensors and objects by key.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """Raises ValueError; see `read_metadata`."""
+        super().__init__(folder)
+        metadata = self.read_metadata()
+        self.stored = metadata.state_dict_metadata
+        self.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(str(self.path))
+
+
+def _check(metadata: Any) -> None:
+    """Raises an exception if what was read has not the form in which torch uses it."""
+    stored, parts = metadata.state_dict_metadata, metadata.storage_data
+    if not isinstance(stored, dict) or not isinstance(parts, dict):
+        raise ValueError("it describes no tensors")
+    for key, what in stored.items():
+        if not isinstance(key, str) or not _is_well_formed(what):
+            raise ValueError(f"{str(key)[:200]!r} is described wrongly")
+    for index, place in parts.items():
+        if not isinstance(index, MetadataIndex) or not _is_place(place):
+            raise ValueError(f"{str(getattr(index, 'fqn', index))[:200]!r} lies in no file of the checkpoint")
+
+
+def _is_well_formed(what: Any) -> bool:
+    if not isinstance(what, TensorStorageMetadata):
+        return isinstance(what, BytesStorageMetadata)
+    if not isinstance(what.properties, TensorProperties) or not isinstance(what.properties.dtype, torch.dtype):
+        return False
+    if not isinstance(what.size, torch.Size) or not isinstance(what.chunks, list):
+        return False
+    return all(isinstance(chunk, ChunkStorageMetadata) and _is_within(chunk, what.size) for chunk in what.chunks)
+
+
+def _is_within(chunk: ChunkStorageMetadata, size: Iterable[int]) -> bool:
+    if not isinstance(chunk.offsets, torch.Size) or not isinstance(chunk.sizes, torch.Size):
+        return False
+    axes = zip(chunk.offsets, chunk.sizes, size, strict=True)
+    return all(min(start, length) >= 0 and start + length <= whole for start, length, whole in axes)
+
+
+def _is_place(place: Any) -> bool:
+    """A stretch of a file beside it: a path could name any file of the reader's."""
+    if not isinstance(place, _StorageInfo) or type(place.relative_path) is not str:
+        return False
+    name, numbers = place.relative_path, (place.offset, place.length)
+    filters = place.transform_descriptors
+    return (
+        os.path.basename(name) == name not in ("", ".", "..")
+        and all(type(number) is int and number >= 0 for number in numbers)
+        and (filters is None or (isinstance(filters, list | tuple) and all(type(x) is str for x in filters)))
+    )

@@ -1,0 +1,306 @@
+"""The launchers of a job's nodes: they meet before any rank starts, compare how they were started, and end together.
+
+All of it is in the store of the first node's launcher, in which the ranks meet, too. It is a TCP server that asks
+nobody for a password: the network between the nodes must be trusted with it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import psutil
+from torch.distributed import DistError, TCPStore
+
+from megarl.parallel.meeting import use_interface
+from megarl.plain import plain
+
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0  # how often a node looks at the others
+FIRST_WORD, NEXT_WORD = 5.0, 60.0  # seconds until it is said which nodes are waited for, and between two such lines
+GONE_SECONDS = 120.0  # without a sign of life: the launcher's machine is gone, or no longer on the network
+LEAVE_SECONDS = 3.0  # what a node of a job that failed has to take its leave
+_REFUSED, _COMPLETE, _FAILED, _DONE, _LAST_WORD = (
+    f"megarl/{name}" for name in ("refused", "complete", "failed", "done", "last word")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """This node's place in the job.
+
+    Attributes:
+        nproc: ranks to start here, as on every other node.
+        master_addr, master_port: of several nodes, where the first one's launcher keeps the store in which all meet.
+        same: what must be the same on all nodes, by name: digests.
+    """
+
+    nproc: int
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    same: Mapping[str, str] = field(default_factory=dict)
+
+
+class Nodes:
+    """This launcher among those of the other nodes, once all are there and agree."""
+
+    def __init__(self, node: Node, timeout_minutes: float) -> None:
+        """
+        Args:
+            timeout_minutes: how long all nodes are waited for.
+
+        Raises:
+            ValueError: the store cannot be reached or its port is taken, a node does not come, or it was started with
+                something else; in one line, on all nodes that are there.
+        """
+        self._node, self._minutes = node, timeout_minutes
+        self._end = time.monotonic() + 60 * timeout_minutes
+        self._next_look, self._next_word = 0.0, time.monotonic() + FIRST_WORD
+        self._store = self._serve() if node.node_rank == 0 else self._connect()
+        self._hosts: dict[int, str] = {}
+        self._signs: dict[int, tuple[int, float]] = {}  # node -> its counter, and since when it stands there
+        self._said_gone = False
+        self._meet()
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    def failure(self) -> int | None:
+        """The exit code of a node that failed, which says why itself, or of this one, if another one is gone."""
+        if time.monotonic() < self._next_look:
+            return None
+        self._next_look = time.monotonic() + LOOK_SECONDS
+        try:
+            if self._store.check([_FAILED]):
+                return int(self._store.get(_FAILED))
+            self._give_sign()
+        except DistError:
+            self._say_first_is_gone()
+            return 1
+        if gone := [number for number, (_, since) in self._signs.items() if time.monotonic() - since > GONE_SECONDS]:
+            self._say_gone(self._gone(gone))
+            return 1
+        return None
+
+    def note_failure(self, code: int) -> None:
+        """Tell the other nodes."""
+        with suppress(DistError):
+            self._store.set(_FAILED, str(code))
+
+    def leave(self, code: int, seconds: float) -> None:
+        """The first node leaves last: its launcher keeps the store, in which the others look for failures.
+
+        Args:
+            seconds: that nodes may need to end, in a job that ends well.
+        """
+        try:
+            done = self._store.add(_DONE, 1)
+            self._store.set(f"megarl/left/{self._node.node_rank}", "")
+            if self._node.node_rank:
+                if code:
+                    self._hear_last_word()
+                return
+            end = time.monotonic() + (LEAVE_SECONDS if code else seconds)
+            while done < self._node.nnodes and time.monotonic() < end:
+                time.sleep(POLL_SECONDS)
+                done = self._store.add(_DONE, 0)
+            if code:
+                self._have_last_word()
+        except DistError:
+            self._say_first_is_gone()
+
+    def _serve(self) -> TCPStore:
+        node = self._node
+        try:
+            listening = _listen(node.master_addr, node.master_port)
+            port = listening.getsockname()[1]
+            address = listening.getsockname()[0]
+            own = "127.0.0.1" if address == "0.0.0.0" else address
+            timeout = timedelta(seconds=60 * self._minutes)
+            return TCPStore(
+                own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+            )
+        except (OSError, DistError) as e:
+            raise ValueError(f"port {node.master_port} of this host is in use; give another --master-port") from e
+
+    def _connect(self) -> TCPStore:
+        host, port = self._node.master_addr, self._node.master_port
+        while True:  # torch's client would warn of every attempt
+            with suppress(OSError), socket.create_connection((host, port), timeout=5):
+                break
+            if time.monotonic() > self._end:
+                raise ValueError(
+                    f"no launcher of node 0 answers at {host}:{port}; "
+                    f"start it there, or check --master-addr and --master-port"
+                )
+            self._say_waiting([0])
+            time.sleep(2 * POLL_SECONDS)
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60 * self._minutes))
+
+    def _meet(self) -> None:
+        node = self._node
+        if self._store.add(f"megarl/claims/{node.node_rank}", 1) > 1:
+            raise ValueError(f"another launcher is node {node.node_rank} of this job; give each its own --node-rank")
+        self._store.set(f"megarl/node/{node.node_rank}", json.dumps({**asdict(node), "host": socket.gethostname()}))
+        try:
+            while not self._store.check([_COMPLETE]):
+                if self._store.check([_REFUSED]):
+                    raise ValueError(self._store.get(_REFUSED).decode())
+                self._look_for_others()
+                time.sleep(POLL_SECONDS)
+        except DistError as e:
+            raise ValueError(f"the launcher of node 0 at {node.master_addr}:{node.master_port} has ended") from e
+
+    def _look_for_others(self) -> None:
+        """The first node waits for all; the others compare themselves with it, and wait for its word."""
+        node = self._node
+        awaited = range(1, node.nnodes) if node.node_rank == 0 else [0]
+        for number in awaited:
+            if number not in self._hosts and self._store.check([f"megarl/node/{number}"]):
+                other = json.loads(self._store.get(f"megarl/node/{number}"))
+                if difference := _difference(asdict(node) | {"host": socket.gethostname()}, other):
+                    self._refuse(difference)
+                self._hosts[number] = other["host"]
+        missing = [number for number in awaited if number not in self._hosts]
+        if node.node_rank == 0 and not missing:
+            self._signs = {number: (-1, time.monotonic()) for number in self._hosts}
+            self._store.set(_COMPLETE, "")
+        elif time.monotonic() > self._end and node.node_rank == 0:
+            self._refuse(
+                f"{_names(missing, node.nnodes)} did not come within {self._minutes:g} minutes "
+                f"(trainer.timeout_minutes); start `megarl train` there too, or set --nnodes"
+            )
+        elif time.monotonic() > self._end + LEAVE_SECONDS:
+            raise ValueError(f"node 0 waits for other nodes for more than {self._minutes:g} minutes")
+        elif missing:
+            self._say_waiting(missing)
+
+    def _refuse(self, why: str) -> None:
+        """Raises ValueError here, and on the other nodes that are there."""
+        self._store.set(_REFUSED, why)
+        if self._node.node_rank == 0:  # the store ends with this process
+            time.sleep(1.0)
+        raise ValueError(why)
+
+    def _say_waiting(self, missing: list[int]) -> None:
+        if time.monotonic() >= self._next_word:
+            self._next_word = time.monotonic() + NEXT_WORD
+            say(f"waiting for {_names(missing, self._node.nnodes)}")
+
+    def _give_sign(self) -> None:
+        self._store.add(f"megarl/alive/{self._node.node_rank}", 1)
+        now = time.monotonic()
+        for number, (count, _) in list(self._signs.items()):
+            new = self._store.add(f"megarl/alive/{number}", 0)
+            if new != count or self._store.check([f"megarl/left/{number}"]):
+                self._signs[number] = (new, now)
+
+    def _have_last_word(self) -> None:
+        """Of a job that failed: nodes that neither leave nor give a sign are gone, and all that are left say so."""
+        before = {number: count for number, (count, _) in self._signs.items()}
+        self._give_sign()
+        left = {number for number in before if self._store.check([f"megarl/left/{number}"])}
+        gone = [number for number, (count, _) in self._signs.items() if count == before[number] and number not in left]
+        text = self._gone(gone) if gone else ""
+        self._store.set(_LAST_WORD, text)
+        if text and not self._said_gone:
+            self._say_gone(text)
+        if self._node.nnodes - len(gone) > 1:
+            time.sleep(5 * POLL_SECONDS)  # the others hear it
+
+    def _hear_last_word(self) -> None:
+        end = time.monotonic() + 2 * LEAVE_SECONDS
+        while time.monotonic() < end:
+            if self._store.check([_LAST_WORD]):
+                if text := self._store.get(_LAST_WORD).decode():
+                    self._say_gone(text)
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _gone(self, numbers: list[int]) -> str:
+        hosts = ", ".join(self._hosts[number] for number in numbers)
+        return f"{_names(numbers, self._node.nnodes)} (on {hosts}) is gone: its launcher gives no sign of life"
+
+    def _say_first_is_gone(self) -> None:
+        host = f" (on {self._hosts[0]})" if 0 in self._hosts else ""
+        self._say_gone(f"node 0 of {self._node.nnodes}{host} is gone: the launcher of node 0 no longer answers")
+
+    def _say_gone(self, text: str) -> None:
+        if not self._said_gone:
+            self._said_gone = True
+            say(text)
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface over which this host reaches an address; None if that is unknown, or loopback towards a
+    host that is named otherwise: a host may give its own name an address of loopback."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    if _is_loopback(own) and not _is_loopback(address):
+        return None
+    found = psutil.net_if_addrs()
+    return next((name for name, parts in found.items() if any(part.address == own for part in parts)), None)
+
+
+def stay_on_interface(node: Node, environment: MutableMapping[str, str]) -> None:
+    """Ranks of several nodes talk over the interface that leads to the first one, unless the user has chosen others."""
+    if name := interface_towards(node.master_addr):
+        use_interface(name, environment)
+
+
+def say(text: str) -> None:
+    """Tell a person one line."""
+    with suppress(OSError):  # nobody reads it; the ranks go on
+        print(f"megarl: {plain(text)}", file=sys.stderr, flush=True)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """On the address at which the other nodes look for this one; on all where it is none of this host's own."""
+    with suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if _is_loopback(address) or not _is_loopback(str(where[0])):
+            with socket.socket(family) as probe:
+                probe.bind((where[0], 0))  # else it is another host's: of a gateway, say
+            return socket.create_server(where[:2], family=family)
+    say(f"{address} is no address of this host's own network: the job's store listens on all interfaces")
+    return socket.create_server(("0.0.0.0", port))
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """What two nodes were started with and must not differ in, the first such thing."""
+    first, second = sorted([mine, theirs], key=lambda one: one["node_rank"])
+    who = [f"node {one['node_rank']} on {one['host']}" for one in (first, second)]
+    for key, option in (("nnodes", "--nnodes"), ("nproc", "--nproc")):
+        if first[key] != second[key]:
+            return f"{who[0]} was started with {option} {first[key]}, {who[1]} with {second[key]}; give all the same"
+    for name, value in first["same"].items():
+        if second["same"].get(name) != value:
+            return (
+                f"{who[0]} and {who[1]} differ in their {name}; start every node with the same file and the same "
+                f"key=value arguments"
+            )
+    return None
+
+
+def _names(numbers: list[int], nnodes: int) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
+    return f"node{'s' if len(numbers) > 1 else ''} {shown} of {nnodes}"
