@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +69,9 @@ def train(
     chosen_flow = flow if callable(flow) else FLOWS.load(chosen.trainer.flow)
     lock = RunLock(chosen.trainer.run_dir, steps=inputs.total_steps or None) if rank == 0 else None
     ended = "failed"
-    rows: list[Mapping[str, float]] = []
+    last: deque[Mapping[str, float]] = deque(maxlen=1)
     try:
-        stopped_by = run(inputs, chosen_flow, stop, [*callbacks, lambda loop, step, row: rows.append(row)])
+        stopped_by = run(inputs, chosen_flow, stop, [*callbacks, lambda loop, step, row: last.append(row)])
         ended = "finished" if stopped_by is None else f"stopped by {stopped_by.name}"
     finally:
         if lock is not None:
@@ -82,7 +83,7 @@ def train(
             leave_world()
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by)
-    return dict(rows[-1]) if rows else {}
+    return dict(last[0]) if last else {}
 
 
 def _with_ranks(config: Config) -> Config:

@@ -10,87 +10,63 @@ import os
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
-from torch.distributed import DistError, TCPStore
-
+from megarl.nodes import Node, Nodes, say, stay_on_interface
+from megarl.parallel.meeting import STORE_VARIABLE
 from megarl.processes import STOP_SIGNALS, adopt_orphans, children, kill_descendants
 
 POLL_SECONDS = 0.1
-NODE_POLL_SECONDS = 1.0  # how often a node asks whether another one has failed
 STOP_GRACE = 30.0  # ranks that stop together end at different times: rank 0 still draws the learning curve
 FORCED_GRACE = 5.0  # what a second signal leaves a rank to end itself
-_FAILED, _DONE = "megarl/failed", "megarl/done"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """This node's place in the job.
-
-    Attributes:
-        nproc: ranks to start here, as on every other node.
-        master_addr, master_port: where the first node's launcher keeps the store in which all ranks meet; port 0 takes
-            a free one, which only ranks of the same node can know.
-    """
-
-    nproc: int
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
 
 
 def launch(command: Sequence[str], node: Node, *, timeout_minutes: float) -> int:
     """Run the command as every rank of this node, to its end.
 
     Args:
-        timeout_minutes: how long the nodes wait for the first one's launcher.
+        timeout_minutes: how long the nodes wait for each other.
 
     Returns:
         0 if all ranks gave 0; else the code of the first that failed, or 128 + s if signal s killed it.
 
     Raises:
-        ValueError: the store cannot be reached or its port is taken.
+        ValueError: the nodes do not meet, or were started with different things; see `Nodes`.
     """
     spared = children()  # of a program that calls this as a function
     adopt_orphans()
-    store = _meet(node, timeout_minutes)
-    with _noted_signals() as noted:
+    nodes = Nodes(node, timeout_minutes) if node.nnodes > 1 else None
+    with _noted_signals() as noted, _private_folder() as folder:
         try:
-            ranks = _start(command, node, store.port)
-            code = _Job(ranks, node, store, noted).wait()
+            ranks = _start(command, _meeting_place(node, nodes, folder), node)
+            code = _Job(ranks, node, nodes, noted).wait()
         finally:
             kill_descendants(spared)
-        if node.nnodes > 1:
-            _leave(store, node, code)
+        if nodes is not None:
+            nodes.leave(code, STOP_GRACE)
     return code
 
 
-def _meet(node: Node, timeout_minutes: float) -> TCPStore:
-    """The job's store. A launcher keeps it, so it is there as long as any rank of the first node."""
-    timeout = timedelta(minutes=timeout_minutes)
-    if node.node_rank == 0:
-        try:
-            return TCPStore("127.0.0.1", node.master_port, is_master=True, wait_for_workers=False, timeout=timeout)
-        except DistError as e:
-            raise ValueError(f"port {node.master_port} of this host is in use; give another --master-port") from e
-    end = time.monotonic() + timeout.total_seconds()
-    while True:  # torch's client would warn of every attempt
-        with suppress(OSError), socket.create_connection((node.master_addr, node.master_port), timeout=5):
-            break
-        if time.monotonic() > end:
-            raise ValueError(
-                f"no launcher of node 0 answers at {node.master_addr}:{node.master_port}; "
-                f"start it there, or check --master-addr and --master-port"
-            )
-        time.sleep(0.2)
-    return TCPStore(node.master_addr, node.master_port, is_master=False, timeout=timeout)
+def _meeting_place(node: Node, nodes: Nodes | None, folder: str) -> dict[str, str]:
+    """The variables that tell ranks where they meet: on one node in a file that no other user can open."""
+    if nodes is None:
+        file = os.path.join(folder, "store")
+        return {"MASTER_ADDR": node.master_addr, "MASTER_PORT": "0", STORE_VARIABLE: file}
+    place = {"MASTER_ADDR": node.master_addr, "MASTER_PORT": str(nodes.port), STORE_VARIABLE: ""}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's env:// joins the launcher's store, and makes none
+    return place
+
+
+@contextmanager
+def _private_folder() -> Iterator[str]:
+    """A folder that this user alone can enter, gone afterwards; in memory, where every system has locks for files."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(prefix="megarl-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield folder
 
 
 @contextmanager
@@ -109,8 +85,11 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _start(command: Sequence[str], node: Node, port: int) -> list[subprocess.Popen[bytes]]:
+def _start(command: Sequence[str], place: Mapping[str, str], node: Node) -> list[subprocess.Popen[bytes]]:
     ranks = []
+    common = {**os.environ, **place}
+    if node.nnodes > 1:
+        stay_on_interface(node, common)
     # A rank starts with stop signals blocked, and takes them when it can: as Python starts, one would be a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -120,15 +99,12 @@ def _start(command: Sequence[str], node: Node, port: int) -> list[subprocess.Pop
                 "LOCAL_RANK": local_rank,
                 "WORLD_SIZE": node.nnodes * node.nproc,
                 "LOCAL_WORLD_SIZE": node.nproc,
-                "MASTER_ADDR": node.master_addr,
-                "MASTER_PORT": port,
-                "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's env:// joins the launcher's store, and makes none
                 "MEGARL_LAUNCHER": os.getpid(),
             }
             ranks.append(
                 subprocess.Popen(
                     command,
-                    env=os.environ | {name: str(value) for name, value in environment.items()},
+                    env=common | {name: str(value) for name, value in environment.items()},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # the terminal's Ctrl-C reaches the launcher alone
                 )
@@ -142,12 +118,11 @@ class _Job:
     """The ranks of this node from their start to their end."""
 
     def __init__(
-        self, ranks: list[subprocess.Popen[bytes]], node: Node, store: TCPStore, noted: list[signal.Signals]
+        self, ranks: list[subprocess.Popen[bytes]], node: Node, nodes: Nodes | None, noted: list[signal.Signals]
     ) -> None:
-        self._ranks, self._node, self._store, self._noted = ranks, node, store, noted
+        self._ranks, self._node, self._nodes, self._noted = ranks, node, nodes, noted
         self._forwarded: set[signal.Signals] = set()
         self._end_by: float | None = None  # when what is left of the ranks is killed
-        self._next_look = 0.0
         self._code = 0
         self._unsaid: str | None = None  # of a rank that was stopped, which is news only if the others do not follow
 
@@ -162,7 +137,7 @@ class _Job:
                 self._look_at_other_nodes()
             if self._end_by is not None and time.monotonic() >= self._end_by:
                 if alive and self._unsaid:
-                    _say(self._unsaid)
+                    say(self._unsaid)
                 for process in alive.values():
                     process.kill()
                     process.wait()
@@ -188,46 +163,23 @@ class _Job:
         stopped = self._code - 128 in STOP_SIGNALS
         # A rank that failed cannot be waited for, and the others could not save without it.
         self._end_within(STOP_GRACE if stopped else 0.0)
-        if self._node.nnodes > 1 and not stopped:
-            with suppress(DistError):
-                self._store.set(_FAILED, str(self._code))
+        if self._nodes is not None and not stopped:
+            self._nodes.note_failure(self._code)
         number = self._node.node_rank * self._node.nproc + rank
         who = f"rank {number} (pid {process.pid} on {socket.gethostname()})"
         if stopped:
             self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(self._code - 128).name}"
         elif code < 0:
-            _say(f"{who} was killed by {signal.Signals(-code).name}")
+            say(f"{who} was killed by {signal.Signals(-code).name}")
         elif code > 2:  # of 1 and 2 the rank has said why
-            _say(f"{who} ended with exit code {code}")
+            say(f"{who} ended with exit code {code}")
 
     def _look_at_other_nodes(self) -> None:
-        if self._node.nnodes == 1 or time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + NODE_POLL_SECONDS
-        try:
-            if self._store.check([_FAILED]):
-                self._code = int(self._store.get(_FAILED))  # its launcher says why
-                self._end_within(0.0)
-        except DistError:
-            self._code = 1
+        code = self._nodes.failure() if self._nodes is not None else None
+        if code is not None:
+            self._code = code
             self._end_within(0.0)
-            _say(f"node {self._node.node_rank}: the launcher of node 0 is gone")
 
     def _end_within(self, seconds: float) -> None:
         end_by = time.monotonic() + seconds
         self._end_by = end_by if self._end_by is None else min(self._end_by, end_by)
-
-
-def _leave(store: TCPStore, node: Node, code: int) -> None:
-    """The first node leaves last: its launcher keeps the store, in which the others look for failures."""
-    with suppress(DistError):
-        done = store.add(_DONE, 1)
-        end = time.monotonic() + (STOP_GRACE if code == 0 else 3 * NODE_POLL_SECONDS)
-        while node.node_rank == 0 and done < node.nnodes and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
-            done = store.add(_DONE, 0)
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # nobody reads it; the ranks go on
-        print(f"megarl: {text}", file=sys.stderr, flush=True)

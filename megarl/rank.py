@@ -10,7 +10,10 @@ import time
 import traceback
 
 from megarl.config import ConfigError, load_run_config
+from megarl.config.refusal import is_refusal
+from megarl.config.secrets import hide
 from megarl.debugging import debugging, follow_environment, hush_dependencies
+from megarl.plain import plain
 from megarl.processes import die_with_parent, end_now
 from megarl.telemetry.console import go_on_without
 from megarl.trainer.stop import StopRequest
@@ -45,7 +48,10 @@ def main(argv: list[str]) -> int:
         enable_cpu_ranks()  # before Megatron-Core is imported, which a flow does
         flow = FLOWS.load(config.trainer.flow)
         lock = RunLock(config.trainer.run_dir, steps=inputs.total_steps or None) if rank == 0 else None
-    except (ConfigError, ValueError) as e:
+    except ValueError as e:
+        if not isinstance(e, ConfigError) and not is_refusal(e):
+            print(f"megarl: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            return 1
         if debugging():
             traceback.print_exc()
         return _refuse(f"error: {e}", rank)
@@ -60,7 +66,7 @@ def main(argv: list[str]) -> int:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
         code = _failed(e, rank, stop)
         if lock is not None and stop.ending is None:
-            lock.note_end(f"failed: {' '.join(str(e).split())[:200] or type(e).__name__}")
+            lock.note_end(f"failed: {plain(hide(' '.join(str(e).split())))[:200] or type(e).__name__}")
         sys.stdout.flush()
         end_now(code)
     if lock is not None:
@@ -92,11 +98,17 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
         if stop.ending is not None:  # so were the peers, and a person knows why
             return 128 + stop.ending
     text = f"rank {rank} failed:\n{traceback.format_exc()}"
-    if isinstance(error, Stalled):
+    if is_peer_loss(error):  # our frames say nothing of the rank that is gone; --debug shows them
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        text = f"rank {rank} lost its connection to another rank, which has failed or is gone ({reason[:200]})"
+    elif isinstance(error, Stalled):
         text = str(error)
     elif isinstance(error, RowsChanged | RewardError | OutOfMemory):  # its text says all, and our frames nothing
+        if isinstance(error, RewardError) and error.everywhere:  # one rank need say it
+            time.sleep(SECOND_VOICE_SECONDS if rank else 0.0)
+            rank = error.rank
         text = f"rank {rank} failed: {error}"
-    print(f"megarl: {text}", file=sys.stderr, flush=True)
+    print(f"megarl: {plain(hide(text))}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -110,4 +122,4 @@ def _say_in_turn(message: str, rank: int) -> None:
     if rank:
         time.sleep(SECOND_VOICE_SECONDS)
     who = f"rank {rank} on {socket.gethostname()}: " if rank else ""
-    print(f"megarl: {who}{message}", file=sys.stderr, flush=True)
+    print(f"megarl: {who}{plain(hide(message))}", file=sys.stderr, flush=True)

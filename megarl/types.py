@@ -79,8 +79,8 @@ PER_SEQUENCE = frozenset(
 class Batch:
     """Sequences (prompt + response) of one step, the same on every rank.
 
-    Token ids and per-token scalars of a step are a few megabytes, so every rank holds them all, and everything that
-    is computed from them (advantages, denominators, packing) is the same everywhere without communication. N
+    Every rank holds the token ids and per-token scalars of a step (some 33 bytes a token), so everything that is
+    computed from them (advantages, denominators, packing) is the same everywhere without communication. N
     sequences, T tokens in all; per-token tensors are aligned with `tokens`, so that `old_logp[t]` belongs to token t,
     and are 0 at prompt tokens.
 

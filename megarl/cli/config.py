@@ -19,6 +19,7 @@ from megarl.cli.words import add_config, keys
 from megarl.config import Config, ConfigError, dump_config, load_config
 from megarl.config.describe import Described, describe_all, flat, sections
 from megarl.config.load import CONFIG_FILE, nearest_key
+from megarl.config.secrets import for_records
 
 EXAMPLE = "megarl config explain actor_rollout_ref.actor.clip_ratio"
 
@@ -76,7 +77,7 @@ def explain(key: str) -> str:
 def differences(a: Config, b: Config) -> list[str]:
     """`key: value in A | value in B`, for the keys whose values differ."""
     known = {one.key for one in describe_all()}
-    left, right = flat(a.model_dump(), known), flat(b.model_dump(), known)
+    left, right = (flat(for_records(one.model_dump()), known) for one in (a, b))
     return [f"{key}: {_shown(left[key])} | {_shown(right[key])}" for key in left if left[key] != right[key]]
 
 

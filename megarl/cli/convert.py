@@ -22,10 +22,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megarl.debugging import hush_dependencies
+from megarl.telemetry.console import Output
 from megarl.trainer.subject import weights_of
 
 EXAMPLE = "megarl convert megatron-to-hf runs/math/run/checkpoints/global_step_20 exported --verify"
@@ -127,6 +127,6 @@ def verify(args: argparse.Namespace) -> None:
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar over the elements that are done."""
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Output(stderr=True)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -15,8 +15,12 @@ from dataclasses import dataclass
 
 from megarl.cli.words import add_words, split_words
 from megarl.config import Config, dump_config
+from megarl.config.load import check_nothing_hidden
+from megarl.config.secrets import hand_over
 from megarl.evaluation.folder import CONFIG_FILE, check_unused, is_finished, new_folder, remove_unused
+from megarl.telemetry.lines import rewrite
 from megarl.trainer.subject import Subject, evaluation_config, find_subject
+from megarl.trainer.trust import check_trusted
 
 EXAMPLE = "megarl eval runs/math/run --best actor_rollout_ref.rollout.val_kwargs.n=8"
 
@@ -28,6 +32,7 @@ class Request:
     Attributes:
         file: the configuration file; None: the run's own.
         out: the folder to fill; None: one beside the path.
+        trust: run the code that a run's own configuration names.
     """
 
     file: str | None
@@ -35,6 +40,7 @@ class Request:
     out: str | None
     nproc: int | None
     best: bool
+    trust: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +54,9 @@ def add_options(parser: argparse.ArgumentParser, out: str) -> None:
     add_words(parser)
     parser.add_argument("--out", help=f"folder to write to, which must be new or empty; {out}")
     parser.add_argument("--nproc", type=int, help="ranks to start; default trainer.n_gpus_per_node")
+    parser.add_argument(
+        "--trust", action="store_true", help="run the code that the run's own configuration names, of rewards, say"
+    )
     parser.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
 
 
@@ -61,7 +70,7 @@ def request_of(args: argparse.Namespace, after_options: Sequence[str]) -> Reques
     file, words = split_words([*args.words, *after_options])
     if args.nproc is not None and args.nproc < 1:
         raise ValueError(f"--nproc {args.nproc} must be 1 or more")
-    return Request(file=file, overrides=words, out=args.out, nproc=args.nproc, best=args.best)
+    return Request(file=file, overrides=words, out=args.out, nproc=args.nproc, best=args.best, trust=args.trust)
 
 
 def evaluate(path: str, request: Request) -> int:
@@ -90,16 +99,21 @@ def check(subject: Subject, file: str | None, request: Request) -> None:
     """Raises ValueError, before a folder is made, if the evaluation cannot work."""
     from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
 
-    check_run(config_of(subject, file, request, request.out or f"{subject.place}/new"))
+    config = config_of(subject, file, request, request.out or f"{subject.place}/new")
+    check_nothing_hidden(config)
+    if request.file is None and not request.trust and file is not None:
+        check_trusted(config, os.path.dirname(file), request.overrides)
+    check_run(config)
 
 
 def fill(folder: str, config: Config) -> int:
     """Start the ranks of an evaluation; returns their exit code. A folder that they leave empty is removed."""
-    from megarl.launcher import Node, launch
+    from megarl.launcher import launch
+    from megarl.nodes import Node
 
     file = os.path.join(folder, CONFIG_FILE)
-    with open(file, "w", encoding="utf-8") as f:
-        f.write(dump_config(config))
+    rewrite(file, dump_config(config).encode(), private=True)
+    hand_over(config.model_dump(), os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core's order of kernels needs it
     command = [sys.executable, "-m", "megarl.train", file]

@@ -24,6 +24,7 @@ from megarl.config import Config, ConfigError
 from megarl.data.readers import value_at
 from megarl.debugging import hush_dependencies
 from megarl.models.families import read_architecture
+from megarl.plain import plain
 from megarl.trainer.subject import answering_config, evaluation_config, find_subject
 
 if TYPE_CHECKING:
@@ -124,8 +125,10 @@ def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
     enable_cpu_ranks()  # before Megatron-Core is imported
     from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups, init_distributed
+    from megarl.parallel.meeting import follow_launcher
     from megarl.trainer.answering import Answering
 
+    follow_launcher()
     init_distributed(config.trainer.timeout_minutes)
     groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
     made: list[Answering] = []
@@ -189,14 +192,14 @@ class Printed:
     def show(self, tokens: Sequence[int]) -> None:
         text = self._decode(tokens).rstrip("\ufffd")
         if len(text) > self._length:
-            sys.stdout.write(text[self._length :])
+            sys.stdout.write(plain(text[self._length :]))
             sys.stdout.flush()
             self._length = len(text)
 
     def end(self, tokens: Sequence[int]) -> str:
         """The whole text; the line is ended."""
         text = self._decode(tokens)
-        sys.stdout.write(text[self._length :] + "\n")
+        sys.stdout.write(plain(text[self._length :]) + "\n")
         sys.stdout.flush()
         return text
 
@@ -220,7 +223,7 @@ def write_answers(answering: Answering, words: Words, prompts: Sequence[str]) ->
         waiting[i] = made
         while written in waiting:
             line = _line(prompts[written], waiting.pop(written), words)
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(plain(json.dumps(line, ensure_ascii=False)), flush=True)
             written += 1
 
     answering.ask([words.token_ids([Turn("user", prompt)]) for prompt in prompts], finished=finished)
@@ -263,7 +266,7 @@ def converse(answering: Answering, words: Words) -> int:
                 )
         except ValueError as e:  # too long by now, or a template that refuses it
             turns.pop()
-            print(f"megarl: {e}, or /clear", file=sys.stderr)
+            print(f"megarl: {plain(str(e))}, or /clear", file=sys.stderr)
             continue
         turns.append(Turn("assistant", printed.end(made.token_ids)))
         number += 1

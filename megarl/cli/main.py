@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
+
+from megarl.plain import plain, plain_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +62,19 @@ COMMANDS = {command.name: command for group in GROUPS.values() for command in gr
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 2 for what is refused, 130 after Ctrl-C; otherwise that of the command, for `train` of the ranks."""
-    words = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in words
     _open_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # of characters that the terminal's encoding has not
+    with plain_output():
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(words: list[str]) -> int:
+    debug = "--debug" in words
     try:
+        _check_working_directory()
         if debug:
             _debug()
+        else:  # before torch is imported: its C++ part prints stacks of what ranks and launchers say in a line
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if "_ARGCOMPLETE" in os.environ:
             _complete()
         return _run(words)
@@ -78,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             import traceback
 
             traceback.print_exc()
-        print(f"megarl: error: {e}", file=sys.stderr)
+        print(f"megarl: error: {_shown(e)}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as e:
         if debug or (e.name or "megarl").partition(".")[0] == "megarl":
@@ -97,6 +102,20 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `megarl ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _check_working_directory() -> None:
+    """Raises ValueError where it has been deleted: libraries that look for it abort the process in words of theirs."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as e:
+        raise ValueError("the working directory has been deleted: change to one that is there") from e
+
+
+def _shown(error: ValueError) -> str:
+    """Without the secrets of a configuration that has been read, and without what a terminal would obey."""
+    secrets = sys.modules.get("megarl.config.secrets")
+    return plain(secrets.hide(str(error)) if secrets is not None else str(error))
 
 
 def _open_streams() -> None:

@@ -26,6 +26,7 @@ from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.console import plain_output
 from megarl.telemetry.progress import print_table
+from megarl.trainer.trust import unsafe_remarks
 
 EXAMPLE = "megarl plan configs/quickstart.yaml --gpus 8 --gpu-memory 80GB"
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -87,7 +88,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     print_table(_traffic_table(job, traffic))
     print_table(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
     console.print(_assumptions(job, accelerator, lengths))
-    for line in layout_warnings(job, lengths, cache):
+    for line in (*unsafe_remarks(config), *layout_warnings(job, lengths, cache)):
         console.print(f"warning: {line}")
     too_much = list(what_does_not_fit(job, accelerator, stages))
     for line in too_much:
@@ -139,10 +140,9 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
 
 def _headline(job: Job) -> str:
     train, generation = job.train, job.generation
-    chunks = f" x {train.chunks} chunks" if train.chunks > 1 else ""
     return (
         f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.world_size} GPUs: "
-        f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}, generation TP{generation.tp} x "
+        f"training {train}, generation TP{generation.tp} x "
         f"{generation.replicas} replicas ({job.config.actor_rollout_ref.rollout.name})"
     )
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from megarl.report.blocks import Blocks
 from megarl.report.page import page
 from megarl.report.runs import runs_at
+from megarl.telemetry.lines import no_link
 
 DEFAULT_PORT = 6007
 EXAMPLE = "megarl report runs/math/a runs/math/b --out report.html"
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         const=DEFAULT_PORT,
         metavar="PORT",
-        help=f"follow the runs on http://127.0.0.1:PORT/ instead; default {DEFAULT_PORT}, 0 any that is free",
+        help=f"follow the runs on 127.0.0.1 instead, at the address that it prints; default {DEFAULT_PORT}, 0 any",
     )
 
 
@@ -59,7 +60,7 @@ def _write(out: str, text: bytes) -> None:
     """The file takes its name when it is whole; two that are written at once do not mix."""
     partial = f"{out}.{os.getpid()}.partial"
     try:
-        with open(partial, "wb") as f:
+        with open(partial, "wb", opener=no_link) as f:
             f.write(text)
         os.replace(partial, out)
     except BaseException:

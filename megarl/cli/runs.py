@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from megarl.checkpoint.folder import is_checkpoint_name
-from megarl.config.load import CONFIG_FILE
+from megarl.config.load import CONFIG_FILE, YAML_LOADER, check_yaml
 from megarl.evaluation.folder import EVAL_FILE
+from megarl.plain import plain
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.trainer.resuming.run_lock import LOCK_FILE, holder_of
 
@@ -104,7 +105,10 @@ def run_folders(folder: str, depth: int = DEPTH) -> Iterator[str]:
 def read_run(folder: str) -> FoundRun:
     """What can be known of a run from its files."""
     config = _config(os.path.join(folder, CONFIG_FILE))
-    holder, held = holder_of(folder)
+    try:
+        holder, held = holder_of(folder)
+    except RecursionError:  # it holds brackets in brackets
+        holder, held = {}, False
     trainer, model = _section(config, "trainer"), _section(config, "actor_rollout_ref", "model")
     rows = _last_rows(os.path.join(folder, METRICS_FILE))
     step = next((int(x) for row in rows if _is_number(x := row.get("step")) and math.isfinite(x)), None)
@@ -154,8 +158,9 @@ def _config(file: str) -> dict[str, Any]:
     import yaml
 
     try:
+        check_yaml(file)
         with open(file, encoding="utf-8") as f:
-            tree = yaml.load(f, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            tree = yaml.load(f, Loader=YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return tree if isinstance(tree, dict) else {}
@@ -242,7 +247,7 @@ def _cells(one: FoundRun, folder: str) -> dict[str, str]:
     from megarl.telemetry.progress import duration
 
     of = "?" if one.steps is None else one.steps
-    return {
+    cells = {
         "run": os.path.relpath(one.folder, folder) if one.folder != folder else one.folder,
         "flow": one.flow,
         "model": one.model,
@@ -252,3 +257,4 @@ def _cells(one: FoundRun, folder: str) -> dict[str, str]:
         "changed": f"{duration(max(0.0, time.time() - one.changed))} ago",
         "checkpoints": f"{one.checkpoints}, {size(one.size)}" if one.checkpoints else "-",
     }
+    return {column: plain(text) for column, text in cells.items()}  # before a column's width is measured

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from megarl.cli.words import add_config
 from megarl.config import Config, load_config
+from megarl.config.load import check_nothing_hidden
 
 EXAMPLE = "megarl train --nproc 4 configs/quickstart.yaml trainer.total_training_steps=20"
 
@@ -41,9 +42,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if args.flow is not None:
         overrides = [*overrides, f"trainer.flow={args.flow}"]
     config = load_config(args.config, [*overrides, *ranks])
+    check_nothing_hidden(config)
     node_rank = _node_rank(args, config.trainer.nnodes)
     from megarl.flows.registry import FLOWS
     from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.resuming.identity import configuration_digest
     from megarl.trainer.resuming.resume import expected_start, finished
     from megarl.trainer.resuming.run_lock import check_free
 
@@ -55,11 +58,13 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if node_rank == 0:  # the ranks of node 0 may hold it when another node comes here
         check_free(config.trainer.run_dir)
     say_how_to_profile(config)
-    from megarl.launcher import Node, launch
+    from megarl.launcher import launch
+    from megarl.nodes import Node
 
     node = Node(nproc=config.trainer.n_gpus_per_node, nnodes=config.trainer.nnodes, node_rank=node_rank)
     if node.nnodes > 1:
-        node = replace(node, master_addr=args.master_addr, master_port=args.master_port)
+        same = {"configuration": configuration_digest(config)}
+        node = replace(node, master_addr=args.master_addr, master_port=args.master_port, same=same)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core's order of kernels needs it
     command = [sys.executable, "-m", "megarl.train", args.config, *overrides]

@@ -125,7 +125,20 @@ def sandbox() -> list[Finding]:
         return [Finding("namespaces", State.OPTIONAL, f"unknown without {e.name}")]
     except ValueError as e:
         return [Finding("namespaces", State.OPTIONAL, str(e), "only rewards that run programs need them")]
-    return [Finding("namespaces", State.OK, "programs run isolated")]
+    return [Finding("namespaces", State.OK, "programs run isolated"), _memory_of_programs()]
+
+
+def _memory_of_programs() -> Finding:
+    """Which of two ways holds `limits.memory` for all processes of a program together."""
+    from megarl.isolation.memory_group import memory_group
+    from megarl.isolation.memory_watch import INTERVAL
+
+    group = memory_group(1 << 26)
+    if group is not None:
+        group.close()
+        return Finding("memory of programs", State.OK, "a control group holds each to its limit")
+    looked = f"no control group can be made: the processes of each are added up every {INTERVAL * 1000:.0f} ms"
+    return Finding("memory of programs", State.OK, f"{looked}; what it keeps in /tmp comes on top")
 
 
 def scheduler() -> list[Finding]:

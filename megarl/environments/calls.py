@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from megarl.rewards.judge import RewardError
+
 _FRAMES = 6
+MOST_LEFT = 64
+"""Threads of this process in calls that took too long and have not returned; with more of them something hangs for
+good, and the process would fill with threads."""
+
+_left: set[_Call] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +50,8 @@ class _Call:
 class Calls:
     """Runs calls in daemon threads, several at a time, in the order in which they were given.
 
-    A call that takes too long is left behind with its thread, and another thread takes its place.
+    A call that takes too long is left behind with its thread, and another thread takes its place, up to `MOST_LEFT`
+    of them: no thread can be ended from outside.
 
     Args:
         threads: at most.
@@ -75,6 +83,9 @@ class Calls:
 
         Args:
             wait: seconds to wait for a first one, if there is none and a call is open.
+
+        Raises:
+            RewardError: too many calls hang.
         """
         found = self._take(0.0)
         until = time.monotonic() + wait
@@ -110,6 +121,14 @@ class Calls:
                 continue
             with call.lock:
                 call.left = True
+                _left.add(call)
+            if len(_left) > MOST_LEFT:
+                raise RewardError(
+                    f"{len(_left)} calls of environments took longer than environment.timeout = {self._timeout:g} s "
+                    f"and have not returned, each with a thread that cannot be ended: let step and reset end what they "
+                    f"wait for, or raise environment.timeout",
+                    everywhere=False,
+                )
             del self._open[call]
             found.append(
                 Answer(
@@ -135,6 +154,7 @@ class Calls:
                 answer = Answer(key=call.key, error=described(e), seconds=time.monotonic() - began)
             with call.lock:
                 if call.left:
+                    _left.discard(call)
                     return
             self._answers.put((call, answer))
 

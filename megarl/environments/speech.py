@@ -7,7 +7,7 @@ from operator import index
 from typing import Any
 
 from megarl.data.conversations import REPLY
-from megarl.data.encode import are_messages
+from megarl.data.messages import are_messages, read_messages
 from megarl.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -38,7 +38,7 @@ class Speech:
         if are_messages(prompt) and isinstance(observation, str):
             assert isinstance(prompt, list)
             message = {"role": self._role, "content": self._shortened(observation)}
-            return self.tokenizer.encode(self.tokenizer.chat_text([*prompt, message]))
+            return self.tokenizer.encode_chat([*read_messages(prompt, "the prompt"), message])
         return [*prompt_ids, *self._plain(observation)]
 
     def answer(self, observation: str | Sequence[int], *, chat: bool, last: int) -> list[int]:
@@ -62,7 +62,7 @@ class Speech:
         _, found, rest = text.partition(REPLY)
         if not found:
             raise ValueError("the chat template does not write down what the assistant said before: use plain prompts")
-        ids = self.tokenizer.encode(rest)
+        ids = self.tokenizer.encode_template(rest)
         # a reply that ended by itself has its end token already; one that was cut off, or ended by a string, has not
         return ids[1:] if ids and ids[0] == last and last in self._stop_tokens else ids
 

@@ -39,18 +39,19 @@ def normalised(answer: str) -> str | None:
     return text.removesuffix(".").strip().casefold() or None
 
 
-def last_boxed(text: str) -> str | None:
+def last_boxed(text: str, *, outermost: bool = False) -> str | None:
     """What the last `\\boxed{...}` holds; None without one. One whose braces do not close is none.
 
-    "\\boxed{1} so \\boxed{\\frac{1}{2}}" holds "\\frac{1}{2}".
+    "\\boxed{1} so \\boxed{\\frac{1}{2}}" holds "\\frac{1}{2}". Of "\\boxed{6 \\boxed{5}}" it is "5", or with
+    `outermost` "6 \\boxed{5}".
     """
-    start, held = -1, None
+    start, end = -1, -1
     open_braces: list[tuple[int, bool]] = []  # where it is, whether it is a box's
     for token in _TOKEN.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
             open_braces.append((token.end(), token[0] != "{"))
         elif token[0] == "}" and open_braces:
             opening, boxed = open_braces.pop()
-            if boxed and opening > start:
-                start, held = opening, text[opening : token.start()]
-    return held
+            if boxed and (outermost or opening > start):
+                start, end = opening, token.start()
+    return text[start:end] if start >= 0 else None

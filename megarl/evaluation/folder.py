@@ -62,12 +62,12 @@ def new_folder(wanted: str, *, exact: bool) -> str:
     try:
         if exact:
             check_unused(wanted)
-            os.makedirs(wanted, exist_ok=True)
+            os.makedirs(wanted, 0o700, exist_ok=True)
             return wanted
         os.makedirs(os.path.dirname(os.path.abspath(wanted)), exist_ok=True)
         for name in names:
             with suppress(FileExistsError):  # two that begin at once get a folder each
-                os.mkdir(name)
+                os.mkdir(name, 0o700)
                 return name
     except OSError as e:
         raise ValueError(f"'{wanted}' cannot be made: {e.strerror}; name a folder with --out") from e

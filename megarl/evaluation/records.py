@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import IO, Any
 
+from megarl.telemetry.lines import no_link
+
 SAMPLES_FILE = "samples.jsonl"
 
 
@@ -79,7 +81,7 @@ def read_records(path: str) -> list[Record]:
 def write_whole(path: str, write: Callable[[IO[str]], None]) -> None:
     """Fill a file that takes its name when it is whole and on the disk: nobody finds half of it."""
     partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8") as f:
+    with open(partial, "w", encoding="utf-8", opener=no_link) as f:
         write(f)
         f.flush()
         os.fsync(f.fileno())

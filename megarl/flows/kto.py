@@ -6,9 +6,9 @@ import torch
 
 from megarl.algorithms.kto import kto
 from megarl.data.examples import mismatched
-from megarl.data.packing import MicroBatches
 from megarl.flows.learn import learn, policy
 from megarl.phases import Phase
+from megarl.roles.passes import Passes
 from megarl.trainer.build import build_reference
 from megarl.trainer.session import Run
 from megarl.types import Batch
@@ -19,14 +19,14 @@ def flow(run: Run) -> None:
     config, actor = run.config, policy(run)
     reference = run.add("reference", build_reference(config, actor))
 
-    def with_reference(batch: Batch, micro_batches: MicroBatches) -> Batch:
+    def with_reference(batch: Batch, passes: Passes) -> Batch:
         others = mismatched(batch)
-        theirs = run.plan(others, config.data.train_batch_size).micro_batches
+        theirs = actor.plan(others, config.data.train_batch_size)
         with run.phase(Phase.LOG_PROBS):
             logp = actor.log_probs(others, theirs)
         with run.phase(Phase.REF):
             log_ratios = others.sum_per_sequence(logp - reference.log_probs(others, theirs))
-            ref_logp = reference.log_probs(batch, micro_batches)
+            ref_logp = reference.log_probs(batch, passes)
         kl = log_ratios.mean().clamp_min(0.0)  # section 4.1: an estimate below 0 is none
         return batch.with_(ref_logp=ref_logp, reference_point=torch.full((len(batch),), float(kl)))
 

@@ -9,16 +9,16 @@ import torch
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.loss import Loss, Metric
 from megarl.data.examples import Example, batch_of_examples
-from megarl.data.packing import MicroBatches
 from megarl.phases import Phase
 from megarl.roles.actor import Actor
+from megarl.roles.passes import Passes
 from megarl.roles.trained import TrainedModel
 from megarl.trainer.build import build_actor, prompt_sampler
 from megarl.trainer.session import Run
 from megarl.types import Batch
 
-Columns = Callable[[Batch, MicroBatches], Batch]
-"""The batch with what the loss wants of other models, by passes over these micro-batches of this rank."""
+Columns = Callable[[Batch, Passes], Batch]
+"""The batch with what the loss wants of other models, by these passes of this rank."""
 
 
 def policy(run: Run) -> Actor:
@@ -45,9 +45,9 @@ def update_on(
 ) -> Mapping[str, Metric]:
     """One optimizer step on all of the examples; returns its metrics."""
     batch = batch_of_examples(examples)
-    plan = run.plan(batch, together=len(examples[0].sequences))
+    plan = model.plan(batch, together=len(examples[0].sequences))
     if columns is not None:
-        batch = columns(batch, plan.micro_batches)
+        batch = columns(batch, plan)
     run.check_agreement(batch)
     run.log("", {"tokens": float(len(batch.tokens))})
     (mini_batch,) = plan.mini_batches
@@ -60,10 +60,10 @@ def held_out(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None 
     """The loss and its metrics over all of `data.val_files`, without gradients."""
     examples = run.inputs.val_examples
     batch, together = batch_of_examples(examples), len(examples[0].sequences)
-    plan = run.plan(batch, together * run.config.data.train_batch_size, together=together)
+    plan = model.plan(batch, together * run.config.data.train_batch_size, together=together)
     if columns is not None:
-        batch = columns(batch, plan.micro_batches)
-    metrics = model.evaluate(batch, plan.micro_batches, loss)
+        batch = columns(batch, plan)
+    metrics = model.evaluate(batch, plan, loss)
     if loss is cross_entropy:
         metrics["perplexity"] = float(torch.tensor(metrics["loss"]).exp())
     return metrics

@@ -16,6 +16,7 @@ from megarl.flows.sft import sft
 from megarl.phases import Phase
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
+from megarl.roles.passes import StepPlan
 from megarl.trainer.build import (
     build_actor,
     build_critic,
@@ -29,7 +30,6 @@ from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.collect import collect
 from megarl.trainer.experience.evaluate import evaluate
 from megarl.trainer.experience.judging import scorer
-from megarl.trainer.micro_batches import StepPlan
 from megarl.trainer.needs import needs_of, one_forward_pass
 from megarl.trainer.session import Run
 from megarl.types import Batch
@@ -63,24 +63,22 @@ def flow(run: Run) -> None:
     for step in run.steps("rl", inputs.total_steps, before=0, validate=held_out):
         batch = collect(run, generation, sampler, score, greedy=needs.greedy, carry_over=carry_over)
         check_finite(batch, config, step)
-        plan = run.plan(batch, per_update(batch, roles.actor.ppo_mini_batch_size, config))
+        plan = actor.plan(batch, per_update(batch, roles.actor.ppo_mini_batch_size, config))
         trains = step > config.trainer.critic_warmup
         at_once = trains and one_forward_pass(config, needs)
         if not at_once:
             with run.phase(Phase.LOG_PROBS):
-                batch = batch.with_(old_logp=actor.log_probs(batch, plan.micro_batches))
+                batch = batch.with_(old_logp=actor.log_probs(batch, plan))
             check_gap(batch, config, step)
         if reference is not None:
             with run.phase(Phase.REF):
-                batch = batch.with_(ref_logp=reference.log_probs(batch, plan.micro_batches))
+                batch = batch.with_(ref_logp=reference.log_probs(batch, plan))
         if teacher is not None:
             with run.phase(Phase.TEACHER):
-                theirs = run.plan(batch, model=teacher, batching=config.teacher)
-                batch = batch.with_(teacher_logp=teacher.log_probs(batch, theirs.micro_batches))
+                batch = batch.with_(teacher_logp=teacher.log_probs(batch, teacher.plan(batch)))
         if critic is not None:
             with run.phase(Phase.VALUES):
-                theirs = run.plan(batch, model=critic, batching=config.critic)
-                batch = batch.with_(values=critic.values(batch, theirs.micro_batches))
+                batch = batch.with_(values=critic.values(batch, critic.plan(batch)))
         batch = correct_rollouts(batch, algorithm.rollout_correction)
         batch = compute_advantages(batch, algorithm, kl.coefficient)
         run.check_agreement(batch)
@@ -140,8 +138,7 @@ def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
     lam = config.algorithm.lam if settings.lam is None else settings.lam
     batch = batch.with_(returns=value_targets(batch, gamma=config.algorithm.gamma, lam=lam))
     run.log("critic", {"explained_variance": explained_variance(batch)})
-    size = per_update(batch, config.critic_mini_batch_size, config)
-    plan = run.plan(batch, size, model=critic, batching=settings)
+    plan = critic.plan(batch, per_update(batch, config.critic_mini_batch_size, config))
     loss = ValueLoss(cliprange=settings.cliprange_value)
     for mini_batch in plan.mini_batches * settings.ppo_epochs:
         weights = token_weights(batch, mini_batch.sequences, settings.loss_agg_mode, config.data.max_response_length)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megarl.algorithms.declaration import about_of
 from megarl.algorithms.registry import PREFERENCES
-from megarl.data.packing import MicroBatches
 from megarl.flows.learn import learn, policy
 from megarl.phases import Phase
+from megarl.roles.passes import Passes
 from megarl.trainer.build import build_reference
 from megarl.trainer.session import Run
 from megarl.types import Batch
@@ -20,8 +20,8 @@ def flow(run: Run) -> None:
         return learn(run, actor, factory(preference))
     reference = run.add("reference", build_reference(config, actor))
 
-    def with_reference(batch: Batch, micro_batches: MicroBatches) -> Batch:
+    def with_reference(batch: Batch, passes: Passes) -> Batch:
         with run.phase(Phase.REF):
-            return batch.with_(ref_logp=reference.log_probs(batch, micro_batches))
+            return batch.with_(ref_logp=reference.log_probs(batch, passes))
 
     return learn(run, actor, factory(preference), with_reference)

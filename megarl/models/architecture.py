@@ -46,13 +46,16 @@ class MixtureOfExperts:
     down_proj: str = "down_proj"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.experts_per_token <= self.num_experts:
+        if not 1 <= self.experts_per_token <= self.num_experts <= MOST_EXPERTS:
             raise ValueError(f"{self.experts_per_token} experts per token of {self.num_experts} experts")
         if self.experts_per_token == 1 and self.norm_topk_prob:
             raise ValueError(
                 "norm_topk_prob with one expert per token makes every weight 1, so that nothing would train the router"
             )
 
+
+MOST_LAYERS = MOST_EXPERTS = 10_000
+"""Every tensor of a model is listed before it is read: a folder that says more would take the memory with the list."""
 
 _COUNTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -101,8 +104,9 @@ class Architecture:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            if type(count := getattr(self, name)) is not int or count < 1:
-                raise ValueError(f"{name} must be a whole number from 1, not {count!r}")
+            most = MOST_LAYERS if name == "num_layers" else 2**31 - 1
+            if type(count := getattr(self, name)) is not int or not 1 <= count <= most:
+                raise ValueError(f"{name} must be a whole number from 1 to {most}, not {count!r:.40}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "

@@ -17,6 +17,10 @@ Source = Callable[[LogicalTensor, Box], Tensor]
 """Gives a box of a logical tensor on demand."""
 
 
+_OF_A_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+"""Parameters whose last rows may be padding, on some ranks all of them."""
+
+
 def local_view(parameter: Tensor, placement: Placement) -> Tensor:
     """The part of a physical parameter that a placement names, with the shape of its box."""
     lo, hi = placement.rows
@@ -31,11 +35,32 @@ def fill(
     tensors: Mapping[str, LogicalTensor],
     source: Source,
 ) -> None:
-    """Write every placement's box from `source`, converted to the parameter's type; padding rows become zero."""
-    for parameter in parameters.values():
-        parameter.zero_()
+    """Write every placement's box from `source`, converted to the parameter's type; padding rows become zero.
+
+    The placements name every element once: one that none names would be zero, and be trained from there.
+    """
+    by_parameter: dict[str, list[Placement]] = {name: [] for name in parameters}
     for place in placements:
-        local_view(parameters[place.param], place).copy_(source(tensors[place.tensor], place.box))
+        by_parameter[place.param].append(place)
+    for name, places in by_parameter.items():
+        check_covered(name, parameters[name], places)
+        parameters[name].zero_()
+        for place in places:
+            local_view(parameters[name], place).copy_(source(tensors[place.tensor], place.box))
+
+
+def check_covered(name: str, parameter: Tensor, placements: Iterable[Placement]) -> None:
+    """Assert that the placements name every element of a parameter once, but for the padding of a vocabulary."""
+    covered = torch.zeros(parameter.shape, dtype=torch.bool, device=parameter.device)
+    for place in placements:
+        part = local_view(covered, place)
+        assert not part.any(), f"{name} has elements of two boxes, one of them of {place.tensor}"
+        part.fill_(True)
+    if name.endswith(_OF_A_VOCABULARY):
+        filled = int(covered.all(-1).sum())
+        assert covered[:filled].all() and not covered[filled:].any(), f"{name} is filled in parts"
+    else:
+        assert covered.all(), f"{name} has elements that no weight of the model fills: its family lacks a placement"
 
 
 def random_source(arch: Architecture, seed: int) -> Source:

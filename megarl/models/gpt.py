@@ -79,7 +79,8 @@ def transformer_config(
         transformer_engine=transformer_engine,
         on_gpu=groups.device.type == "cuda",
     )
-    return TransformerConfig(**fields | with_kernels_here(overrides or {}))
+    chosen = {"deterministic_mode": torch.are_deterministic_algorithms_enabled()} | with_kernels_here(overrides or {})
+    return TransformerConfig(**fields | chosen)
 
 
 def with_kernels_here(overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megarl.parallel import control
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.parallel.watch import Watch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:  # Megatron-Core is imported where ranks begin: after the CPU 
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+NCCL_GRACE = timedelta(minutes=5)
+"""How much longer NCCL waits than `trainer.timeout_minutes`."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +62,6 @@ class Groups:
         ranks_per_node: consecutive ranks that share a machine.
         generation_tp: the ranks of this rank's generation replica.
         control: all ranks, over gloo: small Python objects (token ids, scores), never weights.
-        watch: notes what this rank waits for in `control`.
     """
 
     rank: int
@@ -69,7 +72,11 @@ class Groups:
     layouts: dict[TrainLayout, MegatronState] = field(repr=False)
     generation_tp: dist.ProcessGroup
     control: dist.ProcessGroup
-    watch: Watch = field(default_factory=Watch)
+
+    @property
+    def watch(self) -> Watch:
+        """Notes what this rank waits for in `control`."""
+        return control.watch_of(self.control)
 
     @property
     def pgs(self) -> ProcessGroupCollection:
@@ -102,22 +109,19 @@ class Groups:
         Args:
             what: what a rank waits for here, as it is told if others do not come: "all scores".
         """
-        out: list[Any] = [None] * self.train.world_size
-        with self.watch.waiting(what):
-            dist.all_gather_object(out, value, group=self.control)
-        return out
+        return control.all_gather(self.control, value, what)
+
+    def broadcast(self, value: T | None, what: str = "an exchange") -> T:
+        """Rank 0's Python object, on every rank; what the others give is passed over."""
+        return control.broadcast(self.control, value, what)
 
     def maximum(self, value: int, what: str = "an exchange") -> int:
         """The largest value of any rank."""
-        most = torch.tensor(value, dtype=torch.int64)
-        with self.watch.waiting(what):
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.control)
-        return int(most)
+        return control.maximum(self.control, value, what)
 
     def barrier(self, what: str) -> None:
         """Wait for all ranks."""
-        with self.watch.waiting(what):
-            dist.barrier(self.control)
+        control.barrier(self.control, what)
 
 
 def in_its_layout(method: Callable[P, T]) -> Callable[P, T]:
@@ -144,12 +148,15 @@ def init_distributed(timeout_minutes: float = 30) -> None:
     """
     enable_cpu_ranks()
     timeout = timedelta(minutes=timeout_minutes)
-    # what groups get whose maker, vLLM for one, names no limit
-    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
-    backend = "gloo"
-    if torch.cuda.is_available():
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    # what groups get whose maker, vLLM for one, names no limit; NCCL's own end comes after that of the watch, which
+    # knows who is late
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout + NCCL_GRACE
+    if backend == "nccl":
+        timeout += NCCL_GRACE
+    if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:  # without a launcher this process is a world of its own
@@ -263,10 +270,15 @@ def _megatron_groups(train: TrainLayout, seed: int) -> ProcessGroupCollection:
         virtual_pipeline_model_parallel_size=train.chunks if train.chunks > 1 else None,
         context_parallel_size=train.cp,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=distributed_c10d.default_pg_timeout / timedelta(minutes=1),
+        distributed_timeout_minutes=_training_timeout() / timedelta(minutes=1),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _training_timeout() -> timedelta:
+    nccl = torch.cuda.is_available() and dist.get_backend() == "nccl"
+    return (nccl and distributed_c10d.default_pg_nccl_timeout) or distributed_c10d.default_pg_timeout
 
 
 def _in_place(layouts: dict[TrainLayout, MegatronState]) -> MegatronState:

@@ -42,6 +42,10 @@ class TrainLayout:
     def dp(self) -> int:
         return self.world_size // (self.tp * self.pp * self.cp)
 
+    def __str__(self) -> str:
+        chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"TP{self.tp} x PP{self.pp}{chunks} x DP{self.dp}"
+
     def coords(self, rank: int) -> TrainCoords:
         tp, rest = rank % self.tp, rank // self.tp
         cp, rest = rest % self.cp, rest // self.cp

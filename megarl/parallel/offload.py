@@ -104,6 +104,7 @@ class OnHost(Dropped):
         nbytes = sum(storage.nbytes() for storage in held)
         copied = sum(map(len, self._slabs)) == nbytes
         if not copied:
+            self._slabs = []  # given back before more is taken: pinned memory for both may not be there
             self._slabs = _slabs(nbytes, held[0].device)
         if not (copied and self._constant):
             for host, device in self._pieces(held):

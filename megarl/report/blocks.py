@@ -136,7 +136,7 @@ def _budget_at(path: str) -> Any:
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if _is_budget(value) else None
 

@@ -130,6 +130,7 @@ def index_of(batches: Sequence[Batch]) -> dict[str, Any]:
 
 def _add(batch: Batch, step: int, record: Mapping[str, Any]) -> None:
     source, prompt = record.get("source") or "", (_whole(record.get("index"), -1), record["prompt"])
+    turns = record.get("turns")
     values = {
         "step": step,
         "reward": record["reward"],
@@ -139,7 +140,7 @@ def _add(batch: Batch, step: int, record: Mapping[str, Any]) -> None:
         "prompt": batch.prompts.setdefault(prompt, len(batch.prompts)),
         "group": _whole(record.get("group"), -1),
         "sample": _whole(record.get("sample"), -1),
-        "turns": len(record.get("turns") or ()),
+        "turns": len(turns) if isinstance(turns, list) else 0,
     }
     for name, value in values.items():
         batch.columns[name].append(value)

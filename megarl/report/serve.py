@@ -1,14 +1,18 @@
-"""A live page of runs, for this machine alone."""
+"""A live page of runs, for the user who started it: its address holds a secret."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
+import signal
 import socket
 from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 
+from megarl.loopback import Loopback
 from megarl.report.blocks import Blocks
 from megarl.report.page import page
 from megarl.report.runs import Run
@@ -21,18 +25,37 @@ _OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 class LivePage:
     """Answers a browser on this machine: the page, a list of its blocks with their versions, each block.
 
+    Other users of the machine reach the port, too, and get nothing without the secret, the first part of the path.
     Files are read when somebody asks, at most once in two seconds.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._blocks, self._lock, self._read_at = Blocks(runs), asyncio.Lock(), float("-inf")
+        self.secret = secrets.token_urlsafe(24)
+        app = web.Application(middlewares=[_only_here, self._only_with_secret])
+        app.router.add_get("/{secret}/", self._page)
+        app.router.add_get("/{secret}/blocks", self._list)
+        app.router.add_get("/{secret}/blocks/{name}", self._block)
+        self._server = Loopback(app)
 
-    def app(self) -> web.Application:
-        app = web.Application(middlewares=[_only_here])
-        app.router.add_get("/", self._page)
-        app.router.add_get("/blocks", self._list)
-        app.router.add_get("/blocks/{name}", self._block)
-        return app
+    async def serve(self, listening: socket.socket) -> None:
+        """Answer until SIGINT or SIGTERM comes."""
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        await self._server.start(listening)
+        await ended.wait()
+        await self._server.close()
+
+    @web.middleware
+    async def _only_with_secret(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.match_info.get("secret", "")
+        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.secret.encode()):
+            raise web.HTTPForbidden(text="the address that `megarl report --serve` printed has a secret, and this not")
+        self._server.admit(request)
+        response: web.StreamResponse = await handler(request)
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=page(None), content_type="text/html", headers={"Cache-Control": "no-store"})
@@ -83,5 +106,6 @@ def serve(runs: Sequence[Run], port: int) -> None:
         reason = getattr(e, "strerror", None) or str(e)
         raise ValueError(f"port {port} of {HOST} cannot be used ({reason}); give --serve another one") from e
     with listening:
-        print(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C ends it)", flush=True)
-        web.run_app(LivePage(runs).app(), sock=listening, print=None, access_log=None, shutdown_timeout=1.0)
+        live = LivePage(runs)
+        print(f"http://{HOST}:{listening.getsockname()[1]}/{live.secret}/  (Ctrl-C ends it)", flush=True)
+        asyncio.run(live.serve(listening))

@@ -9,8 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config.describe import describe_all, flat
-from megarl.config.load import CONFIG_FILE
+from megarl.config.load import CONFIG_FILE, read_yaml
 from megarl.config.schema import Config
+from megarl.config.secrets import for_records
 from megarl.report.runs import Run
 
 _MISSING = object()
@@ -60,12 +61,13 @@ def _read(run: Run, known: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     if not os.path.exists(path):
         return {}, f"{CONFIG_FILE} is not there"
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        tree = OmegaConf.to_container(read_yaml(path), resolve=False)
     except Exception as e:  # the parsers raise what they like
         return {}, f"{CONFIG_FILE} cannot be read: {' '.join(str(e).split())[:200]}"
     if not isinstance(tree, dict):
         return {}, f"{CONFIG_FILE} holds no sections"
-    return flat({str(key): value for key, value in tree.items()}, known), ""
+    written = {str(key): value for key, value in tree.items()}
+    return flat(for_records(written), known), ""  # an older version's record may hold a secret
 
 
 def _text(value: Any) -> str:

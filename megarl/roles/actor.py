@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from megarl.roles.passes import Passes
 from megarl.roles.trained import TrainedModel
 from megarl.types import Batch
 
@@ -13,10 +12,10 @@ from megarl.types import Batch
 class Actor(TrainedModel):
     """A language model that is trained."""
 
-    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    def log_probs(self, batch: Batch, passes: Passes) -> Tensor:
         """Log-probability of every trained token at the batch's temperature; float32 [T], nats, on every rank.
 
         Args:
-            micro_batches: see `MegatronModel.forward`.
+            passes: see `MegatronModel.forward`.
         """
-        return self.forward(batch, micro_batches)
+        return self.forward(batch, passes)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
-from megarl.config.policy import Megatron, Model
+from megarl.config.policy import Batching, Megatron, Model
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Head, ScalarHead
 from megarl.parallel.groups import Groups
 from megarl.parallel.offload import OnHost
 from megarl.phases import Item
 from megarl.roles.model import MegatronModel
+from megarl.roles.passes import Passes
 from megarl.types import Batch
 
 
@@ -29,13 +30,15 @@ class FrozenModel(MegatronModel):
         *,
         model: Model,
         megatron: Megatron,
+        batching: Batching,
+        balance: bool = True,
         initial: Callable[[MegatronModel], None],
     ) -> None:
         """
         Args:
             initial: gives the model its weights.
         """
-        super().__init__(arch, groups, model=model, megatron=megatron)
+        super().__init__(arch, groups, model=model, megatron=megatron, batching=batching, balance=balance)
         if megatron.param_offload:
             self.memory[Item.WEIGHTS] = (OnHost(lambda: self.parameters().values(), constant=True),)
         initial(self)
@@ -51,21 +54,23 @@ class Policy(FrozenModel):
         *,
         model: Model,
         megatron: Megatron,
+        batching: Batching,
+        balance: bool = True,
         initial: Callable[[MegatronModel], None],
     ) -> None:
         """As `FrozenModel`. Where the layouts coincide the weights stay, and the engine shares them."""
         train, generation = groups.train, groups.generation
         stays = train.pp == 1 and train.tp == generation.tp
         kept = megatron.model_copy(update={"param_offload": megatron.param_offload and not stays})
-        super().__init__(arch, groups, model=model, megatron=kept, initial=initial)
+        super().__init__(arch, groups, model=model, megatron=kept, batching=batching, balance=balance, initial=initial)
 
 
 class Teacher(FrozenModel):
     """The language model that a policy is to become like."""
 
-    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    def log_probs(self, batch: Batch, passes: Passes) -> Tensor:
         """See `Actor.log_probs`."""
-        return self.forward(batch, micro_batches)
+        return self.forward(batch, passes)
 
 
 class Judge(FrozenModel):
@@ -76,6 +81,6 @@ class Judge(FrozenModel):
     def make_head(self) -> Head:
         return ScalarHead(per="sequence")
 
-    def scores(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    def scores(self, batch: Batch, passes: Passes) -> Tensor:
         """See `RewardModel.scores`."""
-        return self.forward(batch, micro_batches)
+        return self.forward(batch, passes)

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.algorithms.loss import Loss
-from megarl.config.policy import Megatron, Model
+from megarl.config.policy import Batching, Megatron, Model
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, fill
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
@@ -24,10 +23,12 @@ from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
+from megarl.parallel.control import sum_
 from megarl.parallel.groups import Groups, in_its_layout
 from megarl.parallel.offload import Resident
 from megarl.phases import Item
 from megarl.roles.copying import copy_weights
+from megarl.roles.passes import Passes, StepPlan, plan_passes
 from megarl.roles.writers import spread_over_replicas
 from megarl.types import Batch
 
@@ -42,20 +43,33 @@ class MegatronModel:
         head: what its last stage ends in.
         dtype: of its weights.
         packed: whether sequences share rows without padding.
+        batching, balance: how `plan` cuts batches.
         memory: of its weights. Methods bring back what they need of it; whoever reads parameters asks
             `gather_parameters` first.
     """
 
     scalar_output: ClassVar[bool] = False
 
-    def __init__(self, arch: Architecture, groups: Groups, *, model: Model, megatron: Megatron) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        groups: Groups,
+        *,
+        model: Model,
+        megatron: Megatron,
+        batching: Batching,
+        balance: bool = True,
+    ) -> None:
         """
         Args:
             model: data type, packing and recomputation.
             megatron: kernels, and what is set of Megatron-Core's TransformerConfig.
+            batching: how much goes through it at once.
+            balance: plans even out tokens over data-parallel ranks (`trainer.balance_batch`).
         """
         self.arch = arch = arch.with_scalar_output() if self.scalar_output else arch
         self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
+        self.batching, self.balance = batching, balance
         self.head = self.make_head()
         self.transformer_engine = megatron.transformer_engine == "auto" and transformer_engine_available()
         self.transformer_config = transformer_config(
@@ -96,14 +110,7 @@ class MegatronModel:
         """Take over the weights of a model of the same ranks; an output layer of another form stays as it is."""
         self.gather_parameters()
         other.gather_parameters()
-        if other.groups.train == self.groups.train:
-            theirs = other.parameters()
-            with torch.no_grad():
-                for name, parameter in self.parameters().items():
-                    if name in theirs and theirs[name].shape == parameter.shape:
-                        parameter.copy_(theirs[name])
-        else:
-            copy_weights(other, self)
+        copy_weights(other, self)
         self._rewritten()
 
     def placements(self) -> list[Any]:
@@ -123,16 +130,36 @@ class MegatronModel:
         for memory in self.memory[Item.WEIGHTS]:
             memory.restore()
 
-    def forward(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    def plan(self, batch: Batch, sequences: int | None = None, *, together: int = 1) -> StepPlan:
+        """Cut a batch into mini-batches and this rank's micro-batches, for this model and others of its layout.
+
+        Args:
+            sequences: of a mini-batch; None: all in one.
+            together: neighbours that must stay together: 2 for the pairs of a loss that compares them.
+        """
+        return plan_passes(
+            batch,
+            self.groups.train,
+            self.groups.rank,
+            batching=self.batching,
+            balance=self.balance,
+            sequences=sequences,
+            together=together,
+        )
+
+    def forward(self, batch: Batch, passes: Passes) -> Tensor:
         """What the head computes, without gradients: float32 [T] or, of one per sequence, [N]; on every rank.
 
         Args:
-            micro_batches: this data-parallel rank's sequences, in the micro-batches that training will use: the same
-                packing gives the same bits, so that the first ratio is exactly 1.
+            passes: what `plan` gave for the batch, here or for another model of the same layout. Those that training
+                will use give the same bits, so that the first ratio is exactly 1.
+
+        Raises:
+            ValueError: they are of another layout.
         """
         self.gather_parameters()
         with torch.no_grad():
-            return self._gathered(batch, self._run(batch, micro_batches, None, {}, {}))
+            return self._gathered(batch, self._run(batch, passes, None, {}, {}))
 
     def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
         """All of the model as Megatron-Core's sharded state dict, to save or to load into.
@@ -141,7 +168,7 @@ class MegatronModel:
             prefix: tells several models in a checkpoint apart.
 
         Raises:
-            ValueError: something to save is not finite.
+            ValueError: something to save of a model that is trained is not finite; others are saved as they are.
         """
         del loading
         return spread_over_replicas(self.sharded_weights(prefix), self.groups.pgs.dp_cp)
@@ -182,14 +209,14 @@ class MegatronModel:
         out = torch.zeros(len(batch) if self.head.per == "sequence" else len(batch.tokens))
         if self._reports and trained:
             out[torch.cat([one.places for one in trained])] = torch.cat([one.outputs for one in trained]).cpu()
-        dist.all_reduce(out, group=self.groups.control)  # one rank has a value, the others 0: no rounding
-        return out
+        # one rank has a value, the others 0: no rounding
+        return sum_(self.groups.control, out, "the outputs of a pass")
 
     @in_its_layout
     def _run(
         self,
         batch: Batch,
-        micro_batches: Sequence[Sequence[int]],
+        passes: Passes,
         loss: Loss | None,
         columns: Mapping[str, Tensor],
         sequence_columns: Mapping[str, Tensor],
@@ -197,12 +224,18 @@ class MegatronModel:
         """Megatron-Core's 1F1B (or interleaved) schedule over micro-batches.
 
         Args:
+            passes: see `forward`.
             loss: what is differentiated; None is a forward pass.
             columns, sequence_columns: see `make_micro_batch`.
 
         Returns:
             what there is to tell of each micro-batch, in order; empty on the other stages.
         """
+        if passes.layout != self.groups.train:
+            raise ValueError(
+                f"a batch was planned for {passes.layout}, and the {type(self).__name__} has {self.groups.train}: "
+                f"ranks would pass the wrong sequences; pass what its own plan(batch) gives"
+            )
         train = loss is not None
         pad = self.groups.train.tp if self.transformer_config.sequence_parallel else 1
         inputs = [
@@ -215,7 +248,7 @@ class MegatronModel:
                 columns=columns,
                 sequence_columns=sequence_columns,
             )
-            for sequences in micro_batches
+            for sequences in passes.micro_batches
         ]
         models = self._pass_chunks(train=train)
         for chunk in self.chunks:

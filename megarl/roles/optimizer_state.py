@@ -112,11 +112,11 @@ def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[s
                     tensor.copy_(whole[slot.start : slot.stop].view_as(tensor))
     for adam in _inner(optimizer):
         for group in adam.param_groups:
-            if "step" in group:  # Transformer Engine's and apex's FusedAdam
-                group["step"] = loaded["step"]
-            for main in group["params"]:
-                if isinstance(adam, torch.optim.Adam):
+            if isinstance(adam, torch.optim.Adam):
+                for main in group["params"]:
                     adam.state[main]["step"] = torch.tensor(float(loaded["step"]))
+            else:  # Transformer Engine's and apex's FusedAdam, which has none before its first step
+                group["step"] = loaded["step"]
 
 
 def master_weights(optimizer: Any) -> Iterator[Tensor]:

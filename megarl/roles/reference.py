@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from megarl.config.policy import Megatron, Model
 from megarl.parallel.offload import OnHost
 from megarl.phases import Item
 from megarl.roles.model import MegatronModel
+from megarl.roles.passes import Passes
 from megarl.types import Batch
 
 
@@ -26,7 +25,14 @@ class Reference(MegatronModel):
             model, megatron: those of the policy.
             param_offload: the weights wait in pinned host memory except while they are used.
         """
-        super().__init__(policy.arch, policy.groups, model=model, megatron=megatron)
+        super().__init__(
+            policy.arch,
+            policy.groups,
+            model=model,
+            megatron=megatron,
+            batching=policy.batching,
+            balance=policy.balance,
+        )
         self._policy = policy
         if param_offload:
             self.memory[Item.WEIGHTS] = (OnHost(lambda: self.parameters().values(), constant=True),)
@@ -36,6 +42,6 @@ class Reference(MegatronModel):
         """Copy the policy's weights as they are now."""
         self.copy_from(self._policy)
 
-    def log_probs(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    def log_probs(self, batch: Batch, passes: Passes) -> Tensor:
         """See `Actor.log_probs`."""
-        return self.forward(batch, micro_batches)
+        return self.forward(batch, passes)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from megarl.models.heads import Head, ScalarHead
+from megarl.roles.passes import Passes
 from megarl.roles.trained import TrainedModel
 from megarl.types import Batch
 
@@ -19,6 +18,6 @@ class RewardModel(TrainedModel):
     def make_head(self) -> Head:
         return ScalarHead(per="sequence")
 
-    def scores(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    def scores(self, batch: Batch, passes: Passes) -> Tensor:
         """The score of each sequence, read at its last token; float32 [N], on every rank."""
-        return self.forward(batch, micro_batches)
+        return self.forward(batch, passes)

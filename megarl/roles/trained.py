@@ -16,8 +16,7 @@ from torch import Tensor
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, columns_of, prepared, scope_of
 from megarl.config.fields import LossAggMode
-from megarl.config.policy import Megatron, Model, Optim
-from megarl.data.packing import MiniBatch
+from megarl.config.policy import Batching, Megatron, Model, Optim
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Passed
 from megarl.models.kernels import layer_kernels
@@ -26,6 +25,7 @@ from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Resident
 from megarl.phases import Item
 from megarl.roles.model import MegatronModel
 from megarl.roles.optimizer import MegatronOptimizer
+from megarl.roles.passes import MiniBatch, Passes
 from megarl.types import PER_SEQUENCE, Batch
 
 
@@ -47,6 +47,8 @@ class TrainedModel(MegatronModel):
         *,
         model: Model,
         megatron: Megatron,
+        batching: Batching,
+        balance: bool = True,
         optim: Optim,
         total_steps: int,
         initial: Callable[[MegatronModel], None],
@@ -56,7 +58,7 @@ class TrainedModel(MegatronModel):
             optim, total_steps: of the first optimizer, and the optimizer steps that its schedule spans.
             initial: gives the model its first weights.
         """
-        super().__init__(arch, groups, model=model, megatron=megatron)
+        super().__init__(arch, groups, model=model, megatron=megatron, batching=batching, balance=balance)
         self._overlaps_gather = megatron.overlap_param_gather
         initial(self)
         ddp = DistributedDataParallelConfig(
@@ -104,6 +106,7 @@ class TrainedModel(MegatronModel):
         """One optimizer step on a mini-batch.
 
         Args:
+            mini_batch: of this model's `plan`.
             loss: what is minimised. It sees the fields of the batch that it names in `columns`.
             weights: float32, of the head's outputs in the loss, with the global denominator: [T] for one per token, [N]
                 for one per sequence. None: the mean over the mini-batch's tokens, or over its sequences if the loss
@@ -115,15 +118,15 @@ class TrainedModel(MegatronModel):
         """
         return self._update(batch, mini_batch, loss, weights)[0]
 
-    def evaluate(self, batch: Batch, micro_batches: Sequence[Sequence[int]], loss: Loss) -> dict[str, float]:
+    def evaluate(self, batch: Batch, passes: Passes, loss: Loss) -> dict[str, float]:
         """The loss of a batch and its metrics, without gradients; the same on every rank.
 
         Args:
-            micro_batches: see `MegatronModel.forward`.
+            passes: see `MegatronModel.forward`.
             loss: as in `update`. There is no entropy.
         """
         everything = range(len(batch))
-        outputs, weights = self.forward(batch, micro_batches), self._mean_over(batch, everything, loss)
+        outputs, weights = self.forward(batch, passes), self._mean_over(batch, everything, loss)
         columns, sequence_columns = self._columns(prepared(loss, batch, everything), loss)
         trained = batch.response_mask
         if self.head.per == "token":
@@ -150,7 +153,7 @@ class TrainedModel(MegatronModel):
         if weights is None:
             weights = self._mean_over(batch, mini_batch.sequences, loss)
         batch = prepared(loss, batch, mini_batch.sequences)
-        passed = self.accumulate_gradients(batch, mini_batch.micro_batches, weights, loss)
+        passed = self.accumulate_gradients(batch, mini_batch, weights, loss)
         losses = [out for one in passed for out in one.losses] if self._reports else []
         metrics = {"loss": Metric(value=0.0), **self._reduce(losses)}
         grad_norm, stepped = self.optimizer.step(loss=float(metrics["loss"].value))
@@ -160,9 +163,7 @@ class TrainedModel(MegatronModel):
         metrics["skipped"] = Metric(value=float(not stepped))
         return metrics, passed
 
-    def accumulate_gradients(
-        self, batch: Batch, micro_batches: Sequence[Sequence[int]], weights: Tensor, loss: Loss
-    ) -> list[Passed]:
+    def accumulate_gradients(self, batch: Batch, passes: Passes, weights: Tensor, loss: Loss) -> list[Passed]:
         """The gradient of a mini-batch, reduced over data-parallel ranks; `update` without the optimizer's step."""
         for memory in self.memory[Item.WEIGHTS]:
             memory.restore()
@@ -170,7 +171,7 @@ class TrainedModel(MegatronModel):
         self.optimizer.zero_grad()
         columns, sequence_columns = self._columns(batch, loss)
         (sequence_columns if self.head.per == "sequence" else columns)["weights"] = weights
-        return self._run(batch, micro_batches, loss, columns, sequence_columns)
+        return self._run(batch, passes, loss, columns, sequence_columns)
 
     def gather_parameters(self) -> None:
         """See `MegatronModel.gather_parameters`; ends what `overlap_param_gather` left to the next training pass.

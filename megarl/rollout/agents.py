@@ -178,7 +178,7 @@ class WithAgents:
             return
         worker, outcome = event
         if outcome is not None and outcome.number == NO_AGENT:
-            raise RewardError(str(outcome.error))
+            raise RewardError(str(outcome.error), everywhere=False)
         if outcome is None:
             self._lost(worker, f"its process {worker.how_it_ended()}")
         elif (playing := self._playing.get(outcome.number)) is not None:

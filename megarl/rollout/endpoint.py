@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from megarl.loopback import Loopback
 from megarl.rollout.chat_request import MODEL, Refused, read_request
 from megarl.rollout.engine import Request
 from megarl.rollout.sessions import Session
@@ -20,6 +21,7 @@ from megarl.types import Completion, SamplingParams
 
 _LARGEST_BODY = 64 * 2**20
 _CLOSING = 5.0  # seconds
+_SHOWN = 200  # characters of what a client sent, in the answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Waiting:
 
 
 class Endpoint:
-    """Serves sessions at http://127.0.0.1:PORT/sessions/ID/v1, in a thread of its own.
+    """Serves sessions at http://127.0.0.1:PORT/sessions/ID/v1, in a thread of its own. An ID is a secret.
 
     Args:
         ask: takes a request to the engine's loop; called in that thread.
@@ -62,7 +64,7 @@ class Endpoint:
 
     def open(self, session: Session) -> str:
         """Serve a session; returns its base_url."""
-        number = secrets.token_hex(8)
+        number = secrets.token_hex(16)
         with self.lock:
             self._sessions[number] = session
         return f"http://127.0.0.1:{self._port}/sessions/{number}/v1"
@@ -86,11 +88,10 @@ class Endpoint:
         app = web.Application(middlewares=[_in_openais_form], client_max_size=_LARGEST_BODY)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._completions)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        runner = web.AppRunner(app, handle_signals=False, handler_cancellation=True, access_log=None)
-        await runner.setup()
-        await web.SockSite(runner, self._socket, shutdown_timeout=0.1).start()
+        self._server = Loopback(app)
+        await self._server.start(self._socket)
         await self._ended.wait()
-        await runner.cleanup()
+        await self._server.close()
 
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
@@ -132,6 +133,7 @@ class Endpoint:
             session = self._sessions.get(request.match_info["session"])
         if session is None:
             raise Refused("there is no such session, or its episode is over", status=404)
+        self._server.admit(request)
         return session
 
 
@@ -145,7 +147,7 @@ async def _in_openais_form(
     except Refused as e:
         refused = e
     except web.HTTPException as e:
-        refused = Refused(f"{request.method} {request.path}: {e.reason}", status=e.status)
+        refused = Refused(f"{request.method} {request.path[:_SHOWN]}: {e.reason}", status=e.status)
     except Exception as e:  # a client gets an answer, whatever happens here
-        refused = Refused(f"{type(e).__name__}: {e}", status=500)
+        refused = Refused(f"{type(e).__name__}: {str(e)[:_SHOWN]}", status=500)
     return web.json_response(refused.body, status=refused.status)

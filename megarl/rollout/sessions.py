@@ -208,7 +208,7 @@ class Session:
 
     def _begin(self, asked: Asked) -> Segment:
         tokenizer = self._speech.tokenizer
-        ids = tuple(tokenizer.encode(tokenizer.chat_text(asked.messages, tools=asked.tools)))
+        ids = tuple(tokenizer.encode_chat(asked.messages, tools=asked.tools))
         if len(ids) > self._max_prompt_length:
             raise Refused(
                 f"the messages have {len(ids)} tokens, more than data.max_prompt_length = {self._max_prompt_length}",

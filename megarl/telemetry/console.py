@@ -5,14 +5,30 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+
+from megarl.plain import plain, plain_stream
 
 
 class Output(Console):
-    """Rich's, which on a pipe that nobody reads (`megarl plan ... | head`) leaves the rest to `megarl.cli.main`."""
+    """Rich's, for texts of others, whose control characters it shows. On a pipe that nobody reads (`megarl plan ... |
+    head`) it leaves the rest to `megarl.cli.main`."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))
+
+    def _stream(self) -> Any:
+        """The terminal itself, also while rich's own stand-in for it is in the place of stdout."""
+        file = super().file
+        return getattr(file, "rich_proxied_file", file)
+
+    file = property(_stream, Console.file.fset)  # type: ignore[attr-defined]
 
     def on_broken_pipe(self) -> NoReturn:
         raise BrokenPipeError
@@ -34,8 +50,9 @@ def go_on_without() -> None:
             continue
         stream.flush()
         through = io.BufferedWriter(_Unfailing(stream.fileno(), "wb", closefd=False))
+        lasting = plain_stream(stream, through)
         at_once = stream.line_buffering or stream.write_through  # the latter by PYTHONUNBUFFERED
-        lasting = io.TextIOWrapper(through, stream.encoding, "backslashreplace", line_buffering=at_once)
+        lasting.reconfigure(line_buffering=at_once, write_through=False)
         setattr(sys, name, lasting)
 
 

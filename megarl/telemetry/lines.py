@@ -20,7 +20,7 @@ class LineFile:
         Args:
             path: holds whole lines only, or does not exist.
         """
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115
         self._whole = self._file.seek(0, os.SEEK_END)
         self._pending = b""
 
@@ -73,11 +73,27 @@ def keep(path: str, lines: list[bytes], *, damaged: int, say: Say) -> None:
     rewrite(path, text)
 
 
-def rewrite(path: str, text: bytes) -> None:
-    """Replace a file's content in one move: a kill in between leaves the old or the new, never half of it."""
+def no_link(path: str, flags: int) -> int:
+    """For `open`: raises OSError for a link, which would lead what is written into another file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def no_link_private(path: str, flags: int) -> int:
+    """The same, for a file that no other user can read."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    os.fchmod(descriptor, 0o600)  # it may have been there
+    return descriptor
+
+
+def rewrite(path: str, text: bytes, *, private: bool = False) -> None:
+    """Replace a file's content in one move: a kill in between leaves the old or the new, never half of it.
+
+    Args:
+        private: no other user can read it.
+    """
     new = path + ".new"
     try:
-        with open(new, "wb") as f:
+        with open(new, "wb", opener=no_link_private if private else no_link) as f:
             f.write(text)
         os.replace(new, path)
     except OSError:

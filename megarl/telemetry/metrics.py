@@ -66,7 +66,10 @@ _PATTERNS = {
     "own": ".+",
 }
 
-TIMED = ("timing/", "tokens_per_s", "perf/", "gpu/", "straggler/", "reward/latency_", "response/latency_")
+TIMED = (
+    *("timing/", "tokens_per_s", "perf/", "gpu/", "straggler/", "memory/"),
+    *("reward/latency_", "response/latency_", "episode/tool_s"),
+)
 """How metrics of the clock and the machine begin: two runs that are otherwise equal differ in them."""
 
 
@@ -254,9 +257,15 @@ _MACHINE = (
         "updates left out since this process of the run began, because loss or gradient was not finite",
         "sum",
     ),
-    _m("straggler/rank", "rank", "the rank that worked longest in the step, waiting for others left out", "max"),
+    _m("straggler/rank", "rank", "the rank that worked longest in the step, waits for all ranks left out", "max"),
     _m("straggler/excess_s", "s", "how much longer it worked than the median rank", "max"),
-    _m("straggler/{phase}_rank", "rank", "the rank that worked longest in a phase, waiting for others left out", "max"),
+    _m(
+        "straggler/{phase}_rank",
+        "rank",
+        "the rank that worked longest in a phase, waits for all ranks left out; those inside the collectives of a pass "
+        "(tensor, pipeline, data parallel) count as work",
+        "max",
+    ),
     _m("straggler/{phase}_excess_s", "s", "how much longer it worked than the median rank", "max"),
     _m("memory/{phase}_gib", "GiB", "memory in use at most in a phase, of the rank that used most", "max"),
     _m("gpu/utilization_mean", "1", "share of the time in which a GPU ran a kernel, as NVML says; mean over GPUs"),

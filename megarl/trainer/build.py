@@ -8,7 +8,7 @@ from megarl.algorithms.loss import Loss, Sum
 from megarl.algorithms.registry import LOSSES
 from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
-from megarl.checkpoint.store import load_checkpoint
+from megarl.checkpoint.store import load_checkpoint, verify_checkpoint
 from megarl.config import Config
 from megarl.config.other_models import OtherModel
 from megarl.config.other_models import RewardModel as RewardModelKeys
@@ -30,6 +30,7 @@ from megarl.roles.reward_model import RewardModel
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import architecture_of
 from megarl.trainer.session import Run
+from megarl.trainer.stopped import RunRefused
 
 
 def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: int, empty: bool = False) -> Actor:
@@ -46,9 +47,17 @@ def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: in
         if not empty:
             _load_policy(policy, inputs)
 
-    megatron = config.actor_rollout_ref.actor.megatron
+    settings = config.actor_rollout_ref.actor
     return Actor(
-        inputs.arch, groups, model=model, megatron=megatron, optim=optim, total_steps=total_steps, initial=initial
+        inputs.arch,
+        groups,
+        model=model,
+        megatron=settings.megatron,
+        batching=settings,
+        balance=config.trainer.balance_batch,
+        optim=optim,
+        total_steps=total_steps,
+        initial=initial,
     )
 
 
@@ -60,17 +69,26 @@ def build_policy(inputs: Inputs, groups: Groups) -> Policy:
         groups,
         model=roles.model,
         megatron=roles.actor.megatron,
+        batching=roles.actor,
+        balance=inputs.config.trainer.balance_batch,
         initial=lambda policy: _load_policy(policy, inputs),
     )
 
 
 def _load_policy(policy: MegatronModel, inputs: Inputs) -> None:
-    model = inputs.config.actor_rollout_ref.model
-    if model.checkpoint:
-        control = policy.groups.control
-        policy.load_weights(load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, control=control))
-    else:
+    model, control = inputs.config.actor_rollout_ref.model, policy.groups.control
+    if not model.checkpoint:
         policy.load(_weights(model, inputs.arch, inputs.config.data.seed))
+        return
+    if inputs.config.checkpoint.verify and (problem := verify_checkpoint(model.checkpoint, control)):
+        raise RunRefused(
+            f"actor_rollout_ref.model.checkpoint = '{model.checkpoint}' is damaged: {problem}; give another checkpoint"
+        )
+    try:
+        weights = load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, control=control)
+    except ValueError as e:
+        raise RunRefused(f"actor_rollout_ref.model.checkpoint: {e}") from e
+    policy.load_weights(weights)
 
 
 def build_reward_model(
@@ -87,9 +105,17 @@ def build_reward_model(
         if not empty:
             scorer.load(_weights(model, scorer.arch, config.data.seed))
 
-    megatron = config.actor_rollout_ref.actor.megatron
+    settings = config.actor_rollout_ref.actor
     return RewardModel(
-        inputs.arch, groups, model=model, megatron=megatron, optim=optim, total_steps=total_steps, initial=initial
+        inputs.arch,
+        groups,
+        model=model,
+        megatron=settings.megatron,
+        batching=settings,
+        balance=config.trainer.balance_batch,
+        optim=optim,
+        total_steps=total_steps,
+        initial=initial,
     )
 
 
@@ -120,6 +146,8 @@ def build_critic(run: Run, actor: Actor) -> Critic:
         run.groups_of(settings.megatron),
         model=config.actor_rollout_ref.model,
         megatron=settings.megatron,
+        batching=settings,
+        balance=config.trainer.balance_batch,
         optim=settings.optim,
         total_steps=inputs.critic_steps,
         initial=initial,
@@ -146,6 +174,8 @@ def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModelKeys) ->
         run.groups_of(settings.megatron),
         model=config.actor_rollout_ref.model,
         megatron=settings.megatron,
+        batching=settings,
+        balance=config.trainer.balance_batch,
         initial=lambda model: model.load(_weights(settings.model, model.arch, config.data.seed)),
     )
 

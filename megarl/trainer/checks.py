@@ -9,6 +9,7 @@ from megarl.algorithms.registry import PREFERENCES
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
+from megarl.config.refusal import is_refusal
 from megarl.data.formats import OF_FLOWS, check_format, generates, trains
 from megarl.data.prompts import PromptSet
 from megarl.evaluation.folder import is_finished
@@ -22,6 +23,7 @@ from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_temperature, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
+from megarl.trainer.deterministic_checks import check_deterministic
 from megarl.trainer.environment_checks import check_conversations, check_environment
 from megarl.trainer.inputs import Inputs, read_inputs, read_model
 from megarl.trainer.memory import check_memory
@@ -60,6 +62,8 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
             check_conversations(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
     except ValueError as e:
+        if not is_refusal(e):
+            raise
         raise ValueError(_readable(str(e))) from e
     return inputs
 
@@ -85,6 +89,8 @@ def check_answering(config: Config) -> Inputs:
         _check_shapes(config, inputs.arch)
         _check_model_files(inputs)
     except ValueError as e:
+        if not is_refusal(e):
+            raise
         raise ValueError(_readable(str(e))) from e
     return inputs
 
@@ -110,6 +116,7 @@ def check_layouts(config: Config) -> Architecture:
 def _check_configuration(config: Config) -> None:
     """Keys that only generation or a policy update reads are not looked at where neither happens."""
     check_format(config)
+    check_deterministic(config)
     if generates(config):
         ENGINES.check(config.actor_rollout_ref.rollout.name)
         _check_samples(config)

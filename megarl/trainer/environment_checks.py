@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.data.encode import are_messages
+from megarl.data.messages import are_messages
 from megarl.data.readers import value_or_none
 from megarl.environments.agent_process import check_agent
 from megarl.environments.environment import environment_of

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
+from megarl.config.secrets import without_secrets
 from megarl.data.examples import Example
 from megarl.data.formats import format_of, generates, trains
 from megarl.data.load import Loaded, load_examples
@@ -21,6 +22,7 @@ from megarl.rewards import Reward
 from megarl.rewards.parts import Part, parts_of, scorers_of
 from megarl.trainer.resuming.digests import tokenizer_digest
 from megarl.trainer.resuming.identity import Identity, identity_of
+from megarl.trainer.trust import unsafe_remarks
 from megarl.trainer.unread_keys import unread
 from megarl.types import Prompt, SamplingParams
 
@@ -55,7 +57,7 @@ class Inputs:
     @cached_property
     def identity(self) -> Identity:
         """What a checkpoint of the run records of it."""
-        return identity_of(self)
+        return {part: without_secrets(values) for part, values in identity_of(self).items()}
 
     @property
     def train_rows(self) -> int:
@@ -119,10 +121,10 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     """
     model = config.actor_rollout_ref.model
     arch = read_architecture(model.path)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.apply_chat_template_kwargs)
+    tokenizer = _tokenizer(config)
     rewards = parts_of(config.reward, reward) if generates(config) else ()
     rows = _prompts(config, tokenizer, rewards) if generates(config) else _examples(config, tokenizer)
-    rows["remarks"] += (*unread(config),) if trains(config) else ()
+    rows["remarks"] += (*unsafe_remarks(config), *(unread(config) if trains(config) else ()))
     return Inputs(
         config=config,
         arch=arch,
@@ -141,9 +143,18 @@ def read_model(config: Config) -> Inputs:
     """
     model = config.actor_rollout_ref.model
     arch = read_architecture(model.path)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path, config.data.apply_chat_template_kwargs)
+    tokenizer = _tokenizer(config)
     stop_tokens = _stop_tokens(config, arch, tokenizer)
     return Inputs(config=config, arch=arch, tokenizer=tokenizer, stop_tokens=stop_tokens, **_NO_ROWS)
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    model, data = config.actor_rollout_ref.model, config.data
+    return load_tokenizer(
+        model.tokenizer_path or model.path,
+        data.apply_chat_template_kwargs,
+        read_special_tokens=data.read_special_tokens,
+    )
 
 
 def _tokenizer_key(config: Config) -> str:
@@ -214,8 +225,8 @@ def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tu
     theirs = [i for folder in folders for i in end_tokens(folder, arch.vocab_size)]
     found = tuple(dict.fromkeys((tokenizer.eos_id, *theirs, *own)))
     for text in config.actor_rollout_ref.rollout.stop:
-        for i in tokenizer.encode(text):
-            if i not in found and (name := tokenizer.token(i)) and name in text and not tokenizer.decode([i]):
+        for name, i in tokenizer.special_tokens.items():
+            if i not in found and name in text:
                 raise ValueError(
                     f"rollout.stop: {name} in {text!r} is a special token, which leaves no text in a response, so that "
                     f"the string would never be found; name the token instead: rollout.stop_token_ids=[{i}]"

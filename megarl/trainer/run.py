@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
@@ -11,14 +10,18 @@ from functools import partial
 
 import torch
 
-from megarl.config import dump_config
-from megarl.config.load import CONFIG_FILE
+from megarl.config.refusal import is_refusal
+from megarl.config.secrets import hide
+from megarl.parallel.deterministic import deterministic
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.groups import Groups, build_groups, init_distributed, leave_world
+from megarl.parallel.meeting import follow_launcher, job_store
+from megarl.plain import plain
+from megarl.rewards.judge import RewardError
 from megarl.trainer.agreement import check_same_inputs
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report, title_of
-from megarl.trainer.resuming.resume import Start, check_seen, choose_start, finished, last_row
+from megarl.trainer.resuming.resume import Start, choose_start, finished, last_row
 from megarl.trainer.session import Callback, Run
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
@@ -38,13 +41,15 @@ def run(
             can hang.
     """
     config = inputs.config
-    init_distributed(config.trainer.timeout_minutes)
-    groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
-    stopped_by = take_part(inputs, flow, groups, stop, callbacks, ends=ends)
-    if ends:
-        groups.barrier("the end of the run")
-    else:
-        leave_world()
+    follow_launcher()
+    with deterministic(config.trainer.deterministic):
+        init_distributed(config.trainer.timeout_minutes)
+        groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
+        stopped_by = take_part(inputs, flow, groups, stop, callbacks, ends=ends)
+        if ends:
+            groups.barrier("the end of the run")
+        else:
+            leave_world()
     return stopped_by
 
 
@@ -70,7 +75,8 @@ def take_part(
     config = inputs.config
     torch.manual_seed(config.data.seed)
     hosts = groups.all_gather(socket.gethostname(), "all ranks")
-    watch = partial(groups.watch.active, rank=groups.rank, hosts=hosts, minutes=config.trainer.timeout_minutes)
+    minutes = config.trainer.timeout_minutes
+    watch = partial(groups.watch.active, rank=groups.rank, hosts=hosts, minutes=minutes, join=job_store)
     with watch(phase=lambda: "the start"):
         start = _agree(inputs, groups)
     if done := finished(inputs, start):
@@ -81,6 +87,8 @@ def take_part(
     stopped_by = None
     with watch(phase=lambda: session.timers.phase):
         try:
+            if start.folder is None:
+                session.begin()
             flow(session)
             session.finish()
         except RunInterrupted as e:
@@ -90,6 +98,8 @@ def take_part(
             _close_after(failure, session, ends=ends)
             raise failure from e
         except BaseException as e:
+            if isinstance(e, RewardError) and e.everywhere:
+                _save_before(session)
             _close_after(e, session, ends=ends)
             raise
     session.close(engines=not ends)
@@ -106,39 +116,47 @@ def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
         _say(session.groups, f"the run's records could not be closed: {type(e).__name__}: {e}")
 
 
+def _save_before(session: Run) -> None:
+    """A step that could not be scored has changed nothing: keep the ones before."""
+    step = session.position.step
+    try:
+        session.save_whole_steps()
+    except Exception as e:
+        _say(session.groups, f"the steps before could not be saved: {type(e).__name__}: {e}")
+    _say(session.groups, f"step {step} could not be scored; {_goes_on(session)}")
+
+
 def _agree(inputs: Inputs, groups: Groups) -> Start:
-    """Whether all ranks read the same, where they begin, and whether all see the run's folder."""
-    run_dir = inputs.config.trainer.run_dir
+    """Whether all ranks read the same, and where they begin."""
     try:
         check_same_inputs(inputs, groups)
-        start = choose_start(inputs, groups, lambda text: _say(groups, text))
-        if finished(inputs, start) is None:
-            if groups.rank == 0:
-                _write_config(inputs)
-            groups.barrier("the run's folder")
-            check_seen(os.path.join(run_dir, CONFIG_FILE), groups)
+        return choose_start(inputs, groups, lambda text: _say(groups, text))
     except ValueError as e:
+        if not is_refusal(e):
+            raise
         raise RunRefused(str(e)) from e
-    return start
-
-
-def _write_config(inputs: Inputs) -> None:
-    run_dir = inputs.config.trainer.run_dir
-    os.makedirs(run_dir, exist_ok=True)
-    with open(os.path.join(run_dir, CONFIG_FILE), "w", encoding="utf-8") as f:
-        f.write(dump_config(inputs.config))
 
 
 def _say(groups: Groups, text: str) -> None:
     if groups.rank == 0:
-        print(f"megarl: {text}", file=sys.stderr, flush=True)
+        print(f"megarl: {plain(hide(text))}", file=sys.stderr, flush=True)
 
 
 def _stop_line(session: Run, stopped_by: signal.Signals) -> str:
     position, settings = session.position, session.config.trainer
     loop = "" if position.loop in ("rl", "") else f"{title_of(position.loop)} "
     stopped = f"stopped by {stopped_by.name} after {loop}step {position.step}"
+    again = "the same command" if settings.resume_mode == "auto" else "trainer.resume_mode=auto"
+    if session.checkpoints.failure is not None:
+        latest = session.checkpoints.latest
+        further = f"goes on from {latest}" if latest else "begins again"
+        return f"{stopped}, and not saved: {session.checkpoints.failure}; make room, and {again} {further}"
     if session.checkpoints.position != position:
         return f"{stopped}; no checkpoint of it (trainer.save_freq = {settings.save_freq})"
-    again = "the same command" if settings.resume_mode == "auto" else "trainer.resume_mode=auto"
-    return f"{stopped}; checkpoint {session.checkpoints.latest}; {again} goes on from it"
+    return f"{stopped}; {_goes_on(session)}"
+
+
+def _goes_on(session: Run) -> str:
+    latest = session.checkpoints.latest
+    again = "the same command" if session.config.trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
+    return f"checkpoint {latest}; {again} goes on from it" if latest else "there is no checkpoint to go on from"

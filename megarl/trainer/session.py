@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
-from megarl.config.policy import Batching, Megatron
+from megarl.config.policy import Megatron
 from megarl.data.formats import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
@@ -26,7 +26,6 @@ from megarl.trainer.agreement import check_same_values
 from megarl.trainer.experience.episodes import build_episodes
 from megarl.trainer.experience.scoring import Scorer
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.micro_batches import StepPlan, plan_micro_batches
 from megarl.trainer.nonfinite import NonFiniteUpdates
 from megarl.trainer.records.memory_report import MemoryReport
 from megarl.trainer.records.pace import Pace
@@ -34,8 +33,8 @@ from megarl.trainer.records.report import Report, title_of
 from megarl.trainer.records.start_line import start_line
 from megarl.trainer.records.step_metrics import StepMetrics
 from megarl.trainer.records.timeline import Timeline
-from megarl.trainer.resuming.checkpointing import Checkpointing, saved_models
-from megarl.trainer.resuming.resume import Start
+from megarl.trainer.resuming.checkpointing import Checkpointing, Kept, saved_models
+from megarl.trainer.resuming.resume import Start, begin_in_folder
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
 from megarl.types import Batch, Rollouts
@@ -89,6 +88,7 @@ class Run:
         self._open: str | None = None
         self._before = self._row = 0  # the metric files' numbers of the steps before and at the end of the loop
         self._roles: dict[str, MegatronModel] = {}
+        self._whole: tuple[Position, Metrics, int, Kept] | None = None  # the last step, and updates
         self._validated: Metrics = {}  # what the validation after the step of `position` gave
         self.is_first_step = True
         self._announced = False
@@ -97,6 +97,17 @@ class Run:
             stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
         # before any model is built: importing what scores takes seconds meanwhile
         self._scorer = Scorer(inputs, groups, report.say) if inputs.rewards else None
+
+    def begin(self) -> None:
+        """Take the run's folder; every rank calls it, once nothing can refuse the run any more: a fresh one at once,
+        one that goes on when it has loaded its checkpoint.
+
+        Raises:
+            RunRefused: on every rank, if the folder cannot be written, or a rank does not see it.
+        """
+        begin_in_folder(self.inputs, self.groups, self._start)
+        self.report.begin()
+        self.checkpoints.best.mark()
 
     def add(self, name: str, joining: T) -> T:
         """A role, or something small with `state()` and `load_state()`, joins the run under a name: from now on it is
@@ -146,24 +157,6 @@ class Run:
         with self.timers(phase):
             self.residency.enter(phase)
             yield
-
-    def plan(
-        self,
-        batch: Batch,
-        sequences: int | None = None,
-        *,
-        model: MegatronModel | None = None,
-        batching: Batching | None = None,
-        together: int = 1,
-    ) -> StepPlan:
-        """How a batch goes through a model: in mini-batches of so many sequences, or all in one.
-
-        Args:
-            model, batching: a model with a layout of its own, and its keys; default: the actor's.
-            together: neighbours that must stay together: 2 for the pairs of a loss that compares them.
-        """
-        groups = model.groups if model else self.groups
-        return plan_micro_batches(batch, self.config, groups, sequences=sequences, batching=batching, together=together)
 
     def log(self, prefix: str, metrics: Mapping[str, Metric | float]) -> None:
         """Metrics of the step under way, as `{prefix}/{name}`; of one that is logged several times, what its `reduce`
@@ -237,6 +230,7 @@ class Run:
             self._announce()
         done, self.is_first_step = self._enter(loop, order), True
         if is_first_loop:
+            self.memory.predict()
             self.groups.watch.collect_waits()  # while all was built and read: of no step
             self._timeline.begin()
         if done >= total:
@@ -259,9 +253,11 @@ class Run:
         with self.report.progress(shown, total, done=done):
             while done < total:
                 self._leave_if_asked(order)
+                self._keep()
                 self.position, self._validated = Position(order, done + 1, loop), {}
                 with self.profiler.step(self.row):
                     yield self.position.step
+                    self._keep()
                     self._end_step(total, validate)
                     done = self._after_updates(total, nonfinite)
             if self._stop.agreed(self.groups) is not None:  # the next loop asks, too late to save this one
@@ -296,6 +292,16 @@ class Run:
                 f"since {self.checkpoints.latest or 'the beginning'}"
             )
 
+    def save_whole_steps(self) -> None:
+        """Save the last step that is whole, where a step cannot go on: the one before, unless the models have changed
+        since; every rank calls it."""
+        if self._whole is None:
+            return
+        position, validated, updates, kept = self._whole
+        if position.order == self.position.order and updates == self._updates():
+            self.position, self._validated = position, validated
+            self._save_if_new(kept)
+
     def close(self, *, engines: bool = True) -> None:
         """What tells of the run, scores and plays episodes, which needs no other rank, whatever became of them.
 
@@ -323,7 +329,6 @@ class Run:
         self.report.say(start_line(self.inputs, self.groups, self._trained, self.generations))
         for remark in self.inputs.remarks:
             self.report.say(remark)
-        self.memory.predict()
         if self._start.folder:
             self.report.say(f"resuming from {self._start.folder}")
 
@@ -338,6 +343,7 @@ class Run:
                 f"on with the flow that it began with"
             )
         self.checkpoints.load(start.folder, start.state)
+        self.begin()
         return start.position.step
 
     def _forget(self) -> None:
@@ -369,9 +375,15 @@ class Run:
         """Whether steps are done that no checkpoint has."""
         return self.position.step > 0 and self.checkpoints.position != self.position
 
-    def _save_if_new(self) -> None:
+    def _keep(self) -> None:
+        self._whole = self.position, self._validated, self._updates(), self.checkpoints.keep()
+
+    def _updates(self) -> int:
+        return sum(len(model.skipped) for model in self._trained)
+
+    def _save_if_new(self, kept: Kept | None = None) -> None:
         if self.config.trainer.save_freq and self._unsaved:
-            self._save()
+            self._save(kept)
 
     def _end_step(self, total: int, validate: Callable[[], Metrics] | None) -> None:
         self.is_first_step = False
@@ -410,7 +422,11 @@ class Run:
         spans, waits = self.timers.spans(), self.groups.watch.collect_waits()
         seconds = seconds_by_phase(spans)
         told = self.pace.own(seconds, waits, speed), self._timeline.own(spans, waits), self.timers.collect_peaks()
-        paces, timelines, peaks = zip(*self.groups.all_gather(told, "the seconds of a step"), strict=True)
+        told_and_problem = *told, self.report.folder_problem()
+        everyone = self.groups.all_gather(told_and_problem, "the seconds of a step")
+        paces, timelines, peaks, problems = zip(*everyone, strict=True)
+        if problems[0] is not None:
+            raise RunStopped(f"step {step} is not recorded: {problems[0]}")
         self._timeline.step(self._before + step, loop, timelines)
         pace, sequences = self.pace.collect(paces, seconds, speed)
         memory = self.memory.measured(peaks)
@@ -423,10 +439,10 @@ class Run:
         with self.timers(Phase.VALIDATE):
             return dict(validate())
 
-    def _save(self) -> bool:
+    def _save(self, kept: Kept | None = None) -> bool:
         """A checkpoint of everything that the next step depends on; returns whether it could be written."""
         with self.phase(Phase.SAVE):
-            return self.checkpoints.save(self.position, self._before + self.position.step, self._validated)
+            return self.checkpoints.save(self.position, self._before + self.position.step, self._validated, kept)
 
     def _recover(self, what: str, nonfinite: NonFiniteUpdates) -> None:
         """Go on from the last checkpoint, with the batches after the bad one, or stop."""

@@ -169,7 +169,7 @@ def answering_config(
 
 def _newest(run_dir: str) -> str:
     found = checkpoints(run_dir)
-    whole = next((one.folder for one in found if one.problem is None), None)
+    whole = next((one.folder for one in found if not one.damaged), None)
     if whole is None:
         damaged = f"; {os.path.basename(found[0].folder)}: {found[0].problem}" if found else ""
         raise ValueError(f"'{run_dir}' has no whole checkpoint{damaged}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 from megarl.config import Config
 from megarl.telemetry.sinks import check_packages
+from megarl.telemetry.sinks.jsonl import METRICS_FILE
 
 
 def check_telemetry(config: Config) -> None:
-    """Raises ValueError, with what to change: a package is missing, or Prometheus' mode lacks its key."""
+    """Raises ValueError, with what to change: no package, a key of Prometheus that is missing, a folder for a file."""
     check_packages(config.trainer.logger)
+    metrics = os.path.join(config.trainer.default_local_dir, METRICS_FILE)
+    if "jsonl" in config.trainer.logger and os.path.isdir(metrics):
+        raise ValueError(f"'{metrics}' is a folder; move it away, or set another trainer.default_local_dir")
     settings = config.telemetry.prometheus
     if "prometheus" not in config.trainer.logger:
         return

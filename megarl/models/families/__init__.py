@@ -48,8 +48,8 @@ def read_architecture(path: str) -> Architecture:
     try:
         with open(file, encoding="utf-8") as f:
             config = json.load(f)
-        names = config.get("architectures") or ["(none)"]
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as e:
+        names = list(config.get("architectures") or ["(none)"])
+    except (ValueError, TypeError, AttributeError, RecursionError, OSError) as e:
         raise ValueError(f"'{file}' is not a JSON object: {e}") from e
     name = str(names[0]).replace("ForSequenceClassification", "ForCausalLM")
     if name not in FAMILIES:
@@ -58,5 +58,5 @@ def read_architecture(path: str) -> Architecture:
         return FAMILIES[name](config)
     except KeyError as e:
         raise ValueError(f"'{file}': field {e} is missing") from e
-    except (TypeError, AttributeError, ZeroDivisionError) as e:
+    except (TypeError, AttributeError, ZeroDivisionError, OverflowError) as e:
         raise ValueError(f"'{file}': a field has a value of another kind than it should have: {e}") from e

@@ -16,7 +16,7 @@ const Blocks = {
 
   async bytes(name) {
     if (LIVE) {
-      const answer = await fetch(`/blocks/${encodeURIComponent(name)}`, { cache: "no-store" });
+      const answer = await fetch(`blocks/${encodeURIComponent(name)}`, { cache: "no-store" });
       const changed = answer.headers.get("X-Version") !== this.versions[name];
       if (!answer.ok || changed) throw new Error(`${name} has changed meanwhile`); // the next look finds out
       return answer.arrayBuffer();
@@ -47,7 +47,7 @@ const Blocks = {
 
   // Ask the server what there is now; returns the names of what is new.
   async look() {
-    const answer = await fetch("/blocks", { cache: "no-store" });
+    const answer = await fetch("blocks", { cache: "no-store" });
     if (!answer.ok) throw new Error(`${answer.status}`);
     const versions = await answer.json();
     const changed = new Set(Object.keys(versions).filter((name) => versions[name] !== this.versions[name]));

@@ -12,16 +12,23 @@ from megarl.models.sizes import BLOCK_SIZE, blocks_for, kv_heads
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import BlockCopies, Running
 
+_FIRST_BLOCKS = 64  # of a cache in host memory
+
 
 class KVCache:
-    """
+    """Holds keys and values by blocks.
+
+    On a GPU, whose memory `cache_blocks` has measured, it takes all its memory at once. On a CPU nobody has set a part
+    of the memory aside: it grows with the highest block in use, and the pool gives out the lowest first.
+
     Args:
-        blocks: how many, the scratch block included; kept as an attribute.
+        blocks: how many at most, the scratch block included; kept as an attribute.
         max_num_seqs: sequences that run together.
         max_model_len: tokens of the longest.
 
     Attributes:
-        layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank.
+        layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank;
+            on a CPU so many blocks as were in use.
         tables: int32 [max_num_seqs + 1, blocks of the longest sequence], the blocks of the sequence in each slot. The
             last row belongs to no sequence.
     """
@@ -38,7 +45,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.blocks = blocks
-        shape = (blocks, kv_heads(arch, tp), BLOCK_SIZE, arch.head_dim)
+        held = blocks if device.type == "cuda" else min(blocks, _FIRST_BLOCKS)
+        shape = (held, kv_heads(arch, tp), BLOCK_SIZE, arch.head_dim)
         # Not torch.empty: a masked position counts for nothing only if it is finite (0 x NaN is NaN).
         self.layers = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(arch.num_layers)]
         self.tables = torch.full(
@@ -49,6 +57,7 @@ class KVCache:
         """Write down the blocks that sequences enter with."""
         if not sequences:
             return
+        self._reach(max(max(r.blocks, default=SCRATCH_BLOCK) for r in sequences))
         width = max(len(r.blocks) for r in sequences)
         rows = [[*r.blocks, *([SCRATCH_BLOCK] * (width - len(r.blocks)))] for r in sequences]
         slots = torch.tensor([r.slot for r in sequences], device=self.tables.device)
@@ -56,6 +65,8 @@ class KVCache:
 
     def grow(self, slots: Tensor, positions: Tensor, blocks: Tensor) -> None:
         """Write down that positions[i] of the sequence in slots[i] is in blocks[i]; all int64 [T]."""
+        if blocks.device.type != "cuda":
+            self._reach(int(blocks.max()))
         self.tables[slots, positions // BLOCK_SIZE] = blocks.int()
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
@@ -70,6 +81,16 @@ class KVCache:
         held = self.layers[layer][:, self.tables[slots, :blocks].flatten()]
         keys, values = held.unflatten(1, (len(slots), blocks)).transpose(2, 3).flatten(3, 4)
         return keys, values
+
+    def _reach(self, block: int) -> None:
+        """Take memory for this block and those below it, if it is not there."""
+        held = self.layers[0].shape[1]
+        if block < held:
+            return
+        wanted = min(self.blocks, max(2 * held, block + 1))
+        for i, layer in enumerate(self.layers):
+            more = layer.new_zeros(layer.shape[0], wanted - held, *layer.shape[2:])
+            self.layers[i] = torch.cat((layer, more), dim=1)
 
     def copy(self, copies: BlockCopies) -> None:
         """Carry out what the scheduler planned."""

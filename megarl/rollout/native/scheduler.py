@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.engine import Request
@@ -19,9 +20,14 @@ from megarl.types import Completion, FinishReason, SamplingParams
 
 
 class Rules:
-    """When a response that is sampled with some parameters is finished."""
+    """When a response that is sampled with some parameters is finished.
+
+    Attributes:
+        kind: how its tokens are drawn.
+    """
 
     def __init__(self, params: SamplingParams, decode: Decode) -> None:
+        self.kind = (params.temperature, params.top_p, params.top_k)
         self.max_tokens, self._stop_token_ids = params.max_tokens, frozenset(params.stop_token_ids)
         self._stop_strings = StopStrings(params.stop, decode)
 
@@ -110,7 +116,8 @@ class Scheduler:
         self.running: list[Running] = []
         self._waiting: deque[Running] = deque()
         self._kept: dict[int, Running] = {}
-        self._rules: dict[SamplingParams, Rules] = {}
+        # as long as a request has them: an agent may ask each time for another number of tokens
+        self._rules: WeakValueDictionary[SamplingParams, Rules] = WeakValueDictionary()
         self._prompts: dict[tuple[int, ...], int] = {}
         self._pool = BlockPool(blocks)
         self._slots = list(range(max_num_seqs - 1, -1, -1))
@@ -122,19 +129,15 @@ class Scheduler:
 
     @property
     def one_kind(self) -> bool:
-        """Whether the tokens of all requests are drawn alike."""
-        return len({(p.temperature, p.top_p, p.top_k) for p in self._rules}) == 1
+        """Whether the tokens of all requests that run are drawn alike."""
+        return len({r.rules.kind for r in self.running}) == 1
 
     def submit(self, requests: Sequence[Request]) -> None:
         """They wait, after those that wait already."""
-        if not self.busy:
-            self._rules.clear()
         for request in requests:
-            if request.params not in self._rules:
-                self._rules[request.params] = Rules(request.params, self._decode)
             entering = Running(
                 request=request,
-                rules=self._rules[request.params],
+                rules=self._rules.setdefault(request.params, Rules(request.params, self._decode)),
                 same_prompt=self._prompts.setdefault(tuple(request.prompt), len(self._prompts)),
                 token_ids=array("i", request.token_ids),
                 logp=array("f", request.logp),

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
+from megarl.config.secrets import hide
 from megarl.config.telemetry import Telemetry
 from megarl.telemetry.lines import Say
 from megarl.telemetry.samples import Sample
@@ -164,5 +165,5 @@ class Background:
     def _failed(self, why: str) -> None:
         if not self._said:
             self._said = True
-            shown = " ".join(why.split())
+            shown = hide(" ".join(why.split()))
             self._say(f"trainer.logger={self._name}: {shown[:300]}; the run goes on, and tries again")

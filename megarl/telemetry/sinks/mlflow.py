@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 from megarl.config import Config
+from megarl.config.secrets import for_records
 from megarl.telemetry.lines import Say, rewrite
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks.background import Background, Row
@@ -103,7 +104,8 @@ class _Mlflow:
     def _log_parameters(self) -> None:
         from mlflow.entities import Param
 
-        flat = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in _flat(self._config.model_dump())]
+        shown = for_records(self._config.model_dump())
+        flat = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in _flat(shown)]
         for some in _in_parts(flat, _MOST_PARAMETERS):
             self._client.log_batch(self._id, params=some)
 

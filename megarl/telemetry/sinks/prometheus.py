@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import ClassVar
+from socketserver import ThreadingMixIn
+from typing import Any, ClassVar
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import (
     CollectorRegistry,
     delete_from_gateway,
+    make_wsgi_app,
     push_to_gateway,
-    start_http_server,
     write_to_textfile,
 )
 from prometheus_client.core import GaugeMetricFamily
@@ -26,7 +30,8 @@ from megarl.telemetry.sinks.names import Names
 from megarl.telemetry.sinks.sink import Sink
 
 JOB = "megarl"
-_SECONDS = 10.0  # for one push
+_SECONDS = 10.0  # for one push, and for what a client that scrapes may take to ask
+_MOST = 16  # scrapes at a time: who connects and asks for nothing must not take the rank's descriptors
 
 
 def prometheus_name(name: str) -> str:
@@ -89,13 +94,48 @@ class PrometheusSink:
         self._sink.close()
 
 
+class _Handler(WSGIRequestHandler):
+    timeout = _SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers scrapes, each in a thread of its own; one too many is turned away."""
+
+    daemon_threads = True
+
+    def __init__(self, address: str, port: int, registry: CollectorRegistry) -> None:
+        self._open: set[Any] = set()
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), _Handler)
+        self.set_app(make_wsgi_app(registry))
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        if len(self._open) >= _MOST:
+            return False
+        self._open.add(request)
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that left or took too long is no news."""
+
+
 class _Pull:
     """A server in a thread of this process."""
 
     def __init__(self, gauges: Gauges, port: int, address: str, say: Say) -> None:
-        self._gauges, self._server, self._thread = gauges, None, None
+        self._gauges = gauges
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
         try:
-            self._server, self._thread = start_http_server(port, address, registry=gauges.registry)
+            self._server = _Server(address, port, gauges.registry)
+            self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="megarl-prometheus")
+            self._thread.start()
         except OSError as e:
             say(
                 f"trainer.logger=prometheus: telemetry.prometheus.port = {port} of {address} is not to be had ({e}); "

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import psutil
 
 from megarl.config import Config
+from megarl.config.secrets import for_records
 from megarl.telemetry.lines import Say, rewrite
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks.background import Background, Row
@@ -60,7 +61,7 @@ class _Wandb:
             mode=settings.mode,
             id=_id_of(self._run_dir),
             resume="allow",
-            config=self._config.model_dump(mode="json"),
+            config=for_records(self._config.model_dump(mode="json")),
             allow_val_change=True,
             settings=quiet,
         )

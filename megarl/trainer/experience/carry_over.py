@@ -8,16 +8,23 @@ rollouts", Kimi k1.5, arXiv 2501.12599, section 2.6.2). Each token keeps the log
 from __future__ import annotations
 
 from array import array
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from zlib import crc32
+
+import numpy as np
 
 from megarl.config import Config
 from megarl.parallel.groups import Groups
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
-from megarl.types import Prompt, Rollout, Rollouts
+from megarl.trainer.resuming.arrays import Array
+from megarl.types import FinishReason, Prompt, Rollout, Rollouts
+
+_FINISHES: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
+_OF_EACH = ("prompt", "prompt_digest", "group", "sample", "seed", "finish_reason", "length", "span_count")
+_ARRAYS = {*_OF_EACH, "spans", "token_ids", "logp"}
 
 GoOn = Callable[[Sequence[Rollout], Quota], Rollouts]
 """Responses, further: until the quota is reached."""
@@ -77,17 +84,72 @@ class CarryOver:
         }
 
     def state(self) -> dict[str, Any]:
-        """The groups under way, in JSON's values; token ids and log-probabilities as base64 of their bytes."""
-        return {"next_group": self._next_group, "rollouts": [self._saved(rollout) for rollout in self._under_way]}
+        """What is small, in JSON's values."""
+        return {"next_group": self._next_group}
+
+    def keep(self) -> CarryOver:
+        """As it is now, for a save that may come later: its arrays are made then, and may be gigabytes."""
+        kept = copy(self)
+        kept._places, kept._under_way = dict(self._places), list(self._under_way)
+        return kept
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Groups whose prompt is not there any more are left out."""
+        """Go on where `state` was taken; the groups under way come with `load_arrays`."""
         self._next_group, self._places, self._under_way = state["next_group"], {}, []
-        for saved in state["rollouts"]:
-            place = saved["prompt"]
-            if place < len(self._prompts) and _digest(prompt := self._prompts[place]) == saved["prompt_digest"]:
-                self._places[saved["group"]] = place
-                self._under_way.append(_restored(saved, prompt))
+
+    def arrays(self) -> dict[str, Array]:
+        """The groups under way: numbers of each of R responses, [R] int64, and one after another their tokens and the
+        spans of the versions that drew them."""
+        under_way = self._under_way
+        spans = [span for rollout in under_way for span in rollout.versions]
+        return {
+            "prompt": _numbers(self._places[rollout.group] for rollout in under_way),
+            "prompt_digest": _numbers(_digest(rollout.prompt) for rollout in under_way),
+            "group": _numbers(rollout.group for rollout in under_way),
+            "sample": _numbers(rollout.sample for rollout in under_way),
+            "seed": _numbers(rollout.seed for rollout in under_way),
+            "finish_reason": _numbers(_FINISHES.index(rollout.finish_reason) for rollout in under_way),
+            "length": _numbers(len(rollout.token_ids) for rollout in under_way),
+            "span_count": _numbers(len(rollout.versions) for rollout in under_way),
+            "spans": np.array(spans, np.int64).reshape(-1, 2),
+            "token_ids": _joined((rollout.token_ids for rollout in under_way), np.int32),
+            "logp": _joined((rollout.logp for rollout in under_way), np.float32),
+        }
+
+    def load_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """Go on with these groups; those whose prompt is not there any more are left out.
+
+        Raises:
+            ValueError: an array is missing, or they do not belong together.
+        """
+        if missing := _ARRAYS - arrays.keys():
+            raise ValueError(f"the responses under way lack {', '.join(sorted(missing))}")
+        whole = {name: arrays[name].tolist() for name in _OF_EACH}
+        token_ends, span_ends = np.cumsum(arrays["length"]).tolist(), np.cumsum(arrays["span_count"]).tolist()
+        tokens, drawn = len(arrays["token_ids"]), len(arrays["spans"])
+        if {len(column) for column in whole.values()} - {len(token_ends)} or len(arrays["logp"]) != tokens:
+            raise ValueError("the responses under way are not all whole")
+        if token_ends and (token_ends[-1], span_ends[-1]) != (tokens, drawn):
+            raise ValueError("the responses under way are not all whole")
+        for i, (token_end, span_end) in enumerate(zip(token_ends, span_ends, strict=True)):
+            one = {name: column[i] for name, column in whole.items()}
+            place, mine = one["prompt"], slice(token_end - one["length"], token_end)
+            if place >= len(self._prompts) or _digest(prompt := self._prompts[place]) != one["prompt_digest"]:
+                continue
+            self._places[one["group"]] = place
+            versions = arrays["spans"][span_end - one["span_count"] : span_end].tolist()
+            self._under_way.append(
+                Rollout(
+                    prompt=prompt,
+                    group=one["group"],
+                    sample=one["sample"],
+                    seed=one["seed"],
+                    token_ids=array("i", arrays["token_ids"][mine].tobytes()),
+                    logp=array("f", arrays["logp"][mine].tobytes()),
+                    versions=tuple((version, count) for version, count in versions),
+                    finish_reason=_FINISHES[one["finish_reason"]],
+                )
+            )
 
     def _begin(self, places: Sequence[int], version: int, draw: int) -> None:
         prompts, first = [self._prompts[place] for place in places], self._next_group
@@ -118,31 +180,13 @@ class CarryOver:
             taken.update(in_order[: quota.share(replica, self._replicas)])
         return taken
 
-    def _saved(self, rollout: Rollout) -> dict[str, Any]:
-        return {
-            "prompt": self._places[rollout.group],
-            "prompt_digest": _digest(rollout.prompt),
-            "group": rollout.group,
-            "sample": rollout.sample,
-            "seed": rollout.seed,
-            "token_ids": b64encode(rollout.token_ids.tobytes()).decode(),
-            "logp": b64encode(rollout.logp.tobytes()).decode(),
-            "versions": [list(span) for span in rollout.versions],
-            "finish_reason": rollout.finish_reason,
-        }
+
+def _numbers(values: Iterable[int]) -> Array:
+    return np.fromiter(values, np.int64)
 
 
-def _restored(saved: Mapping[str, Any], prompt: Prompt) -> Rollout:
-    return Rollout(
-        prompt=prompt,
-        group=saved["group"],
-        sample=saved["sample"],
-        seed=saved["seed"],
-        token_ids=array("i", b64decode(saved["token_ids"])),
-        logp=array("f", b64decode(saved["logp"])),
-        versions=tuple((version, tokens) for version, tokens in saved["versions"]),
-        finish_reason=saved["finish_reason"],
-    )
+def _joined(parts: Iterable[array[Any]], dtype: type) -> Array:
+    return np.frombuffer(b"".join(part.tobytes() for part in parts), dtype)
 
 
 def _digest(prompt: Prompt) -> int:

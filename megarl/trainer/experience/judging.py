@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 from megarl.data.conversations import conversation_ids
-from megarl.data.encode import are_messages
+from megarl.data.messages import are_messages
 from megarl.data.readers import value_at
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.parallel.groups import Groups
@@ -27,11 +27,15 @@ def scorer(run: Run) -> Score:
         judged: Score = run.score
     else:
         judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
-        judged = partial(score_by_model, run=run, judge=judge, tokenizer=load_tokenizer(folder) if folder else None)
+        judged = partial(score_by_model, run=run, judge=judge, tokenizer=_tokenizer(run, folder) if folder else None)
     if not run.config.environment.answers:
         return judged
     by_function = bool(run.inputs.rewards)
     return partial(score_episodes, score=judged, config=run.config, say=run.report.say, last_turn=by_function)
+
+
+def _tokenizer(run: Run, folder: str) -> Tokenizer:
+    return load_tokenizer(folder, read_special_tokens=run.config.data.read_special_tokens)
 
 
 def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tokenizer | None) -> Rollouts:
@@ -48,8 +52,7 @@ def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tok
     else:
         batch = encoded_anew(rollouts, run.inputs, run.groups, tokenizer)
         _check_lengths(batch, rollouts, run, judge)
-    plan = run.plan(batch, model=judge, batching=run.config.reward_model)
-    scores = judge.scores(batch, plan.micro_batches).tolist()
+    scores = judge.scores(batch, judge.plan(batch)).tolist()
     for rollout, value in zip(rollouts, scores, strict=True):
         if not math.isfinite(value):
             raise RewardError(f"{rollout.prompt.source}: the reward model's score of a response is {value}")

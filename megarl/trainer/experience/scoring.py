@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from zlib import crc32
 
 from megarl.parallel.groups import Groups
@@ -87,15 +88,23 @@ class Scorer:
 
     def _collect(self) -> Results:
         """What became of all responses that were submitted on any rank since the last time; every rank calls it."""
-        mine = {} if self._judge is None else self._judge.collect()
-        if self._inputs.config.reward.on_error == "fail":
-            for result in mine.values():
-                if isinstance(result, Failure):
-                    raise RewardError(
-                        f"{result}\n(reward.on_error=drop leaves out the responses that cannot be scored)"
-                    )
-        gathered: list[Results] = self._groups.all_gather(mine, "all scores")
-        return {key: result for of_rank in gathered for key, result in of_rank.items()}
+        mine: dict[Any, Scored | Failure] = {}
+        wrong: str | None = None
+        try:
+            if self._judge is not None:
+                mine = self._judge.collect()
+        except RewardError as e:
+            wrong = str(e)
+        failure = next((result for result in mine.values() if isinstance(result, Failure)), None)
+        if failure is not None and self._inputs.config.reward.on_error == "fail":
+            wrong = f"{failure}\n(reward.on_error=drop leaves out the responses that cannot be scored)"
+        gathered: list[Results | str] = self._groups.all_gather(mine if wrong is None else wrong, "all scores")
+        found: Results = {}
+        for rank, of_rank in enumerate(gathered):
+            if isinstance(of_rank, str):
+                raise RewardError(of_rank, rank=rank)
+            found |= of_rank
+        return found
 
     def _with_rewards(self, rollouts: Rollouts, results: list[Scored | Failure]) -> Rollouts:
         failures = [result for result in results if isinstance(result, Failure)]

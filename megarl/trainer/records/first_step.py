@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.needs import needs_of
 from megarl.types import Rollouts
 
 
@@ -16,12 +17,16 @@ def remarks_on(rollouts: Rollouts, inputs: Inputs) -> Iterator[str]:
             f"no response ended before data.max_response_length = {limit} tokens; look at the stop tokens "
             f"({inputs.describe_stop_tokens()}), at the chat template, or raise the limit"
         )
-    groups = [{r for i in places if (r := rollouts[i].reward) is not None} for places in rollouts.groups]
+    needs = needs_of(inputs.config)
+    if needs.critic or needs.greedy or needs.teacher:  # equal scores say something there
+        return
+    compared = rollouts.groups if needs.samples > 1 else [range(len(rollouts))]
+    groups = [{r for i in places if (r := rollouts[i].reward) is not None} for places in compared]
     if all(len(scores) < 2 for scores in groups):
         seen = sorted(set().union(*groups))
         scores = f"{seen[0]:g}" if len(seen) == 1 else f"{seen[0]:g} to {seen[-1]:g}"
+        where = "in every group all" if needs.samples > 1 else "all"
         yield (
-            f"in every group all responses scored the same ({scores}), so there is nothing to learn from; look at "
-            f"rollouts/ in the run's folder, at reward.name = {inputs.config.reward.name}, and at how hard the prompts "
-            f"are"
+            f"{where} responses scored the same ({scores}), so there is nothing to learn from; look at rollouts/ in "
+            f"the run's folder, at reward.name = {inputs.config.reward.name}, and at how hard the prompts are"
         )

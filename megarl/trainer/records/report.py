@@ -12,6 +12,7 @@ from typing import cast
 from rich.table import Table
 
 from megarl.config.load import CONFIG_FILE
+from megarl.data.formats import trains
 from megarl.data.pieces import Pieces
 from megarl.evaluation.records import Record, write_records
 from megarl.telemetry.counting import Counting
@@ -22,11 +23,12 @@ from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.shown_rollouts import ShownRollouts
+from megarl.trainer.resuming.run_folder import HeldFolder
 from megarl.types import Batch, Rollouts
 
 
 class Report:
-    """Silent on every rank but the first."""
+    """Silent on every rank but the first. It speaks at once, and writes files from `begin` on."""
 
     def __init__(self, inputs: Inputs, *, rank: int, first_step: int | None) -> None:
         """
@@ -41,11 +43,23 @@ class Report:
         self._shown: ShownRollouts | None = None  # may still be told of their tokens
         self._failing: set[Sink] = set()  # of which a person was told
         self._files: tuple[type, ...] = ()  # classes of sinks that are files
-        self._open(first_step)
+        self._folder: HeldFolder | None = None
+        self._first_step = first_step
+        self._began = self._since = time.perf_counter()
+
+    def begin(self) -> None:
+        """Nothing can refuse the run any more: cut what earlier processes wrote of the steps that come, and go on."""
+        if self._speaks and os.path.isdir(self._trainer.run_dir):
+            self._folder = HeldFolder(self._trainer.run_dir)
+        self._open(self._first_step)
         config = os.path.join(self._trainer.run_dir, CONFIG_FILE)
         if os.path.exists(config):
             self.artifact(config)
         self._began = self._since = time.perf_counter()
+
+    def folder_problem(self) -> str | None:
+        """What to say of a run folder that has gone, on the first rank; nothing is written into what is there now."""
+        return self._folder.problem() if self._folder is not None else None
 
     def rewind(self, first_step: int) -> None:
         """The run goes back: `first_step` (at most 0 in a warm-up) comes next, and what is there of it is dropped."""
@@ -118,7 +132,7 @@ class Report:
 
     def samples(self, step: int, rollouts: Rollouts) -> None:
         """Some of the step's rollouts, as text."""
-        if not self._speaks or not self._trainer.log_rollouts:
+        if not self._speaks or not self._trainer.log_rollouts or self.folder_problem():
             return
         self._pieces = self._pieces or Pieces(self._inputs.tokenizer)
         shown = self._shown = ShownRollouts(step, rollouts, self._trainer.log_rollouts, self._pieces)
@@ -132,7 +146,7 @@ class Report:
         """The batch that was made of the rollouts of the last `samples`, with what was computed of its tokens: their
         log-probabilities and advantages are written beside the samples. A step that ends before leaves them without."""
         shown, self._shown = self._shown, None
-        if shown is not None:
+        if shown is not None and not self.folder_problem():
             self._write_samples(shown, batch)
 
     def _write_samples(self, shown: ShownRollouts, batch: Batch | None = None) -> None:
@@ -151,7 +165,7 @@ class Report:
 
     def validation(self, step: int, records: Sequence[Record]) -> None:
         """All responses of a validation, in `validation/step_000012.jsonl`."""
-        if not self._speaks or not self._trainer.log_rollouts:
+        if not self._speaks or not self._trainer.log_rollouts or self.folder_problem():
             return
         path = os.path.join(self._trainer.run_dir, "validation", f"step_{step:06d}.jsonl")
         try:
@@ -171,8 +185,15 @@ class Report:
 
     def close(self) -> None:
         """Flush the metric files and draw the learning curve from them. A finished run fails at nothing here."""
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            gone = folder.problem()
+            folder.release()
+            if gone:  # closing them would write into another place
+                self._close_sinks([sink for sink in self._sinks if not isinstance(sink, self._files)])
+                return
         self._close_sinks(self._sinks)
-        if not self._speaks or "jsonl" not in self._trainer.logger:
+        if not self._speaks or "jsonl" not in self._trainer.logger or not trains(self._inputs.config):
             return
         from megarl.telemetry.plot import plot_learning_curve  # matplotlib, which no other rank needs
 

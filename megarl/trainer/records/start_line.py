@@ -15,8 +15,7 @@ def start_line(
 ) -> str:
     """For people, when everything is built that the first loop needs."""
     train, generation = groups.train, groups.generation
-    chunks = f" x {train.chunks} chunks" if train.chunks > 1 else ""
-    layouts = f"training TP{train.tp} x PP{train.pp}{chunks} x DP{train.dp}"
+    layouts = f"training {train}"
     if generations:
         layouts += f", generation TP{generation.tp} x {generation.replicas} replicas"
     parts = [f"{layouts} on {train.world_size} {groups.device.type} ranks"]

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from megarl.checkpoint.folder import Position, checkpoints, read_state
+from megarl.checkpoint.folder import Position, checkpoints, loop_and_step
 from megarl.config.trainer import Trainer
 from megarl.data.formats import OF_FLOWS
 from megarl.evaluation.folder import write_json
@@ -48,9 +48,7 @@ class BestCheckpoint:
         self.value = math.nan
         if trainer.best_metric:
             found = self._search(position) if groups.rank == 0 else None
-            self.folder, self.value = groups.all_gather(found, "the best checkpoint")[0] or (None, math.nan)
-            if groups.rank == 0:
-                self._mark()
+            self.folder, self.value = groups.broadcast(found or (None, math.nan), "the best checkpoint")
 
     def problem_with(self, validation: Mapping[str, float]) -> str | None:
         """What to say of a validation that does not give the metric; a flow of the user's may have several kinds."""
@@ -70,8 +68,7 @@ class BestCheckpoint:
         """A checkpoint is written; every rank calls it."""
         if self.improved_by(validation):
             self.folder, self.value = folder, validation[self._trainer.best_metric]
-            if self._groups.rank == 0:
-                self._mark()
+            self.mark()
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value) or self.folder is None:
@@ -83,21 +80,24 @@ class BestCheckpoint:
         found = None
         for one in reversed(checkpoints(self._trainer.run_dir)):
             if one.problem is None and one.position <= position:
-                value = read_state(one.folder).get("validation", {}).get(self._trainer.best_metric)
+                value = one.state.get("validation", {}).get(self._trainer.best_metric)
                 if isinstance(value, float) and self._better(value):
                     self.folder, self.value = found = one.folder, value
         return found
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
+        """Write the marker, or remove one that is out of date; rank 0 does."""
+        if self._groups.rank or not self._trainer.best_metric:
+            return
         if self.folder is None:
             with suppress(FileNotFoundError):
                 os.unlink(self._marker)
             return
-        state = read_state(self.folder)
-        of = {"loop": state.get("loop", "rl"), "metric": self._trainer.best_metric, "mode": self._trainer.best_mode}
-        values = {"checkpoint": os.path.basename(self.folder), "step": state["step"], **of, "value": self.value}
+        name = os.path.basename(self.folder)
+        loop, step = loop_and_step(name)
+        of = {"loop": loop, "metric": self._trainer.best_metric, "mode": self._trainer.best_mode}
         with suppress(OSError):  # a full disk: the checkpoints say the same, and the next start writes it
-            write_json(self._marker, values)
+            write_json(self._marker, {"checkpoint": name, "step": step, **of, "value": self.value})
 
 
 def best_checkpoint(run_dir: str) -> str:

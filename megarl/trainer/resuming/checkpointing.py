@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
+from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
 from megarl.parallel.groups import Groups
@@ -14,6 +18,7 @@ from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report
+from megarl.trainer.resuming.arrays import HasArrays, file_of, read_arrays, write_arrays
 from megarl.trainer.resuming.best import BestCheckpoint, finite
 from megarl.trainer.resuming.model_files import write_model_files
 from megarl.trainer.resuming.resume import Start
@@ -31,16 +36,43 @@ RESERVED = frozenset(
 """Names in a checkpoint's small state that are the run's own."""
 
 
-class Stateful(Protocol):
-    """Something small that the next step depends on, the same on every rank."""
+class SavedState(Protocol):
+    """What is saved of something that the next step depends on."""
 
     def state(self) -> Any:
         """JSON values."""
         ...
 
+
+class Stateful(SavedState, Protocol):
+    """Something small that the next step depends on, the same on every rank. What is large of it: `HasArrays`."""
+
     def load_state(self, state: Any) -> None:
         """Go on where `state` was taken."""
         ...
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """What a `Stateful` was."""
+
+    value: Any
+
+    def state(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What is small at the beginning of a step: with models that the step has not changed, the end of the one before.
+
+    Attributes:
+        states: what each `Stateful` was, by name.
+        numbers: the states of this rank's random number generators.
+    """
+
+    states: Mapping[str, SavedState]
+    numbers: Sequence[torch.Tensor]
 
 
 class Checkpointing:
@@ -50,6 +82,7 @@ class Checkpointing:
         models: what has joined, by name.
         latest: folder of the checkpoint that was written or read last.
         position: its position.
+        failure: why the last checkpoint could not be written; None if it was.
         best: the checkpoint with the best validation.
     """
 
@@ -58,6 +91,7 @@ class Checkpointing:
         self.models: dict[str, MegatronModel] = {}
         self._states: dict[str, Stateful] = {}
         self.latest, self.position = start.folder, start.position if start.folder else None
+        self.failure: str | None = None
         self.best = BestCheckpoint(self._config.trainer, groups, start.position)
 
     def add_model(self, name: str, model: MegatronModel) -> None:
@@ -70,12 +104,22 @@ class Checkpointing:
         self._check_name(name)
         self._states[name] = state
 
-    def save(self, position: Position, row: int, validation: Mapping[str, float]) -> bool:
+    def keep(self) -> Kept:
+        """What `save` needs later, if the step that begins now fails."""
+        states = {
+            name: joined.keep() if isinstance(joined, HasArrays) else KeptState(joined.state())
+            for name, joined in self._states.items()
+        }
+        cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+        return Kept(states=states, numbers=[torch.get_rng_state(), *cuda])
+
+    def save(self, position: Position, row: int, validation: Mapping[str, float], kept: Kept | None = None) -> bool:
         """A checkpoint. One that cannot be written is said, and the earlier ones stay; returns whether it was.
 
         Args:
             row: the metric files' number of the step.
             validation: metrics of the validation after it; empty if there was none.
+            kept: at the end of that step, if another one has begun.
 
         Raises:
             RunStopped: something to save is not finite.
@@ -85,27 +129,34 @@ class Checkpointing:
             sharded = {name: self._sharded(name, loading=False) for name in self.models}
         except ValueError as e:
             raise RunStopped(f"not saved: {e}; the last checkpoint is {self.latest or 'none'}") from e
+        if problem := self._groups.broadcast(self._report.folder_problem(), "a look at the run's folder"):
+            raise RunStopped(f"step {position.step} is not saved: {problem}")
         exported = self.models.get(ACTOR, self.models.get(REWARD_MODEL))
-        state = {name: joined.state() for name, joined in self._states.items()}
+        if kept is not None:
+            torch.set_rng_state(kept.numbers[0])
+            for cuda in kept.numbers[1:]:
+                torch.cuda.set_rng_state(cuda)
+        states: Mapping[str, SavedState] = kept.states if kept else self._states
         try:
             self.latest = save_checkpoint(
                 run_dir,
                 position,
                 sharded,
                 {
-                    **state,
+                    **{name: joined.state() for name, joined in states.items()},
                     "row": row,
                     "models": sorted(self.models),
                     "identity": self._inputs.identity,
                     "validation": finite(validation),
                 },
-                write_model=partial(write_model_files, self._config, exported),
+                write_model=partial(self._write_beside, exported, states),
                 control=control,
             )
         except SaveFailed as e:
-            self._report.warn(f"{e}")
+            self.failure = str(e)
+            self._report.warn(self.failure)
             return False
-        self.position = position
+        self.position, self.failure = position, None
         self.best.saved(self.latest, validation)
         if self._config.checkpoint.save_hf:
             self._report.artifact(os.path.join(self.latest, "huggingface"))
@@ -146,8 +197,21 @@ class Checkpointing:
             for name, joined in self._states.items():
                 if state.get(name) is not None:
                     joined.load_state(state[name])
+                    if isinstance(joined, HasArrays):
+                        joined.load_arrays(read_arrays(file_of(folder, name), self._groups.control))
         except ValueError as e:
-            raise RunRefused(str(e)) from e
+            raise RunRefused(f"checkpoint '{folder}': {e}") from e
+
+    def _write_beside(self, exported: MegatronModel | None, states: Mapping[str, SavedState], folder: str) -> None:
+        """What stands beside the tensors: arrays of what joined, and the model's Hugging Face files."""
+
+        def write() -> None:
+            for name, joined in states.items():
+                if isinstance(joined, HasArrays) and self._groups.rank == 0:
+                    write_arrays(file_of(folder, name), joined.arrays())
+
+        on_every_rank(self._groups.control, write)
+        write_model_files(self._config, exported, folder)
 
     def _check_name(self, name: str) -> None:
         if name in self.models or name in self._states or name in RESERVED:

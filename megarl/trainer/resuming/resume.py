@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.checkpoint.folder import (
     BEGINNING,
     Found,
     Position,
+    bring_back_replaced,
     check_resumable,
     checkpoints,
     position_of,
@@ -21,12 +23,15 @@ from megarl.checkpoint.folder import (
     rl_step,
     set_aside,
 )
-from megarl.config import Config
+from megarl.config import Config, dump_config
+from megarl.config.load import CONFIG_FILE
 from megarl.config.trainer import Trainer
 from megarl.data.formats import OF_FLOWS, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
+from megarl.telemetry.lines import rewrite
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.resuming.identity import as_recorded_before, differences
+from megarl.trainer.stopped import RunRefused
 
 if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
     from megarl.parallel.groups import Groups
@@ -40,11 +45,13 @@ class Start:
         folder: the checkpoint that it goes on from; None for a fresh run.
         state: the checkpoint's small state.
         differs: parts of the run, of those in `trainer.resume_allow`, that are other than the checkpoint's.
+        passed_over: newer ones, none of which a run can go on from.
     """
 
     folder: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     differs: frozenset[str] = frozenset()
+    passed_over: tuple[Found, ...] = ()
 
     @property
     def position(self) -> Position:
@@ -70,9 +77,9 @@ def expected_start(inputs: Inputs) -> Start:
     candidates = _candidates(trainer)
     for found in candidates:
         if found.problem is None:
-            return _start_at(found.folder, read_state(found.folder), inputs)
+            return _start_at(found, inputs)
     if candidates:
-        raise _none_is_whole(trainer, [(found.folder, str(found.problem)) for found in candidates])
+        raise _none_is_whole(trainer, candidates)
     return Start()
 
 
@@ -89,43 +96,75 @@ def finished(inputs: Inputs, start: Start) -> str | None:
 
 
 def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> Start:
-    """The newest checkpoint that is whole; every rank calls it. What is damaged and newer is set aside.
+    """The newest checkpoint that is whole; every rank calls it. Nothing on the disk changes: see `begin_in_folder`.
 
     Args:
-        say: shows a line; what was passed over, and why.
+        say: shows a line; what is remarkable about the checkpoint.
 
     Raises:
         ValueError: on every rank; see `expected_start`, and for a rank that does not see the run's folder.
     """
     trainer = inputs.config.trainer
     first = groups.rank == 0
-    for name in remove_partials(trainer.run_dir) if first else ():
-        say(f"removed {name}, which a job left that died while it saved")
-    candidates = groups.all_gather(_candidates(trainer) if first else None, "the choice of a checkpoint")[0]
-    passed_over: list[tuple[str, str]] = []
+    if first:
+        bring_back_replaced(trainer.run_dir)
+    candidates = groups.broadcast(_candidates(trainer) if first else None, "the choice of a checkpoint")
+    passed_over: list[Found] = []
     for found in candidates:
         check_seen(found.folder, groups)
         problem = found.problem or _damage(inputs, found.folder, groups)
         if problem is None:
-            state = groups.all_gather(read_state(found.folder) if first else None, "the checkpoint's state")[0]
-            start = _start_at(found.folder, state, inputs)
-            for folder, why in passed_over if first else ():
-                say(f"skipped {folder}: {why}; it is now {set_aside(folder)}")
+            start = replace(_start_at(found, inputs), passed_over=tuple(passed_over))
             if remark := remark_on(found.folder):
                 say(f"remark: {remark}")
-            if "identity" not in state:
+            if "identity" not in found.state:
                 say(f"remark: {found.folder} does not record of which model, data and settings it is")
             return start
         if trainer.resume_mode == "resume_path":
             raise ValueError(
                 f"trainer.resume_from_path = '{found.folder}' is damaged: {problem}; give another checkpoint"
             )
-        passed_over.append((found.folder, problem))
+        passed_over.append(found if found.problem else replace(found, problem=problem, damaged=True))
     if passed_over:
         raise _none_is_whole(trainer, passed_over)
-    if first and trains(inputs.config) and (earlier := set_aside_earlier_run(trainer.run_dir)):
-        say(f"an earlier run in {trainer.run_dir} left no checkpoint; its records are now in {earlier}")
     return Start()
+
+
+def begin_in_folder(inputs: Inputs, groups: Groups, start: Start) -> None:
+    """Change what is on the disk as the run's beginning asks for; every rank calls it.
+
+    What dead jobs left is removed, damaged checkpoints that are newer than the one that the run goes on from are set
+    aside, and so are the records of a run that left no checkpoint. The configuration is written.
+
+    Raises:
+        RunRefused: on every rank, if the folder cannot be written, or a rank does not see it.
+    """
+    from megarl.checkpoint.agreement import RankFailed, on_every_rank
+
+    run_dir = inputs.config.trainer.run_dir
+    try:
+        on_every_rank(groups.control, lambda: _take_folder(inputs, start) if groups.rank == 0 else None)
+        check_seen(os.path.join(run_dir, CONFIG_FILE), groups)
+    except RankFailed as e:
+        raise RunRefused(f"the run folder {run_dir} cannot be written: {e}; set trainer.default_local_dir") from None
+    except ValueError as e:
+        raise RunRefused(str(e)) from e
+
+
+def _take_folder(inputs: Inputs, start: Start) -> None:
+    def say(text: str) -> None:
+        print(f"megarl: {text}", file=sys.stderr, flush=True)
+
+    run_dir = inputs.config.trainer.run_dir
+    for name in remove_partials(run_dir):
+        say(f"removed {name}, which a job left that died while it saved")
+    for found in start.passed_over:
+        place = f"; it is now {set_aside(found.folder)}" if found.damaged else ""
+        say(f"skipped {found.folder}: {found.problem}{place}")
+    if start.folder is None and trains(inputs.config) and (earlier := set_aside_earlier_run(run_dir)):
+        say(f"an earlier run in {run_dir} left no checkpoint; its records are now in {earlier}")
+    os.makedirs(run_dir, exist_ok=True)
+    rewrite(os.path.join(run_dir, CONFIG_FILE), dump_config(inputs.config).encode(), private=True)
 
 
 def _candidates(trainer: Trainer) -> list[Found]:
@@ -135,25 +174,26 @@ def _candidates(trainer: Trainer) -> list[Found]:
     if trainer.resume_mode == "resume_path":
         folder = trainer.resume_from_path
         check_resumable(folder)
-        return [Found(folder=folder, position=position_of(read_state(folder)), problem=None)]
+        state = read_state(folder)
+        return [Found(folder=folder, position=position_of(state), state=state, problem=None, damaged=False)]
     return checkpoints(trainer.run_dir)
 
 
-def _start_at(folder: str, state: dict[str, Any], inputs: Inputs) -> Start:
+def _start_at(found: Found, inputs: Inputs) -> Start:
     """Raises ValueError if the checkpoint is of another run than `trainer.resume_allow` lets pass."""
-    trainer, recorded = inputs.config.trainer, state.get("identity", {})
+    trainer, recorded = inputs.config.trainer, found.state.get("identity", {})
     identity = as_recorded_before(inputs.identity, recorded, inputs) if "data" in recorded else inputs.identity
     # after the warm-up its settings have had their effect
-    ignored = {"warmup"} if position_of(state).loop != "warmup" else set()
-    found = differences(recorded, identity, ignore=ignored)
-    refused = {part: how for part, how in found.items() if part not in trainer.resume_allow}
+    ignored = {"warmup"} if found.position.loop != "warmup" else set()
+    other = differences(recorded, identity, ignore=ignored)
+    refused = {part: how for part, how in other.items() if part not in trainer.resume_allow}
     if refused:
         others = "; another ".join(f"{part} ({how})" for part, how in refused.items())
         raise ValueError(
-            f"{folder} is of a run with another {others}: go on with what it began with, or set "
+            f"{found.folder} is of a run with another {others}: go on with what it began with, or set "
             f"trainer.resume_allow=[{','.join([*trainer.resume_allow, *refused])}]"
         )
-    return Start(folder=folder, state=state, differs=frozenset(found))
+    return Start(folder=found.folder, state=found.state, differs=frozenset(other))
 
 
 def _damage(inputs: Inputs, folder: str, groups: Groups) -> str | None:
@@ -175,8 +215,8 @@ def check_seen(path: str, groups: Groups) -> None:
             )
 
 
-def _none_is_whole(trainer: Trainer, passed_over: list[tuple[str, str]]) -> ValueError:
-    reasons = "; ".join(f"{os.path.basename(folder)}: {problem}" for folder, problem in passed_over)
+def _none_is_whole(trainer: Trainer, passed_over: list[Found]) -> ValueError:
+    reasons = "; ".join(f"{os.path.basename(found.folder)}: {found.problem}" for found in passed_over)
     return ValueError(
         f"{trainer.run_dir} has checkpoints, but none is whole ({reasons}): bring one back, or start anew with another "
         f"trainer.default_local_dir"

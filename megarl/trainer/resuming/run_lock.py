@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -30,14 +31,17 @@ class RunLock:
             steps: of the whole run.
 
         Raises:
-            ValueError: another run is in the folder; names it and says what to change.
+            ValueError: another run is in the folder, or a link leads the run's files elsewhere; says what to change.
         """
-        os.makedirs(run_dir, exist_ok=True)
-        file = os.path.join(run_dir, LOCK_FILE)
+        os.makedirs(os.path.dirname(os.path.abspath(run_dir)), exist_ok=True)
+        with suppress(FileExistsError):  # one that is there keeps the rights that it has
+            os.mkdir(run_dir, 0o700)
         # a descriptor that Python opens is closed in programs that this process starts; see below for forked helpers
-        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        self._descriptor = _open(run_dir, os.O_RDWR | os.O_CREAT)
         try:
             _take(self._descriptor, fcntl.LOCK_EX, run_dir, remark=True)
+            _check_ours(self._descriptor, run_dir)
+            _check_links(run_dir)
         except ValueError:
             os.close(self._descriptor)
             raise
@@ -70,10 +74,9 @@ class RunLock:
 
 def check_free(run_dir: str) -> None:
     """Raises ValueError if a run is in the folder; leaves nothing there and holds nothing."""
-    file = os.path.join(run_dir, LOCK_FILE)
     try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except OSError:
+        descriptor = _open(run_dir, os.O_RDONLY)
+    except (OSError, ValueError):
         return
     try:
         _take(descriptor, fcntl.LOCK_SH, run_dir, remark=False)
@@ -83,10 +86,9 @@ def check_free(run_dir: str) -> None:
 
 def holder_of(run_dir: str) -> tuple[dict[str, Any], bool]:
     """What the lock's file says, empty if there is none, and whether a run holds the folder now."""
-    file = os.path.join(run_dir, LOCK_FILE)
     try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except OSError:
+        descriptor = _open(run_dir, os.O_RDONLY)
+    except (OSError, ValueError):
         return {}, False
     try:
         try:
@@ -100,6 +102,44 @@ def holder_of(run_dir: str) -> tuple[dict[str, Any], bool]:
         return (holder if isinstance(holder, dict) else {}), held
     finally:
         os.close(descriptor)
+
+
+def _open(run_dir: str, flags: int) -> int:
+    """The lock's file, never one that a link leads to: what is written there replaces what it held.
+
+    Raises:
+        ValueError: it is a link.
+    """
+    file = os.path.join(run_dir, LOCK_FILE)
+    try:  # without O_NONBLOCK a pipe that somebody put there would be waited for
+        return os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as e:
+        if e.errno == errno.ELOOP:
+            raise ValueError(f"{file} is a link; remove it, or set trainer.default_local_dir") from e
+        raise
+
+
+def _check_ours(descriptor: int, run_dir: str) -> None:
+    """Raises ValueError if the file is no lock: it would be overwritten."""
+    found = os.fstat(descriptor)
+    text = os.pread(descriptor, 4096, 0) if stat.S_ISREG(found.st_mode) else b"?"
+    holder: Any = {}
+    with suppress(ValueError):
+        holder = json.loads(text or b"{}") if found.st_nlink <= 1 else None
+    if not isinstance(holder, dict) or (text and "pid" not in holder):
+        file = os.path.join(run_dir, LOCK_FILE)
+        raise ValueError(f"{file} is not a run's lock; move it away, or set trainer.default_local_dir")
+
+
+def _check_links(run_dir: str) -> None:
+    """Raises ValueError if a file of the folder is a link: the run would write where it leads. A folder may be one."""
+    with os.scandir(run_dir) as entries:
+        for entry in entries:
+            if entry.is_symlink() and not entry.is_dir():
+                raise ValueError(
+                    f"{entry.path} is a link, and a run writes into no file elsewhere; remove it, or set "
+                    f"trainer.default_local_dir"
+                )
 
 
 def _take(descriptor: int, kind: int, run_dir: str, *, remark: bool) -> None:

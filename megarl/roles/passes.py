@@ -1,0 +1,91 @@
+"""How a batch goes through a model: mini-batches for the optimizer, micro-batches for this rank's forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.config.policy import Batching
+from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
+from megarl.parallel.layout import TrainLayout
+from megarl.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """This rank's share of a batch's sequences, for models of one training layout.
+
+    In another layout other ranks are data-parallel: sequences would be passed twice, and their results added up.
+    """
+
+    layout: TrainLayout
+    micro_batches: MicroBatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch(Passes):
+    """One optimizer step.
+
+    Attributes:
+        sequences: indices of its sequences, over all data-parallel ranks.
+    """
+
+    sequences: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan(Passes):
+    """A whole batch. One plan serves log-probabilities and training, so that the first ratio is exactly 1.
+
+    Attributes:
+        mini_batches: the optimizer steps; `micro_batches` are all of theirs, in order.
+    """
+
+    mini_batches: list[MiniBatch]
+
+
+def plan_passes(
+    batch: Batch,
+    layout: TrainLayout,
+    rank: int,
+    *,
+    batching: Batching,
+    balance: bool,
+    sequences: int | None = None,
+    together: int = 1,
+) -> StepPlan:
+    """Cut a batch for one rank of a layout. The arguments are those of `MegatronModel` and its `plan`."""
+    size = sequences or max(1, len(batch))
+    parts = [range(i, min(i + size, len(batch))) for i in range(0, len(batch), size)]
+    lengths = batch.lengths.tolist()
+    multiple_of = layout.pp if layout.chunks > 1 else 1  # the interleaved schedule works in rounds of pp
+    if batching.use_dynamic_bsz:
+        plan = pack_by_tokens(
+            lengths,
+            parts,
+            dp=layout.dp,
+            max_tokens=batching.ppo_max_token_len_per_gpu,
+            multiple_of=multiple_of,
+            balance=balance,
+            together=together,
+        )
+    else:
+        plan = pack_by_count(
+            lengths,
+            parts,
+            dp=layout.dp,
+            micro_batch_size=batching.ppo_micro_batch_size_per_gpu,
+            multiple_of=multiple_of,
+            balance=balance,
+            together=together,
+        )
+    mine = plan[layout.coords(rank).dp]
+    mini_batches = [
+        MiniBatch(layout=layout, sequences=part, micro_batches=micro_batches)
+        for part, micro_batches in zip(parts, mine, strict=True)
+    ]
+    return StepPlan(
+        layout=layout,
+        mini_batches=mini_batches,
+        micro_batches=[micro for mini_batch in mini_batches for micro in mini_batch.micro_batches],
+    )

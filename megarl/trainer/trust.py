@@ -1,0 +1,55 @@
+"""Code that a configuration names, and whether the caller meant to run it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megarl.config import Config
+
+
+def user_files(values: Any) -> Iterator[tuple[str, str]]:
+    """Keys that name code of a user's, as path/to/file.py:name, with the file."""
+    for key, value in _leaves(values, ""):
+        if isinstance(value, str) and (file := value.rpartition(":")[0]).endswith(".py"):
+            yield key, file
+
+
+def without_sandbox(values: Any) -> list[str]:
+    """Keys by which programs that a model writes run without the sandbox."""
+    return [key for key, value in _leaves(values, "") if key.endswith(".isolation") and value == "process"]
+
+
+def unsafe_remarks(config: Config) -> Iterator[str]:
+    """What the start of a run says of them."""
+    for key in without_sandbox(config.model_dump()):
+        yield f"{key} = process: programs that the model writes run without sandbox, with your files and your network"
+
+
+def check_trusted(config: Config, run_dir: str, overrides: Sequence[str]) -> None:
+    """Whether a run's recorded configuration may decide which code runs.
+
+    Args:
+        run_dir: the run's folder.
+        overrides: what the caller names, `key=value`.
+
+    Raises:
+        ValueError: it names files with code, or takes the sandbox away, and the caller does not.
+    """
+    values, named = config.model_dump(), [item.partition("=")[0] for item in overrides]
+    found = [(key, f"imports {file}") for key, file in user_files(values)]
+    found += [(key, "runs what the model writes without sandbox") for key in without_sandbox(values)]
+    for key, what in found:
+        if not any(key == name or key.startswith(f"{name}.") for name in named):
+            raise ValueError(
+                f"the configuration that {run_dir} recorded {what} ({key}); if you trust that folder, give --trust, "
+                f"or name a configuration file, or set {key}"
+            )
+
+
+def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(values, dict | list):
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _leaves(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, values
