@@ -42,6 +42,7 @@ setup(
         "psutil>=5.9",  # Megatron-Core's checkpoint writer
         "pyarrow>=17",
         "reasoning-gym>=0.1.19",
+        "regex>=2024.5",  # with a limit of time
         "rich>=13.7",
         "safetensors>=0.4.3",
         "sentencepiece>=0.2.0",

@@ -35,7 +35,12 @@ def read(tokenizer: str, files: list[str], what: str = "data.train_files", rewar
     """`load_prompts`, with a tokenizer that its file names."""
     data = Data.model_validate({"train_files": files, **keys})
     return load_prompts(
-        data, files, load_tokenizer(tokenizer), what, scorers=((reward, ()),) if reward else (), tokenizer_key=tokenizer
+        data,
+        files,
+        load_tokenizer(tokenizer),
+        what,
+        scorers=((reward, (), "{}"),) if reward else (),
+        tokenizer_key=tokenizer,
     )
 
 

@@ -23,6 +23,7 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
     from megarl.flows.registry import FLOWS
     from megarl.parallel.from_config import generation_layout, train_layout
     from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.rewards.judge import RewardError
     from megarl.trainer.checks import check_run
     from megarl.trainer.run import take_part
     from megarl.trainer.stop import StopRequest
@@ -41,7 +42,7 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
                 take_part(inputs, FLOWS.load(inputs.config.trainer.flow), groups, StopRequest(rank))
             finally:
                 destroy_groups(groups)
-        except (RunRefused, RunStopped) as e:
+        except (RunRefused, RunStopped, RewardError) as e:
             return f"{type(e).__name__}: {e}", said.getvalue()
         except ValueError as e:
             return f"refused: {e}", said.getvalue()

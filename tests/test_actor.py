@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import ARCH, SEQUENCES, Case, actor_in, beside, fixed_batch, micro_batches_of, update
+from training_cases import ARCH, SEQUENCES, Case, actor_in, beside, fixed_batch, mini_batch_of, update
+
+from megarl.models.fill import fill, random_source
+from megarl.models.placements import training_placements
+from megarl.models.tensors import logical_tensors
+from megarl.parallel.layout import TrainLayout
 
 
 def one_optimizer_at_a_time() -> list[bool]:
@@ -108,9 +113,9 @@ def norms(clip_grad: float) -> list[float]:
     from megarl.algorithms.cross_entropy import cross_entropy
 
     with actor_in(Case(), lr=1e-5, clip_grad=clip_grad) as actor:
-        batch, micro_batches = fixed_batch(), micro_batches_of(actor)
+        batch, mini_batch = fixed_batch(), mini_batch_of(actor)
         weights = token_weights(batch, range(SEQUENCES), "token-mean", 12)
-        actor.accumulate_gradients(batch, micro_batches, weights, cross_entropy)
+        actor.accumulate_gradients(batch, mini_batch, weights, cross_entropy)
         own = torch.cat([p.main_grad.flatten() for p in actor.parameters().values()]).norm().item()
         return [update(actor, batch)["grad_norm"], own]
 
@@ -130,3 +135,56 @@ def test_one_rotary_table_serves_all_lengths() -> None:
     for length in (3, 1000, 5000, 2000):
         assert torch.equal(attention._cached_rope(ARCH, length, device), rope_table(ARCH, length, device))
     assert [len(table) for table in attention._ROPE.values()] == [5120]
+
+
+def copied_under_other_names() -> list[bool]:
+    """Whether a model whose norms are called as in Transformer Engine's layers gives all its weights to this one, and
+    this one its own to such a one."""
+    from megarl.roles.copying import copy_boxes
+
+    with actor_in(Case(tp=2)) as actor:
+        ours, held = actor.parameters(), actor.placements()
+        layout, rank = actor.groups.train, actor.groups.rank
+        theirs = list(training_placements(actor.arch, layout, rank, transformer_engine=True))
+        called = {(place.tensor, place.box): place.param for place in held}
+        other = {place.param: ours[called[place.tensor, place.box]].detach().clone() for place in theirs}
+        assert other.keys() != ours.keys() and other.keys() - ours.keys()
+        before = {name: weight.detach().clone() for name, weight in ours.items()}
+        with torch.no_grad():
+            for weight in ours.values():
+                weight.zero_()
+        copy_boxes(other, theirs, ours, held)
+        there = [torch.equal(ours[name], weight) for name, weight in before.items()]
+        whole = {name: weight.clone() for name, weight in other.items()}
+        for weight in other.values():
+            weight.zero_()
+        copy_boxes(ours, held, other, theirs)
+        return [*there, *(torch.equal(other[name], weight) for name, weight in whole.items())]
+
+
+def test_weights_are_copied_whatever_the_layers_call_them(ranks: Ranks) -> None:
+    """Norms that were skipped since they have another name stayed zero, and were trained from there."""
+    assert all(all(result) for result in ranks.run(2, copied_under_other_names))
+
+
+def test_a_parameter_that_no_weight_fills_is_a_fault() -> None:
+    arch = ARCH
+    layout = TrainLayout(world_size=1)
+    placements = list(training_placements(arch, layout, 0, transformer_engine=False))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for place in placements:
+        rows, columns = shapes.get(place.param, (0, 0))
+        shapes[place.param] = (max(rows, place.rows[1]), place.columns)
+    rows, columns = shapes["0.embedding.word_embeddings.weight"]
+    shapes["0.embedding.word_embeddings.weight"] = (rows + 3, columns)  # padding
+    parameters = {name: torch.ones(shape) for name, shape in shapes.items()}
+    source, tensors = random_source(arch, 1), logical_tensors(arch)
+    fill(parameters, placements, tensors, source)
+    assert not parameters["0.embedding.word_embeddings.weight"][-3:].any()
+    with pytest.raises(AssertionError, match=r"linear_fc1\.bias has elements that no weight of the model fills"):
+        fill({**parameters, "0.decoder.layers.0.mlp.linear_fc1.bias": torch.ones(4)}, placements, tensors, source)
+    without_keys = [place for place in placements if "layers.1.self_attn.k_proj" not in place.tensor]
+    with pytest.raises(AssertionError, match=r"layers\.1\.\S+linear_qkv\.weight has elements that no weight"):
+        fill(parameters, without_keys, tensors, source)
+    with pytest.raises(AssertionError, match=r"has elements of two boxes"):
+        fill(parameters, [*placements, placements[3]], tensors, source)

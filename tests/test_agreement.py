@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from ranks import Ranks, free_port
 from run_cases import run_here
-from tiny_run import metrics_of, write_run
+from tiny_run import ROOT, metrics_of, write_run
 
 HOST = socket.gethostname()
 QUIET: dict[str, Any] = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__logger": ["jsonl"]}
@@ -69,6 +73,48 @@ def test_arithmetic_that_differs_in_one_bit(ranks: Ranks, tmp_path: Path) -> Non
     for ended, _ in ranks.run(2, run_here, str(config), [], "another_advantage_on_rank_1"):
         assert ended.startswith(f"RunStopped: step 2: rank 1 computed other advantages than rank 0, on {HOST} (")
     assert [row["step"] for row in metrics_of(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref__actor__policy_loss__loss_mode", "algorithm__adv_estimator"])
+def test_another_file_of_the_user_s_on_one_rank(ranks: Ranks, tmp_path: Path, key: str) -> None:
+    here, there = two_views(tmp_path, **{key: "mine.py:mine"})
+    (here / "mine.py").write_text(
+        "from megarl.algorithms.losses.vanilla import vanilla as mine\n"
+        if "loss" in key
+        else "from megarl.algorithms.estimators.grpo import grpo as mine\n"
+    )
+    (there / "mine.py").write_text((here / "mine.py").read_text() + "# of yesterday\n")
+    name = key.replace("__", ".")
+    for ended, _ in ranks.run(2, run_in, str(here), str(there), str(here / "run.yaml")):
+        assert ended == (
+            f"RunRefused: the ranks differ in their file of {name}: rank 1 on {HOST} and rank 0 on {HOST}; put the "
+            "files where every node sees the same ones, or copy them again"
+        )
+
+
+@pytest.mark.slow
+def test_nodes_with_different_code_do_not_train_together(tmp_path: Path) -> None:
+    """The same version number, and one file that differs: both refuse, in a line."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "megarl", other / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    with open(other / "megarl" / "algorithms" / "losses" / "vanilla.py", "a") as f:
+        f.write("# another line\n")
+    config = write_run(tmp_path, **QUIET)
+    place = ["--nnodes=2", "--nproc=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli.main", "train", *place, f"--node-rank={number}", str(config)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, folder in enumerate((ROOT, other))
+    ]
+    said = [node.communicate(timeout=300)[1] for node in nodes]
+    line = f"error: the ranks differ in their code of megarl: rank 1 on {HOST} and rank 0 on {HOST}; install the same"
+    assert [node.returncode for node in nodes] == [2, 2]
+    assert any(line in text for text in said) and all(len(text.splitlines()) <= 1 for text in said), said
 
 
 def run_in(here: str, there: str, config: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from training_cases import (
     beside,
     fixed_batch,
     layout_of,
-    micro_batches_of,
+    mini_batch_of,
     update,
     with_targets,
 )
@@ -84,7 +84,7 @@ STEP = (
 
 def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str, int]]:
     """What this rank holds of a critic and a reward model in each phase of the second step."""
-    from megarl.config.policy import Megatron, Model
+    from megarl.config.policy import Batching, Megatron, Model
     from megarl.hybrid.residency import Residency
     from megarl.models.fill import random_source
     from megarl.parallel.groups import add_layout
@@ -98,6 +98,7 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
             add_layout(actor.groups, layout_of(JUDGE)),
             model=Model(dtype=dtype),
             megatron=Megatron(param_offload=bool(modes)),
+            batching=Batching(),
             initial=lambda model: model.load(random_source(model.arch, 2)),
         )
         residency = Residency()
@@ -105,9 +106,9 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
             residency.add(name, model.memory)
         batch, targets = fixed_batch(), with_targets()
         work = {
-            Phase.REWARD: lambda: judge.scores(batch, micro_batches_of(judge)),
-            Phase.LOG_PROBS: lambda: actor.log_probs(batch, micro_batches_of(actor)),
-            Phase.VALUES: lambda: critic.values(batch, micro_batches_of(critic)),
+            Phase.REWARD: lambda: judge.scores(batch, mini_batch_of(judge)),
+            Phase.LOG_PROBS: lambda: actor.log_probs(batch, mini_batch_of(actor)),
+            Phase.VALUES: lambda: critic.values(batch, mini_batch_of(critic)),
             Phase.UPDATE_CRITIC: lambda: update(critic, targets, Squares("advantages")),
             Phase.UPDATE: lambda: update(actor, batch),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from full_weights import random_weights, source_of
@@ -24,6 +26,7 @@ from tiny_families import ARCHITECTURES
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 from training_cases import Case, actor_in, hybrid_of
 
+from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import Config, build_config, load_config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
 from megarl.trainer.checks import check_run
@@ -48,6 +51,15 @@ def _config(groups: int, batch: int, staleness: int, n: int) -> Config:
     return build_config(
         {"data": {"train_batch_size": batch}, "actor_rollout_ref": {"rollout": {"n": n, "carry_over": carry_over}}}
     )
+
+
+def _go_on(carry_over: CarryOver, saved: CarryOver) -> None:
+    """As after a file."""
+    stream = io.BytesIO()
+    np.savez(stream, **saved.arrays())  # type: ignore[arg-type]
+    carry_over.load_state(json.loads(json.dumps(saved.state())))
+    stream.seek(0)
+    carry_over.load_arrays(dict(np.load(stream, allow_pickle=False)))
 
 
 class _Simulated:
@@ -116,15 +128,18 @@ def test_nothing_is_lost_or_too_old(
         for r in made:
             assert r.finish_reason == "stop" and len(r.token_ids) == sum(tokens for _, tokens in r.versions)
             assert version - r.versions[0][0] <= staleness and r.versions[-1][0] <= version
-    under_way = {saved["group"] for saved in whole.state()["rollouts"]}
+    under_way = set(whole.arrays()["group"].tolist())
     assert under_way | set(trained) == set(range(len(under_way) + len(trained)))  # none left out
     assert min(under_way) > max(trained) - 3 * batch * staleness
 
     first, drawn = CarryOver(config, groups, prompts), [0]
     before = steps(first, drawn, 1, stop_at)
     second = CarryOver(config, groups, prompts)
-    second.load_state(json.loads(json.dumps(first.state())))
+    _go_on(second, first)
     assert second.state() == first.state()
+    assert {name: column.tolist() for name, column in second.arrays().items()} == {
+        name: column.tolist() for name, column in first.arrays().items()
+    }
     assert [*before, *steps(second, drawn, stop_at, 12)] == batches
 
 
@@ -132,10 +147,10 @@ def test_groups_whose_prompt_has_gone_are_left_out() -> None:
     groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=1))
     first = CarryOver(_config(4, 2, 4, 1), groups, PROMPTS)
     first.next_batch(lambda: [0, 1], lambda asked, quota: _Simulated(1, 2)(asked, quota, 1), 1)
-    places = [saved["prompt"] for saved in first.state()["rollouts"]]
+    places = first.arrays()["prompt"].tolist()
     other = CarryOver(_config(4, 2, 4, 1), groups, [PROMPTS[1], PROMPTS[1]])
-    other.load_state(first.state())
-    assert [saved["prompt"] for saved in other.state()["rollouts"]] == [place for place in places if place == 1]
+    _go_on(other, first)
+    assert other.arrays()["prompt"].tolist() == [place for place in places if place == 1]
 
 
 def test_what_undone_steps_have_drawn_is_drawn_anew() -> None:
@@ -150,7 +165,7 @@ def test_what_undone_steps_have_drawn_is_drawn_anew() -> None:
         seen.extend(asked)
         return _Simulated(1, 2)(asked, quota, 2)
 
-    assert any(span[0] >= 2 for saved in carry_over.state()["rollouts"] for span in saved["versions"])
+    assert (carry_over.arrays()["spans"][:, 0] >= 2).any()
     carry_over.next_batch(lambda: [6, 7], look, 2)
     assert all(version < 2 for r in seen for version, _ in r.versions)
     assert all((not r.versions) == (len(r.token_ids) == 0) for r in seen)
@@ -246,6 +261,27 @@ def test_a_run_repeats_itself_and_goes_on_with_unfinished_responses(ranks: Ranks
         shutil.rmtree(_checkpoint(resumed, step))
     _run(ranks, resumed, world)
     assert numbers_of(resumed) == numbers_of(one) and same(_checkpoint(resumed, 6), _checkpoint(one, 6))
+
+
+def test_responses_under_way_lie_in_a_file_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    """Sent from one rank to the others; a checkpoint that has them in another form is refused in one line."""
+    _run(ranks, tmp_path / "one", 2, "trainer.total_training_steps=2")
+    newest = _checkpoint(tmp_path / "one", 2)
+    state = json.loads((newest / "trainer.json").read_text())
+    assert state["carry_over"] == {"next_group": state["carry_over"]["next_group"]}
+    with np.load(newest / "carry_over.npz", allow_pickle=False) as stored:
+        assert len(stored["token_ids"]) == len(stored["logp"]) == stored["length"].sum() > 16
+    manifest = json.loads((newest / "manifest.json").read_text())["files"]
+    assert "carry_over.npz" in manifest
+    (newest / "carry_over.npz").unlink()
+    write_manifest(str(newest), record_files(str(newest), files_of(str(newest))))
+    before = metrics_of(tmp_path / "one")
+    config = str(tmp_path / "one" / "run.yaml")
+    name = f"reward.name={tmp_path / 'one' / 'reward.py'}:score"
+    results = ranks.run(2, run_here, config, [name, "trainer.total_training_steps=3"])
+    said = f"RunRefused: checkpoint '{newest}': carry_over.npz cannot be read: [Errno 2] No such file or directory: "
+    assert {ended for ended, _ in results} == {f"{said}'{newest}/carry_over.npz'"}
+    assert metrics_of(tmp_path / "one") == before
 
 
 def test_a_checkpoint_with_responses_under_way_is_of_another_algorithm(ranks: Ranks, tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ def test_overrides_are_yaml_and_later_ones_win(file: str) -> None:
         ("data.train_batchsize=8", "unknown key 'data.train_batchsize'; did you mean 'data.train_batch_size'?"),
         ("data.ppo_epochs=2", "unknown key 'data.ppo_epochs'; did you mean 'actor_rollout_ref.actor.ppo_epochs'?"),
         ("actor.clip_ratio=0.1", "unknown key 'actor'; did you mean 'actor_rollout_ref.actor'?"),
+        ("trainer.namespace=a", "unknown key 'trainer.namespace'"),
+        (
+            "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+            "unknown key 'actor_rollout_ref.actor.megatron.context_parallel_size'",
+        ),
         ("data.train_batch_size=many", "data.train_batch_size: input should be a valid integer"),
         ("data.train_batch_size=0", "data.train_batch_size: input should be greater than or equal to 1 (got 0)"),
         ("data.truncation=cut", "data.truncation: input should be 'error', 'left', 'right' or 'middle' (got 'cut')"),
@@ -73,7 +78,9 @@ def test_overrides_are_yaml_and_later_ones_win(file: str) -> None:
     ],
 )
 def test_refusals_say_what_to_change(file: str, override: str, said: str) -> None:
-    assert refusal(lambda: load_config(file, [override])).startswith(said)
+    message = refusal(lambda: load_config(file, [override]))
+    assert message.startswith(said)
+    assert ("did you mean" in message) == ("did you mean" in said), "a key of what is not here has no other name"
 
 
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:

@@ -203,3 +203,11 @@ def test_migration_has_a_table_of_each_kind() -> None:
     assert other.startswith("another key here\n\n| verl's key | here | what is different, or why |\n")
     assert none.startswith("none here\n\n| verl's key | what is different, or why |\n")
     assert "<code>data.<wbr>train_<wbr>files</code>" in same
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 10
+    assert all((ROOT / file).is_file() for file in re.findall(r"`(tests/\w+\.py)", (ROOT / "SECURITY.md").read_text()))
+    for file, test in named:
+        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(), re.MULTILINE), f"{file}::{test}"

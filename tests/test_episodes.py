@@ -241,9 +241,7 @@ def test_an_environment_that_fails_costs_its_episode_alone(how: str, said: str) 
     rows = [{"turns": 3}, {"turns": 3, "fails": how}, {"turns": 3}]
     brief = replace(PARAMS, stop_token_ids=tuple(range(0, VOCAB, 4)))
     want = play(rollouts_of([{"turns": 3}] * 3), params=brief)
-    began = time.monotonic()
-    got = play(rollouts_of(rows), timeout=0.5, params=brief)
-    assert time.monotonic() - began < 5
+    got = play(rollouts_of(rows), timeout=0.5 if how == "hangs" else 300, params=brief)
     assert what_was_said({i: got[i] for i in (0, 2)}) == what_was_said({i: want[i] for i in (0, 2)})
     assert str(got[1].episode.error).startswith(said) and got[1].reward is None
 
@@ -257,12 +255,12 @@ def test_an_environment_that_fails_costs_its_episode_alone(how: str, said: str) 
     ],
 )
 def test_an_environment_whose_reset_fails_is_closed(how: str, said: str) -> None:
-    closed: list[str] = []
+    closed, over = list[str](), threading.Event()
 
     class Taken(Echo):
         def reset(self, row: Mapping[str, Any]) -> Any:
             if how == "hangs":
-                threading.Event().wait(3)
+                over.wait()
             return np.array([1, 2]) if how == "array" else row["task"]
 
         def close(self) -> None:
@@ -271,6 +269,7 @@ def test_an_environment_whose_reset_fails_is_closed(how: str, said: str) -> None
     source = source_of(rollouts_of([{}]), timeout=0.5)
     source._make = Taken
     serve(engine_of(ARCH, max_model_len=LENGTH), source, Channel(None))
+    over.set()
     ((one,),) = source.played.values()
     assert str(one.episode.error).startswith(said) and closed == [how]
 
@@ -452,7 +451,8 @@ def test_an_evaluation_with_messages_within_a_column(ranks: Ranks, tmp_path: Pat
     for key in ("chat", "q.messages"):
         run_dir = tmp_path / key
         overrides = [f"data.prompt_key={key}", f"trainer.default_local_dir={run_dir}", "data.max_response_length=24"]
-        assert ranks.run(1, run_here, str(config), overrides)[0][0] == ""
+        ended, said = ranks.run(1, run_here, str(config), overrides)[0]
+        assert ended == "" and "learning curve" not in said
         samples[key] = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert samples["q.messages"] == samples["chat"] and len({sample["row"] for sample in samples["chat"]}) == 5
     write_chat_tokenizer(tmp_path, "{{ messages[-1]['content'] }}")

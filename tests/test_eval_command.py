@@ -9,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ranks import Ranks
 from run_cases import run_here
 from tiny_run import FINGERPRINT, megarl, metrics_of, write_run
 
 from megarl.cli.compare import compare
 from megarl.cli.evaluate import Request, evaluate
-from megarl.config import dump_config
+from megarl.cli.main import main
+from megarl.config import dump_config, load_config
 from megarl.evaluation.comparison import COMPARE_FILE
 from megarl.evaluation.folder import Finished, read_evaluation
 from megarl.evaluation.records import read_records
 from megarl.evaluation.statistics import estimate, majority_at_k, pass_at_k
 from megarl.trainer.subject import evaluation_config, find_subject
+from megarl.trainer.trust import unsafe_remarks
 
 N = "actor_rollout_ref.rollout.val_kwargs.n"
 TRAINING_TP = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size"
@@ -143,7 +146,7 @@ def test_a_hugging_face_folder_is_evaluated_by_keys_alone(ranks: Ranks, folder: 
 def test_the_eval_command(folder: Path) -> None:
     """In a process of its own, on two ranks; a second one takes a folder of its own, and fails cleanly if it must."""
     run = folder / "run"
-    done = megarl("eval", str(run), "--nproc", "2", f"{N}=2", f"{GENERATION_TP}=2")
+    done = megarl("eval", str(run), "--trust", "--nproc", "2", f"{N}=2", f"{GENERATION_TP}=2")
     assert done.returncode == 0, done.stderr
     out = run / "eval" / "global_step_2"
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "eval.json", "lock", "samples.jsonl"]
@@ -162,7 +165,7 @@ def test_the_compare_command(ranks: Ranks, folder: Path, tmp_path: Path) -> None
     """Of a finished evaluation and a checkpoint, which is asked as the other one was."""
     one = evaluation(ranks, 1, folder / "run" / "checkpoints" / "global_step_1", tmp_path / "one", f"{N}=2")
     out = tmp_path / "out"
-    done = megarl("compare", one.folder, str(folder / "run"), "--out", str(out))
+    done = megarl("compare", one.folder, str(folder / "run"), "--trust", "--out", str(out))
     assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
     assert "A higher" in done.stdout and "even/[b]" in done.stdout
     values = json.loads((out / COMPARE_FILE).read_text())
@@ -178,8 +181,44 @@ def test_the_compare_command(ranks: Ranks, folder: Path, tmp_path: Path) -> None
 
 
 def request(*overrides: str, **more: Any) -> Request:
-    plain: dict[str, Any] = {"file": None, "out": None, "nproc": None, "best": False}
+    plain: dict[str, Any] = {"file": None, "out": None, "nproc": None, "best": False, "trust": True}
     return Request(overrides=overrides, **{**plain, **more})
+
+
+@pytest.mark.parametrize("command", ["eval", "compare"])
+def test_code_that_a_folder_names_runs_only_if_the_caller_trusts_it(
+    folder: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder may be somebody else's, with a file of his beside it."""
+    run, ran = tmp_path / "run", tmp_path / "ran"
+    shutil.copytree(folder / "run", run)
+    (tmp_path / "theirs.py").write_text(f"open({str(ran)!r}, 'w')\ndef score(response, row):\n    return 1.0\n")
+    tree = yaml.safe_load((run / "config.yaml").read_text())
+    tree["reward"]["name"] = f"{tmp_path}/theirs.py:score"
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    words = [command, str(run), *([str(run)] if command == "compare" else [])]
+    assert main([*words, "--nproc", "3", f"{TRAINING_TP}=2"]) == 2
+    said = capsys.readouterr().err
+    assert f"recorded imports {tmp_path}/theirs.py (reward.name); if you trust that folder, give --trust" in said
+    assert said.count("\n") == 1 and not ran.exists()
+    for trusting in (["--trust"], [f"reward.name={tmp_path}/theirs.py:score"], [str(run / "config.yaml")]):
+        ran.unlink(missing_ok=True)
+        here = [*words, *trusting] if trusting[0] != str(run / "config.yaml") else [*words, trusting[0]]
+        assert main([*here, "--nproc", "3", f"{TRAINING_TP}=2"]) == 2  # no ranks can be split so
+        assert "--trust" not in capsys.readouterr().err
+    tree["reward"] = {"name": "code", "args": {"isolation": "process"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert main(words) == 2
+    assert "runs what the model writes without sandbox (reward.args.isolation); if you" in capsys.readouterr().err
+
+
+def test_a_run_without_sandbox_says_so_at_its_start_and_in_its_plan(tmp_path: Path) -> None:
+    config = write_run(tmp_path, reward={"name": "code", "args": {"isolation": "process"}})
+    line = "reward.args.isolation = process: programs that the model writes run without sandbox, with your files and"
+    assert list(unsafe_remarks(load_config(str(config)))) == [f"{line} your network"]
+    planned = megarl("plan", str(config))
+    assert f"warning: {line}" in planned.stdout.replace("\n", " "), planned.stdout + planned.stderr
+    assert not list(unsafe_remarks(load_config(str(config), ["reward.args.isolation=namespaces"])))
 
 
 REFUSED = [

@@ -135,7 +135,7 @@ def flow(run):
         with generation.phase():
             made = generation.rollouts(chosen, 4, run.inputs.sampling(validation=False), seed=1, round_=step)
         batch = made.to_batch()
-        run.log("actor", actor.update(batch, *run.plan(batch).mini_batches, megarl.cross_entropy))
+        run.log("actor", actor.update(batch, *actor.plan(batch).mini_batches, megarl.cross_entropy))
 """
     (tmp_path / "flow.py").write_text("import megarl\n" + body)
     config = write_run(

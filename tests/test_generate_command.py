@@ -123,7 +123,7 @@ def test_conversations_use_the_chat_template(tmp_path: Path) -> None:
     turns = [Turn("user", "hi"), Turn("assistant", "yo"), Turn("user", "2+2")]
     said = Words(tokenizer, system="be kind", raw=False)
     template = "<system>be kind<end><user>hi<end><assistant>yo<end><user>2+2<end><assistant>"
-    assert said.chats and said.token_ids(turns) == tokenizer.encode(template)
+    assert said.chats and said.token_ids(turns) == tokenizer.encode_template(template)
     plain = Words(tokenizer, system=None, raw=True)
     assert not plain.chats and plain.token_ids(turns) == tokenizer.encode("2+2")
     with pytest.raises(ValueError, match=r"^--system needs a chat template: --raw$"):
@@ -211,7 +211,7 @@ class Terminal:
                 except OSError:  # the process has left
                     assert self.said.count(text) >= count, self.said
 
-    def wait_until_it_reads(self, timeout: float = 30) -> None:
+    def wait_until_it_reads(self, timeout: float = 120) -> None:
         """Until the main thread sleeps: Python hears of a signal between prompt and read after a line only."""
         end, asleep = time.monotonic() + timeout, 0
         while asleep < 3:

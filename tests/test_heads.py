@@ -12,7 +12,7 @@ from hugging_face import hugging_face
 from ranks import Ranks
 from selection import quick
 from tiny_families import ARCHITECTURES
-from training_cases import SEQUENCES, Case, Squares, actor_in, fixed_batch, micro_batches_of, update, with_targets
+from training_cases import SEQUENCES, Case, Squares, actor_in, fixed_batch, mini_batch_of, update, with_targets
 
 from megarl.algorithms.value_loss import ValueLoss
 from megarl.types import Batch, batch_of
@@ -42,7 +42,7 @@ def _train(case: Case, role: str) -> tuple[torch.Tensor, list[tuple[float, float
     method, loss = HEADS[role]
     with actor_in(case, role=role, lr=3e-4, adam_eps=1e-3) as model:
         batch = with_targets()
-        before = getattr(model, method)(batch, micro_batches_of(model))
+        before = getattr(model, method)(batch, mini_batch_of(model))
         batch = batch.with_(values=batch.advantages * 0.1, returns=batch.advantages)
         updates = [update(model, batch, loss) for _ in range(3)]
         return before, [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]
@@ -91,7 +91,7 @@ def _by_megatron(case: Case, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     for role, (method, _) in HEADS.items():
         with actor_in(case, arch, role=role) as model:
             model.load(source_of(weights))
-            out.append(getattr(model, method)(_batch(), [[0, 1], [2, 3]]))
+            out.append(getattr(model, method)(_batch(), model.plan(_batch(), 2)))
     return out[0], out[1]
 
 

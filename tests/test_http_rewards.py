@@ -189,19 +189,16 @@ def test_a_service_that_hangs(service: Service, trickle: bool) -> None:
             handler.wfile.write(b"1" if trickle else b"")
 
     service.answers(hang)
-    start = time.monotonic()
     said = refused("http", url=service.url, timeout=0.3, retries=1)
     assert said == f"POST {service.url}: in each of 2 tries, the last time: no answer in 0.3 s"
-    assert 0.6 < time.monotonic() - start < 3
-    service.answers(hang, hang, hang, ok(1))  # two have asked already
-    assert ask("http", url=service.url, timeout=0.3, retries=1) == 1.0
+    service.answers(hang, hang, hang, ok(1))  # two have asked already, or one that was late
+    assert ask("http", url=service.url, timeout=0.3, retries=100) == 1.0
 
 
 def test_a_flood(service: Service) -> None:
     service.answers(flood)
-    start = time.monotonic()
     assert refused("http", url=service.url) == f"POST {service.url}: answered more than 1048576 bytes"
-    assert time.monotonic() - start < 3 and len(service.asked) == 1
+    assert len(service.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -229,27 +226,25 @@ def test_an_answer_that_is_no_score(service: Service, way: Any, said: str) -> No
 
 
 def test_a_deadline_around_it(service: Service) -> None:
-    service.answers(lambda handler: service.stop.wait(30) and None)
+    service.answers(lambda handler: service.stop.wait() and None)
 
     async def within() -> None:
         await asyncio.wait_for(load_reward("http")("", {"answer": 4}, url=service.url), 0.2)
 
-    start = time.monotonic()
     with pytest.raises(asyncio.TimeoutError):
         asyncio.run(within())
-    assert time.monotonic() - start < 2
+    assert not service.stop.is_set()  # it answers afterwards only
 
 
 def test_many_at_once(service: Service) -> None:
-    service.answers(lambda handler: (time.sleep(0.3), ok(1)(handler))[1])
+    all_are_there = threading.Barrier(20)
+    service.answers(lambda handler: (all_are_there.wait(), ok(1)(handler))[1])
 
     async def all_of_them() -> list[float]:
         reward = load_reward("http")
         return await asyncio.gather(*(reward(str(i), {"answer": 4}, url=service.url) for i in range(20)))
 
-    start = time.monotonic()
     assert asyncio.run(all_of_them()) == [1.0] * 20
-    assert time.monotonic() - start < 3  # 6 s one after another
 
 
 def test_columns_that_cannot_be_sent(service: Service) -> None:

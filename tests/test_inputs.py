@@ -12,11 +12,14 @@ import pytest
 import torch
 from chat_tokenizer import SIZE, write_chat_tokenizer
 from tiny_run import write_run
+from training_cases import WITH_EXPERTS
 
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import load_config
 from megarl.models.gpt import transformer_config
+from megarl.models.overrides import check_overrides
 from megarl.parallel.from_config import train_layout
+from megarl.parallel.layout import TrainLayout
 from megarl.trainer.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
 
@@ -112,6 +115,7 @@ def test_examples_that_are_left_out_are_remarked(tmp_path: Path, check: Callable
     for name in ("train", "val"):
         lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()[:20]
         rows = [{**json.loads(line), **row} for line in lines]
+        rows[1]["label"] = False
         rows[2] |= {"answer": "1" * 300, "rejected": "1" * 300}
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     how = ["data.filter_overlong_prompts=true", "data.max_response_length=9", "data.train_batch_size=4"]
@@ -275,6 +279,15 @@ def test_ratios_may_be_small_and_uneven(check: Callable[..., Inputs]) -> None:
 def test_fields_of_megatron_that_cannot_be_set(check: Callable[..., Inputs], field: str, said: str) -> None:
     message = refusal(lambda: check(f"{FIELD}.{field}"))
     assert message.startswith("actor.megatron.override_transformer_config") and said in message
+
+
+def test_grouped_experts_are_refused() -> None:
+    """No layer reads the field: it would do nothing."""
+    layout = TrainLayout(world_size=1)
+    settings: dict[str, Any] = {"dtype": torch.float32, "sequence_parallel": False, "recompute": False}
+    check_overrides({"moe_grouped_gemm": False}, WITH_EXPERTS, layout, **settings)
+    with pytest.raises(ValueError, match="moe_grouped_gemm: experts are computed one after the other; leave it out"):
+        check_overrides({"moe_grouped_gemm": True}, WITH_EXPERTS, layout, **settings)
 
 
 def test_fields_of_megatron_that_can_be_set(check: Callable[..., Inputs]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import Ranks
-from training_cases import Case, actor_in, fixed_batch, micro_batches_of, update
+from training_cases import Case, actor_in, fixed_batch, mini_batch_of, update
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -96,7 +96,7 @@ def _deviation(which: str) -> tuple[float, float]:
     case = Case(config={"actor": {"megatron": {"transformer_engine": which}}})
     with actor_in(case, dtype="bfloat16", lr=1e-2) as actor:
         batch = fixed_batch().with_(temperature=0.8)
-        old = actor.log_probs(batch, micro_batches_of(actor, 3))
+        old = actor.log_probs(batch, mini_batch_of(actor, 3))
         batch = batch.with_(old_logp=old, advantages=torch.ones_like(old))
         loss = PolicyClip(clip_low=0.2, clip_high=0.2)
         first, second = (update(actor, batch, loss, size=3) for _ in range(2))

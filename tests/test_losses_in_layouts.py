@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import Ranks
 from selection import quick
-from training_cases import ARCH, Case, actor_in, fixed_batch, micro_batches_of, update
+from training_cases import ARCH, Case, actor_in, fixed_batch, mini_batch_of, update
 
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.loss import LossInput, LossOutput, Scope, Sum
@@ -31,7 +31,7 @@ def _batch(actor: Any) -> Batch:
     """Off-policy, with importance weights and rejected tokens, and advantages that do not add up to 0."""
     batch, generator = fixed_batch(), torch.Generator().manual_seed(8)
     tokens, mask = len(batch.tokens), batch.response_mask
-    old = actor.log_probs(batch, micro_batches_of(actor)) + 0.3 * torch.randn(tokens, generator=generator)
+    old = actor.log_probs(batch, mini_batch_of(actor)) + 0.3 * torch.randn(tokens, generator=generator)
     advantages = 0.5 + torch.randn(len(batch), generator=generator)[batch.sequence_of_token]
     importance = torch.rand(tokens, generator=generator) + 0.5
     importance *= torch.rand(tokens, generator=generator) > 0.2
@@ -103,18 +103,16 @@ Updates = list[tuple[float, float]]
 def _both_scopes(case: Case, arch: Architecture) -> tuple[dict[str, float], list[Updates]]:
     """How far two scopes' gradients are apart, of each parameter as a share of their norm; three updates of each."""
     from megarl.config.policy import Optim
-    from megarl.data.packing import MiniBatch
     from megarl.models.fill import random_source
 
     gradients, histories = [], []
     with actor_in(case, arch) as actor:
-        batch, micro_batches = _batch(actor), micro_batches_of(actor)
+        batch, mini_batch = _batch(actor), mini_batch_of(actor)
         weights = token_weights(batch, range(len(batch)))
-        mini_batch = MiniBatch(sequences=range(len(batch)), micro_batches=micro_batches)
         for loss in (Scoped("token"), Scoped("sequence")):
             actor.load(random_source(actor.arch, 1))
             actor.restart_optimizer(Optim(lr=LR, adam_eps=EPS), 4)
-            actor.accumulate_gradients(batch, micro_batches, weights, loss)
+            actor.accumulate_gradients(batch, mini_batch, weights, loss)
             gradients.append({name: p.main_grad.clone() for name, p in actor.parameters().items()})
             updates = [actor.update(batch, mini_batch, loss, weights) for _ in range(3)]
             histories.append([(float(m["loss"].value), float(m["grad_norm"].value)) for m in updates])

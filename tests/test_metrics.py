@@ -157,10 +157,12 @@ def test_stragglers_name_the_slowest_rank() -> None:
 
 def test_waiting_for_others_is_no_work() -> None:
     watch = Watch()
+    began = time.perf_counter()
     with watch.waiting("all scores"):
         time.sleep(0.05)
+    whole = time.perf_counter() - began
     (wait,) = watch.collect_waits()
-    assert wait.phase == "" and wait.seconds == pytest.approx(0.05, abs=0.04) and watch.collect_waits() == []
+    assert wait.phase == "" and 0.05 <= wait.seconds <= whole and watch.collect_waits() == []
 
 
 def test_speed_counts_what_the_policy_drew() -> None:

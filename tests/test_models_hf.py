@@ -39,7 +39,7 @@ def _megatron_log_probs(case: Case, family: str) -> torch.Tensor:
     weights = random_weights(arch, 1)
     with actor_in(case, arch) as actor:
         actor.load(source_of(weights))
-        return actor.log_probs(_batch(), [[0, 1], [2, 3]])
+        return actor.log_probs(_batch(), actor.plan(_batch(), 2))
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

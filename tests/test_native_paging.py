@@ -173,6 +173,19 @@ def _blocks_on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: float, total: float
     )
 
 
+def test_a_cache_in_host_memory_grows_with_what_is_in_use() -> None:
+    """A step that has five sequences takes no more where there is room for 4,000."""
+    arch = ARCHITECTURES["qwen2"]
+    prompts = [[i, *range(1, 40), *range(1, 40), *range(1, 40), *range(1, 40)] for i in range(5)]
+    params = SamplingParams(max_tokens=140, temperature=1.0)
+    engines = [engine_of(arch, max_num_seqs=n, max_model_len=300) for n in (5, 4000)]
+    made = [engine.generate(prompts, params, seeds=range(5)) for engine in engines]
+    assert made[0] == made[1]
+    small, large = (engine._cache for engine in engines)
+    assert small is not None and large is not None and large.blocks == 4000 * 19 + 1
+    assert max(layer.shape[1] for layer in large.layers) <= 2 * (5 * 19 + 1)
+
+
 def test_cache_takes_what_it_can_use_or_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     block = 2 * 2 * 2 * BLOCK_SIZE * 8 * 4
     assert _blocks_on_gpu(monkeypatch, free=8e9, total=1e10, share=0.5) == 10 * 7 + 1

@@ -10,7 +10,7 @@ import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import metrics_of, write_run
+from tiny_run import FINGERPRINT, metrics_of, write_run
 
 from megarl.trainer.nonfinite import NonFiniteUpdates
 
@@ -124,6 +124,20 @@ def test_equal_scores_train_nothing(ranks: Ranks, tmp_path: Path) -> None:
     assert ended == ""
     assert "step 1: in every group all responses scored the same (10.3), so there is nothing to learn from" in said
     assert [row["actor/grad_norm"] for row in metrics_of(tmp_path)] == [0, 0]
+
+
+def test_one_response_to_a_prompt_may_teach_something(ranks: Ranks, tmp_path: Path) -> None:
+    """Where an estimator compares responses over the whole batch."""
+    (tmp_path / "reward.py").write_text(FINGERPRINT)
+    sections = QUIET | {"algorithm__adv_estimator": "reinforce_plus_plus", "actor_rollout_ref__rollout__n": 1}
+    sections |= {"trainer__total_training_steps": 1, "trainer__logger": ["console", "jsonl"], "trainer__save_freq": 0}
+    config = write_run(tmp_path, **sections, reward__name=f"{tmp_path / 'reward.py'}:score")
+    ((ended, said),) = ranks.run(1, run_here, str(config))
+    assert ended == "" and metrics_of(tmp_path)[0]["actor/grad_norm"] > 0
+    assert "nothing to learn from" not in said
+    (tmp_path / "reward.py").write_text("def score(response, row):\n    return 1.5\n")
+    ((ended, said),) = ranks.run(1, run_here, str(config), [f"trainer.default_local_dir={tmp_path / 'other'}"])
+    assert ended == "" and "step 1: all responses scored the same (1.5), so there is nothing to learn from" in said
 
 
 def test_an_engine_with_old_weights_is_noticed(ranks: Ranks, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from tiny_run import megarl, metrics_of, numbers_of, write_run
 from training_cases import SEQUENCES, Case, actor_in, fixed_batch
 
 from megarl.config import load_config
-from megarl.data.packing import MiniBatch, pack_by_count, pack_by_tokens
+from megarl.data.packing import pack_by_count, pack_by_tokens
+from megarl.roles.passes import MiniBatch
 from megarl.trainer.checks import check_run
 
 # ------------------------------------------------------------------------------------------------------- layouts
@@ -66,15 +67,16 @@ def _train(case: Case, size: int) -> dict[str, list[dict[str, float]]]:
                 plan = pack_by_count(lengths, [range(SEQUENCES)], dp=dp, micro_batch_size=size, together=2)
             else:
                 plan = pack_by_tokens(lengths, [range(SEQUENCES)], dp=dp, max_tokens=64, together=2)
-            (micro_batches,) = plan[model.groups.train.coords(model.groups.rank).dp]
+            layout = model.groups.train
+            (micro_batches,) = plan[layout.coords(model.groups.rank).dp]
+            mini_batch = MiniBatch(layout=layout, sequences=range(SEQUENCES), micro_batches=micro_batches)
             batch = batch.with_(
                 labels=(torch.arange(SEQUENCES) // 2 % 2).float(), reference_point=torch.full((SEQUENCES,), 0.5)
             )
             if role == "Actor":
-                batch = batch.with_(ref_logp=1.05 * model.log_probs(batch, micro_batches))
+                batch = batch.with_(ref_logp=1.05 * model.log_probs(batch, mini_batch))
             loss = _loss(name)
-            mini_batch = MiniBatch(sequences=range(SEQUENCES), micro_batches=micro_batches)
-            found[name] = [model.evaluate(batch, micro_batches, loss)]
+            found[name] = [model.evaluate(batch, mini_batch, loss)]
             for _ in range(3):
                 metrics = model.update(batch, mini_batch, loss)
                 found[name].append({key: float(metric.value) for key, metric in metrics.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from training_cases import (
     actor_in,
     fixed_batch,
     hybrid_of,
-    micro_batches_of,
+    mini_batch_of,
     policy_loss,
     reference_of,
     update,
@@ -82,12 +83,12 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
             with hybrid.phase():  # as validation does, with no update in between
                 pass
             seen.append([list(rollout.token_ids) for rollout in rollouts])
-            batch, micro_batches = fixed_batch().with_(temperature=0.9), micro_batches_of(actor, 4)
+            batch, mini_batch = fixed_batch().with_(temperature=0.9), mini_batch_of(actor, 4)
             enter(Phase.LOG_PROBS)
-            old = actor.log_probs(batch, micro_batches)
+            old = actor.log_probs(batch, mini_batch)
             look("log-probs")
             enter(Phase.REF)
-            ref = reference.log_probs(batch, micro_batches)
+            ref = reference.log_probs(batch, mini_batch)
             enter(Phase.UPDATE)
             look("reference done")
             batch = compute_advantages(batch.with_(old_logp=old, ref_logp=ref), Algorithm(), 0.0)
@@ -179,6 +180,35 @@ def test_bytes_that_cross_slabs_come_back(monkeypatch: pytest.MonkeyPatch) -> No
     memory.release()
     memory.restore()
     assert torch.equal(tensors[-1], torch.ones(100))
+
+
+def test_old_slabs_are_given_back_before_new_ones_are_taken() -> None:
+    """Moments appear with the first step: pinned memory for the tensors twice may not be there."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from megarl.parallel import cpu, offload
+
+    cpu.enable_cpu_ranks()
+    taken: list[weakref.ref[Tensor]] = []
+    held: list[int] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.empty.memory_format and made.numel() >= 2**20:
+                taken.append(weakref.ref(made.untyped_storage()))
+                held.append(sum(storage() is not None for storage in taken))
+            return made
+
+    tensors = [torch.ones(2**20)]
+    memory = offload.OnHost(lambda: tensors)
+    with Watching():
+        memory.release()
+        memory.restore()
+        tensors.append(torch.zeros(2**20))
+        memory.release()
+        memory.restore()
+    assert held == [1, 1] and bool(tensors[0].all())
 
 
 def test_what_is_constant_is_copied_to_the_host_once() -> None:

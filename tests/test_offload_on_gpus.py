@@ -16,7 +16,7 @@ from training_cases import (
     actor_in,
     fixed_batch,
     hybrid_of,
-    micro_batches_of,
+    mini_batch_of,
     reference_of,
     update,
 )
@@ -64,7 +64,7 @@ def _one_step(case: Case, dtype: str, moving: bool) -> dict[str, Any]:
     with actor_in(replace(case, config=_settings(dtype, moving=moving)), LARGER, dtype, lr=1e-3) as actor:
         reference = reference_of(actor)
         hybrid = hybrid_of(actor, max_model_len=64, reference=reference)
-        batch, micro_batches = fixed_batch(), micro_batches_of(actor)
+        batch, mini_batch = fixed_batch(), mini_batch_of(actor)
         update(actor, batch)
         actor.gather_parameters()
         reference.gather_parameters()
@@ -74,7 +74,7 @@ def _one_step(case: Case, dtype: str, moving: bool) -> dict[str, Any]:
             with hybrid.phase():
                 held = torch.cuda.memory_allocated()
             hybrid.residency.enter(Phase.LOG_PROBS)
-            actor.log_probs(batch, micro_batches)
+            actor.log_probs(batch, mini_batch)
             reference.gather_parameters()
             actor.optimizer.masters.restore()
             actor.optimizer.moments.restore()

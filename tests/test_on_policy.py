@@ -13,7 +13,7 @@ from training_cases import (
     actor_in,
     fixed_batch,
     hybrid_of,
-    micro_batches_of,
+    mini_batch_of,
     policy_loss,
     reference_of,
     update,
@@ -32,9 +32,9 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
 
     with actor_in(case, lr=1e-2) as actor:
         reference = reference_of(actor)
-        batch, micro_batches = fixed_batch().with_(temperature=0.8), micro_batches_of(actor, 3)
+        batch, mini_batch = fixed_batch().with_(temperature=0.8), mini_batch_of(actor, 3)
         batch = batch.with_(
-            old_logp=actor.log_probs(batch, micro_batches), ref_logp=reference.log_probs(batch, micro_batches)
+            old_logp=actor.log_probs(batch, mini_batch), ref_logp=reference.log_probs(batch, mini_batch)
         )
         assert batch.old_logp is not None and batch.ref_logp is not None
         gap = float((batch.old_logp - batch.ref_logp).abs().max())

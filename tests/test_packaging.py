@@ -114,3 +114,24 @@ def test_the_changelog_has_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
     assert versions[:2] == ["Unreleased", megarl.__version__]
+
+
+@pytest.mark.parametrize(
+    ("name", "python", "left_out"), [("requirements", "3.11", {"torch"}), ("requirements-gpu", "3.12", set())]
+)
+def test_a_locked_installation_has_the_pins_and_a_hash_for_each_package(
+    name: str, python: str, left_out: set[str]
+) -> None:
+    text = (ROOT / "launch" / f"{name}.lock").read_text().replace("\\\n", " ")
+    locked: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        requirement, *hashes = line.split(" --hash=")
+        package = Requirement(requirement.strip())
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest.strip()) for digest in hashes), line
+        assert str(package.specifier).startswith("=="), line
+        if package.marker is None or package.marker.evaluate({"python_version": python, "python_full_version": python}):
+            locked[package.name] = str(package.specifier).removeprefix("==")
+    pinned = {package: version for package, version in pins(f"{name}.txt", python).items() if package not in left_out}
+    assert {package: locked.get(package) for package in pinned} == pinned

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote
 from urllib.request import urlopen
 
+import psutil
 import pytest
 import yaml
 from ranks import free_port
@@ -38,7 +39,7 @@ def config_of(**settings: Any) -> Config:
 
 
 def got(url: str) -> str:
-    with urlopen(url, timeout=5) as answer:
+    with urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 
@@ -54,7 +55,7 @@ def running(*command: str, ready: str) -> Iterator[None]:
     """A server, once the URL answers."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            assert eventually(lambda: bool(got(ready)) or True, 30), f"{command[0]} does not answer"
+            assert eventually(lambda: bool(got(ready)) or True, 120), f"{command[0]} does not answer"
             yield
         finally:
             server.terminate()
@@ -140,7 +141,7 @@ def test_a_pushgateway_gets_rows_and_forgets_a_run_that_is_over(tmp_path: Path) 
         )
         sink.log(7, {"reward/mean": 0.5})
         line = r'megarl_reward_mean\{experiment="e",instance="",job="megarl",project="p",run="r"\} 0\.5'
-        assert eventually(lambda: re.search(line, got(f"{url}/metrics")), 10)
+        assert eventually(lambda: re.search(line, got(f"{url}/metrics")), 120)
         sink.close()
         assert "megarl_reward_mean" not in got(f"{url}/metrics")
 
@@ -163,11 +164,11 @@ def test_prometheus_scrapes_a_run_and_loads_the_rules(tmp_path: Path) -> None:
         def asked(query: str) -> Any:
             return json.loads(got(f"{url}/api/v1/query?query={quote(query)}"))["data"]["result"]
 
-        found = eventually(lambda: asked('megarl_reward_mean{run="r"}'), 20)
+        found = eventually(lambda: asked('megarl_reward_mean{run="r"}'), 120)
         assert found[0]["value"][1] == "0.625" and found[0]["metric"]["project"] == "p"
         rules = json.loads(got(f"{url}/api/v1/rules"))["data"]["groups"][0]["rules"]
         assert len(rules) == 10 and all(rule["health"] in ("ok", "unknown") for rule in rules)
-        pending = eventually(lambda: asked('ALERTS{alertname="MegarlGpuMemory"}'), 20)
+        pending = eventually(lambda: asked('ALERTS{alertname="MegarlGpuMemory"}'), 120)
         assert pending[0]["metric"]["alertstate"] == "pending"
     sink.close()
 
@@ -200,3 +201,24 @@ def _escaped(name: str) -> str:
     parts = re.split(r"(\{\w+\})", name)
     plain = [part if part.startswith("{") else prometheus_name(part).removeprefix("megarl_") for part in parts]
     return "megarl_" + "".join(plain)
+
+
+def test_scrapes_are_answered_on_this_machine_alone_and_strangers_take_no_room(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.telemetry.sinks.prometheus._Handler.timeout", 2.0)
+    port = free_port()
+    (sink,) = open_sinks(["prometheus"], str(tmp_path / "r"), 1, pytest.fail, config_of(port=port))
+    sink.log(1, {"reward/mean": 0.25})
+    mine = [c.laddr for c in psutil.Process().net_connections("tcp") if c.laddr.port == port and c.status == "LISTEN"]
+    assert [address.ip for address in mine] == ["127.0.0.1"]
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    for stranger in strangers:
+        with suppress(OSError):
+            stranger.sendall(b"GET /metrics")
+    text = eventually(lambda: got(f"http://127.0.0.1:{port}/metrics"), 60)
+    assert text and "megarl_reward_mean" in text
+    for stranger in strangers:
+        stranger.close()
+    sink.close()
+    assert capfd.readouterr().err == ""

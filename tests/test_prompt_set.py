@@ -127,7 +127,7 @@ def test_what_a_reward_refuses_is_named(tmp_path: Path, tokenizer: str, way: dic
     assert message == f"{file}:71: reward exact_match needs an answer, and the row's is null"
     rows[70]["answer"] = "1"
     found = read(tokenizer, [write_rows(tmp_path / "rows.jsonl", rows)], reward="exact_match", **asked)
-    assert len(found) == 98 and found.checked_for == (("exact_match", ()),)
+    assert len(found) == 98 and found.checked_for == (("exact_match", (), "{}"),)
 
 
 def test_files_that_are_no_rows(tmp_path: Path, tokenizer: str) -> None:

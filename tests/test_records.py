@@ -34,6 +34,7 @@ def test_spans_are_in_order_and_add_up() -> None:
     timers = PhaseTimers(torch.device("cpu"))
     began = time.perf_counter()
     with timers(Phase.GENERATE):
+        inside = time.perf_counter()
         time.sleep(0.02)
         with timers(Phase.RESHARD):
             time.sleep(0.03)
@@ -42,7 +43,7 @@ def test_spans_are_in_order_and_add_up() -> None:
         pass
     spans = timers.spans()
     assert [span.phase for span in spans] == ["generate", "reshard", "generate", "update"]
-    assert spans[0].start - began < 0.015 and spans[1].start - began >= 0.02
+    assert began <= spans[0].start <= inside and spans[1].start - inside >= 0.02
     for one, other in itertools.pairwise(spans):
         assert one.start + one.seconds <= other.start + 1e-4
     assert spans[3].start - spans[2].start - spans[2].seconds >= 0.0199
@@ -111,7 +112,7 @@ def test_a_full_disk_loses_no_step_of_the_timeline(tmp_path: Path) -> None:
         assert steps_in(disk) == list(range(1, 21))
 
 
-def late_rank(folder: str) -> None:
+def late_rank(folder: str) -> tuple[float, float]:
     """Rank 1 works longer than rank 0, which waits in an agreement."""
     import torch.distributed as dist
 
@@ -125,8 +126,10 @@ def late_rank(folder: str) -> None:
     timeline = Timeline(trainer, groups, print)
     time.sleep(0.5)  # models are built
     timeline.begin()
+    begun = time.perf_counter()
     with timers(Phase.GENERATE):
         time.sleep(0.4 * dist.get_rank())
+        came = time.perf_counter()
         groups.barrier("the test")
     timeline.step(1, "rl", groups.all_gather(timeline.own(timers.spans(), groups.watch.collect_waits())))
     with timers(Phase.UPDATE):
@@ -136,18 +139,23 @@ def late_rank(folder: str) -> None:
     quiet = Timeline(Trainer(default_local_dir=folder + "/quiet", logger=["console"]), groups, print)
     quiet.step(1, "rl", [quiet.own([Span(Phase.UPDATE, 0.0, 1.0)], [])])
     destroy_groups(groups)
+    return begun, came
 
 
 def test_a_late_rank_is_seen(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(2, late_rank, str(tmp_path))
+    begun, came = zip(*ranks.run(2, late_rank, str(tmp_path)), strict=True)
     one, two = (read_spans(line) for line in (tmp_path / "timeline" / "newer.jsonl").read_bytes().splitlines(True))
     assert one is not None and two is not None and (one["step"], two["step"]) == (1, 2)
     names = one["phases"]
     spans = [{names[of[i]]: of[i + 1 : i + 3] for i in range(0, len(of), 3)} for of in one["ranks"]]
-    assert spans[0]["wait"][1] >= 0.3 and spans[1].get("wait", [0, 0])[1] < 0.2
-    ends = [sum(of_rank["generate"]) for of_rank in spans]
-    assert ends[0] == pytest.approx(ends[1], abs=0.15) and 0.4 <= ends[1] < 3  # the ranks' clocks are one
-    assert 0.4 <= two["began"] - one["began"] < 3 and 0 <= spans[1]["generate"][0] < 0.3
+    ends = [{phase: start + seconds for phase, (start, seconds) in of_rank.items()} for of_rank in spans]
+    rounded = 1e-3  # seconds
+    for rank in (0, 1):  # nobody is through before the late one comes; processes of a host share a clock
+        assert begun[rank] + ends[rank]["generate"] >= came[1] - rounded
+    assert begun[0] + ends[0]["wait"] >= came[1] - rounded
+    assert "wait" not in spans[1] or spans[1]["wait"][0] >= came[1] - begun[1] - rounded
+    assert spans[0]["wait"][1] > spans[1].get("wait", [0, 0])[1]
+    assert ends[1]["generate"] >= 0.4 and two["began"] - one["began"] >= 0.4 and spans[1]["generate"][0] >= 0
     assert two["phases"][two["ranks"][1][0]] == "update" and two["ranks"][1][2] >= 0.01
     assert not (tmp_path / "quiet").exists()
 
@@ -314,6 +322,7 @@ def test_a_report_is_told_of_tokens_without_having_shown_any(tmp_path: Path) -> 
     trainer = Trainer(default_local_dir=str(tmp_path / "run"), logger=["console", "jsonl"], log_rollouts=0)
     inputs: Any = SimpleNamespace(config=Config(trainer=trainer))
     report = Report(inputs, rank=0, first_step=None)
+    report.begin()
     batch: Any = None
     report.trained_on(batch)
     assert not (tmp_path / "run" / "rollouts").exists()

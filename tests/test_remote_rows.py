@@ -34,10 +34,10 @@ def endpoint() -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while True:
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                socket.create_connection(("127.0.0.1", port), timeout=60).close()
                 break
             except OSError:
                 assert time.monotonic() < end and server.poll() is None

@@ -16,6 +16,7 @@ from ranks import Ranks
 from run_cases import run_here
 from tiny_run import metrics_of, numbers_of, write_run
 
+from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import load_config
 from megarl.trainer.build import prompt_sampler
 from megarl.trainer.checks import check_run
@@ -268,3 +269,116 @@ def test_an_older_checkpoint_is_taken_with_a_remark(ranks: Ranks, first_run: Pat
     assert f"remark: '{newest}' was written before checkpoints had a manifest.json" in said
     assert f"remark: {newest} does not record of which model, data and settings it is" in said
     assert same(checkpoint(folder, "global_step_3"), checkpoint(first_run, "global_step_3"))
+
+
+@pytest.mark.parametrize("name", ["*.distcp", "common.pt"])
+def test_a_run_does_not_begin_with_damaged_weights(ranks: Ranks, folder: Path, name: str) -> None:
+    weights = checkpoint(folder, "global_step_3")
+    file = next(weights.glob(name))
+    flip(file)
+    begins = [f"actor_rollout_ref.model.checkpoint={weights}", "actor_rollout_ref.model.random_init=false"]
+    begins += [f"trainer.default_local_dir={folder}/new", "warmup.total_training_steps=0"]
+    ((ended, _),) = ranks.run(1, run_here, str(folder / "run.yaml"), begins)
+    assert re.fullmatch(
+        rf"(RunRefused|refused): actor_rollout_ref\.model\.checkpoint(:| =) '{weights}' is damaged: {file.name} is not "
+        r"what was written: its checksum differs; give another checkpoint",
+        ended,
+    )
+
+
+def test_a_flipped_byte_in_the_record_of_the_run_is_damage(ranks: Ranks, folder: Path) -> None:
+    """Not another run: which run it was is compared when it is known to be what was written."""
+    file = checkpoint(folder, "global_step_3") / "trainer.json"
+    text = file.read_text()
+    file.write_text(text.replace('"dtype"', '"dtypf"'))
+    assert len(text) == file.stat().st_size and '"dtypf"' in file.read_text()
+    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
+    assert ended == "" and f"resuming from {checkpoint(folder, 'global_step_2')}" in said
+    assert f"global_step_3: trainer.json is not what was written: its checksum differs; it is now {file.parent}" in said
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_auto_passes_over_converted_weights(ranks: Ranks, first_run: Path, folder: Path) -> None:
+    """Which somebody has put beside the checkpoints under the name of one; they stay where they are."""
+    weights = checkpoint(folder, "global_step_9")
+    shutil.copytree(checkpoint(folder, "global_step_3"), weights)
+    (weights / "trainer.json").write_text('{"step": 0, "weights_only": true, "format": 1}')
+    write_manifest(str(weights), record_files(str(weights), files_of(str(weights))))
+    shutil.rmtree(checkpoint(folder, "global_step_3"))
+    before = contents(weights)
+    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
+    assert ended == "" and f"resuming from {checkpoint(folder, 'global_step_2')}" in said
+    assert f"skipped {weights}: it holds converted weights, and no run to go on from\n" in said
+    assert contents(weights) == before and numbers_of(folder) == numbers_of(first_run)
+
+
+def test_a_resume_that_is_refused_changes_nothing(ranks: Ranks, folder: Path) -> None:
+    """Another model that `trainer.resume_allow` lets pass: its tensors do not fit, and a newer one was damaged."""
+    flip(next(checkpoint(folder, "global_step_3").glob("*.distcp")))
+    os.mkdir(checkpoint(folder, ".global_step_4.partial"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    before = contents(folder / "run")
+    others = ["trainer.resume_allow=[model]", "trainer.total_training_steps=5"]
+    ((ended, _),) = ranks.run(1, run_here, str(folder / "run.yaml"), others)
+    assert re.fullmatch(rf"RunRefused: checkpoint '{checkpoint(folder, 'global_step_2')}': its \S+ has shape .*", ended)
+    assert contents(folder / "run") == before and checkpoint(folder, ".global_step_4.partial").is_dir()
+
+
+SCORES = """
+import os, zlib
+def score(response, row):
+    if os.path.exists({there!r}) and row["id"] == {bad}:
+        raise OSError("the judge is out")
+    return zlib.crc32(response.encode()) / 2**32
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["two ranks", "carried over", "held out"])
+def test_a_step_that_cannot_be_scored_loses_no_other(ranks: Ranks, tmp_path: Path, way: str) -> None:
+    """The steps before it are saved, as they were when it began, and the run goes on from there with the same bits."""
+    world = 2 if way == "two ranks" else 1
+    settings = {**RUN, "warmup": {}, "trainer__save_freq": -1, "trainer__n_gpus_per_node": world}
+    if way == "carried over":
+        settings |= {
+            "data__max_response_length": 20,
+            "algorithm__rollout_correction": {"rollout_is": "token"},
+            "actor_rollout_ref__rollout__stop_token_ids": [3],
+            "actor_rollout_ref__rollout__carry_over": {"enable": True, "max_staleness": 2},
+        }
+    if way == "held out":
+        settings |= {"trainer__test_freq": 2}
+    there = tmp_path / "judge_is_out"
+    for name in ("left alone", "fails"):
+        folder = tmp_path / name
+        folder.mkdir()
+        config = write_run(folder, **settings)
+        if way == "held out":
+            bad = json.loads((folder / "val.jsonl").read_text().splitlines()[0])["id"]
+            rows = [json.loads(line) | {"id": -1} for line in (folder / "train.jsonl").read_text().splitlines()]
+            (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            sampler = prompt_sampler(check_run(load_config(str(config))))
+            bad = [sampler.next() for _ in range(4 if way == "carried over" else 3)][-1][0]
+        (tmp_path / "reward.py").write_text(SCORES.format(there=str(there), bad=bad))
+        reward = f"reward.name={tmp_path / 'reward.py'}:score"
+        if name == "fails":
+            there.touch()
+            ends, failed = zip(*ranks.run(world, run_here, str(config), [reward]), strict=True)
+            assert len(set(ends)) == 1 and "raised OSError: the judge is out" in ends[0]
+            there.unlink()
+            last = metrics_of(folder)[-1]["step"] + (way == "held out")  # it was scored after the step's updates
+            assert 1 <= last < 3
+            saved = checkpoint(folder, f"global_step_{last}")
+            assert f"could not be scored; checkpoint {saved}; the same command goes on from it" in failed[0]
+            assert sorted(path.name for path in checkpoint(folder, "").iterdir()) == [saved.name]
+        ended, said = ranks.run(world, run_here, str(config), [reward])[0]
+        assert ended == "", said
+    one, two = (tmp_path / name for name in ("left alone", "fails"))
+    assert same(checkpoint(one, "global_step_3"), checkpoint(two, "global_step_3"))
+    if way != "held out":
+        assert numbers_of(one) == numbers_of(two)

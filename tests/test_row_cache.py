@@ -12,18 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
 from prompt_rows import outcome, read, start_reader, write_rows, write_tokenizer
+from pyarrow import parquet
 
 import megarl.data.prompts
 from megarl.data import row_cache
+from megarl.data.row_files import RowsChanged
 
 WAITS = """
 import os, time
 def keep(row):
     open(os.environ["STARTED"], "a").write(f"{os.getpid()} ")
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not os.path.exists(os.environ["GO"]) and time.monotonic() < end:
         time.sleep(0.02)
     return True
@@ -56,7 +60,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(there: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not there():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -167,6 +171,78 @@ def test_a_warm_start_writes_nothing(tmp_path: Path, tokenizer: str, file: str, 
     found = read(tokenizer, [file], cache_dir=str(cache))
     assert seen() == before and found[7].row["answer"] == "7"
     assert not any(one.path.startswith(str(cache)) and one.mode != "r" for one in psutil.Process().open_files())
+
+
+def test_a_file_that_is_replaced_with_its_size_and_time(tmp_path: Path, tokenizer: str, file: str, large: None) -> None:
+    """As `rsync -t` does: its index is made again."""
+    cache, status = tmp_path / "cache", os.stat(file)
+    assert read(tokenizer, [file], cache_dir=str(cache))[7].row["prompt"] == "7é"
+    text = Path(file).read_bytes().replace(b'"7\xc3\xa9"', b'"8\xc3\xa9"')
+    Path(file).write_bytes(text)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (os.stat(file).st_size, os.stat(file).st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert read(tokenizer, [file], cache_dir=str(cache))[7].row["prompt"] == "8é"
+    assert len(entries(cache)) == 2
+
+
+def altered(path: Path, before: bytes, after: bytes) -> None:
+    content = path.read_bytes()
+    assert content.count(before) == 1 and len(before) == len(after)
+    path.write_bytes(content.replace(before, after))
+
+
+def test_cached_rows_that_are_altered_are_not_trained_on(tmp_path: Path, tokenizer: str, large: None) -> None:
+    """The copy of a Parquet file, what the index says of a row, and its tokens."""
+    source = str(tmp_path / "rows.parquet")
+    prompts = [f"{i}é" for i in range(300)]
+    parquet.write_table(pa.table({"prompt": prompts, "answer": list(map(str, range(300)))}), source)
+    keys = {"cache_dir": str(tmp_path / "cache")}
+    whole = read(tokenizer, [source], **keys)
+    assert [whole[i].row["prompt"] for i in (7, 123)] == ["7é", "123é"]
+    (entry,) = (tmp_path / "cache" / name for name in entries(tmp_path / "cache"))
+    whole_bytes = {name: (entry / name).read_bytes() for name in ("0.arrow", "rows.bin", "tokens.bin")}
+    ids = np.array(whole[123].token_ids, "<i4").tobytes()
+    altered(entry / "0.arrow", "122é123é124é".encode(), "122é723é124é".encode())
+    found = read(tokenizer, [source], **keys)
+    assert found[7].row["prompt"] == "7é"
+    with pytest.raises(
+        RowsChanged, match=r"rows.parquet row 124: the copy of it in '.*0.arrow' is no longer what was w"
+    ):
+        found[123]
+    (entry / "0.arrow").write_bytes(whole_bytes["0.arrow"])
+    altered(entry / "tokens.bin", ids, bytes([ids[0] ^ 1]) + ids[1:])
+    with pytest.raises(RowsChanged, match=rf"'{entry}' is no longer what was written there; remove it and start again"):
+        read(tokenizer, [source], **keys)[123]
+    (entry / "tokens.bin").write_bytes(whole_bytes["tokens.bin"])
+    for place in range(64):  # every byte of what is known of row 124
+        content = bytearray(whole_bytes["rows.bin"])
+        content[123 * 64 + place] ^= 16
+        (entry / "rows.bin").write_bytes(content)
+        found = read(tokenizer, [source], **keys)
+        assert found[7].row["prompt"] == "7é"
+        with pytest.raises(RowsChanged):
+            found[123]
+    (entry / "rows.bin").write_bytes(whole_bytes["rows.bin"])
+    assert read(tokenizer, [source], **keys)[123].token_ids == whole[123].token_ids
+
+
+def test_a_cached_copy_that_is_no_arrow_file(tmp_path: Path, tokenizer: str, large: None) -> None:
+    source, keys = str(tmp_path / "rows.parquet"), {"cache_dir": str(tmp_path / "cache")}
+    parquet.write_table(pa.table({"prompt": ["1", "2"]}), source)
+    assert len(read(tokenizer, [source], **keys)) == 2
+    (entry,) = (tmp_path / "cache" / name for name in entries(tmp_path / "cache"))
+    content = (entry / "0.arrow").read_bytes()
+    for place in range(
+        0, len(content), 3
+    ):  # offsets, lengths and types, too: no crash, and nothing that is read wrongly
+        spoilt = bytearray(content)
+        spoilt[place] ^= 255
+        (entry / "0.arrow").write_bytes(spoilt)
+        try:
+            found = read(tokenizer, [source], **keys)
+            assert [found[i].row["prompt"] for i in (0, 1)] == ["1", "2"]
+        except RowsChanged as e:
+            assert "rows.parquet" in str(e) and "\n" not in str(e)
 
 
 def test_another_file_or_key_is_another_entry(tmp_path: Path, tokenizer: str, file: str, large: None) -> None:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from tiny_run import ROOT
+from ranks import Ranks
+from run_cases import run_here
+from small_disk import small_disk
+from tiny_run import ROOT, write_run
 
-from megarl.checkpoint.folder import checkpoint_folder, rl_step, write_state
+from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_partials, rl_step, write_state
+from megarl.config import load_config
 from megarl.config.trainer import Trainer
-from megarl.trainer.resuming.run_folder import check_run_folder
+from megarl.telemetry.lines import LineFile, rewrite
+from megarl.trainer.checks import check_run
+from megarl.trainer.resuming.run_folder import HeldFolder, check_run_folder
 from megarl.trainer.resuming.run_lock import RunLock, check_free
 
 HOLDS = """
@@ -144,3 +152,159 @@ def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> N
     )
     check_run_folder(earlier, folders[40])
     check_run_folder(Trainer(default_local_dir=str(tmp_path / "new"), resume_mode="resume_path"), folders[20])
+
+
+@pytest.mark.parametrize("target", ["a link to a file", "a link to nothing", "another file", "a pipe"])
+def test_a_lock_that_is_none_is_refused_and_nothing_overwritten(tmp_path: Path, target: str) -> None:
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    run.mkdir()
+    text = json.dumps({"pid": 1})
+    if target == "another file":
+        text = "of somebody"
+        (run / "lock").write_text(text)
+    elif target == "a pipe":
+        os.mkfifo(run / "lock")
+    else:
+        (run / "lock").symlink_to(precious)
+    if target == "a link to a file":
+        precious.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{run}/lock is (a link; remove|not a run's lock; move) it"):
+        RunLock(str(run))
+    check_free(str(run))
+    if target == "a link to a file":
+        assert precious.read_text() == text
+    elif target == "another file":
+        assert (run / "lock").read_text() == text
+    else:
+        assert not precious.exists()
+
+
+def test_a_record_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """The run would write where it leads. A folder may be elsewhere: checkpoints are often on another disk."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    elsewhere.mkdir()
+    (run / "checkpoints").symlink_to(elsewhere)
+    RunLock(str(run)).release()
+    (run / "metrics.jsonl").symlink_to(elsewhere / "precious")
+    with pytest.raises(ValueError, match=rf"^{run}/metrics.jsonl is a link, and a run writes into no file elsewhere; "):
+        RunLock(str(run))
+    for opened in (lambda: LineFile(str(run / "metrics.jsonl")), lambda: rewrite(str(run / "x"), b"text")):
+        (run / "x.new").unlink(missing_ok=True)
+        (run / "x.new").symlink_to(elsewhere / "precious")
+        with pytest.raises(OSError, match="symbolic links"):
+            opened()
+    assert os.listdir(elsewhere) == []
+
+
+def test_a_new_run_folder_is_the_user_s_alone(tmp_path: Path) -> None:
+    """One that is there keeps its rights: a group may share it."""
+    run, shared = tmp_path / "project" / "run", tmp_path / "shared"
+    shared.mkdir(0o750)
+    for folder, rights in ((run, 0o700), (shared, 0o750)):
+        RunLock(str(folder)).release()
+        assert stat.S_IMODE(folder.stat().st_mode) == rights
+
+
+def test_checkpoints_on_a_disk_that_is_away_are_not_none(tmp_path: Path) -> None:
+    """A run would begin again at step 1 beside them."""
+    link = tmp_path / "checkpoints"
+    link.symlink_to(tmp_path / "away")
+    said = f"{link} is a link to {tmp_path}/away, which is no folder now: bring it back, or set another "
+    for look in (checkpoints, remove_partials):
+        with pytest.raises(ValueError) as refused:
+            look(str(tmp_path))
+        assert str(refused.value) == f"{said}trainer.default_local_dir"
+    (tmp_path / "away").mkdir()
+    assert checkpoints(str(tmp_path)) == []
+    link.unlink()
+    link.write_text("")
+    with pytest.raises(ValueError, match=f"^{link} is no folder: bring it back, or set another "):
+        checkpoints(str(tmp_path))
+
+
+def test_a_run_whose_checkpoints_are_away_is_refused(tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to("/nowhere/checkpoints")
+    with pytest.raises(ValueError, match=r"^\S+/run/checkpoints is a link to /nowhere/checkpoints, which is no folder"):
+        check_run(load_config(str(config)))
+
+
+def test_a_folder_that_has_gone_is_known(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = (
+        f"the run folder {run} has gone: it was moved, deleted or unmounted; bring it back, and start again to go on "
+        "from its newest checkpoint"
+    )
+
+    def begun() -> HeldFolder:
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir()
+        (run / "lock").write_text("{}")
+        return HeldFolder(str(run))
+
+    held = begun()
+    assert held.problem() is None
+    run.rename(tmp_path / "elsewhere")
+    assert held.problem() == said
+    run.mkdir()
+    assert held.problem() == said  # another one
+    run.rmdir()
+    (tmp_path / "elsewhere").rename(run)
+    assert held.problem() is None  # the same again
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "lock").write_text("{}")
+    assert held.problem() == said
+    held.release()
+    held = begun()
+    (run / "lock").unlink()
+    (run / "lock").write_text("{}")  # a second run's
+    assert held.problem() == said
+    held.release()
+
+
+TAKES_AWAY = """
+import os, shutil, subprocess, zlib
+def score(response, row):
+    run, how = {run!r}, {how!r}
+    rows = os.path.join(run, "metrics.jsonl")
+    if os.path.isfile(rows) and open(rows).read().count("\\n") == 2:
+        if how == "moved":
+            os.rename(run, run + ".moved")
+        if how == "deleted":
+            shutil.rmtree(run)
+        if how == "unmounted":
+            subprocess.run(["umount", "-l", run], check=True)
+    return zlib.crc32(response.encode()) / 2**32
+"""
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "unmounted"])
+def test_a_run_ends_whose_folder_is_taken_away(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    run = tmp_path / "run"
+    (tmp_path / "reward.py").write_text(TAKES_AWAY.format(run=str(run), how=how))
+    config = write_run(
+        tmp_path,
+        reward={"name": f"{tmp_path / 'reward.py'}:score", "workers": 1},
+        trainer__total_training_steps=5,
+        trainer__save_freq=1,
+        trainer__val_before_train=False,
+        trainer__test_freq=0,
+        trainer__logger=["jsonl", "csv", "tensorboard"],
+    )
+    with small_disk(run, 16384) if how == "unmounted" else nullcontext():
+        (ended, said), (other, _) = ranks.run(2, run_here, str(config))
+        assert ended == other and ended.startswith(
+            f"RunStopped: step 3 is not recorded: the run folder {run} has gone: "
+        )
+        assert "Traceback" not in said and said.count("\n") == said.count("megarl: ")
+        if how == "unmounted":
+            assert os.listdir(run) == []
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", run], check=True)  # for the one that takes it down
+        else:
+            assert not run.exists()
+        if how == "moved":
+            rows = (tmp_path / "run.moved" / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(row)["step"] for row in rows] == [1, 2]

@@ -40,7 +40,7 @@ def signalled(code: str, numbers: Sequence[int], *, apart: float = 1.0, **enviro
     for number in numbers:
         process.send_signal(number)
         time.sleep(apart)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     return process.returncode, err
 
 
@@ -56,9 +56,8 @@ def test_only_the_first_rank_speaks() -> None:
 
 def test_in_the_loop_the_second_signal_ends_the_rank() -> None:
     """The first is only noted, at once; a copy of it that a launcher sends on is no second one."""
-    began = time.monotonic()
-    code, err = signalled("request.defer(100, saves=True); wait_in_c()", [signal.SIGINT, signal.SIGTERM])
-    assert code == 128 + signal.SIGTERM and time.monotonic() - began < 50
+    code, err = signalled("request.defer(9999, saves=True); wait_in_c()", [signal.SIGINT, signal.SIGTERM])
+    assert code == 128 + signal.SIGTERM
     assert err.splitlines() == [
         "megarl: SIGINT: saving after this step; a second signal ends the run at once",
         "megarl: SIGTERM: ended at once by a second signal",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -154,11 +153,10 @@ def test_the_answer_in_a_response(response: str, answer: str | None) -> None:
     assert answer_in(response) == answer
 
 
-def test_hostile_responses_take_no_time() -> None:
-    start = time.process_time()
-    for text in ("\\boxed{" * 20_000, "<answer>" * 20_000, "{" * 100_000, "####" * 20_000, "answer" * 20_000):
-        answer_in(text)
-    assert time.process_time() - start < 2
+@pytest.mark.parametrize("opening", ["\\boxed{", "<answer>", "{", "####\n", "answer"])
+def test_hostile_responses_take_no_time(opening: str) -> None:
+    """A search that begins anew at each opening would go on for hours."""
+    assert str(answer_in(opening * 500_000 + "\nThe answer is 7")).endswith("7")
 
 
 # --------------------------------------------------------------------------------------------------------- records

@@ -76,6 +76,22 @@ def test_requests_may_come_while_others_run() -> None:
     assert_same([made[i] for i in range(len(GROUPS))], want)
 
 
+def test_rules_and_kinds_are_those_of_the_requests_that_are_there() -> None:
+    """An agent asks each time for another number of tokens: nothing of that may stay, nor slow the others down."""
+    scheduler = Scheduler(max_num_seqs=5, max_num_batched_tokens=64, blocks=100, decode=text_of)
+    scheduler.submit([Request(key=0, prompt=(5, 6), params=replace(LONG, max_tokens=1000), seed=0)])
+    for i in range(1, 20):
+        way = replace(LONG, max_tokens=i, temperature=0.5 if i == 3 else LONG.temperature)
+        scheduler.submit([Request(key=i, prompt=(5, 6), params=way, seed=i)])
+        scheduler.admit()
+        assert len(scheduler._rules) == 2 and scheduler.one_kind == (i != 3)
+        while len(scheduler.running) == 2:
+            scheduler.advance([(7, 0.0)] * 2)
+            scheduler.admit()
+        assert scheduler.one_kind
+    assert len(scheduler._rules) == 1
+
+
 def test_each_request_is_sampled_in_its_own_way() -> None:
     arch = ARCHITECTURES["qwen2"]
     ways = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 from tiny_run import ROOT, metrics_of, write_run
 
+from megarl.checkpoint.folder import whole_checkpoints
 from megarl.cli.main import main
 from megarl.trainer.resuming.run_lock import check_free
 
@@ -31,7 +34,7 @@ def processes_of(folder: Path) -> dict[int, str]:
     return found
 
 
-def wait_until_gone(folder: Path, seconds: float) -> None:
+def wait_until_gone(folder: Path, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while left := processes_of(folder):
         assert time.monotonic() < end, left
@@ -81,7 +84,7 @@ def test_a_run_stops_goes_on_and_loses_its_launcher(tmp_path: Path, capsys: pyte
     os.kill(ranks_of(run)[1], signal.SIGUSR1)  # one rank alone, and not the one that speaks: all agree to stop
     out, _ = run.communicate(timeout=200)
     assert run.returncode == 128 + signal.SIGUSR1
-    wait_until_gone(tmp_path, 5)
+    wait_until_gone(tmp_path)
     step = metrics_of(tmp_path)[-1]["step"]
     checkpoint = tmp_path / "run" / "checkpoints" / f"global_step_{step}"
     assert out.splitlines()[-1] == (
@@ -99,6 +102,33 @@ def test_a_run_stops_goes_on_and_loses_its_launcher(tmp_path: Path, capsys: pyte
     assert run.poll() is None
     run.kill()
     run.wait()
-    wait_until_gone(tmp_path, 10)
+    wait_until_gone(tmp_path)
     check_free(str(tmp_path / "run"))
     assert [row["step"] for row in metrics_of(tmp_path)][: step + 2] == list(range(1, step + 3))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_on_a_full_disk_says_what_it_goes_on_from(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    config = write_run(
+        tmp_path,
+        trainer__total_training_steps=10_000,
+        trainer__save_freq=1,
+        trainer__val_before_train=False,
+        trainer__logger=["console", "jsonl"],
+        reward__name=f"{tmp_path / 'reward.py'}:score",
+    )
+    with small_disk(tmp_path / "run", 2**16) as disk:
+        run, _ = start(config, "RL 2/")
+        fill(disk)
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=200)
+        whole = whole_checkpoints(str(disk))
+    assert run.returncode == 128 + signal.SIGTERM and "Traceback" not in out, out
+    said = re.fullmatch(
+        rf"megarl: stopped by SIGTERM after step (\d+), and not saved: global_step_(\d+) could not be saved in "
+        rf"'{disk}/checkpoints': \[Errno 28\] No space left on device.*; make room, and the same command goes on from "
+        rf"{re.escape(whole[0])}",
+        out.splitlines()[-1],
+    )
+    assert said is not None and said[1] == said[2], out

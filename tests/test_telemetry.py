@@ -44,16 +44,18 @@ def test_phases_do_not_overlap() -> None:
     seconds = timers.collect()
     assert list(seconds) == ["generate", "reshard"]
     assert seconds["generate"] >= 0.04 and seconds["reshard"] >= 0.05
-    assert whole - 0.2 < sum(seconds.values()) <= whole
+    assert sum(seconds.values()) <= whole
     assert timers.collect() == {}
 
 
 def test_timer_survives_an_error_inside() -> None:
     timers = PhaseTimers(torch.device("cpu"))
+    began = time.perf_counter()
     with pytest.raises(KeyError), timers("a"), timers("b"):
         raise KeyError
+    whole = time.perf_counter() - began
     time.sleep(0.2)  # belongs to no phase
-    assert sum(timers.collect().values()) < 0.2
+    assert sum(timers.collect().values()) <= whole
 
 
 def log_run(run_dir: Path, first_step: int | None, steps: range, names: tuple[str, ...]) -> None:
@@ -185,7 +187,9 @@ def test_an_earlier_run_is_moved_and_not_deleted(tmp_path: Path) -> None:
 def report_of(run_dir: Path, first_step: int | None = None) -> Report:
     trainer = Trainer(default_local_dir=str(run_dir), logger=["console", "jsonl"])
     inputs: Any = SimpleNamespace(config=Config(trainer=trainer))
-    return Report(inputs, rank=0, first_step=first_step)
+    report = Report(inputs, rank=0, first_step=first_step)
+    report.begin()
+    return report
 
 
 def test_a_report_goes_back_without_doubles(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from training_cases import (
     actor_in,
     fixed_batch,
     hybrid_of,
-    micro_batches_of,
+    mini_batch_of,
     update,
 )
 
@@ -40,7 +40,7 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
     case = Case(tp=case.tp, pp=case.pp, gen_tp=case.gen_tp, sequence_parallel=case.sequence_parallel, config=config)
     with actor_in(case, arch, "bfloat16", lr=1e-3) as actor:
         batch = fixed_batch()
-        before = actor.log_probs(batch, micro_batches_of(actor, 4))
+        before = actor.log_probs(batch, mini_batch_of(actor, 4))
         losses = [update(actor, batch, size=4)["loss"] for _ in range(3)]
         hybrid = hybrid_of(actor, max_model_len=32)
         prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(4)]

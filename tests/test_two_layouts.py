@@ -19,13 +19,13 @@ from training_cases import (
     beside,
     fixed_batch,
     layout_of,
-    micro_batches_of,
+    mini_batch_of,
     update,
     with_targets,
 )
 
 from megarl.checkpoint.folder import rl_step
-from megarl.config import Config, build_config
+from megarl.config.policy import Batching
 from megarl.models.architecture import Architecture
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 
@@ -60,7 +60,7 @@ History = list[tuple[torch.Tensor, float, float]]
 
 
 def _outputs(model: Any) -> torch.Tensor:
-    outputs: torch.Tensor = getattr(model, ROLES[type(model).__name__])(fixed_batch(), micro_batches_of(model))
+    outputs: torch.Tensor = getattr(model, ROLES[type(model).__name__])(fixed_batch(), mini_batch_of(model))
     return outputs
 
 
@@ -195,16 +195,20 @@ def test_a_checkpoint_of_both(ranks: Ranks, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
 
+TWO_AT_A_TIME = Batching(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
 
-def _plans(pair: Pair, config: Config) -> dict[str, Any]:
+
+def _plans(pair: Pair) -> dict[str, Any]:
     """Micro-batches of both models."""
     from megarl.parallel.groups import add_layout, build_groups, destroy_groups
-    from megarl.trainer.micro_batches import plan_micro_batches
+    from megarl.roles.passes import plan_passes
 
     first, second = layout_of(pair.actor), layout_of(pair.critic)
     actor = build_groups(first, GenerationLayout(world_size=first.world_size))
     plans = {
-        role: plan_micro_batches(fixed_batch(), config, groups, sequences=8).mini_batches
+        role: plan_passes(
+            fixed_batch(), groups.train, groups.rank, batching=TWO_AT_A_TIME, balance=True, sequences=8
+        ).mini_batches
         for role, groups in (("Actor", actor), ("Critic", add_layout(actor, second)))
     }
     destroy_groups(actor)
@@ -213,9 +217,8 @@ def _plans(pair: Pair, config: Config) -> dict[str, Any]:
 
 def test_each_layout_has_its_micro_batches(ranks: Ranks) -> None:
     """The data-parallel ranks of a layout share the sequences, and the others of it have the same ones."""
-    config = build_config({"actor_rollout_ref": {"actor": {"ppo_micro_batch_size_per_gpu": 2}}})
     pair = Pair(actor=Case(tp=2, dp=2), critic=Case(pp=2, dp=2, chunks=2))
-    found = ranks.run(4, _plans, pair, config)
+    found = ranks.run(4, _plans, pair)
     for role, case in (("Actor", pair.actor), ("Critic", pair.critic)):
         layout = TrainLayout(world_size=4, tp=case.tp, pp=case.pp, chunks=case.chunks)
         plans = [plan[role] for plan in found]
@@ -226,3 +229,35 @@ def test_each_layout_has_its_micro_batches(ranks: Ranks) -> None:
             shares = [plans[layout.rank(tp=0, dp=dp, pp=0)][k].micro_batches for dp in range(2)]
             held = [i for share in shares for micro in share for i in micro]
             assert sorted(held) == list(range(8 * k, 8 * k + 8))
+
+
+def _scored_by_a_plan_of(case: Case) -> tuple[torch.Tensor, torch.Tensor, dict[str, str]]:
+    """Scores of a reward model TP1 x DP4 beside an actor: by its own plan, by that of another model of its layout, and
+    what it says to the actor's."""
+    with actor_in(case) as actor:
+        judge = beside(actor, Case(dp=4), role="RewardModel")
+        with torch.no_grad():
+            judge.output_weight(judge.chunks[-1]).fill_(0.5)
+        batch, plan = fixed_batch(), actor.plan(fixed_batch())
+        calls = {
+            "scores": lambda: judge.scores(batch, plan),
+            "evaluate": lambda: judge.evaluate(batch, plan, Squares("rewards")),
+            "update": lambda: judge.update(batch, plan.mini_batches[0], Squares("rewards")),
+        }
+        refusals = {}
+        for name, call in calls.items():
+            with pytest.raises(ValueError) as refusal:
+                call()
+            refusals[name] = str(refusal.value)
+        critic = beside(actor, Case(dp=4))
+        return judge.scores(batch, judge.plan(batch)), judge.scores(batch, critic.plan(batch)), refusals
+
+
+def test_a_plan_of_another_layout_is_refused(ranks: Ranks) -> None:
+    """With the actor's plan two ranks would pass each sequence: every score would be twice as large."""
+    for own, shared, refusals in ranks.run(4, _scored_by_a_plan_of, Case(tp=2, dp=2)):
+        assert float(own.abs().min()) > 0
+        torch.testing.assert_close(own, shared, rtol=0, atol=0)
+        for text in refusals.values():
+            assert "planned for TP2 x PP1 x DP2, and the RewardModel has TP1 x PP1 x DP4" in text
+            assert "pass what its own plan(batch) gives" in text

@@ -18,7 +18,7 @@ LENGTH, TRAINED = 20, 4
 def peak_of(sequences: int) -> int:
     """Bytes that log-probabilities and an update of one small micro-batch take at most, in a step of so many."""
     from megarl.algorithms.losses.vanilla import PolicyClip
-    from megarl.data.packing import MiniBatch
+    from megarl.roles.passes import MiniBatch
     from megarl.types import Batch
 
     tokens = torch.full((sequences * LENGTH,), 3)
@@ -27,14 +27,14 @@ def peak_of(sequences: int) -> int:
     batch = Batch(tokens=tokens, cu_seqlens=starts, response_mask=response, groups=torch.zeros(sequences).long())
     chosen = [list(range(TRAINED))]
     with actor_in(Case()) as actor:
+        mini_batch = MiniBatch(layout=actor.groups.train, sequences=chosen[0], micro_batches=chosen)
         weights = torch.where(torch.arange(len(tokens)) < TRAINED * LENGTH, 0.1, 0.0) * response
         for _ in range(2):  # the first update makes Adam's moments
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            old = actor.log_probs(batch, chosen)
+            old = actor.log_probs(batch, mini_batch)
             batch = batch.with_(old_logp=old, ref_logp=old, advantages=torch.ones(len(tokens)))
-            mini_batch = MiniBatch(sequences=chosen[0], micro_batches=chosen)
             actor.update(batch, mini_batch, PolicyClip(clip_low=0.2, clip_high=0.2), weights)
         return torch.cuda.max_memory_allocated() - before
 

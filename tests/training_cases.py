@@ -15,6 +15,7 @@ from tiny_engines import text_of
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.parallel.layout import TrainLayout
+from megarl.roles.passes import MiniBatch
 from megarl.types import Batch, batch_of
 
 ARCH = Architecture(
@@ -157,6 +158,7 @@ def _model_in(
         groups,
         model=config.model,
         megatron=config.actor.megatron,
+        batching=config.actor,
         optim=Optim(**optim),
         total_steps=total_steps,
         initial=lambda model: model.load(random_source(model.arch, 1)),
@@ -198,20 +200,19 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
     return generation
 
 
-def micro_batches_of(actor: Any, size: int = 2) -> list[list[int]]:
-    """This data-parallel rank's sequences, `size` at a time."""
+def mini_batch_of(actor: Any, size: int = 2) -> MiniBatch:
+    """All sequences; this data-parallel rank's are passed in order, `size` at a time."""
     layout = actor.groups.train
     mine = list(range(SEQUENCES))[layout.coords(actor.groups.rank).dp :: layout.dp]
-    return [mine[i : i + size] for i in range(0, len(mine), size)]
+    micro_batches = [mine[i : i + size] for i in range(0, len(mine), size)]
+    return MiniBatch(layout=layout, sequences=range(SEQUENCES), micro_batches=micro_batches)
 
 
 def update(actor: Any, batch: Batch, loss: Any = None, size: int = 2) -> dict[str, float]:
     """One update on the whole batch, `size` sequences at a time; cross-entropy unless there is a loss."""
     from megarl.algorithms.cross_entropy import cross_entropy
-    from megarl.data.packing import MiniBatch
 
-    mini_batch = MiniBatch(sequences=range(SEQUENCES), micro_batches=micro_batches_of(actor, size))
-    metrics = actor.update(batch, mini_batch, loss or cross_entropy)
+    metrics = actor.update(batch, mini_batch_of(actor, size), loss or cross_entropy)
     return {name: float(metric.value) for name, metric in metrics.items()}
 
 
@@ -234,7 +235,7 @@ def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[
     with actor_in(case, arch, lr=3e-3, total_steps=steps) as actor:
         batch, function = fixed_batch().with_(temperature=0.9), None
         if loss == "policy":
-            old = actor.log_probs(batch, micro_batches_of(actor, size))
+            old = actor.log_probs(batch, mini_batch_of(actor, size))
             batch = batch.with_(old_logp=old, ref_logp=old * 1.1)
             batch = compute_advantages(batch, Algorithm(), 0.0)
             function = policy_loss(entropy_coeff=0.01, kl_coef=0.1)

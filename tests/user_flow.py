@@ -26,17 +26,17 @@ def flow(run: megarl.Run) -> None:
         return run.score(made)
 
     megarl.sft(run, actor, "sft", total=2, batch_size=20)
-    own = {"model": roles.model, "megatron": roles.actor.megatron, "optim": roles.actor.optim, "total_steps": 2}
-    judge = megarl.RewardModel(inputs.arch, run.groups, initial=lambda judge: judge.copy_from(actor), **own)
+    own = {"model": roles.model, "megatron": roles.actor.megatron, "batching": roles.actor, "optim": roles.actor.optim}
+    judge = megarl.RewardModel(inputs.arch, run.groups, total_steps=2, initial=lambda it: it.copy_from(actor), **own)
     run.add("judge", judge)
     for step in run.steps("judge", 2):
         batch = sample(step).to_batch()
-        run.log("judge", judge.update(batch, *run.plan(batch).mini_batches, verdict))
+        run.log("judge", judge.update(batch, *judge.plan(batch).mini_batches, verdict))
     loss = megarl.policy_loss(config)
     for step in run.steps("rl", 3, validate=partial(megarl.evaluate, run, generation)):
         batch = sample(10 + step).to_batch()
-        plan = run.plan(batch, sequences=32)
-        scores, logp = (role(batch, plan.micro_batches) for role in (judge.scores, actor.log_probs))
+        plan = actor.plan(batch, sequences=32)
+        scores, logp = judge.scores(batch, judge.plan(batch)), actor.log_probs(batch, plan)
         batch = megarl.compute_advantages(batch.with_(rewards=scores, old_logp=logp), config.algorithm, 0.0)
         for mini_batch in plan.mini_batches:
             run.log("actor", actor.update(batch, mini_batch, loss))
@@ -44,4 +44,4 @@ def flow(run: megarl.Run) -> None:
         made = sample(20 + step)
         best = [max(places, key=made.rewards.__getitem__) for places in made.groups]
         batch = made.of(made[i] for i in best).to_batch()
-        run.log("best", actor.update(batch, *run.plan(batch).mini_batches, megarl.cross_entropy))
+        run.log("best", actor.update(batch, *actor.plan(batch).mini_batches, megarl.cross_entropy))

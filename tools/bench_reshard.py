@@ -167,7 +167,9 @@ class Bench:
         weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
         self.groups, self.links = groups, links
         run = run_of(synthetic_inputs(config, arch), groups)
-        self.model = run.add("actor", MegatronModel(arch, groups, model=ours.model, megatron=ours.actor.megatron))
+        keys = ours.actor
+        model = MegatronModel(arch, groups, model=ours.model, megatron=keys.megatron, batching=keys)
+        self.model = run.add("actor", model)
         self.model.load(weights)
         leave = ours.actor.megatron.param_offload
         shared = SharedParameters(layouts_of(self.model), groups.rank, self.model.parameters(), none=leave)

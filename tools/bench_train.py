@@ -43,6 +43,7 @@ from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.parallel.groups import Groups
 from megarl.roles.actor import Actor
+from megarl.roles.passes import Passes
 from megarl.types import Batch, batch_of
 
 PEAK_FLOPS = 989e12
@@ -120,6 +121,7 @@ def build(config: Config, arch: Architecture, groups: Groups) -> Actor:
         groups,
         model=ours.model,
         megatron=ours.actor.megatron,
+        batching=ours.actor,
         optim=ours.actor.optim,
         total_steps=1000,
         initial=lambda policy: policy.load(weights),
@@ -153,12 +155,13 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
     limit = max(config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, max(lengths))
     plan = pack_by_tokens(lengths, [range(len(lengths))], dp=groups.train.dp, max_tokens=limit)
     micro_batches = plan[groups.train.coords(groups.rank).dp][0]
-    batch = batch.with_(old_logp=actor.log_probs(batch, micro_batches))
+    passes = Passes(layout=groups.train, micro_batches=micro_batches)
+    batch = batch.with_(old_logp=actor.log_probs(batch, passes))
     weights = token_weights(batch, range(len(batch)), "token-mean", max(lengths))
     loss = PolicyClip(clip_low=0.2, clip_high=0.28)
 
     def step() -> list[Passed]:
-        return actor.accumulate_gradients(batch, micro_batches, weights, loss)
+        return actor.accumulate_gradients(batch, passes, weights, loss)
 
     losses = [out for one in step() for out in one.losses]
     deviation = max((float(out.metrics["ratio_max_deviation"].value) for out in losses), default=0.0)
@@ -171,7 +174,7 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
         jobs |= {f"plain Megatron-Core, {name}": partial(plain.step, name) for name in plain.cross_entropies}
     clock = Rounds(groups.device, groups.control)
     seen = clock.medians(jobs, rounds, warm_up=WARM_UP)
-    log_probs = {"log-probs": lambda: actor.log_probs(batch, micro_batches)}
+    log_probs = {"log-probs": lambda: actor.log_probs(batch, passes)}
     seen |= clock.medians(log_probs, rounds, warm_up=WARM_UP)  # as in a run, not in turn with training
     if profile and groups.rank == 0:
         write_profile(step, profile)
@@ -280,7 +283,8 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
     def job(name: str, micro_batches: MicroBatches, remove_padding: bool) -> Callable[[], object]:
         def step() -> None:
             actor.packed = remove_padding
-            outputs = actor.accumulate_gradients(batch, micro_batches, weights, cross_entropy)
+            passes = Passes(layout=groups.train, micro_batches=micro_batches)
+            outputs = actor.accumulate_gradients(batch, passes, weights, cross_entropy)
             losses[name] = sum(float(out.loss) for one in outputs for out in one.losses)
 
         return step

@@ -102,6 +102,7 @@ def run_of(inputs: Inputs, groups: Groups, callbacks: Sequence[Callback] = ()) -
     """A run from its beginning that leaves no records, whatever its folder holds."""
     inputs = replace(inputs, config=with_values(inputs.config, "trainer", logger=["console"], log_rollouts=0))
     report = Report(inputs, rank=groups.rank, first_step=1)
+    report.begin()
     return Run(inputs, groups, report, StopRequest(groups.rank), Start(), callbacks)
 
 

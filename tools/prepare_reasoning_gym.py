@@ -38,7 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megarl.rewards.reasoning_gym import verifier_of
+from megarl.rewards.outside.reasoning_gym import verifier_of
 from megarl.rewards.reasoning_gym_json import decode, encode
 
 Row = dict[str, Any]

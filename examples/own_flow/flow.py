@@ -24,4 +24,4 @@ def flow(run: megarl.Run) -> None:
         if not len(kept):
             continue
         batch = kept.to_batch()
-        run.log("actor", actor.update(batch, *run.plan(batch).mini_batches, megarl.cross_entropy))
+        run.log("actor", actor.update(batch, *actor.plan(batch).mini_batches, megarl.cross_entropy))
