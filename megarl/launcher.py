@@ -170,7 +170,8 @@ class _Job:
         if stopped:
             self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(self._code - 128).name}"
         elif code < 0:
-            say(f"{who} was killed by {signal.Signals(-code).name}")
+            why = "; if nobody sent it, the machine ran out of memory" if -code == signal.SIGKILL else ""
+            say(f"{who} was killed by {signal.Signals(-code).name}{why}")
         elif code > 2:  # of 1 and 2 the rank has said why
             say(f"{who} ended with exit code {code}")
 

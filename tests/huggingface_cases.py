@@ -71,7 +71,10 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     megatron = {"sequence_parallel": case.tp > 1}
     config = ActorRolloutRef.model_validate({"model": {"dtype": dtype}, "actor": {"megatron": megatron}})
     try:
-        yield MegatronModel(read_architecture(folder), groups, model=config.model, megatron=config.actor.megatron)
+        keys = config.actor
+        yield MegatronModel(
+            read_architecture(folder), groups, model=config.model, megatron=keys.megatron, batching=keys
+        )
     finally:
         destroy_groups(groups)
 

@@ -86,10 +86,8 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, sha
 
 
 def _gap(actor: Any, made: Batch) -> float:
-    layout = actor.groups.train
-    mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
     assert made.rollout_logp is not None
-    return float((actor.log_probs(made, [mine]) - made.rollout_logp)[made.response_mask].abs().mean())
+    return float((actor.log_probs(made, actor.plan(made)) - made.rollout_logp)[made.response_mask].abs().mean())
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -72,7 +72,7 @@ def test_rewards_are_listed_with_their_arguments(capsys: pytest.CaptureFixture[s
     assert main(["algorithms", "format"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("reward.name=format\n\nMatch the whole response against a pattern")
-    assert out.endswith("reward.args: pattern=...\n")
+    assert out.endswith("reward.args: pattern=..., timeout=5.0\n")
 
 
 def test_an_unknown_name_or_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,8 +48,8 @@ assert {("torch", "empty"), ("torch", "compile"), ("Tensor", "cuda"), ("cuda", "
 LATE = """
 import sys
 import megarl.trainer.run, megarl.roles.actor  # and Megatron-Core with them
-from tiny_run import _train
-print(_train(sys.argv[1], []))
+from tiny_run import train
+print(train(sys.argv[1], []))
 """
 
 

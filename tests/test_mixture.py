@@ -16,6 +16,7 @@ from ranks import Ranks
 from run_cases import run_here
 from tiny_run import metrics_of, write_run
 
+from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import load_config
 from megarl.data.curriculum import as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
@@ -213,8 +214,9 @@ def test_a_checkpoint_of_before_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     state = tmp_path / "run" / "checkpoints" / "global_step_1" / "trainer.json"
     now, then = f"rows {inputs.train_prompts.digest}", prompts_digest(list(inputs.train_prompts))
     assert json.loads(state.read_text())["identity"]["data"] == {"rows": 80, "contents": now}
-    state.write_text(state.read_text().replace(f'"{now}"', f'     "{then}"'))  # as long as before
-    more = ["trainer.total_training_steps=2", "checkpoint.verify=false"]
+    state.write_text(state.read_text().replace(f'"{now}"', f'"{then}"'))
+    write_manifest(str(state.parent), record_files(str(state.parent), files_of(str(state.parent))))
+    more = ["trainer.total_training_steps=2"]
     check_run(load_config(config, more))
     text = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "train.jsonl").write_text(text.replace('"id": 7}', '"id": 8}'))

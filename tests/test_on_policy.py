@@ -77,9 +77,7 @@ def _generate_and_compare(
             with hybrid.phase():
                 rollouts = hybrid.rollouts(prompts, 3, params, seed=1, round_=4)
         made = rollouts.to_batch()
-        layout = actor.groups.train
-        mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-        logp = actor.log_probs(made, [mine[: len(mine) // 2], mine[len(mine) // 2 :]])
+        logp = actor.log_probs(made, actor.plan(made))
         assert made.rollout_logp is not None
         gap = float((logp - made.rollout_logp).abs().max())
         return [tuple(rollout.token_ids) for rollout in rollouts], gap

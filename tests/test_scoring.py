@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks
-from tiny_run import _train, metrics_of, train_in, write_run
+from tiny_run import metrics_of, train, train_in, write_run
 
 from megarl.config import build_config, load_config
 from megarl.config.reward import Reward as Settings
@@ -287,7 +287,7 @@ def failing(config: str) -> tuple[str, list[str]]:
     from megarl.parallel.groups import leave_world
 
     try:
-        _train(config, [])
+        train(config, [])
     except RewardError as e:
         leave_world()
         return str(e), children_of_this_process()

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_run
 import yaml
 from ranks import Ranks
-from tiny_run import megarl, train_in, write_run
+from tiny_run import megarl, write_run
 
 from megarl.cli.main import main
 from megarl.config import Config, ConfigError, build_config, dump_config, load_config, load_run_config
@@ -125,9 +126,10 @@ def test_a_run_leaves_none_in_its_files_and_goes_on(tmp_path: Path, ranks: Ranks
     )
     sections = {"data__cache_dir": "", "trainer__save_freq": 1, "trainer__val_before_train": False}
     config = written(tmp_path, reward__name=f"{tmp_path}/reward.py:score", **sections)
-    said = train_in(ranks, 1, config, "trainer.total_training_steps=1")
+    said: str = ranks.launch(1, _train, str(config), ["trainer.total_training_steps=1"])[0]
     run = tmp_path / "run"
-    said += train_in(ranks, 1, config, "trainer.total_training_steps=2", "reward.args.api_key=changed-since-4")
+    changed = ["trainer.total_training_steps=2", "reward.args.api_key=changed-since-4"]
+    said += ranks.launch(1, _train, str(config), changed)[0]
     assert "resuming from" in said
     for parent, _, names in os.walk(run):
         for name in names:
@@ -135,6 +137,13 @@ def test_a_run_leaves_none_in_its_files_and_goes_on(tmp_path: Path, ranks: Ranks
             assert not [word for word in (*WORDS, "changed-since-4") if word.encode() in content], (parent, name)
     assert not [word for word in WORDS if word in said]
     assert stat.S_IMODE((run / "config.yaml").stat().st_mode) == 0o600
+
+
+def _train(config: str, overrides: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:  # the pool's ranks may be older than this test's environment
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        return tiny_run.train(config, overrides)
 
 
 @pytest.mark.slow
@@ -145,7 +154,7 @@ def test_an_evaluation_of_a_run_has_the_secrets_that_its_record_has_not(tmp_path
     )
     sections = {"data__cache_dir": "", "trainer__save_freq": 1, "trainer__total_training_steps": 1}
     config = written(tmp_path, reward__name=f"{tmp_path}/reward.py:score", trainer__val_before_train=False, **sections)
-    train_in(ranks, 1, config, "reward.args.api_key=given-again-5", "trainer.test_freq=0")
+    ranks.launch(1, _train, str(config), ["reward.args.api_key=given-again-5", "trainer.test_freq=0"])
     refused = megarl("eval", str(tmp_path / "run"), "--trust")
     assert refused.returncode == 2 and "reward.args.api_key: records do not show its value" in refused.stderr
     given = ["reward.args.api_key=given-again-5", "telemetry.prometheus.gateway=''"]

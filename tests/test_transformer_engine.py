@@ -47,7 +47,7 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
         with hybrid.phase():
             rollouts = hybrid.rollouts(prompts, 4, SamplingParams(max_tokens=9), seed=1, round_=1)
         made = rollouts.to_batch()
-        logp = actor.log_probs(made, [list(range(len(made)))])
+        logp = actor.log_probs(made, actor.plan(made))
         assert made.rollout_logp is not None
         return actor.transformer_engine, before, losses, float((logp - made.rollout_logp).abs().mean())
 

@@ -126,7 +126,7 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
         state = torch.get_rng_state()
         hybrid = hybrid_of(actor, max_model_len=192)
         prompts = [Prompt(index=i, token_ids=tuple(p), row={}) for i, p in enumerate(PROMPTS)]
-        layout, at = actor.groups.train, actor.groups.generation.coords(actor.groups.rank)
+        at = actor.groups.generation.coords(actor.groups.rank)
         for seed in (1, 2):
             full = random_weights(arch, seed)
             actor.load(source_of(full))
@@ -139,8 +139,7 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
                     every[f"{what} in parts"] = _in_parts(hybrid, prompts, params)
             for what, rollouts in every.items():
                 made = rollouts.to_batch()
-                mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-                logp = actor.log_probs(made, [mine])
+                logp = actor.log_probs(made, actor.plan(made))
                 assert made.rollout_logp is not None
                 gap = float((logp - made.rollout_logp).abs().max())
                 pairs = ((tuple(r.token_ids), r.finish_reason) for r in rollouts)

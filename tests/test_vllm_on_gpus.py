@@ -71,9 +71,7 @@ def _reshard_and_generate(case: Case, folder: str, sleeps: bool) -> tuple[int, f
                     compared += p.numel()
                 rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=12), seed=1, round_=seed)
             made = rollouts.to_batch()
-            layout = actor.groups.train
-            mine = list(range(len(made)))[layout.coords(actor.groups.rank).dp :: layout.dp]
-            logp = actor.log_probs(made, [mine])
+            logp = actor.log_probs(made, actor.plan(made))
             assert made.rollout_logp is not None
             gap = max(gap, float((logp - made.rollout_logp)[made.response_mask].abs().mean()))
         hybrid.close()

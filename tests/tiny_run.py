@@ -147,11 +147,11 @@ def megarl(*args: str, timeout: float = 120, **environment: str) -> subprocess.C
 
 def train_in(ranks: Ranks, world: int, config: Path, *overrides: str) -> str:
     """A whole run in the pool's ranks, which have imported everything; returns what its first rank said."""
-    said: str = ranks.launch(world, _train, str(config), list(overrides))[0]
+    said: str = ranks.launch(world, train, str(config), list(overrides))[0]
     return said
 
 
-def _train(config: str, overrides: list[str]) -> str:
+def train(config: str, overrides: list[str]) -> str:
     from megarl.config import load_run_config
     from megarl.flows.registry import FLOWS
     from megarl.trainer.checks import check_run

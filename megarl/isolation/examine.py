@@ -33,18 +33,18 @@ _OF_FUNCTIONS = {"__name__", "__qualname__", "__doc__", "__module__"}
 _DEEPEST = 5000
 
 
-def run(tests: int, channel: int, shown: list[str]) -> tuple[list[bool], bool]:
+def run(tests: int, channel: int, paths: list[str]) -> tuple[list[bool], bool]:
     """Which tests passed, with "whole" up to the first that did not; whether the program has ended.
 
     Args:
         tests: descriptor of JSON: {"source", "tests", "subjects", "entry_point", "whole"}; "subjects" are names that
             lead to the program though Python has them too.
-        shown: folders to import from, beside Python's own library.
+        paths: folders in front of `sys.path`.
         channel: descriptor of that to `megarl.isolation.answer.main`.
     """
     with open(tests, "rb") as f:
         job = json_reader()(f.read().decode())
-    sys.path[:0] = shown
+    sys.path[:0] = paths
     sys.setrecursionlimit(_DEEPEST)
     examiner = Examiner(channel)
     try:

@@ -138,8 +138,7 @@ def start_isolated(
     """
     limits = limits or Limits()
     with ExitStack() as stack:
-        words, _ = begin(stack, limits, isolation, len(program), folders)
-        words += [f"path={path}" for path in (folders if imports_from is None else imports_from)]
+        words, _ = begin(stack, limits, isolation, len(program), folders, imports_from)
         words = [word for word in words if not word.startswith(("wall=", "cpu="))] + ["wall=0", "cpu=0"]
         text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
         report, report_in = os.pipe()
@@ -160,9 +159,15 @@ def start_isolated(
 
 
 def begin(
-    stack: ExitStack, limits: Limits, isolation: Isolation, size: int, folders: Sequence[str] = ()
+    stack: ExitStack,
+    limits: Limits,
+    isolation: Isolation,
+    size: int,
+    folders: Sequence[str] = (),
+    imports_from: Sequence[str] | None = None,
 ) -> tuple[list[str], MemoryGroup | None]:
     """For `megarl.isolation.start.Job`, but for the file descriptors; what it needs is given back by the stack."""
+    imports_from = folders if imports_from is None else imports_from
     import shutil
     import tempfile
 
@@ -189,7 +194,9 @@ def begin(
         "processes": limits.processes,
         "open_files": limits.open_files,
     }
-    return [f"{key}={value}" for key, value in said.items()] + [f"shown={path}" for path in folders], group
+    words = [f"{key}={value}" for key, value in said.items()]
+    words += [f"shown={path}" for path in folders] + [f"path={path}" for path in imports_from]
+    return words, group
 
 
 @contextmanager

@@ -227,7 +227,7 @@ def _tests(job: Job, uid: int | None, alive: int) -> None:
             os.dup2(null.fileno(), stream)
     call_filter.restrict_calls()
     try:
-        passed, broken = examine.run(tests, channel.fileno(), job.shown)
+        passed, broken = examine.run(tests, channel.fileno(), job.paths)
     except BaseException:  # of what a program did to it, such as an answer larger than its memory
         passed, broken = [], True
     _say(job, f"tests {''.join('01'[one] for one in passed)}")
