@@ -127,5 +127,5 @@ def log_probs(case: Case, folder: str, checkpoint: str | None = None) -> Tensor:
             policy.load_weights(
                 load_checkpoint(checkpoint, policy.sharded_weights(), rng=False, control=policy.groups.control)
             )
-        result: Tensor = policy.forward(text_batch(), [[0, 1, 2]])
+        result: Tensor = policy.forward(text_batch(), policy.plan(text_batch()))
         return result

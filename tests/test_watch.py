@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 import re
 import time
@@ -14,8 +15,10 @@ from threading import Timer
 from typing import Any
 
 import pytest
+import tiny_run
 import torch.distributed as dist
 from ranks import Ranks
+from tiny_run import write_run
 from torch.distributed import distributed_c10d
 from training_cases import Case, actor_in, beside, fixed_batch, update
 
@@ -240,6 +243,26 @@ def _collectives_on_control(tree: ast.Module) -> list[str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     texts = {ast.unparse(call): ast.unparse(call.func) for call in calls}
     return [text for text, function in texts.items() if COLLECTIVES.match(function) and "control" in text]
+
+
+def _threads_after_runs(configs: list[str]) -> list[int]:
+    threads = []
+    for config in configs:
+        tiny_run.train(config, [])
+        gc.collect()
+        threads.append(len(os.listdir("/proc/self/task")))
+    return threads
+
+
+def test_a_run_leaves_no_group_behind(ranks: Ranks, tmp_path: Path) -> None:
+    """A process may run several; each group that it kept would hold threads and sockets."""
+    keys = {"trainer__val_before_train": False, "trainer__total_training_steps": 1}
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in folders:
+        folder.mkdir()
+    configs = [str(write_run(folder, **keys)) for folder in folders]
+    for first, *later in ranks.launch(1, _threads_after_runs, configs):
+        assert max(later) <= first
 
 
 def test_all_that_ranks_agree_on_is_watched() -> None:
