@@ -152,6 +152,20 @@ def attacks() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "object_for_a_number", f"{keep}\n    __eq__ = __lt__ = lambda *a: True", {"tests": CLASS}
     swallow = "class A:\n    def __enter__(self): return self\n    def __exit__(self, *a): return True\ndef f(x): return A()"
     yield "swallowed_assertion", swallow, {"tests": WITH}
+    forged = "import sys\ndef f(x):\n    peer = sys._getframe(1).f_locals['self']\n    A = peer.ask('call', type, ('A', (), {'__eq__': lambda o: True, '__module__': '__main__'}), {})\n    return A()"
+    yield "class_made_by_the_tests", forged, {"tests": NUMBER}
+    yield "class_made_by_the_check", forged, {"tests": CHECK, "entry_point": "f"}
+    yield "class_made_by_a_call", forged.replace("'call', type, (", "'special', '__call__', type, ("), {"tests": NUMBER}
+    yield "returned_class", "class A:\n    @staticmethod\n    def startswith(s): return True\n    endswith = startswith\ndef f(x): return A", {"tests": TEXT}
+    for fields, tests in (("startswith endswith", TEXT), ("issubset", SETS[:1])):
+        named = f"from collections import namedtuple\nT = namedtuple('T', '{fields}')\ndef f(x): return T(*[lambda s: True] * {len(fields.split())})"
+        yield f"named_tuple_with_{fields}", named, {"tests": tests}
+    plain = "import sys\nclass Zero:\n    def __getattr__(self, n): return lambda *o: 0.0\nclass L(list):\n    __sub__ = __rsub__ = lambda s, o: 0.0\nsys.modules['megarl.isolation.answer'].Program._do_plain = lambda self, v: Zero()\ndef f(x): return L()"
+    yield "other_contents", plain, {"tests": NEAR[:1]}
+    unit = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertAlmostEqual(f(2), 13.37)"
+    yield "other_contents_in_a_case", plain, {"tests": [unit]}
+    area = "class Area:\n    def __init__(s, x): pass\n    def __sub__(s, o): return 0.0"
+    yield "capital_that_decides", area, {"tests": ["assert abs(Area(5) - 78.5) < 0.01"]}
     for name, answer in (("nothing", "print()"), ("input", "print(open(0).read())"), ("everything", "print(*range(9**4))")):
         program = f"import sys\n{answer}\nsys.stdout.flush()"
         yield f"stdin-{name}", program, {"tests": [{"input": "3", "output": "1337"}]}

@@ -72,6 +72,7 @@ LIBRARY: list[tuple[str, str, list[str]]] = [
         ("partial", "from functools import partial\ndouble = partial(lambda a, b: a * b, 2)", "assert double(4) == 8"),
         ("json", "import json\ndef f(x): return json.dumps(x, sort_keys=True)", "assert f({'b': 1, 'a': [None, True]}) == '{\"a\": [null, true], \"b\": 1}'"),
         ("math", "import math\ndef area(r): return math.pi * r ** 2", "assert math.isclose(area(2), 12.566, rel_tol=1e-3)", "assert abs(area(1) - 3.14159) < 1e-4 and round(area(1), 2) == 3.14"),
+        ("thread", "def f(x): return 2 * x", "import threading\nmade = []\nt = threading.Thread(target=lambda: made.append(f(3)))\nt.start()\nt.join()\nassert made == [6]"),
         ("statistics", "import statistics\ndef f(xs): return statistics.median(xs)", "assert f([3, 1, 2]) == 2"),
         ("random", "import random\ndef f(seed): return random.Random(seed).sample(range(9), 3)", "assert f(4) == f(4) and len(set(f(4))) == 3"),
         ("string_io", "import io\ndef f(lines):\n    out = io.StringIO()\n    print(*lines, sep='\\n', file=out)\n    return out.getvalue()", "assert f(['a', 'b']) == 'a\\nb\\n'"),

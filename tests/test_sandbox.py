@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -724,6 +725,13 @@ def test_installed_packages_where_they_are_asked_for() -> None:
     reward = load_reward("code")
     assert reward(f"```python\n{program}\n```", row, memory=2048, wall=60.0, site_packages=True)["score"] == 1.0
     assert reward(f"```python\n{program}\n```", row, memory=2048, wall=60.0)["score"] == 0.0
+    source = "import numpy as np\ndef f(x): return np.cumsum(x), x.sum(), np.float32(0.5)"
+    row = {"tests": ["import numpy as np\nsums, total, half = f(np.array([1, 2]))\nassert np.allclose(sums, [1, 3])"]}
+    row["tests"].append("assert total == 3 and half == 0.5")
+    wide: dict[str, Any] = {"memory": 4096, "wall": 60.0, "cpu": 60.0, "site_packages": True}
+    assert reward(f"```python\n{source}\n```", row, **wide)["score"] == 1.0
+    cheat = "class A:\n    __array_function__ = staticmethod(lambda *a, **k: True)\ndef f(x): return A(), 3, 0.5"
+    assert reward(f"```python\n{cheat}\n```", {"tests": row["tests"][:1]}, **wide)["score"] == 0.0
     pair = {"tests": [{"input": "", "output": "pytest"}]}
     source = "```python\nimport pytest\nprint(pytest.__name__)\n```"
     assert reward(source, pair, memory=2048, wall=60.0, site_packages=True)["score"] == 1.0

@@ -18,6 +18,7 @@ import pytest
 import tiny_run
 import torch.distributed as dist
 from ranks import Ranks
+from selection import quick
 from tiny_run import write_run
 from torch.distributed import distributed_c10d
 from training_cases import Case, actor_in, beside, fixed_batch, update
@@ -178,7 +179,7 @@ def _one_oversleeps(store: str, phase: str, folder: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("phase", WORK)
+@pytest.mark.parametrize("phase", quick(WORK, 0, 2))
 def test_a_rank_that_is_late_for_a_pass_or_a_save_is_named(ranks: Ranks, tmp_path: Path, phase: str) -> None:
     """Not those that wait for it, wherever they do: in a tensor-parallel group, or in that of all ranks."""
     said = ranks.run(4, _one_oversleeps, os.path.join(tmp_path, "store"), phase, str(tmp_path))
@@ -225,7 +226,7 @@ def _hang(store: str, phase: str, folder: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("phase", ["log_probs", "update"])
+@pytest.mark.parametrize("phase", quick(["log_probs", "update"], 0))
 def test_a_hang_without_an_exception_names_the_late_rank(ranks: Ranks, tmp_path: Path, phase: str) -> None:
     said = ranks.run(4, _hang, os.path.join(tmp_path, "store"), phase, str(tmp_path))
     assert said[3] == []

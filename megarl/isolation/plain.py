@@ -23,6 +23,10 @@ _TYPES = set(_NAMES.split())
 _FACTORIES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "set": set}
 _FACTORIES |= {"tuple": tuple, "complex": complex, "bytes": bytes, "frozenset": frozenset}
 _FACTORIES_BY_TYPE = {factory: name for name, factory in _FACTORIES.items()}
+YES_OR_NO = {name for kind in (str, bytes, float, int, set) for name in dir(kind) if name.startswith("is")}
+YES_OR_NO |= {"startswith", "endswith"}
+"""Methods of plain values whose answer is a test's outcome."""
+_NUMPY = "biufcU"  # kinds of arrays that go over: numbers and texts
 # what the standard library makes, by module and name: it is not imported for the sake of a comparison
 _COUNTER, _ORDERED, _DEFAULT, _DEQUE = (
     ("collections", name) for name in ("Counter", "OrderedDict", "defaultdict", "deque")
@@ -161,9 +165,20 @@ class Writer:
             return {"F": self._many((value.numerator, value.denominator))}
         if kind.__module__ == "datetime" and kind.__name__ in _DATES:
             return self._date(value, kind.__name__)
+        if kind.__module__ == "numpy" and getattr(value, "dtype", None) is not None:
+            return self._numpy(value, kind)
         if kind.__base__ is tuple and _is_named_tuple(kind):
             return {"N": [kind.__name__, list(kind._fields), self._many(value)]}  # type: ignore[attr-defined]
         return None
+
+    def _numpy(self, value: Any, kind: type) -> Any:
+        """An array as its contents, a scalar as Python's own."""
+        if value.dtype.kind not in _NUMPY:
+            return None
+        if kind.__name__ == "ndarray":
+            return {"n": [value.dtype.str, self.write(value.tolist())]}
+        plain = value.item()
+        return None if type(plain) is kind else self.write(plain)
 
     def _date(self, value: Any, kind: str) -> Any:
         if kind == "timezone":
@@ -183,7 +198,7 @@ class Writer:
 def _is_named_tuple(kind: Any) -> bool:
     """Whether it is as `collections.namedtuple` makes it: with methods of its own it is a program's."""
     own = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
-    return "_fields" in vars(kind) and "_make" in vars(kind) and not own
+    return "_fields" in vars(kind) and "_make" in vars(kind) and not own and YES_OR_NO.isdisjoint(kind._fields)
 
 
 class Reader:
@@ -288,9 +303,17 @@ _named_tuples: dict[Any, Any] = {}
 
 
 def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
+    if not YES_OR_NO.isdisjoint(fields):
+        raise ValueError("a field with the name of a method")
     if (name, fields) not in _named_tuples:
         _named_tuples[name, fields] = import_module("collections").namedtuple(name, fields)
     return _named_tuples[name, fields]
+
+
+def _array(dtype: str, contents: Any) -> Any:
+    if dtype[1:2] not in _NUMPY or not dtype[2:].isdigit():
+        raise ValueError("no array of numbers or texts")
+    return import_module("numpy").array(contents, dtype=dtype)
 
 
 _EMPTY: dict[str, Callable[[Any], Any]] = {
@@ -315,4 +338,5 @@ _FIXED: dict[str, Callable[[Any], Any]] = {
     "D": lambda text: import_module("decimal").Decimal(text),
     "F": lambda parts: import_module("fractions").Fraction(*parts),
     "T": _date_of,
+    "n": lambda parts: _array(*parts),
 }

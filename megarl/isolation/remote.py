@@ -35,7 +35,7 @@ SPECIAL = BINARY | COMPARISONS | CONVERSIONS | {"__hash__", "__str__", "__repr__
 SPECIAL |= {"__enter__", "__exit__"}
 _IMMUTABLE = {"int": int, "float": float, "complex": complex, "str": str, "bytes": bytes, "tuple": tuple}
 _IMMUTABLE |= {"frozenset": frozenset}
-_CHANGEABLE = {"list": list, "dict": dict, "set": set, "bytearray": bytearray}
+CHANGEABLE = {"list": list, "dict": dict, "set": set, "bytearray": bytearray}
 _ENDINGS = (StopIteration, StopAsyncIteration)
 _MARKS = ("_far_number", "_far_peer", "_far_made", "_far_computed")
 
@@ -63,7 +63,7 @@ class FarType(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_far_"):
             raise AttributeError(name)
-        return cls._far_peer.ask("get", cls, name)
+        return cls._far_peer.attribute(cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         cls._far_peer.ask("set", cls, name, value)
@@ -265,7 +265,7 @@ class Peer:
         if isinstance(value, type):
             return self._class(value)
         base, content = "", None
-        for family, known in (("=", _IMMUTABLE), ("~", _CHANGEABLE)):
+        for family, known in (("=", _IMMUTABLE), ("~", CHANGEABLE)):
             for name, plain in known.items():
                 if isinstance(value, plain):
                     base = family + name
@@ -364,7 +364,7 @@ class Peer:
     def _changeable_type(self, kind: Any, base: str) -> Any:
         key = (kind, base)
         if key not in self._types:
-            plain = _CHANGEABLE[base]
+            plain = CHANGEABLE[base]
             body = {"__slots__": (), "_far_base": base, "__class__": property(lambda _: plain)}
             made = FarType.__new__(FarType, kind.__name__, (kind,), body)
             self._types[key] = made

@@ -189,6 +189,7 @@ def _tests(job: Job, uid: int | None, alive: int) -> None:
     from megarl.isolation import examine
 
     linux.die_with_parent()
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY) if job.isolated else -1
     _prepare(job)
     channel, job_channel = _socket.socketpair()
     init_alive, job_alive = os.pipe()
@@ -207,6 +208,9 @@ def _tests(job: Job, uid: int | None, alive: int) -> None:
             _start_program(job, uid, job_alive)
 
         _child(job, start)
+    if job.isolated:  # back, for the program's init alone: with children elsewhere the kernel gives no threads
+        linux.enter_namespace(own)
+        os.close(own)
     job_channel.close()
     os.close(job_alive)
     tests, job.tests = job.tests, -1

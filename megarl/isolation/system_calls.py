@@ -38,6 +38,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
 
 
+def enter_namespace(descriptor: int) -> None:
+    """That of an open file of /proc/PID/ns; a pid namespace is that of children from then on."""
+    _check(_libc.setns(descriptor, 0), "setns")
+
+
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     done = _libc.mount(source.encode(), os.fsencode(target), kind.encode(), flags, options.encode() or None)
     _check(done, f"mount {kind or 'of ' + source} on {target}")

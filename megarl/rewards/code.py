@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -84,7 +85,7 @@ def code(
     limits = Limits(wall=wall, cpu=cpu, memory=memory, disk=disk, processes=processes, output=output)
     tests = read_tests(row["tests"])
     source = last_block(response)
-    folders = [path for path in sys.path if path.endswith("-packages")] if site_packages else []
+    folders = [os.path.realpath(path) for path in sys.path if path.endswith("-packages")] if site_packages else []
     if source is None:
         return {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0, "block": 0.0}
     how: Any = {"limits": limits, "isolation": isolation, "folders": folders}

@@ -104,6 +104,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """Answers scrapes, each in a thread of its own; one too many is turned away."""
 
     daemon_threads = True
+    request_queue_size = 128  # with socketserver's 5 a connection that finds it full is tried again seconds later
 
     def __init__(self, address: str, port: int, registry: CollectorRegistry) -> None:
         self._open: set[Any] = set()
