@@ -47,6 +47,7 @@ MATH = [
     (r"\boxed{\frac{1}{2}}", r"so it is \boxed{\frac{2}{4}}", 1),
     ("", "5", 0),
     ("I do not know", "5", 0),
+    (r"the answer is $\sqrt{2}}{\sqrt{3}$", r"\sqrt{2}", 0),
     (r"\boxed{}", "5", 0),
     (r"\boxed{5", "5", 0),
 ]
@@ -80,7 +81,80 @@ HONEST = {
         "5", "+5", "05", "5.0", "5.", "$5$", "(5)", "{5}", r"\text{5}", r"\mathbf{5}", "x = 5", "n=5",
         "f(x)=5", "x_1 = 5", r"5\text{ apples}", "5 apples", "5cm", r"5\text{ cm}^2", r"5\ \mathrm{m/s}",
         r"\$5", r"\$5.00", r"5^\circ", " 5 ", r"5^{\circ}", "5 degrees", r"5\%", r"\displaystyle 5",
-        r"\,5\,", r"\(5\)",
+        r"\,5\,", r"\(5\)", r"5\text{ m}", r"5\,\text{m}", r"5\text{ g}", r"5\text{ s}", r"5\,\mathrm{V}",
+        r"5\text{ m}^2",
+    ],
+    r"5\text{ m}": [
+        "5", "5 m", "5m", r"5\,\mathrm{m}",
+    ],
+    r"10,\!080": [
+        "10080", "10,080", r"10,\!080", r"10{,}\!080",
+    ],
+    "10080": [
+        r"10,\!080",
+    ],
+    r"11,\! 111,\! 111,\! 100": [
+        "11111111100", "11,111,111,100",
+    ],
+    "4.5": [
+        "4 1/2", r"4\frac12",
+    ],
+    r"0.\overline{3}": [
+        "1/3", r"\frac{1}{3}", "0.333333",
+    ],
+    r"\frac{7}{12}": [
+        r"0.58\overline{3}",
+    ],
+    r"\frac{1}{6}": [
+        "0.166667",
+    ],
+    r"\frac{1}{3628800}": [
+        "1/3628800", r"\frac{2}{7257600}",
+    ],
+    "x - y": [
+        "x-y", "-y+x", "x -y",
+    ],
+    "p - q": [
+        "p-q",
+    ],
+    "ab": [
+        "ba", r"a\cdot b", r"\text{ab}",
+    ],
+    "xyz": [
+        "zyx",
+    ],
+    r"\emptyset": [
+        r"\varnothing", "∅",
+    ],
+    r"\sqrt[3]{2}": [
+        r"\sqrt[3]2",
+    ],
+    r"\left( 3, \frac{\pi}{2} \right)": [
+        r"\left(3,\frac\pi2\right)", r"(3,\frac{\pi}2)",
+    ],
+    r"\frac{x}{y}": [
+        r"\frac xy", r"\frac{x}y",
+    ],
+    r"\text{June 20}": [
+        "June 20", r"\text{June 20}",
+    ],
+    "June 20": [
+        r"\text{June 20}",
+    ],
+    "(1,2)": [
+        "(x,y)=(1,2)", "(1, 2)",
+    ],
+    "(x,y)=(1,2)": [
+        "(1,2)", "(x, y) = (1, 2)",
+    ],
+    r"\sqrt{2}": [
+        r"\sqrt2\text{ cm}", r"\sqrt{2}\text{ square units}",
+    ],
+    r"\begin{cases} x & \text{if } x>0 \\ 0 & \text{otherwise}\end{cases}": [
+        r"\begin{cases}x&\text{if }x>0\\0&\text{otherwise}\end{cases}",
+    ],
+    r"(\frac13,1)": [
+        "(0.333333,1)",
     ],
     "1234567": [
         "1,234,567", "1{,}234{,}567", r"1\,234\,567", "1234567.0", r"1.234567\times10^{6}",
@@ -135,6 +209,7 @@ HONEST = {
     ],
     r"\begin{pmatrix}1&2\\3&4\end{pmatrix}": [
         r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}",
+        r"\left(\begin{array}{cc}1&2\\3&4\end{array}\right)",
     ],
     r"\infty": [
         r"\infty", r"+\infty",
@@ -172,7 +247,113 @@ NO_ANSWERS = {
         r"5\text{ million}", r"5\text{ percent off}", r"5\text{ or more}", "5 thousand", r"5\text{ times }2",
         "5x", "5ab", "5i", r"5\pi", "5e", "e5", "5.5", "5,000", "5 5", "55", "1 + 4 = 5", "x=y=5", "5=5",
         r"\text{five}", "five", "V", "", " ", ".", "{}", "$$", "?", "-5", "5-", "--5", "+-5",
+        r"5\text{ k}", r"5\text{ x}", r"5\text{ M}", r"5\text{ i}", r"5\text{ incorrect}", "5m", "5 m",
         *("5" * 100_000, "(" * 50_000 + "5" + ")" * 50_000, "5," * 50_000, "{" * 900 + "5"),
+    ],
+    r"5\text{ m}": [
+        r"5\text{ s}", "6m", r"6\text{ m}", "2+3 m",
+    ],
+    "10080": [
+        r"10,\!08", r"10,\!0800", "10, 080",
+    ],
+    "4.5": [
+        "4 3/2", "4 2/4 1", "4, 1/2",
+    ],
+    "2": [
+        "4 1/2",
+    ],
+    "1": [
+        r"0.\overline{9}",
+    ],
+    r"\frac{1}{3628800}": [
+        "0", "0.0", "0.000000", "0.0000003", r"\frac{1}{3628801}",
+    ],
+    "0.0000001": [
+        r"\frac{1}{1000000000}", "0", "0/1",
+    ],
+    "0": [
+        r"\frac{1}{3628800}", "0.0000001",
+    ],
+    r"\frac{1000000}{3}": [
+        "333333",
+    ],
+    r"\frac{\sqrt{2}}{10^{9}}": [
+        "0", "0.0", "0.000000001", r"\frac{\sqrt{3}}{10^{9}}",
+    ],
+    r"\frac{\sqrt{2}}{10^{20}}": [
+        r"\frac{\sqrt{3}}{10^{20}}",
+    ],
+    "(0.0000001,1)": [
+        r"(\frac{1}{10000001},1)", "(0,1)", "(0.0,1)",
+    ],
+    r"\begin{pmatrix}\frac{1}{100000000}\\1\end{pmatrix}": [
+        r"\begin{pmatrix}0.0\\1\end{pmatrix}",
+    ],
+    "x - y": [
+        "y-x", "x+y", "x", "x-y=x-y",
+    ],
+    "ab": [
+        "a+b", "a", "abc", "ab=ab",
+    ],
+    "no": [
+        "on",
+    ],
+    "iv": [
+        "vi",
+    ],
+    "cm": [
+        "mc",
+    ],
+    "5x^4": [
+        r"\frac{dx^5}{dx}", r"\frac{d x^5}{d x}", r"\dfrac{\mathrm{d}x^5}{\mathrm{d}x}",
+        r"\frac{d\left(x^5\right)}{dx}", r"\frac{d}{dx}x^5",
+    ],
+    r"5x^4\sin x+x^5\cos x": [
+        r"\frac{dx^5\sin x}{dx}",
+    ],
+    r"\sqrt{2}": [
+        r"\sqrt{2}\text{ is wrong }\sqrt{3}", r"\sqrt{2}\text{ is wrong}", r"\sqrt{2}\mathrm{not}\sqrt{3}",
+        r"\sqrt{2}\text{ cm}\sqrt{3}", r"\sqrt{2}\mbox{ no }", r"(\sqrt{2}\text{ cm},5)", r"\sqrt{2}\textbf{ no }",
+    ],
+    r"\begin{cases}x&\text{if }x>0\\0&\text{otherwise}\end{cases}": [
+        r"\begin{cases}x&\text{if }x>0\\1&\text{otherwise}\end{cases}",
+    ],
+    r"\text{June 20}": [
+        "June 21", "June 2", "20",
+    ],
+    "(1,2)": [
+        "(y,x)=(1,2)", "(x,y)=(2,1)", "(x,y)=(1,2)=(1,2)", "(x,x)=(1,2)", "(x,y)=(0+1,2)", "(x,y)=(1,2),(3,4)",
+    ],
+    "(x,y)=(1,2)": [
+        "(y,x)=(1,2)", "(2,1)", "(x,y)=(2,1)",
+    ],
+    r"\frac{\pi}{2}": [
+        r"\frac\pi3", r"\frac2\pi",
+    ],
+    r"\sqrt[3]{27}": [
+        r"\sqrt[3]27",
+    ],
+    r"\begin{pmatrix}7\\10\end{pmatrix}": [
+        r"\begin{pmatrix}1&2\\2&2\end{pmatrix}\begin{pmatrix}3\\2\end{pmatrix}",
+        r"\begin{pmatrix}1&2\\2&2\end{pmatrix}\cdot\begin{pmatrix}3\\2\end{pmatrix}",
+        r"\left(\begin{array}{cc}1&2\\2&2\end{array}\right)\left(\begin{array}{c}3\\2\end{array}\right)",
+        r"\begin{pmatrix}3\\4\end{pmatrix}+\begin{pmatrix}4\\6\end{pmatrix}",
+        r"\begin{pmatrix}8\\11\end{pmatrix}-\begin{pmatrix}1\\1\end{pmatrix}",
+    ],
+    r"\begin{pmatrix}\sqrt{2}\\2\end{pmatrix}": [
+        r"\begin{pmatrix}\sqrt{2}\\1\end{pmatrix}+\begin{pmatrix}0\\1\end{pmatrix}",
+    ],
+    "(2,1)": [
+        "(4 1/2,1)",
+    ],
+    "(0.3,1)": [
+        r"(0.\overline{3},1)",
+    ],
+    "(0,1)": [
+        r"(0.\overline{3},1)",
+    ],
+    "(-2,1)": [
+        r"(\begin{vmatrix}1&2\\3&4\end{vmatrix},1)",
     ],
     "391": [
         r"17\cdot 23", r"17 \times 23", "17*23", "17(23)", "(17)(23)", "400-9", r"\frac{782}{2}",

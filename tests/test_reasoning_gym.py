@@ -153,6 +153,24 @@ def test_tasks_that_pay_for_nothing_are_mended() -> None:
         numbers = entry["metadata"]["rational"]
         assert score(f"{numbers['numerator']}/{numbers['denominator']}", row) == 1.0
         assert [score(text, row) for text in ("0", "0.", "1.5", "0.0", "1e-9", "1e99999999", "nan")] == [0.0] * 7
+    for seed in range(8):
+        (entry,) = reasoning_gym.create_dataset("complex_arithmetic", seed=seed, size=1)
+        row = {"data_source": "complex_arithmetic", **{key: encode(entry[key]) for key in entry}}
+        right = str(entry["answer"])
+        assert [score(text, row) for text in (right, f"({right})", right.replace(" ", ""))] == [1.0] * 3
+        endless = (
+            "nan",
+            "NaN + NaNi",
+            "nani",
+            "1 + nani",
+            "inf",
+            "-infinity",
+            "inf - infi",
+            "1e999",
+            "1e999 + 1e999i",
+            "",
+        )
+        assert [score(text, row) for text in endless] == [0.0] * len(endless)
     numbers = row_of("number_sorting")
     assert score(numbers["answer"], numbers) == 1.0
     count = len(json.loads(numbers["answer"].replace("'", '"')))

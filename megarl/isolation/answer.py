@@ -6,6 +6,7 @@ The program can change all of this: what it answers is its own.
 from __future__ import annotations
 
 import _operator as operator
+import builtins
 import sys
 
 from megarl.isolation.remote import Peer
@@ -34,15 +35,19 @@ class Program(Peer):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
-        self._main = type(sys)("__main__")
-        sys.modules["__main__"] = self._main
+        self._main = type(sys)("response")  # what a program does as "__main__" is not for tests
+        sys.modules["__main__"] = sys.modules["response"] = self._main
+        builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
 
     def do(self, operation: str, operands: list[Any]) -> Any:
         return getattr(self, f"_do_{operation}")(*operands)
 
     def _do_load(self, source: str) -> None:
         sys.setrecursionlimit(sys.getrecursionlimit() + _DEEPER)
-        exec(compile(source, "response.py", "exec", dont_inherit=True), vars(self._main))
+        try:  # noqa: SIM105 (contextlib takes as long to import as most programs run)
+            exec(compile(source, "response.py", "exec", dont_inherit=True), vars(self._main))
+        except SystemExit:  # what it has defined is there
+            pass
 
     def _do_name(self, name: str) -> Any:
         try:

@@ -234,7 +234,8 @@ class Examiner(Peer):
         if operation in ("get", "set"):
             value, name, *content = operands
             function = callable(value) and not _is_tests(value)
-            if not (name in _OF_FUNCTIONS if function else _is_tests(value) and not name.startswith("_")):
+            of_object = _is_tests(value) and not name.startswith("_") and name not in ("format", "format_map")
+            if not (name in _OF_FUNCTIONS if function else of_object):
                 raise AttributeError(name)
             return setattr(value, name, *content) if content else getattr(value, name)
         raise TypeError(f"{operation} of a value of the tests")

@@ -22,7 +22,7 @@ enumerate zip map filter reversed property staticmethod classmethod super
 _TYPES = set(_NAMES.split())
 _FACTORIES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "set": set}
 _FACTORIES |= {"tuple": tuple, "complex": complex, "bytes": bytes, "frozenset": frozenset}
-_FACTORIES_BY_TYPE = {factory: name for name, factory in _FACTORIES.items()}
+_FACTORIES_BY_TYPE: dict[Any, str | None] = {factory: name for name, factory in _FACTORIES.items()} | {None: None}
 YES_OR_NO = {name for kind in (str, bytes, float, int, set) for name in dir(kind) if name.startswith("is")}
 YES_OR_NO |= {"startswith", "endswith"}
 """Methods of plain values whose answer is a test's outcome."""
@@ -103,6 +103,8 @@ class Writer:
         if kind is int:
             return value if -_BIG < value < _BIG else {"i": hex(value)}
         name = (kind.__module__, kind.__qualname__)
+        if name == _DEFAULT and value.default_factory not in _FACTORIES_BY_TYPE:
+            return self._other(value)
         if kind in (list, dict, set, bytearray) or name in (_COUNTER, _ORDERED, _DEFAULT, _DEQUE):
             number = self._numbers.get(id(value))
             if number is not None:
@@ -133,7 +135,7 @@ class Writer:
         if kind.__name__ == "deque":
             return {"q": [value.maxlen, self._many(value)]}
         factory = value.default_factory
-        return {"dd": [_FACTORIES_BY_TYPE.get(factory), self._items(value)]}
+        return {"dd": [_FACTORIES_BY_TYPE[factory], self._items(value)]}
 
     def _many(self, values: Any) -> list[Any]:
         return [value if type(value) in _ATOMS else self.write(value) for value in values]
@@ -197,8 +199,10 @@ class Writer:
 
 def _is_named_tuple(kind: Any) -> bool:
     """Whether it is as `collections.namedtuple` makes it: with methods of its own it is a program's."""
-    own = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("_")}
-    return "_fields" in vars(kind) and "_make" in vars(kind) and not own and YES_OR_NO.isdisjoint(kind._fields)
+    if not {"_fields", "_make"} <= vars(kind).keys():
+        return False
+    names = {name for name in vars(kind) if not name.startswith("_")}
+    return names == set(kind._fields) and YES_OR_NO.isdisjoint(names)
 
 
 class Reader:

@@ -43,6 +43,20 @@ _NOBODY = 65534
 _UIDS = 1 << 30  # the first of those that root gives to programs, far from people's and from those of containers
 
 
+_PROGRAM = """
+def run():
+    import builtins, sys
+    builtins.exit = builtins.quit = sys.exit
+    del sys.argv[0], globals()["run"]
+    globals()["__file__"] = sys.argv[0]
+    sys.setrecursionlimit(sys.getrecursionlimit() + 2)
+    with open(sys.argv[0], "rb") as f:
+        source = f.read()
+    exec(compile(source, sys.argv[0], "exec", dont_inherit=True), globals())
+run()
+"""  # as Python runs a file, with what the module site gives: programs end with exit()
+
+
 class Job:
     """What `main` is told.
 
@@ -310,7 +324,8 @@ def _become(job: Job, path: str, uid: int | None) -> None:
     if job.paths:
         options = ["-s", "-P"] if sys.version_info >= (3, 11) else ["-s"]
         environment["PYTHONPATH"] = ":".join(job.paths)
-    os.execve(job.python, [job.python, *options, "-S", "-B", "-X", "utf8", path], environment)
+    words = [path] if job.channel >= 0 else ["-c", _PROGRAM, path]
+    os.execve(job.python, [job.python, *options, "-S", "-B", "-X", "utf8", *words], environment)
 
 
 def _limit(job: Job, processes: int) -> None:

@@ -13,7 +13,7 @@ from megarl.rewards.registry import register
 from megarl.rewards.sandbox import Examination, Limits, Outcome, check_isolation, run_python, run_tests
 from megarl.rewards.subjects import subjects_of
 
-_OPENING = re.compile(r"```(?:python|py)3?", re.IGNORECASE)
+_OPENING = re.compile(r"``` ?(?:python|py)3?", re.IGNORECASE)
 _PAIR = ("input", "output")
 
 
@@ -118,13 +118,15 @@ def last_block(response: str) -> str | None:
     """The text of the last ```python block; None without one, or if it does not end."""
     last: str | None = None
     block: list[str] | None = None
+    indentation = 0  # of the fence, which a block in a list's item has too
     for line in response.splitlines(keepends=True):
         if block is None:
             block = [] if _OPENING.fullmatch(line.strip()) else None
+            indentation = len(line) - len(line.lstrip(" "))
         elif line.strip() == "```":
             last, block = "".join(block), None
         else:
-            block.append(line)
+            block.append(line[min(indentation, len(line) - len(line.lstrip(" "))) :])
     return last
 
 

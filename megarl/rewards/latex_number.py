@@ -12,6 +12,8 @@ _PART = r"(?:\{\s*([-+]?\s*\d{1,1000}(?:\.\d{1,1000})?)\s*\}|(\d))"
 _FORMS = {
     "mixed": re.compile(rf"(\d{{1,100}})\s*\\frac\s*{_PART}\s*{_PART}"),
     "fraction": re.compile(rf"\\frac\s*{_PART}\s*{_PART}"),
+    "mixed ratio": re.compile(r"(\d{1,100})\s+(\d{1,100})\s*/\s*(\d{1,100})"),
+    "repeating": re.compile(r"(\d{0,100})\.(\d{0,100})\s*\\overline\s*\{\s*(\d{1,100})\s*\}"),
     "ratio": re.compile(r"(\d{1,1000})\s*/\s*(\d{1,1000})"),
     "scientific": re.compile(
         rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot)\s*)?10\s*\^\s*(?:\{{\s*([-+]?\d{{1,3}})\s*\}}|(\d))"
@@ -27,12 +29,14 @@ _UNIT = re.compile(
     r"(?:\s*\^\s*(?:\{\s*([-+]?[123])\s*\}|([123])))?\s*"
 )
 _NO_UNIT_WORDS = """
-and or not no none never wrong false if is to by plus minus times over less more than divided mod half third quarter
-squared cubed factorial percent pct hundred thousand million billion trillion dozen dozens score zero one two three four
-five six seven eight nine ten eleven twelve twenty sin cos tan log sqrt exp i e x y z n k
+and or not no none never wrong incorrect false if is to by plus minus times over less more than divided mod half third
+quarter squared cubed factorial percent pct hundred thousand million billion trillion dozen dozens score zero one two
+three four five six seven eight nine ten eleven twelve twenty sin cos tan log sqrt exp i e x y z n k
 """
+_UNITS_OF_ONE_LETTER = frozenset("mgshAVWJNCFLl")
 _NO_UNIT = frozenset(_NO_UNIT_WORDS.split())
-_ROUNDED = 6  # decimals that a decimal and a fraction share, as math-verify compares them
+_ROUNDED = Fraction(1, 2_000_000)  # a decimal and a fraction share six decimals, as math-verify compares them
+_SIGNIFICANT = Fraction(1, 200_000)  # and six digits: 0 is no 1/3628800
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,31 +89,44 @@ def _value(form: str, match: re.Match[str]) -> Fraction | None:
     if form == "scientific":
         mantissa = Fraction(groups[0].removesuffix(".")) if match[1] is not None else Fraction(1)
         return mantissa * Fraction(10) ** int(groups[-1]) if 1 <= mantissa < 10 else None
+    if form == "repeating":
+        whole, fixed, repeated = match.groups()
+        cycle = Fraction(int(repeated), 10 ** len(repeated) - 1)
+        return int(whole or 0) + (int(fixed or 0) + cycle) / 10 ** len(fixed)
     above, below = Fraction(groups[-2]), Fraction(groups[-1])
     if not below:
         return None
-    if form == "mixed":
+    if form in ("mixed", "mixed ratio"):
         return int(groups[0]) + above / below if 0 < above < below else None
     return above / below
 
 
 def _with_tail(tail: str, value: Fraction, form: str) -> Number | None:
     """With what follows the digits; None if that is no percent sign, degrees or unit."""
-    form = "fraction" if form in ("mixed", "ratio") else form
+    form = "fraction" if form in ("mixed", "mixed ratio", "ratio", "repeating") else form
     spaced, tail = tail[:1].isspace(), tail.strip()
     if tail in ("\\%", "%", "\\text{%}", "\\text{\\%}"):
         return Number(value=value, form=form, percent=True)
     if not tail or _DEGREES.fullmatch(tail):
         return Number(value=value, form=form)
-    unit = _UNIT.fullmatch(f" {tail}" if spaced else tail)
+    if re.fullmatch(r"(?:\\text\s*\{\s*)?(?:percent|pct)\s*\}?", tail, re.IGNORECASE):
+        return Number(value=value, form=form, percent=True)
+    unit = unit_in(f" {tail}" if spaced else tail)
+    return None if unit is None else Number(value=value, form=form, unit=unit)
+
+
+def unit_in(text: str) -> str | None:
+    """The unit that a text is: "cm" of "\\text{ cm}", "m2" of "\\text{ m}^2"; None for anything else."""
+    unit = _UNIT.fullmatch(text)
     if unit is None:
         return None
-    words = (unit[1] or unit[2]).lower().split()
-    if words in (["percent"], ["pct"]):
-        return Number(value=value, form=form, percent=True)
-    if len(words) > 4 or _NO_UNIT & {word.strip(".") for word in words}:
+    written = (unit[1] or unit[2]).strip()
+    words = written.lower().split()
+    if len(written) == 1 and written not in _UNITS_OF_ONE_LETTER:
         return None
-    return Number(value=value, form=form, unit=" ".join(words) + (unit[3] or unit[4] or ""))
+    if not words or len(words) > 4 or _NO_UNIT & {word.strip(".") for word in words}:
+        return None
+    return " ".join(words) + (unit[3] or unit[4] or "")
 
 
 def same_number(found: Number, reference: Number) -> bool:
@@ -133,5 +150,5 @@ def same_number(found: Number, reference: Number) -> bool:
 def _equal(a: Number, b: Number, times: Fraction) -> bool:
     left, right = a.value * times, b.value
     if {a.form, b.form} == {"decimal", "fraction"}:
-        return round(left, _ROUNDED) == round(right, _ROUNDED)
+        return abs(left - right) <= min(_ROUNDED, abs(right) * _SIGNIFICANT)
     return left == right

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.rewards.latex_number import Number, number_in, without_name
+from megarl.rewards.latex_number import Number, number_in, unit_in, without_name
 
 _LONGEST = 2_000  # characters; of an answer to a longer reference, twice as many
 _AS_ASCII = str.maketrans(
@@ -23,16 +23,32 @@ _AS_ASCII = str.maketrans(
 _LAYOUT = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|nolimits|quad|qquad)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"
 )
+_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\})\s*\\!\s*(?=\d{3}(?!\d))")
 _SMALL_FRACTION = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_ONE = r"(\\(?:pi|theta|alpha|beta)(?![A-Za-z])|[A-Za-z0-9])"  # what a command takes that no braces follow
+_WITHOUT_BRACES = (
+    (re.compile(rf"\\sqrt(?![A-Za-z])\s*(\[\w+\])?\s*{_ONE}"), r"\\sqrt\1{\2}"),
+    (re.compile(rf"\\frac(?![A-Za-z])\s*{_ONE}"), r"\\frac{\1}"),
+    (re.compile(rf"(\\frac\s*\{{[^{{}}]*\}})\s*{_ONE}"), r"\1{\2}"),
+)
 _BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathrm|text|textbf)\s*\{\s*([-+]?\d[\d,.]*|[A-Za-z])\s*\}")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|textit|textrm|mathbf|mbox|operatorname)\s*\{([A-Za-z0-9 ,.'()\-/]*)\}")
+_WORDED = re.compile(r"\\(?:text|mathrm|textbf|textit|textrm|mathbf|mbox|operatorname)(?![A-Za-z])")
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _WORDS = re.compile(r"[A-Za-z][A-Za-z .'\-]*")
+_SHORT_WORDS = """
+am an as at be by do go he hi if in is it me my no of oh ok on or ox pm so to up us we ad ah ax ay eh ex ha ho id la lo
+ma pa pi uh um ya ye yo vs eg ie cm mm km kg mg ml ft lb oz hr ln
+"""
+_NO_PRODUCTS = frozenset({*_SHORT_WORDS.split(), "ii", "iv", "ix", "vi", "xi", "xv", "xx"})
+_ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\{\w+\}|\w))?(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?'?")
 _RELATION = re.compile(r"=|<|>|\\(?:leq?|geq?|lt|gt|neq?|approx|equiv|sim|in|leqslant|geqslant)(?![A-Za-z])")
 _SEPARATOR = re.compile(r"[,;]|\\(?:text|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_TUPLE_NAMED = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*\(")
 _STRUCTURE = re.compile(
-    r"\\(?:begin|end)\s*\{[a-z]+\}|\\(?:cup|cap|setminus)(?![A-Za-z])|\\\\|\\[{}]|[()\[\]&,;|]|\\pm(?![A-Za-z])|"
+    r"\\begin\s*\{array\}\s*\{[lcr| ]+\}|\\(?:begin|end)\s*\{[a-z]+\}|"
+    r"\\(?:cup|cap|setminus)(?![A-Za-z])|\\\\|\\[{}]|[()\[\]&,;|]|\\pm(?![A-Za-z])|"
     + _RELATION.pattern
     + "|"
     + _SEPARATOR.pattern
@@ -46,25 +62,36 @@ rho sigma tau phi varphi psi omega Delta Theta Phi Omega vec hat overline angle 
 { } % $ \ |
 """
 _ALLOWED = frozenset(_ALLOWED_NAMES.split())
-_DERIVATIVE = re.compile(r"\\frac\s*\{?\s*d(?![A-Za-z])|(?<![A-Za-z])d\s*/\s*d")
+_DERIVATIVE = re.compile(
+    r"\\frac\s*\{?\s*d(?![A-Za-z])|\\frac\s*\{\s*d.*\}\s*\{\s*d|(?<![A-Za-z])d\s*/\s*d"  # \frac{d}{dx}, \frac{dx^5}{dx}
+)
+_BETWEEN = re.compile(r"\\end\s*\{[a-z]+\}((?:(?!\\end).)*?)\\begin")
 _ENVIRONMENTS = frozenset({"pmatrix", "bmatrix", "vmatrix", "Bmatrix", "matrix", "array", "cases"})
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A text that may be a mathematical answer, without what is layout alone."""
+    """A text that may be a mathematical answer, without what is layout alone.
+
+    Attributes:
+        number: its value, if it is a plain number.
+    """
 
     text: str
+    number: Number | None
 
     @cached_property
-    def number(self) -> Number | None:
-        """Its value, if it is a plain number."""
-        return number_in(self.text)
+    def shown(self) -> str:
+        """What of it is seen: "June 20" of "\\text{June 20}"."""
+        words = " ".join(_TEXT.sub(r"\1", self.text).split())
+        return re.sub(r" ?(\\\\|[-+<>=&]|\\(?:begin|end)\{[a-z]+\}) ?", r"\1", words)
 
     @cached_property
     def words(self) -> str | None:
-        """Its text, if it is one of letters and no formula: "Evelyn", "\\text{(B)}", "no"."""
-        plain = " ".join(_TEXT.sub(r"\1", self.text).replace("\\ ", " ").split()).strip("(). ")
+        """Its text, if it is one of letters and no formula: "Evelyn", "\\text{(B)}", "no"; not "x - y" nor "ab"."""
+        plain = self.shown.strip("(). ")
+        if "\\" not in self.text and _is_of_variables(plain):
+            return None
         return plain if _WORDS.fullmatch(plain) else None
 
     @cached_property
@@ -88,13 +115,34 @@ class Answer:
         return len(_RELATION.findall(self.text))
 
     @cached_property
+    def environments(self) -> int:
+        return len(re.findall(r"\\begin(?![A-Za-z])", self.text))
+
+    @cached_property
     def commands(self) -> frozenset[str]:
         return frozenset(_COMMAND.findall(self.text))
 
     @cached_property
     def is_plain(self) -> bool:
         """Whether its parts are numbers and letters alone: "(1, 2]", "x = 1, x = 2", a matrix of numbers."""
+        if any(not _SEPARATOR.fullmatch(between.strip(" ()[]")) for between in _BETWEEN.findall(self.text)):
+            return False
+        if re.search(r"\\overline|\d \d", self.text):  # the library reads no 0.\overline{3}, and 4 1/2 as a product
+            return False
         return all(_ENDLESS.fullmatch(part.strip()) or number_in(part) for part in _STRUCTURE.split(self.text))
+
+
+def _is_of_variables(text: str) -> bool:
+    """Whether it is a difference or a product of variables: "x - y", "ab", "xyz"."""
+    parts = [part.strip() for part in text.split("-")]
+    return len(text) > 1 and all(len(part) == 1 or _is_product(part) for part in parts)
+
+
+def _is_product(text: str) -> bool:
+    """Two letters that are no word, or three that follow each other in the alphabet."""
+    if len(text) == 2:
+        return text.isalpha() and text.islower() and text not in _NO_PRODUCTS
+    return len(text) == 3 and text in _ALPHABET
 
 
 def answer_from(text: str, longest: int = _LONGEST) -> Answer | None:
@@ -104,14 +152,25 @@ def answer_from(text: str, longest: int = _LONGEST) -> Answer | None:
     text = text.translate(_AS_ASCII)
     if not all(" " <= character <= "~" or character in "\n\t" for character in text):
         return None
+    text = _THOUSANDS.sub("", text).replace(r"\varnothing", r"\emptyset")
     text = _SMALL_FRACTION.sub(r"\\frac", _LAYOUT.sub(" ", text)).replace("{,}", ",").strip()
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip()
     if (text.startswith("\\(") and text.endswith("\\)")) or (text.startswith("\\[") and text.endswith("\\]")):
         text = text[2:-2]
-    text = _BOLD.sub(lambda held: f" {held[1]} ", text)
-    text = " ".join(re.sub(r"(?<=\d) +(?=\d{3}(?!\d))", "", text).split()).removesuffix(".").strip()
-    return Answer(text) if re.search(r"[A-Za-z0-9]", text) else None
+    with_units = _tidy(text)
+    text = _tidy(_BOLD.sub(lambda held: f" {held[1]} ", text))
+    if not re.search(r"[A-Za-z0-9]", text):
+        return None
+    number = number_in(with_units) or number_in(text)
+    text = re.sub(r"(?<=\d) (?=[A-Za-z]$)", "", text)
+    for pattern, braced in _WITHOUT_BRACES:
+        text = pattern.sub(braced, text)
+    return Answer(text=text, number=number)
+
+
+def _tidy(text: str) -> str:
+    return " ".join(re.sub(r"(?<=\d) +(?=\d{3}(?!\d))", "", text).split()).removesuffix(".").strip()
 
 
 def is_readable(answer: Answer, reference: Answer) -> bool:
@@ -122,8 +181,19 @@ def is_readable(answer: Answer, reference: Answer) -> bool:
         and environments <= _ENVIRONMENTS
         and not (set('!#@_`"?') - {"_"} & set(answer.text)) - set(reference.text)
         and "**" not in answer.text
+        and _is_balanced(answer.text)
         and (_DERIVATIVE.search(answer.text) is None or _DERIVATIVE.search(reference.text) is not None)
     )
+
+
+def _is_balanced(text: str) -> bool:
+    """Whether each brace is closed: what follows a closing one too many is not read."""
+    depth = 0
+    for token in re.findall(r"\\.|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(token, 0)
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def is_one_answer(answer: Answer, reference: Answer) -> bool:
@@ -131,15 +201,28 @@ def is_one_answer(answer: Answer, reference: Answer) -> bool:
 
     "6 = 5" and "5, 6" are none for 5; "17 \\cdot 23" is none for 391, nor "(17 \\cdot 23, 1)" for (391, 1).
     """
-    if answer.items != reference.items:
+    if answer.items != reference.items or answer.environments > reference.environments:
+        return False
+    if not _has_no_words(answer):
         return False
     if answer.relations > reference.relations and not _is_named(answer, reference):
         return False
     return answer.is_plain or not reference.is_plain
 
 
+def _has_no_words(answer: Answer) -> bool:
+    """Whether there are no words in it but "and", "or", and a unit at its end: what follows them is not read."""
+    text = _SEPARATOR.sub(",", answer.text)
+    word = _WORDED.search(text)
+    return word is None or unit_in(text[word.start() :]) is not None
+
+
 def _is_named(answer: Answer, reference: Answer) -> bool:
     """Whether each of its relations is a name's, "x = 1, y = 2", or describes an interval, "1 < x < 2"."""
+    tuple_named = _TUPLE_NAMED.match(answer.text)
+    if tuple_named is not None and answer.relations == 1:
+        names = re.findall("[A-Za-z]", tuple_named[1])
+        return names == sorted(set(names))  # of (y, x) = (1, 2) the reference may be (2, 1)
     if reference.text[:1] in ("(", "[") or "\\cup" in reference.text:
         return "=" not in answer.text.replace("\\in", "") and answer.relations <= 2 * reference.items
     for part in _SEPARATOR.split(answer.text):

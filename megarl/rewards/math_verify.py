@@ -103,7 +103,7 @@ def math_verify(
 
 def _without_library(answer: Answer, reference: Answer) -> bool | None:
     """Whether they are equal, or of different kinds; None if the library is to say."""
-    if answer.text == reference.text:
+    if answer.shown == reference.shown:
         return True
     if reference.number is not None:
         return answer.number is not None and same_number(answer.number, reference.number)

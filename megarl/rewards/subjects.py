@@ -57,15 +57,12 @@ def _named_alone(trees: list[ast.Module], free: set[str]) -> set[str]:
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [(node, node.func.id) for node in calls if isinstance(node.func, ast.Name) and node.func.id in free]
     of_modules = [(node, name) for node, name in named if name in OBJECTS]
-    inner = {name for node, name in of_modules if not any(_holds(node, other) for other, _ in of_modules)}
+    known = {id(node) for node, _ in of_modules}
+    inner = {name for node, name in of_modules if known.isdisjoint(id(part) for part in list(ast.walk(node))[1:])}
     if inner:
         return inner
     names = [name for _, name in named if name not in _AROUND] or [name for _, name in named]
     return set(names[:1])
-
-
-def _holds(call: ast.Call, other: ast.Call) -> bool:
-    return call is not other and any(node is other for node in ast.walk(call))
 
 
 def _bound(nodes: list[ast.AST]) -> Iterator[str]:

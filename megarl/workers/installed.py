@@ -24,7 +24,7 @@ def files_of(distributions: Sequence[str]) -> tuple[list[str], list[str]]:
             distribution = metadata.distribution(requirement.name)
         except metadata.PackageNotFoundError:  # of another platform; or the import says what is missing
             continue
-        root = os.path.abspath(str(distribution.locate_file("")))
+        root = os.path.realpath(str(distribution.locate_file("")))
         for extra in ("", *requirement.extras):
             if (key := (canonicalize_name(requirement.name), extra)) in seen:
                 continue

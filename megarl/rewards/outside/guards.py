@@ -37,6 +37,9 @@ _HEX = re.compile(r"(?:0x[0-9a-f]{1,400}|\d{1,400}|<<|>>|[-+*&|^()\s])*", re.IGN
 _NUMBER = re.compile(r"[-+]?(?:\d{1,400}(?:\.\d{0,400})?|\.\d{1,400})(?:e[-+]?\d{1,2})?|[-+]?\d{1,400}\s*/\s*\d{1,400}")
 
 
+_COMPLEX = re.compile(r"(?:[-+.0-9ij()\s]|(?<=[0-9.])e[-+]?[0-9]{1,2}(?![0-9])){1,200}", re.IGNORECASE)
+
+
 class Refused(Exception):
     """Text that the grammar does not have."""
 
@@ -182,6 +185,11 @@ def _numbers(response: str, entry: Entry) -> str | None:
     return response
 
 
+def _complex(response: str, entry: Entry) -> str | None:
+    """The task pays in full for NaN."""
+    return response if _COMPLEX.fullmatch(response) else None
+
+
 def _truth(response: str, entry: Entry) -> str | None:
     """The task compares the truth of texts, and any text is true."""
     said = response.strip().rstrip(".").casefold()
@@ -208,6 +216,7 @@ GUARDS: dict[str, Guard] = {
     "polynomial_multiplication": _of_variable,
     "simple_integration": _of_variable,
     "coin_flip": _probability,
+    "complex_arithmetic": _complex,
     "game_of_life_halting": _truth,
     "number_sorting": _numbers,
 }

@@ -5,6 +5,7 @@ Only the reading of LaTeX is used: what math-verify does with other text ends in
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 _OF_EACH_KIND = (
@@ -17,6 +18,10 @@ _OF_EACH_KIND = (
     ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\3\\end{pmatrix}"),
 )
 """What the library builds when it first reads a kind of answer, up to 0.4 s each, it builds before anyone waits."""
+
+
+_DECIMALS = 6  # that the library compares
+_MOST_DECIMALS = 100
 
 
 def prepare() -> None:
@@ -34,9 +39,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     try:
         reference, response = _read(request["reference"]), _read(request["response"])
-        return {"score": float(bool(verify(reference, response, timeout_seconds=None)))}
+        equal = verify(reference, response, timeout_seconds=None)
+        if equal and (digits := _decimals(reference, response)) > _DECIMALS:
+            equal = verify(reference, response, digits, digits + 9, timeout_seconds=None)
+        return {"score": float(bool(equal))}
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
         return {"score": 0.0}
+
+
+def _decimals(*read: list[Any]) -> int:
+    """How many decimals the smallest number of these needs for six digits: the library takes 0.0 for 10^{-9}."""
+    from sympy import Basic, MatrixBase, preorder_traversal
+
+    values = [one for values in read for one in values]
+    parts = [part for one in values for part in (one.flat() if isinstance(one, MatrixBase) else [one])]
+    nodes = [node for part in parts if isinstance(part, Basic) for node in preorder_traversal(part)]
+    sizes = [abs(complex(node)) for node in nodes if getattr(node, "is_number", False) and node.is_finite]
+    smallest = min([1.0, *(size for size in sizes if size)])
+    return min(_DECIMALS - 1 - math.floor(math.log10(smallest)), _MOST_DECIMALS)
 
 
 def _read(latex: str) -> Any:
