@@ -214,9 +214,7 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> No
     )
     chat = [{"role": "user", "content": "1"}]
     assert load(chat) == f"{first}: a SentencePiece model has no chat template: give prompts as plain text"
-    assert load("1", "2\ud800") == (
-        f"{second}: 'utf-8' codec can't encode character '\\ud800' in position 1: surrogates not allowed"
-    )
+    assert load("1", "2\ud800") == f"data.val_files: {second} holds half of a surrogate pair, which is no text"
     assert load("12345", "123456", drop=True) == (
         "data.val_files: none of the 2 prompts has at most data.max_prompt_length = 4 tokens"
     )
@@ -251,7 +249,6 @@ def test_examples_end_with_the_end_token(tmp_path: Path, tokenizer: Tokenizer) -
     [
         (None, "the answer in column 'answer' must be text or a number, not null"),
         (["3"], "the answer in column 'answer' must be text or a number, not list"),
-        ("3\udfff", "'utf-8' codec can't encode character '\\udfff' in position 1: surrogates not allowed"),
     ],
 )
 def test_answers_that_nothing_can_be_learnt_from(

@@ -105,7 +105,7 @@ def test_a_broken_line_is_named(tmp_path: Path, tokenizer: str, way: dict[str, A
         ('{"prompt": ""}', ": the prompt in column 'prompt' is empty"),
         ('{"prompt": " "}\n{"prompt": 3}', None),
         ('{"prompt": 3}', ": column 'prompt' must hold text or a list of messages"),
-        ('{"prompt": "1\\ud800"}', ": 'utf-8' codec can't encode"),
+        ('{"prompt": "1\\ud800"}', " holds half of a surrogate pair, which is no text"),
         ('{"promt": "1"}', "; columns: promt"),
     ):
         (tmp_path / "rows.jsonl").write_text("\n".join([*good[:90], "", line, *good[90:]]))

@@ -27,7 +27,7 @@ import numpy as np
 
 from megarl.data.encode import TooLong, encode_messages, encode_text, usable_ids
 from megarl.data.files import DataFile
-from megarl.data.readers import BATCH_ROWS, no_rows, parquet_batches
+from megarl.data.readers import BATCH_ROWS, LONGEST_LINE, no_rows, parquet_batches, too_long
 from megarl.data.row_cache import Progress
 from megarl.data.scan import FIELDS, MOST_SOURCES, Conversation, Scan, Scanned, Unsettled, checks_of
 from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
@@ -37,7 +37,17 @@ from megarl.data.tokenizer import Tokenizer
 STRETCH_BYTES = 4 * 2**20
 """Of a jsonl file that a process looks at in one go."""
 
+HELD_BYTES = 512 * 2**20
+"""Of a parquet file's rows, however small the file is, that are held in memory."""
+
+ARROW_BYTES = 64 * 2**20
+"""Of rows that wait to be a batch of an Arrow file."""
+
 SAY_EVERY_SECONDS = 10.0
+
+
+class TooLarge(ValueError):
+    """Rows that must be in a folder."""
 
 
 @dataclass(kw_only=True)
@@ -82,6 +92,7 @@ def make_index(
         folder: to write to, with other processes for the work; None: all in memory, by this one.
 
     Raises:
+        TooLarge: without a folder, the rows of a parquet file come to more than `HELD_BYTES`.
         ValueError: the first row that cannot be used; a file that is none.
         OSError: the folder cannot hold it.
     """
@@ -252,7 +263,7 @@ class _Making:
         number = self._add_file(name, entry, "jsonl", path if local else os.path.basename(path))
         try:
             with open(path, "rb") as f:
-                for start, end, line in _stretches(f):
+                for start, end, line in _stretches(f, name, self._asked.what):
                     self._file_of.append(number)
                     self._sizes.append(end - start)
                     yield Stretch("jsonl", path, name, start, end, line)
@@ -266,16 +277,26 @@ class _Making:
 
         path = None if self._folder is None else str(self._folder / f"{len(self._index.files)}.arrow")
         sink = pyarrow.BufferOutputStream() if path is None else pyarrow.OSFile(path, "wb")
-        batches = 0
+        given = parquet_batches(file, self._asked.what)
         with sink if path else nullcontext():
-            batches = _write_arrow(parquet_batches(file, self._asked.what), sink, self._progress)
+            batches = _write_arrow(given if path else self._held(given, file), sink, self._progress)
         source = path or sink.getvalue()
         number = self._add_file(file.name, file.entry, "arrow", os.path.basename(path) if path else source)
-        step = 16
-        for first in range(0, batches, step):
+        step, line = 16, 1
+        for first in range(0, len(batches), step):
+            rows = sum(batches[first : first + step])
             self._file_of.append(number)
-            self._sizes.append(file.size * min(step, batches - first) // batches)
-            yield Stretch("arrow", source, file.name, first, min(first + step, batches))
+            self._sizes.append(file.size * rows // sum(batches))
+            yield Stretch("arrow", source, file.name, first, min(first + step, len(batches)), line)
+            line += rows
+
+    def _held(self, batches: Iterator[Any], file: DataFile) -> Iterator[Any]:
+        size = 0
+        for batch in batches:
+            size += batch.nbytes
+            if size > HELD_BYTES:
+                raise TooLarge(f"{self._asked.what}: '{file.name}' comes to rows of more than {HELD_BYTES} bytes")
+            yield batch
 
     def _fetch(self, file: DataFile, path: Path) -> None:
         with open(path, "wb") as local:
@@ -310,14 +331,20 @@ def _mapped(path: str, dtype: np.dtype[Any]) -> Any:
     return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
-def _stretches(f: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """(first byte, byte behind the last, number of the first line) of parts that end with a line."""
+def _stretches(f: BinaryIO, name: str, what: str) -> Iterator[tuple[int, int, int]]:
+    """(first byte, byte behind the last, number of the first line) of parts that end with a line.
+
+    Raises:
+        ValueError: a line that is too long, which a part would be as long as.
+    """
     start, at, line = 0, 0, 1
     while block := f.read(STRETCH_BYTES):
         if last := block.rfind(b"\n") + 1:
             yield start, at + last, line
             start, line = at + last, line + block.count(b"\n")
         at += len(block)
+        if at - start > LONGEST_LINE:
+            raise too_long(f"{name}:{line}", what)
     if at > start:
         yield start, at, line
 
@@ -331,35 +358,37 @@ def _blocks(file: DataFile, what: str) -> Iterator[bytes]:
         raise ValueError(f"{what}: '{file.name}' cannot be read: {' '.join(str(e).split())[:300]}") from e
 
 
-def _write_arrow(batches: Iterator[Any], sink: Any, progress: Progress) -> int:
-    """Write an Arrow file in batches of exactly `BATCH_ROWS`, but for the last; returns how many there are."""
+def _write_arrow(batches: Iterator[Any], sink: Any, progress: Progress) -> list[int]:
+    """Write an Arrow file; returns the rows of its batches: `BATCH_ROWS`, or fewer where they are large."""
     import pyarrow
 
-    written, waiting, writer = 0, [], None
+    written: list[int] = []
+    waiting: list[Any] = []
+    rows, size = 0, 0
+    writer: Any = None
+
+    def write() -> None:
+        whole = pyarrow.Table.from_batches(waiting).combine_chunks()
+        writer.write_table(whole, max_chunksize=BATCH_ROWS)
+        written.append(whole.num_rows)
+        waiting.clear()
+
     for batch in batches:
+        if not batch.num_rows:
+            continue
         if writer is None:
-            writer = pyarrow.ipc.new_file(sink, _plain(batch).schema)
-        waiting.append(_plain(batch))
-        while sum(part.num_rows for part in waiting) >= BATCH_ROWS:
-            whole = pyarrow.Table.from_batches(waiting).combine_chunks()
-            writer.write_table(whole.slice(0, BATCH_ROWS), max_chunksize=BATCH_ROWS)
-            waiting, written = whole.slice(BATCH_ROWS).to_batches(), written + 1
+            writer = pyarrow.ipc.new_file(sink, batch.schema)
+        if rows + batch.num_rows > BATCH_ROWS or size > ARROW_BYTES:
+            write()
+            rows, size = 0, 0
+        waiting.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
         progress()
-    if any(part.num_rows for part in waiting):
-        assert writer is not None
-        writer.write_table(pyarrow.Table.from_batches(waiting).combine_chunks())
-        written += 1
+    if waiting:
+        write()
     if writer is not None:
         writer.close()
     return written
-
-
-def _plain(batch: Any) -> Any:
-    """Without dictionaries, which an Arrow file could not change between its batches."""
-    import pyarrow
-
-    columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
-    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _digest(rows: Any, asked: Scan) -> str:

@@ -17,7 +17,7 @@ from megarl.config.data import Data
 from megarl.data.curriculum import load_curriculum
 from megarl.data.encode import prompt_ids, special_remark
 from megarl.data.files import DataFile, data_files
-from megarl.data.prompt_index import Index, make_index, meta_of_index, open_index
+from megarl.data.prompt_index import Index, TooLarge, make_index, meta_of_index, open_index
 from megarl.data.readers import Row
 from megarl.data.row_cache import Progress, cache_folder, entry, meta_of
 from megarl.data.row_files import check_fields, open_file
@@ -78,7 +78,12 @@ def load_prompts(
     if small or not tokenizer_key:
         if not small and (not found or any(file.remote for file in found)):
             raise ValueError(f"{asked.what}: rows that have to be kept need a tokenizer that is known by its files")
-        index = make_index(found, asked, tokenizer, None, lambda: None)
+        try:
+            index = make_index(found, asked, tokenizer, None, lambda: None)
+        except TooLarge:
+            if not tokenizer_key:
+                raise
+            index = _kept_index(found, asked, tokenizer, tokenizer_key)
     else:
         index = _kept_index(found, asked, tokenizer, tokenizer_key)
     if not len(index.rows):

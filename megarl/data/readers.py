@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
 from megarl.data.files import DataFile, data_files
+from megarl.data.parquet_pages import MOST_BYTES, MOST_TIMES, rows_at_a_time
 
 if TYPE_CHECKING:
     import pyarrow
 
+_NESTED = 100  # levels of a row
 BATCH_ROWS = 1024
 """Rows of a parquet file that are Python objects at a time."""
+
+LONGEST_LINE = 64 * 2**20
+"""Bytes of a line of a jsonl file, with its end."""
 
 REMOTE_BLOCK = 2**20
 """Bytes that a store is asked for at a time."""
@@ -101,27 +107,76 @@ def parse(line: bytes, source: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what}: {source} is not JSON: {e}") from e
     except RecursionError as e:
         raise ValueError(f"{what}: {source} is nested too deeply") from e
+    if line.count(b"[") + line.count(b"{") > _NESTED and _deeper(columns, _NESTED):
+        raise ValueError(f"{what}: {source} is nested more than {_NESTED} deep")
+    if re.search(rb"\\ud[89a-f]", line, re.IGNORECASE):
+        try:
+            json.dumps(columns, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{what}: {source} holds half of a surrogate pair, which is no text") from None
     if not isinstance(columns, dict):
         raise ValueError(f"{what}: {source} must be an object of columns, not {type(columns).__name__}")
     return columns
 
 
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether a value of JSON is nested more deeply."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels == 0 or any(isinstance(part, list | dict) and _deeper(part, levels - 1) for part in parts)
+
+
 def parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
-    """A parquet file's rows, `BATCH_ROWS` at a time; raises ValueError for a file that is none."""
+    """A parquet file's rows without dictionaries, `BATCH_ROWS` at a time, or fewer where these could be large.
+
+    Raises:
+        ValueError: a file that is none, or whose rows come to far more than it has.
+    """
     import pyarrow
     from pyarrow import parquet
 
+    read = 0
     try:
-        with file.open() as f, parquet.ParquetFile(f, pre_buffer=False, buffer_size=2**20) as opened:
-            yield from opened.iter_batches(batch_size=BATCH_ROWS, use_threads=False)
-    except (pyarrow.ArrowException, OSError) as e:
+        with (
+            file.open() as f,
+            _buffered(file, 2**14) as headers,
+            parquet.ParquetFile(f, pre_buffer=False, buffer_size=2**20) as opened,
+        ):
+            for i in range(opened.num_row_groups):
+                rows = rows_at_a_time(headers, opened.metadata.row_group(i), BATCH_ROWS, whole=not file.remote)
+                for batch in opened.iter_batches(batch_size=rows, row_groups=[i], use_threads=False):
+                    plain = _plain(batch)
+                    read += plain.nbytes
+                    if read > (most := max(MOST_BYTES, MOST_TIMES * file.size)):
+                        raise ValueError(f"its {file.size} bytes come to rows of more than {most}")
+                    yield plain
+    except (pyarrow.ArrowException, OSError, ValueError) as e:
         raise ValueError(f"{what}: '{file.name}' is not a readable parquet file: {' '.join(str(e).split())}") from e
 
 
-def lines_of(file: DataFile) -> BinaryIO:
-    """For reading line by line, which what a store gives cannot do by itself; raises as `DataFile.open`."""
+def _plain(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """Without dictionaries, which an Arrow file could not change between its batches."""
+    import pyarrow
+
+    columns = [c.dictionary_decode() if pyarrow.types.is_dictionary(c.type) else c for c in batch.columns]
+    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _buffered(file: DataFile, size: int) -> BinaryIO:
+    """For reading little by little, which what a store gives cannot do by itself; raises as `DataFile.open`."""
     opened = file.open()
-    return io.BufferedReader(cast(io.RawIOBase, opened), REMOTE_BLOCK) if file.remote else opened
+    return io.BufferedReader(cast(io.RawIOBase, opened), size) if file.remote else opened
+
+
+def next_line(f: BinaryIO, source: str, what: str) -> bytes:
+    """The next line of a jsonl file, empty at its end; raises ValueError, naming it, for one that is too long."""
+    line = f.readline(LONGEST_LINE + 1)
+    if len(line) > LONGEST_LINE:
+        raise too_long(source, what)
+    return line
+
+
+def too_long(source: str, what: str) -> ValueError:
+    return ValueError(f"{what}: {source} has more than {LONGEST_LINE} bytes; a row can have no more")
 
 
 def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
@@ -131,9 +186,11 @@ def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
         yield from (Row(f"{file.name} row {number}", columns) for number, columns in enumerate(rows, start=1))
         return
     try:
-        with lines_of(file) as f:
-            for number, line in enumerate(f, start=1):
+        with _buffered(file, REMOTE_BLOCK) as f:
+            number = 1
+            while line := next_line(f, source := f"{file.name}:{number}", what):
                 if line.strip():
-                    yield Row(f"{file.name}:{number}", parse(line, f"{file.name}:{number}", what))
+                    yield Row(source, parse(line, source, what))
+                number += 1
     except OSError as e:
         raise ValueError(f"{what}: '{file.name}' cannot be read: {e.strerror or e}") from e

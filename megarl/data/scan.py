@@ -21,7 +21,7 @@ import numpy as np
 from megarl.config.data import Data
 from megarl.data.encode import prompt_of
 from megarl.data.messages import Message, strings_in
-from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at, value_or_none
+from megarl.data.readers import BATCH_ROWS, Row, has, next_line, parse, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 from megarl.registry import Registry
 from megarl.rewards.parts import Scorers, refusal_of
@@ -223,26 +223,26 @@ def lines_of(path: str, name: str, start: int, end: int, line: int, what: str) -
     """
     with open(path, "rb", buffering=2**20) as f:
         f.seek(start)
-        while start < end and (raw := f.readline()):
+        while start < end and (raw := next_line(f, source := f"{name}:{line}", what)):
             if raw.strip():
-                source = f"{name}:{line}"
                 yield Placed(start, line, raw, Row(source, parse(raw, source, what)))
             start, line = start + len(raw), line + 1
 
 
-def arrow_rows(source: Any, name: str, first: int, last: int) -> Iterator[Placed]:
-    """The rows of some batches of an Arrow file.
+def arrow_rows(source: Any, name: str, first: int, last: int, line: int) -> Iterator[Placed]:
+    """The rows of some batches of an Arrow file; each is placed as if all batches before its own had `BATCH_ROWS`.
 
     Args:
         source: the file's path, or its bytes.
+        line: number of the first row.
     """
     import pyarrow
 
     with pyarrow.ipc.open_file(pyarrow.memory_map(source) if isinstance(source, str) else source) as opened:
         for number in range(first, last):
             for i, columns in enumerate(opened.get_batch(number).to_pylist()):
-                at = number * BATCH_ROWS + i
-                yield Placed(at, at + 1, b"", Row(f"{name} row {at + 1}", columns))
+                yield Placed(number * BATCH_ROWS + i, line, b"", Row(f"{name} row {line}", columns))
+                line += 1
 
 
 def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any]:

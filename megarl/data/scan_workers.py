@@ -32,7 +32,7 @@ class Stretch(NamedTuple):
         source: path, or the bytes of an Arrow file.
         name: what people call the file.
         start, end: bytes of a jsonl file, from the beginning of a line; batches of an Arrow file.
-        line: number of the first line.
+        line: number of the first line, or row.
     """
 
     kind: Literal["jsonl", "arrow"]
@@ -48,7 +48,8 @@ def look_at(stretch: Stretch, asked: Scan) -> Scanned:
     stem = PurePosixPath(stretch.name).stem
     try:
         if stretch.kind == "arrow":
-            return scan(arrow_rows(stretch.source, stretch.name, stretch.start, stretch.end), asked, stem)
+            rows = arrow_rows(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line)
+            return scan(rows, asked, stem)
         lines = lines_of(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line, asked.what)
         return scan(lines, asked, stem)
     except OSError as e:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from megarl.data.special_tokens import SpecialTokens
 from megarl.data.template_process import TemplateProcess
+from megarl.data.tokenizer_growth import check_growth
 
 _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "tokenize")
 
@@ -32,12 +34,16 @@ class HuggingFaceTokenizer:
             from transformers import AutoTokenizer  # costs a second to import
         except ImportError as e:
             raise ValueError(f"reading the tokenizer in '{directory}' needs `pip install transformers`") from e
+        check_growth(directory)
+        self._directory = directory
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            with self._no_panic():
+                self._tokenizer = AutoTokenizer.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=False
+                )
         except Exception as e:  # the library's parsers raise anything, bare Exception included
             reason = " ".join(str(e).split())[:200]
             raise ValueError(f"'{directory}' holds no readable Hugging Face tokenizer: {reason}") from e
-        self._directory = directory
         self.vocab_size = len(self._tokenizer)
         eos_id = self._tokenizer.eos_token_id
         if eos_id is None:
@@ -68,7 +74,7 @@ class HuggingFaceTokenizer:
         if not texts:
             return []
         keys = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-        with self._lock:
+        with self._lock, self._no_panic():
             encoded = list(self._tokenizer(list(texts), **keys)["input_ids"])
         if self._reads_special_tokens:
             return encoded
@@ -126,7 +132,8 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]
         # whatever the tokenizer's files say: "x = [ 1 , 2 ]" is what the policy wrote, and not "x = [ 1, 2 ]"
-        return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        with self._no_panic():
+            return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token(self, id: int) -> str:
         return str(self._tokenizer.convert_ids_to_tokens(id) or "") if id < self.vocab_size else ""
@@ -136,8 +143,19 @@ class HuggingFaceTokenizer:
         return self._checked(self._encoded(text, split=self._special.in_text(text)))
 
     def _encoded(self, text: str, *, split: bool = False) -> list[int]:
-        with self._lock:
+        with self._lock, self._no_panic():
             return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split))
+
+    @contextmanager
+    def _no_panic(self) -> Iterator[None]:
+        """What the library gives up at inside becomes a ValueError; its own error is not even an Exception."""
+        try:
+            yield
+        except BaseException as e:
+            if (type(e).__module__, type(e).__name__) != ("pyo3_runtime", "PanicException"):
+                raise
+            reason = " ".join(str(e).split())[:200]
+            raise ValueError(f"the tokenizer in '{self._directory}' failed: {reason}") from e
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The same; raises ValueError if a special token has come out of a text."""
