@@ -6,14 +6,17 @@ save, kills the others at once when a rank fails, and says nothing that a rank h
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from megarl.nodes import Node, Nodes, say, stay_on_interface
@@ -22,6 +25,7 @@ from megarl.processes import STOP_SIGNALS, adopt_orphans, children, kill_descend
 
 POLL_SECONDS = 0.1
 STOP_GRACE = 30.0  # ranks that stop together end at different times: rank 0 still draws the learning curve
+_PREFIX = "megarl-job-"
 FORCED_GRACE = 5.0  # what a second signal leaves a rank to end itself
 
 
@@ -64,9 +68,25 @@ def _meeting_place(node: Node, nodes: Nodes | None, folder: str) -> dict[str, st
 @contextmanager
 def _private_folder() -> Iterator[str]:
     """A folder that this user alone can enter, gone afterwards; in memory, where every system has locks for files."""
-    memory = "/dev/shm"
-    with tempfile.TemporaryDirectory(prefix="megarl-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+    for left in glob.glob(f"{memory}/{_PREFIX}*"):
+        with suppress(OSError), _locked(left):  # of a launcher that was killed
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=memory, ignore_cleanup_errors=True) as folder, _locked(folder):
         yield folder
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Hold a folder of this user; raises OSError if it is another's, or held by another process."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -58,6 +58,10 @@ DAMAGES: list[tuple[Any, str]] = [
     (damage_state('{"step": true}'), "its trainer.json is not a JSON object with an integer step"),
     (damage_state('{"step": 3, "format": 1}'), "its trainer.json says step 3, its name step 9"),
     (lambda folder: (folder / "trainer.json").unlink(), "trainer.json is missing"),
+    (
+        lambda folder: ((folder / "manifest.json").unlink(), os.mkfifo(folder / "manifest.json")),
+        "manifest.json cannot be read: it is no file",
+    ),
     (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
     (lambda folder: (folder / "common.pt").unlink(), "common.pt is missing"),
     (lambda folder: (folder / "metadata.json").write_text(""), "metadata.json has 0 bytes instead of 33"),

@@ -210,6 +210,13 @@ def test_code_that_a_folder_names_runs_only_if_the_caller_trusts_it(
     (run / "config.yaml").write_text(yaml.safe_dump(tree))
     assert main(words) == 2
     assert "runs what the model writes without sandbox (reward.args.isolation); if you" in capsys.readouterr().err
+    tree["reward"] = {"name": "http", "args": {"url": "http://me:pw@there.example/x?token=abc123", "token_env": "HOME"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert (
+        "recorded sends responses to http://[hidden]@there.example/x?token=[hidden] (reward.args.url); if you" in said
+    )
 
 
 def test_a_run_without_sandbox_says_so_at_its_start_and_in_its_plan(tmp_path: Path) -> None:

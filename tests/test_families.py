@@ -104,6 +104,8 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ),
         ("llama", {"rope_scaling": ["linear"]}, "a field has a value of another kind than it should have: "),
         ("llama", {"num_hidden_layers": "2"}, "num_layers must be a whole number from 1 to 10000, not '2'"),
+        ("llama", {"rms_norm_eps": "x"}, "norm_eps must be a finite number from 0 on, not 'x'"),
+        ("llama", {"rope_theta": -1}, "rope_theta must be a finite number from 0 on, not -1"),
         ("llama", {"num_hidden_layers": 2**31}, "num_layers must be a whole number from 1 to 10000, not 2147483648"),
         ("qwen3", {"head_dim": None}, "head_dim must be a whole number from 1 to 2147483647, not None"),
         ("qwen2", {"use_sliding_window": True}, "qwen2: use_sliding_window = true is not supported"),

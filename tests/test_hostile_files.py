@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from test_data import message
 from megarl.checkpoint.safetensors_file import read_header
 from megarl.cli.main import main
 from megarl.config.load import build_config, load_config
+from megarl.data.readers import read_rows
+from megarl.evaluation.records import Record, read_records
+from megarl.telemetry.lines import complete_lines
 from megarl.trainer.telemetry_checks import check_telemetry
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +44,7 @@ def run_cases(folder: Path, cases: int, *kinds: str) -> list[dict[str, Any]]:
     )
     how = signal.Signals(-ended.returncode).name if ended.returncode < 0 else ended.returncode
     assert ended.returncode == 0, f"{how}\n{ended.stdout}\n{ended.stderr[-5000:]}"
-    counts = [json.loads(line) for line in ended.stdout.splitlines()]
+    counts = [json.loads(line) for line in ended.stdout.splitlines() if line[:1] == "{"]  # libraries speak, too
     for one, kind in zip(counts, kinds, strict=True):
         assert one["kind"] == kind and one["cases"] >= cases and one["most"] < 2 * 2**30, one
     return counts
@@ -107,6 +111,63 @@ def test_yaml_that_is_more_than_it_looks(
     assert why in message(lambda: load_config(str(run / "config.yaml")))
     assert main(["runs", str(tmp_path)]) == main(["report", str(run)]) == 0  # what else is there is shown
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("begin", ["a0: [x, y]", f"a0: {'x' * 100}"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_interpolations_that_multiply(tmp_path: Path, begin: str, listed: bool) -> None:
+    """In any order: 900 letters stand for a million million."""
+    lines = [begin]
+    for i in range(1, 12):
+        one = f"${{a{i - 1}}}"
+        lines.append(f"a{i}: " + (f"[{', '.join([repr(one)] * 9)}]" if listed else one * 9))
+    for order in (lines, lines[::-1]):
+        (tmp_path / "run.yaml").write_text("\n".join(order))
+        said = message(lambda: load_config(str(tmp_path / "run.yaml")))
+        assert "its interpolations written out" in said, said
+    (tmp_path / "run.yaml").write_text("b: x\na: " + "${b} " * 2000)
+    assert "more than 1000 interpolations" in message(lambda: load_config(str(tmp_path / "run.yaml")))
+
+
+def test_files_that_do_not_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe, a device and two sparse gigabytes hide no other run."""
+    whole = write_folder(tmp_path / "whole", steps=2)
+    for name, file in (("pipe", "metrics.jsonl"), ("settings", "config.yaml"), ("device", "metrics.jsonl")):
+        there = write_folder(tmp_path / name, steps=2) / file
+        there.unlink(missing_ok=True)
+        if name == "device":
+            there.symlink_to("/dev/zero")
+        else:
+            os.mkfifo(there)
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "whole" in capsys.readouterr().out
+    rows = (whole / "metrics.jsonl").read_bytes()
+    os.truncate(whole / "metrics.jsonl", 2 << 30)
+    first, second, damaged = complete_lines(str(whole / "metrics.jsonl"))
+    assert [first, second] == rows.splitlines(keepends=True) and len(damaged) == 101
+
+
+@pytest.mark.parametrize("score", ["1" + "0" * 400, "1e308", '"x"', "[" * 100_000])
+def test_samples_that_no_evaluation_wrote(tmp_path: Path, score: str) -> None:
+    text = dict.fromkeys(("source", "row", "prompt", "response", "answer", "vote", "finish"), "")
+    record = asdict(Record(index=0, sample=0, tokens=1, score=None, **text))
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps(record).replace("null", score) + "\n")
+    assert message(lambda: read_records(str(path))) == f"{path}:1 is no sample that megarl eval writes; evaluate again"
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ('{"prompt": "1+1=", "answer": "\\ud800"}', "holds half of a surrogate pair, which is no text"),
+        ('{"prompt": "1+1=", "data_source": "x\\uDC00"}', "holds half of a surrogate pair, which is no text"),
+        ('{"prompt": "1+1=", "x": ' + "[" * 500 + "]" * 500 + "}", "is nested more than 100 deep"),
+    ],
+)
+def test_rows_that_end_a_run_later(tmp_path: Path, row: str, why: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "\\ud83d\\ude00", "x": [[1]]}\n' + row + "\n")
+    said = message(lambda: read_rows([str(tmp_path / "rows.jsonl")], "data.train_files"))
+    assert said == f"data.train_files: {tmp_path}/rows.jsonl:2 {why}"
 
 
 def test_metrics_whose_file_is_a_folder(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import psutil
 import pytest
 from ranks import free_port
 
-from megarl.launcher import launch
+from megarl.launcher import _private_folder, launch
 from megarl.nodes import Node
 
 HOST = socket.gethostname()
@@ -146,7 +147,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.Capture
     port = free_port()
     sleeps = "import os, time; open(os.environ['NOTE'], 'w').close(); time.sleep(9999)"
     launcher = (
-        "import sys; from megarl.launcher import Node, launch\n"
+        "import sys; from megarl.launcher import _private_folder, Node, launch\n"
         f"node = Node(nproc=1, nnodes=2, node_rank=1, master_port={port})\n"
         f"sys.exit(launch([sys.executable, '-c', {sleeps!r}], node, timeout_minutes=1))"
     )
@@ -166,7 +167,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.Capture
 def launcher_of(node: Node, code: str, *, minutes: float = 1.0) -> subprocess.Popen[str]:
     """A node's launcher in a process of its own."""
     source = (
-        "import sys; from megarl.launcher import launch; from megarl.nodes import Node\n"
+        "import sys; from megarl.launcher import _private_folder, launch; from megarl.nodes import Node\n"
         f"try: sys.exit(launch([sys.executable, '-c', {code!r}], {node!r}, timeout_minutes={minutes}))\n"
         "except ValueError as e: print('refused:', e, file=sys.stderr); sys.exit(2)"
     )
@@ -192,6 +193,21 @@ def test_the_store_of_one_node_is_a_file_that_no_other_user_can_open(tmp_path: P
     assert job(source, tmp_path) == 0
     folders = {(tmp_path / name).read_text() for name in ("told0", "told1")}
     assert len(folders) == 1 and not os.path.exists(folders.pop())
+
+
+def test_what_a_killed_launcher_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of one that runs."""
+    monkeypatch.setattr("os.access", lambda *_: False)  # instead of the folder that all launchers use
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "megarl-job-left").mkdir()
+    (tmp_path / "megarl-job-left" / "store").touch()
+    (tmp_path / "megarl-job-runs").mkdir()
+    runs = os.open(tmp_path / "megarl-job-runs", os.O_RDONLY)
+    fcntl.flock(runs, fcntl.LOCK_EX)
+    with _private_folder() as own, _private_folder() as other:
+        assert sorted(os.listdir(tmp_path)) == sorted(["megarl-job-runs", Path(own).name, Path(other).name])
+    os.close(runs)
+    assert os.listdir(tmp_path) == ["megarl-job-runs"]
 
 
 def test_the_store_of_several_nodes_listens_where_they_look_for_it(tmp_path: Path) -> None:

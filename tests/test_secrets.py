@@ -78,6 +78,7 @@ def test_which_keys_name_a_secret() -> None:
         "hf_token",
         "a.token",
         "PASSWORD",
+        "headers.Authorization",
         "db.passwd",
         "AWS_SECRET_ACCESS_KEY",
     ):
@@ -94,6 +95,9 @@ def test_which_keys_name_a_secret() -> None:
         assert not names_secret(key), key
     assert not [key for key in all_keys() if names_secret(key)]
     assert dump_config(Config()).count(HIDDEN) == 0
+    assert hide("Authorization: Bearer abc.def, x?token=abc&b=c") == (
+        f"Authorization: Bearer {HIDDEN} x?token={HIDDEN}&b=c"
+    )
     assert hide("GET https://me:pw@host/x and s3://K:S@b") == f"GET https://{HIDDEN}@host/x and s3://{HIDDEN}@b"
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from tiny_run import TrainedRun, megarl
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarl.checkpoint.manifest import files_of, record_files, write_manifest
-from megarl.checkpoint.stored_objects import CheckpointReader, read_metadata
+from megarl.checkpoint.stored_objects import CheckpointReader, read_metadata, read_object
 from tools.convert import main
 
 
@@ -163,6 +164,24 @@ def test_a_description_can_do_nothing(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"^\.metadata (would run code|cannot be read): [^\n]+$"):
         read_metadata(str(tmp_path))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_an_object_asks_for_no_memory(tmp_path: Path, compressed: bool) -> None:
+    stream = io.BytesIO()
+    torch.save({"x": torch.zeros(4)}, stream)
+    made = io.BytesIO()
+    with zipfile.ZipFile(stream) as source, zipfile.ZipFile(made, "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            if name.endswith("data.pkl") and not compressed:
+                data = b"\x80\x02cbuiltins\nbytearray\n\x8a\x05\x00\x00\x00\x00\x01\x85R."  # bytearray(1 << 32)
+            target.writestr(name, data, zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"^common\.pt cannot be read: it (asks for memory|is compressed)"):
+        read_object(io.BytesIO(made.getvalue()), "common.pt")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+    assert set(read_object(io.BytesIO(stream.getvalue()), "common.pt")) == {"x"}
 
 
 def test_a_place_outside_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from megarl.checkpoint.manifest import (
     MANIFEST_FILE,
     checksum_problem,
     one_line,
+    only_file,
     read_manifest,
     size_problem,
     sync_folder,
@@ -271,7 +272,7 @@ def delete(path: str) -> None:
 def _read_state(folder: str) -> dict[str, Any]:
     """Raises ValueError naming the file."""
     try:
-        with open(os.path.join(folder, STATE_FILE), encoding="utf-8") as f:
+        with open(os.path.join(folder, STATE_FILE), encoding="utf-8", opener=only_file) as f:
             state = json.load(f)
     except FileNotFoundError:
         raise ValueError(f"{STATE_FILE} is missing") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -71,7 +72,7 @@ def write_manifest(folder: str, records: Mapping[str, FileRecord]) -> None:
 def read_manifest(folder: str) -> dict[str, FileRecord] | None:
     """The files by name; None if the folder has no manifest. Raises ValueError if it cannot be understood."""
     try:
-        with open(os.path.join(folder, MANIFEST_FILE), encoding="utf-8") as f:
+        with open(os.path.join(folder, MANIFEST_FILE), encoding="utf-8", opener=only_file) as f:
             manifest = json.load(f)
         written = manifest["format"]
         if isinstance(written, int) and written > FORMAT:
@@ -108,6 +109,15 @@ def checksum_problem(folder: str, records: Mapping[str, FileRecord], names: Iter
         if record != records[name]:
             return f"{name} is not what was written: its checksum differs"
     return None
+
+
+def only_file(path: str, flags: int) -> int:
+    """For `open`: raises OSError for a pipe, which would be waited for, and a device, which does not end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError("it is no file")
 
 
 def sync_folder(folder: str) -> None:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import pickle
 import re
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -101,11 +102,24 @@ def read_metadata(folder: str) -> Metadata:
 def read_object(stream: io.BytesIO, name: str) -> Any:
     """Tensors and plain values in dicts and lists, as `torch.save` wrote them. Raises ValueError, which names it."""
     try:
+        _check_size(stream)
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as e:
         if (named := re.search(r"GLOBAL (\S+)", str(e))) and isinstance(e, pickle.UnpicklingError):
             raise ValueError(f"{name} would run code: it names {named[1]}, which is no plain value") from None
         raise ValueError(f"{name} cannot be read: {one_line(e)} ({type(e).__name__})") from e
+
+
+def _check_size(stream: io.BytesIO) -> None:
+    """Raises ValueError for what would take more memory than it has bytes: torch admits `bytearray(1 << 40)`."""
+    begin = stream.tell()
+    if re.search(rb"c(builtins|__builtin__)\nbytearray\n", stream.getbuffer()):
+        raise ValueError("it asks for memory")
+    if zipfile.is_zipfile(stream):
+        with zipfile.ZipFile(stream) as whole:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in whole.infolist()):
+                raise ValueError("it is compressed, as torch.save never does")
+    stream.seek(begin)
 
 
 def read_common(folder: str) -> dict[str, Any]:

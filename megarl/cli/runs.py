@@ -175,10 +175,12 @@ def _section(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def _last_rows(file: str) -> list[dict[str, Any]]:
     """Of the end of a metric file, the newest first; a line that is being written is left out."""
+    if not os.path.isfile(file):  # a pipe would not end
+        return []
     try:
         with open(file, "rb") as f:
             f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL))
-            lines = f.read().splitlines()
+            lines = f.read(TAIL).splitlines()
     except OSError:
         return []
     rows = []

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import Container, OmegaConf
 from pydantic import BaseModel, ValidationError
 
 from megarl.config import secrets
@@ -17,6 +17,9 @@ from megarl.config.schema import Config
 LARGEST = 2**20
 """Bytes of a configuration's file, and nodes of its tree."""
 DEEPEST = 100
+MOST_INTERPOLATIONS = 1000
+"""In one value."""
+_INTERPOLATED = f"it stands for more than {LARGEST} nodes or letters, its interpolations written out"
 YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 CONFIG_FILE = "config.yaml"
@@ -47,8 +50,10 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
     for item in overrides:
         tree = _override(tree, item)
     try:
+        check_interpolations(tree)
         values: Any = OmegaConf.to_container(tree, resolve=True)
         secrets.note_written(tree)
+        secrets.note_environment()
     except Exception as e:
         raise ConfigError(f"'{path}' with its overrides: {_one_line(e)}") from e
     return build_config(values)
@@ -65,6 +70,8 @@ def check_yaml(path: str) -> None:
 
     Aliases stand for copies: 300 letters can be a million million nodes.
     """
+    if not os.path.isfile(path):
+        raise ValueError("it is no file")
     if os.path.getsize(path) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} bytes")
     sizes: dict[str | None, int] = {}
@@ -80,6 +87,8 @@ def check_yaml(path: str) -> None:
                 size = sizes.get(event.anchor, LARGEST)  # of what is not there, or a part of itself
             elif isinstance(event, yaml.ScalarEvent):
                 size = sizes[event.anchor] = 1
+                if event.value.count("${") > MOST_INTERPOLATIONS:
+                    raise ValueError(f"a value has more than {MOST_INTERPOLATIONS} interpolations")
             elif isinstance(event, yaml.CollectionEndEvent):
                 anchor, size = open_nodes.pop()
                 sizes[anchor] = size
@@ -89,6 +98,40 @@ def check_yaml(path: str) -> None:
             open_nodes.append((anchor, before + size))
             if before + size > LARGEST:
                 raise ValueError(f"it stands for more than {LARGEST} nodes, its aliases written out")
+
+
+def check_interpolations(tree: Any) -> None:
+    """Raises ValueError for a tree that its interpolations, each of which stands for a copy, make too large."""
+    left, resolve = LARGEST, Container.resolve_parse_tree
+
+    def counted(self: Container, *args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        value = resolve(self, *args, **kwargs)
+        left -= len(value) if isinstance(value, str) else 1
+        if left < 0:
+            raise ValueError(_INTERPOLATED)
+        return value
+
+    Container.resolve_parse_tree = counted  # type: ignore[method-assign]
+    try:
+        _nodes(tree, {})
+    finally:
+        Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
+
+
+def _nodes(tree: Any, known: dict[int, int]) -> int:
+    """Of a tree with its interpolations written out."""
+    if not OmegaConf.is_config(tree):
+        return 1
+    if id(tree) not in known:
+        known[id(tree)] = LARGEST  # of a part of itself
+        count = 1
+        for key in list(tree) if OmegaConf.is_dict(tree) else range(len(tree)):
+            count += 1 if OmegaConf.is_missing(tree, key) else _nodes(tree[key], known)
+        if count > LARGEST:
+            raise ValueError(_INTERPOLATED)
+        known[id(tree)] = count
+    return known[id(tree)]
 
 
 def load_run_config(path: str, overrides: Sequence[str] = ()) -> Config:

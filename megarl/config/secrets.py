@@ -21,12 +21,15 @@ VARIABLE = "MEGARL_HIDDEN_VALUES"
 
 _SHORT = 6  # characters: what is shorter is no secret, and stands in texts that have nothing to do with it
 _WORDS = r"(?:pass(?:word|wd|phrase)|secrets?|credentials?|api_?keys?|(?:access|private|secret|auth)_?keys?(?:_id)?)"
-_NAME = re.compile(rf"(?:^|[_.\-]){_WORDS}$|(?:^|[_.\-])token$", re.IGNORECASE)
+_NAME = re.compile(rf"(?:^|[_.\-])(?:{_WORDS}|token|authorization|bearer|cookie)$", re.IGNORECASE)
 _NO_SECRET = re.compile(
     r"(?:^|[_.\-])(?:eos|bos|pad|unk|stop|mask|max|min|num|n|new|end|special|image)_token$", re.IGNORECASE
 )
-_IN_ENVIRONMENT = re.compile(rf"{_WORDS}|token|_key$|^key$", re.IGNORECASE)
+_IN_ENVIRONMENT = re.compile(rf"{_WORDS}|creds?$|token|_key$|^key$", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)[^\s/@?#'\"]+(?=@)")
+_IN_TEXT = re.compile(
+    r"(\bBearer\s+|[?&](?:token|key|api_?key|password|secret|sig|signature)=)[^\s&'\"]+", re.IGNORECASE
+)
 
 _written: dict[tuple[str, str], str] = {}  # (dotted key, value) -> as the file has it
 _known: set[str] = set()  # values that messages do not show
@@ -42,6 +45,18 @@ def note_written(tree: DictConfig) -> None:
     """Note how values that come from the environment stand in a configuration that was read."""
     for key, value, raw in _from_environment(tree, ""):
         _written[key, _plain(value)] = raw
+
+
+def note_environment() -> None:
+    """Note the values of variables whose names say that they are secret, so that no message shows them."""
+    for name, value in os.environ.items():
+        if len(value) >= _SHORT and _IN_ENVIRONMENT.search(name) and name != VARIABLE:
+            _known.add(value)
+
+
+def is_from_environment(key: str, value: Any) -> bool:
+    """Whether a value of a configuration that was read came from a variable."""
+    return (key, _plain(value)) in _written
 
 
 def note_secrets(values: Any, key: str = "") -> None:
@@ -70,10 +85,10 @@ def for_records(values: Any, key: str = "") -> Any:
 
 
 def hide(text: str) -> str:
-    """A text without the secrets that are known, and without names and passwords in URLs."""
+    """A text without the secrets that are known, those of URLs, and what follows the word Bearer."""
     for secret in _known:
         text = text.replace(secret, HIDDEN)
-    return _USER_INFO.sub(HIDDEN, text)
+    return _IN_TEXT.sub(rf"\g<1>{HIDDEN}", _USER_INFO.sub(HIDDEN, text))
 
 
 def without_secrets(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from megarl.parallel.meeting import follow_launcher
 from megarl.processes import die_with_parent
 
 BYTES_ON_GPU, BYTES_ON_CPU = 256 * 2**20, 8 * 2**20
@@ -23,6 +24,7 @@ def main() -> int:
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+    follow_launcher()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     buffer = torch.full(((BYTES_ON_GPU if on_gpu else BYTES_ON_CPU) // 4,), float(rank + 1), device=device)
     dist.all_reduce(buffer)

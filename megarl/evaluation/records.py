@@ -11,6 +11,7 @@ from typing import IO, Any
 from megarl.telemetry.lines import no_link
 
 SAMPLES_FILE = "samples.jsonl"
+_LARGEST = 1e100  # of a score: sums of squares must be numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def read_records(path: str) -> list[Record]:
             for number, line in enumerate(f, start=1):
                 try:
                     values: Any = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     values = None
                 if not isinstance(values, dict) or values.keys() != names or not _typed(values):
                     raise ValueError(f"{path}:{number} is no sample that megarl eval writes; evaluate again")
@@ -81,7 +82,7 @@ def read_records(path: str) -> list[Record]:
 def write_whole(path: str, write: Callable[[IO[str]], None]) -> None:
     """Fill a file that takes its name when it is whole and on the disk: nobody finds half of it."""
     partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8", opener=no_link) as f:
+    with open(partial, "w", encoding="utf-8", errors="backslashreplace", opener=no_link) as f:
         write(f)
         f.flush()
         os.fsync(f.fileno())
@@ -100,4 +101,5 @@ def _typed(values: dict[str, Any]) -> bool:
     whole = all(type(values[name]) is int for name in ("index", "sample", "tokens"))
     text = all(isinstance(values[name], str) for name in ("source", "row", "prompt", "response", "answer", "finish"))
     score = values["score"]
-    return whole and text and (score is None or (isinstance(score, int | float) and not isinstance(score, bool)))
+    number = isinstance(score, int | float) and not isinstance(score, bool)
+    return whole and text and (score is None or (number and not abs(score) >= _LARGEST))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -107,6 +108,10 @@ class Architecture:
             most = MOST_LAYERS if name == "num_layers" else 2**31 - 1
             if type(count := getattr(self, name)) is not int or not 1 <= count <= most:
                 raise ValueError(f"{name} must be a whole number from 1 to {most}, not {count!r:.40}")
+        for name in ("norm_eps", "rope_theta", "init_std"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf:
+                raise ValueError(f"{name} must be a finite number from 0 on, not {number!r:.40}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "

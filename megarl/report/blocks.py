@@ -133,6 +133,8 @@ def _timeline(paths: Sequence[str], last_step: int | None) -> Callable[[], Any]:
 
 def _budget_at(path: str) -> Any:
     """None: there is none, or it makes no sense."""
+    if not os.path.isfile(path):
+        return None
     try:
         with open(path, encoding="utf-8") as f:
             value = json.load(f)

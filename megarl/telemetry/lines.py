@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 
+LONGEST = 64 << 20
+"""Bytes of a line."""
 Say = Callable[[str], None]
 """Tells a person one line."""
 
@@ -46,11 +48,20 @@ class LineFile:
 
 
 def complete_lines(path: str) -> list[bytes]:
-    """Lines of a text file, without a last one that a killed run left half-written; none if there is no file."""
-    if not os.path.exists(path):
+    """Lines of a text file, without a last one that a killed run left half-written; none if there is no file.
+
+    Of one longer than `LONGEST`, which no run writes, there is the beginning, and nothing after it.
+    """
+    if not os.path.isfile(path):
         return []
+    lines: list[bytes] = []
     with open(path, "rb") as f:
-        return [line for line in f if line.endswith(b"\n")]
+        while line := f.readline(LONGEST):
+            if line.endswith(b"\n"):
+                lines.append(line)
+            elif len(line) == LONGEST:
+                return [*lines, line[:100] + b"\n"]
+    return lines
 
 
 def keep(path: str, lines: list[bytes], *, damaged: int, say: Say) -> None:

@@ -1,11 +1,11 @@
-"""Code that a configuration names, and whether the caller meant to run it. Torch-free."""
+"""Code and hosts that a configuration names, and whether the caller meant them. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megarl.config import Config
+from megarl.config import Config, secrets
 
 
 def user_files(values: Any) -> Iterator[tuple[str, str]]:
@@ -26,19 +26,29 @@ def unsafe_remarks(config: Config) -> Iterator[str]:
         yield f"{key} = process: programs that the model writes run without sandbox, with your files and your network"
 
 
+def asked_hosts(values: Any) -> Iterator[tuple[str, str]]:
+    """Keys that name hosts which an evaluation sends responses to, or data from the environment, with the address."""
+    for key, value in _leaves(values, ""):
+        if not isinstance(value, str) or key.startswith("telemetry.") or "://" not in value:
+            continue
+        if "http" in value or secrets.is_from_environment(key, value):
+            yield key, value
+
+
 def check_trusted(config: Config, run_dir: str, overrides: Sequence[str]) -> None:
-    """Whether a run's recorded configuration may decide which code runs.
+    """Whether a run's recorded configuration may decide which code runs, and which hosts are asked.
 
     Args:
         run_dir: the run's folder.
         overrides: what the caller names, `key=value`.
 
     Raises:
-        ValueError: it names files with code, or takes the sandbox away, and the caller does not.
+        ValueError: it names files with code or hosts, or takes the sandbox away, and the caller does not.
     """
     values, named = config.model_dump(), [item.partition("=")[0] for item in overrides]
     found = [(key, f"imports {file}") for key, file in user_files(values)]
     found += [(key, "runs what the model writes without sandbox") for key in without_sandbox(values)]
+    found += [(key, f"sends responses to {secrets.hide(host)}") for key, host in asked_hosts(values)]
     for key, what in found:
         if not any(key == name or key.startswith(f"{name}.") for name in named):
             raise ValueError(

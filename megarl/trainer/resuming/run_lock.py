@@ -132,10 +132,13 @@ def _check_ours(descriptor: int, run_dir: str) -> None:
 
 
 def _check_links(run_dir: str) -> None:
-    """Raises ValueError if a file of the folder is a link: the run would write where it leads. A folder may be one."""
+    """Raises ValueError if something in the folder is a link: the run would write where it leads.
+
+    The folder of checkpoints may be one, to another disk.
+    """
     with os.scandir(run_dir) as entries:
         for entry in entries:
-            if entry.is_symlink() and not entry.is_dir():
+            if entry.is_symlink() and not (entry.name == "checkpoints" and entry.is_dir()):
                 raise ValueError(
                     f"{entry.path} is a link, and a run writes into no file elsewhere; remove it, or set "
                     f"trainer.default_local_dir"
