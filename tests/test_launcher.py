@@ -241,6 +241,7 @@ def test_nodes_that_were_started_with_different_things(change: dict[str, Any], s
     assert two_nodes(first, replace(first, node_rank=1, **change), "raise SystemExit(9)") == [(2, line), (2, line)]
 
 
+@pytest.mark.slow
 def test_two_launchers_of_the_same_node() -> None:
     first = Node(nproc=1, nnodes=3, master_port=free_port())
     waiting = launcher_of(first, "", minutes=0.2)
