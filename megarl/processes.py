@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from typing import NoReturn
@@ -16,6 +17,7 @@ import psutil
 # leaves behind, which `nohup` ignores.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_HANGUP)
+_KILLED_SECONDS = 60.0  # that a killed process may take to be gone
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -50,15 +52,26 @@ def children() -> list[psutil.Process]:
 
 def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
     """End the processes that this one started, but for some children, and those that they started in turn."""
-    killed = []
-    for child in children():
-        if child not in spared:
-            with suppress(psutil.NoSuchProcess):
-                killed += [child, *child.children(recursive=True)]
-    for process in killed:
+    ours = [child for child in children() if child not in spared]
+    theirs = []
+    for child in ours:
+        with suppress(psutil.NoSuchProcess):
+            theirs += child.children(recursive=True)
+    for process in [*ours, *theirs]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(killed, timeout=10)
+    by = time.monotonic() + _KILLED_SECONDS
+    psutil.wait_procs(ours, timeout=_KILLED_SECONDS)
+    while any(_lives(process) for process in theirs) and time.monotonic() < by:
+        time.sleep(0.01)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """False for one that has ended, also if whoever adopted it has not waited for it, and may never do so."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_tree(pid: int) -> None:

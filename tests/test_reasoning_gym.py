@@ -17,6 +17,7 @@ from megarl.rewards.outside.guards import EVALUATED, GUARDS
 from megarl.rewards.outside.reasoning_gym import GENERATING, evaluating_calls
 from megarl.rewards.parts import parts_of, refusal_of
 from megarl.rewards.pool import RewardPool
+from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.reasoning_gym_json import encode
 from megarl.types import Prompt
 
@@ -196,3 +197,27 @@ def test_all_tasks_that_evaluate_are_known() -> None:
     assert evaluating == {*EVALUATING, *GENERATING, "bitwise_arithmetic", "number_sorting"}
     assert evaluating - GENERATING <= GUARDS.keys() | EVALUATED.keys()
     assert set(EVALUATING) <= GUARDS.keys()
+
+
+def test_tasks_that_compare_are_scored_as_by_their_verifiers() -> None:
+    from reasoning_gym.dataset import ProceduralDataset
+    from reasoning_gym.factory import DATASETS
+
+    plain = {task for task, (kind, _) in DATASETS.items() if kind.score_answer is ProceduralDataset.score_answer}
+    assert {*plain, "chain_sum", "products"} == COMPARED.keys()
+    others = ["", ",", ",,", "1e3", "+01,000.00", "1_0", "٣", "nan", "sNaN", "inf", "1e999999999999", "0x3", "x" * 9]
+    for task, compare in COMPARED.items():
+        verifier = reasoning_gym.get_score_answer_fn(task)
+        for entry in reasoning_gym.create_dataset(task, seed=5, size=3):
+            right = entry["answer"]
+            near = [right, f"{right}.0", f"+{right}", f"0{right}", f"{right},", f"so it is {right}", right[:-1], right * 2]
+            for response in [*near, *others]:
+                scored = verifier(response, entry)
+                assert compare(response, right) == scored, (task, response)
+                assert score(f" {response}\n", row_of(task, answer=right)) == verifier(response.strip(), entry)
+
+
+def test_a_row_that_compares_to_nothing_is_refused() -> None:
+    for answer in ("", 5, None, ["5"]):
+        said = refusal_of(row_of("chain_sum", answer=answer), "chain_sum", (("reasoning_gym", (), "{}"),))
+        assert said.startswith("reward reasoning_gym"), answer

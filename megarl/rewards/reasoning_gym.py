@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.isolation.launch import Isolation
 from megarl.rewards.outsiders import check_outsiders, outsider, score_of
+from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.registry import register
 from megarl.workers import Child, WorkerError
 
@@ -31,6 +32,8 @@ def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -
     for key, kind in (("data_source", "a task's name"), ("question", "text")):
         if not isinstance(row[key], str):
             raise ValueError(f"needs {kind} in column {key!r}, not {type(row[key]).__name__}")
+    if _compared(str(row["answer"]), row):
+        return
     try:
         columns = json.loads(json.dumps({key: row[key] for key in COLUMNS}))
     except (TypeError, ValueError, RecursionError) as e:
@@ -46,6 +49,12 @@ def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -
         raise ValueError(why)
 
 
+def _compared(response: str, row: Mapping[str, Any]) -> float | None:
+    """The score where the task only compares; None: its verifier is to say."""
+    compare, answer = COMPARED.get(row["data_source"]), row["answer"]
+    return None if compare is None or not isinstance(answer, str) else compare(response.strip(), answer)
+
+
 def _prepare() -> None:
     with suppress(WorkerError):  # no namespaces, and isolation=process
         _process("namespaces").start()
@@ -57,7 +66,8 @@ def reasoning_gym_score(
 ) -> float:
     """The task's own score of the response, 0 to 1.
 
-    The verifiers run in a sandbox, as programs of `reward.name=code` do, and see no file but Python's library and their
+    Tasks that only compare texts or decimals (`megarl.rewards.reasoning_gym_compared`) are scored here. The verifiers
+    of all others run in a sandbox, as programs of `reward.name=code` do, and see no file but Python's library and their
     own packages. Those that evaluate a response as code (binary_matrix, countdown, intermediate_integration, n_queens,
     polynomial_multiplication, puzzle24, simple_integration, spiral_matrix, string_insertion) are given lists of
     literals or formulas of a few functions; any other response scores 0. coin_flip wants the probability to 1 %,
@@ -74,6 +84,8 @@ def reasoning_gym_score(
     Raises:
         ValueError: the verifier does not accept the row's own answer.
     """
+    if (compared := _compared(response, row)) is not None:
+        return compared
     columns = {key: row[key] for key in COLUMNS}
     said = _process(isolation).ask({"row": columns, "response": response}, timeout=timeout)
     score = score_of(said)
