@@ -210,8 +210,8 @@ def test_tasks_that_compare_are_scored_as_by_their_verifiers() -> None:
         verifier = reasoning_gym.get_score_answer_fn(task)
         for entry in reasoning_gym.create_dataset(task, seed=5, size=3):
             right = entry["answer"]
-            near = [right, f"{right}.0", f"+{right}", f"0{right}", f"{right},", f"so it is {right}", right[:-1], right * 2]
-            for response in [*near, *others]:
+            near = [f"{right}.0", f"+{right}", f"0{right}", f"{right},", f"so it is {right}", right[:-1], right * 2]
+            for response in [right, *near, *others]:
                 scored = verifier(response, entry)
                 assert compare(response, right) == scored, (task, response)
                 assert score(f" {response}\n", row_of(task, answer=right)) == verifier(response.strip(), entry)

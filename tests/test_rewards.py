@@ -54,7 +54,10 @@ def test_reasoning_gym_scores_its_own_answers(task: str) -> None:
         ({"data_source": "gsm"}, "finds no task of reasoning-gym called 'gsm' (data_source)"),
         ({"data_source": None}, "needs a task's name in column 'data_source', not NoneType"),
         ({"metadata": "{}", "data_source": "ab"}, "needs an object in column 'metadata', not str"),
-        ({"metadata": {"python": "tuple", "is": [1]}, "data_source": "ab"}, "needs an object in column 'metadata', not dict"),
+        (
+            {"metadata": {"python": "tuple", "is": [1]}, "data_source": "ab"},
+            "needs an object in column 'metadata', not dict",
+        ),
         ({"question": None}, "needs text in column 'question', not NoneType"),
         ({"answer": 2, "data_source": "chain_sum"}, "needs text in column 'answer', not int"),
         ({"answer": None, "data_source": "chain_sum"}, "needs text in column 'answer', not NoneType"),
