@@ -17,7 +17,7 @@ import psutil
 # leaves behind, which `nohup` ignores.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_HANGUP)
-_KILLED_SECONDS = 60.0  # that a killed process may take to be gone
+_KILLED_SECONDS = 10.0  # that a killed process may take to be gone
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -69,7 +69,7 @@ def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
 def _lives(process: psutil.Process) -> bool:
     """False for one that has ended, also if whoever adopted it has not waited for it, and may never do so."""
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

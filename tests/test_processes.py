@@ -6,13 +6,14 @@ import subprocess
 import sys
 
 RANK = """
-import subprocess, sys
-from megarl.processes import children, kill_descendants
+import subprocess
+from megarl import processes
+processes._KILLED_SECONDS = 600.0
 helper = subprocess.Popen(["sh", "-c", "sleep 600 & echo; wait"], stdout=subprocess.PIPE)
 helper.stdout.readline()
-(found,) = children()
+(found,) = processes.children()
 (grandchild,) = found.children()
-kill_descendants()
+processes.kill_descendants()
 assert not found.is_running() and grandchild.status() == "zombie"
 """
 
@@ -20,7 +21,7 @@ LAUNCHER = """
 import subprocess, sys
 from megarl.processes import adopt_orphans
 adopt_orphans()
-sys.exit(subprocess.Popen([sys.executable, "-c", sys.argv[1]]).wait(30))
+sys.exit(subprocess.Popen([sys.executable, "-c", sys.argv[1]]).wait(120))
 """
 
 

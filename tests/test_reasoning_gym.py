@@ -210,14 +210,14 @@ def test_tasks_that_compare_are_scored_as_by_their_verifiers() -> None:
         verifier = reasoning_gym.get_score_answer_fn(task)
         for entry in reasoning_gym.create_dataset(task, seed=5, size=3):
             right = entry["answer"]
+            row = row_of(task, answer=right)
             near = [f"{right}.0", f"+{right}", f"0{right}", f"{right},", f"so it is {right}", right[:-1], right * 2]
             for response in [right, *near, *others]:
-                scored = verifier(response, entry)
-                assert compare(response, right) == scored, (task, response)
-                assert score(f" {response}\n", row_of(task, answer=right)) == verifier(response.strip(), entry)
+                assert compare(response, right) == verifier(response, entry), (task, response)
+                assert score(f" {response}\n", row) == verifier(response.strip(), entry), (task, response)
 
 
 def test_a_row_that_compares_to_nothing_is_refused() -> None:
-    for answer in ("", 5, None, ["5"]):
+    for answer in ("", ",", 5, None, ["5"]):
         said = refusal_of(row_of("chain_sum", answer=answer), "chain_sum", (("reasoning_gym", (), "{}"),))
         assert said.startswith("reward reasoning_gym"), answer

@@ -1,4 +1,4 @@
-"""Score by the verifier of the reasoning-gym task that a row was generated from, in a sandbox."""
+"""Score as the verifier of the reasoning-gym task does that a row was generated from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -
     for key, kind in (("data_source", "a task's name"), ("question", "text")):
         if not isinstance(row[key], str):
             raise ValueError(f"needs {kind} in column {key!r}, not {type(row[key]).__name__}")
-    if _compared(str(row["answer"]), row):
+    if _compared(row["answer"], row):
         return
     try:
         columns = json.loads(json.dumps({key: row[key] for key in COLUMNS}))

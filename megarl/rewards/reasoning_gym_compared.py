@@ -1,4 +1,7 @@
-"""The tasks of reasoning-gym whose verifiers do no more than compare two texts, or two decimals."""
+"""The tasks of reasoning-gym whose verifiers do no more than compare two texts, or two decimals.
+
+These are `ProceduralDataset.score_answer` and `compute_decimal_reward` of reasoning-gym 0.1.25.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,13 @@ def of_text(response: str, answer: str) -> float:
 
 def of_decimals(response: str, answer: str) -> float:
     """As `of_text`, and 1 for the same number: "+01,000.00" is 1000."""
-    if not response:
-        return 0.0
     response, answer = response.replace(",", ""), answer.replace(",", "")
     try:
         if Decimal(response) == Decimal(answer):
             return 1.0
     except ArithmeticError:
         pass
-    return len(answer) / len(response) if answer in response else 0.0
+    return of_text(response, answer)
 
 
 COMPARED: dict[str, Callable[[str, str], float]] = {
