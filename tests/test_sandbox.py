@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +25,15 @@ from megarl.isolation.call_filter import filter_code
 from megarl.isolation.launch import IsolatedProcess, start_isolated
 from megarl.rewards import load_reward
 from megarl.rewards.deadline import DeadlinePassed, call_within
-from megarl.rewards.sandbox import Limits, Outcome, SandboxError, check_isolation, run_python
+from megarl.rewards.sandbox import (
+    Examination,
+    Limits,
+    Outcome,
+    SandboxError,
+    check_isolation,
+    run_python,
+    run_tests,
+)
 
 ROOT = Path(__file__).parents[1]
 FAIR = Limits(wall=20.0, cpu=20.0, memory=256, disk=16, processes=8, output=10_000)
@@ -736,6 +745,34 @@ def test_installed_packages_where_they_are_asked_for() -> None:
     pair = {"tests": [{"input": "", "output": "pytest"}]}
     source = "```python\nimport pytest\nprint(pytest.__name__)\n```"
     assert reward(source, pair, memory=2048, wall=60.0, site_packages=True)["score"] == 1.0
+
+
+def test_tests_find_packages_that_lie_below_tmp_and_nothing_else_there() -> None:
+    """An environment may lie there; what the program writes there is hidden from its tests."""
+    program = """
+import below_tmp
+def f():
+    open("/tmp/of-the-program", "w").close()
+    return below_tmp.value
+"""
+    test = """
+import os, below_tmp
+assert f() == below_tmp.value == 7
+found = os.listdir("/tmp")
+assert found == [os.path.basename(os.path.dirname(below_tmp.__file__))]
+for path in ("/tmp/new", os.path.dirname(below_tmp.__file__) + "/new"):
+    try:
+        open(path, "w")
+    except OSError:
+        pass
+    else:
+        raise ValueError(path)
+"""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "below_tmp.py").write_text("value = 7\n")
+        outcome, passed = run_tests(program, Examination(tests=[test], subjects=["f"]), folders=[folder])
+    assert passed == [True], outcome
 
 
 def test_this_machine_isolates() -> None:

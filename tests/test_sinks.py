@@ -60,6 +60,8 @@ def records(file: Path) -> Iterator[Any]:
             at += 32768 - at % 32768
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):  # W&B's process is still writing it
+            return
         part += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part

@@ -233,7 +233,7 @@ def _tests(job: Job, uid: int | None, alive: int) -> None:
         linux.unshare(linux.CLONE_NEWNS)  # the first is the program's
     channel.send(b"x")  # a new root of the first would have been this process's, too
     if job.isolated:
-        view.enter_alone()
+        view.enter_alone(job.shown)
     linux.drop_privileges(None if uid is None else uid + 1)
     linux.die_with_parent()
     linux.forbid_inspection()

@@ -66,7 +66,7 @@ def build(prefix: str, program: bytes, shown: Sequence[str], *, disk_bytes: int,
     with open(f"/new{PROGRAM}", "wb") as f:
         f.write(program)
     os.mkdir("/new/proc")
-    _make_read_only()
+    _make_read_only(but=b"/new/tmp")
 
 
 def enter() -> None:
@@ -75,9 +75,16 @@ def enter() -> None:
     linux.leave("/new")
 
 
-def enter_alone() -> None:
-    """As `enter`, in no pid namespace of its own: with nothing in /proc, and nothing of what the program writes."""
-    linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_RDONLY, "size=4k,nr_inodes=1")
+def enter_alone(shown: Sequence[str]) -> None:
+    """As `enter`, in no pid namespace of its own: with nothing in /proc, and nothing of what the program writes.
+
+    Args:
+        shown: that `build` was given.
+    """
+    linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=0755")
+    for path in shown:
+        _show(path)  # again what lies below /tmp
+    _make_read_only(but=b"")
     linux.leave("/new")
 
 
@@ -124,14 +131,14 @@ def _mount_proc() -> None:
             continue
 
 
-def _make_read_only() -> None:
-    """All mounts of the view, those included that came with a bind."""
+def _make_read_only(but: bytes) -> None:
+    """All mounts of the view but one, those included that came with a bind."""
     with open("/old/proc/self/mountinfo", "rb") as f:
         places = [line.split(b" ")[4] for line in f]
     for path in places:
         for character in b" \t\n\\":
             path = path.replace(b"\\%03o" % character, bytes([character]))
-        if not path.startswith(b"/new") or path == b"/new/tmp":
+        if not path.startswith(b"/new") or path == but:
             continue
         flags = os.statvfs(path).f_flag
         kept = flags & (linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_NOATIME | linux.MS_NODIRATIME)
