@@ -153,6 +153,7 @@ def test_a_late_rank_is_seen(ranks: Ranks, tmp_path: Path) -> None:
     for rank in (0, 1):  # nobody is through before the late one comes; processes of a host share a clock
         assert begun[rank] + ends[rank]["generate"] >= came[1] - rounded
     assert begun[0] + ends[0]["wait"] >= came[1] - rounded
+    assert all(start >= 0 for of_rank in spans for start, _ in of_rank.values())
     assert "wait" not in spans[1] or spans[1]["wait"][0] >= came[1] - begun[1] - rounded
     assert spans[0]["wait"][1] > spans[1].get("wait", [0, 0])[1]
     assert ends[1]["generate"] >= 0.4 and two["began"] - one["began"] >= 0.4 and spans[1]["generate"][0] >= 0
@@ -166,7 +167,8 @@ def test_a_rank_tells_its_longest_spans(tmp_path: Path) -> None:
     from megarl.parallel.layout import TrainLayout
     from megarl.trainer.records.timeline import MOST_SPANS, Timeline
 
-    one_of_two: Any = SimpleNamespace(rank=1, train=TrainLayout(world_size=2), barrier=lambda what: None)
+    watch = SimpleNamespace(collect_waits=list)
+    one_of_two: Any = SimpleNamespace(rank=1, train=TrainLayout(world_size=2), barrier=lambda what: None, watch=watch)
     timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), one_of_two, pytest.fail)
     timeline.begin()
     began = time.perf_counter()

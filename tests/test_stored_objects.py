@@ -210,6 +210,13 @@ def description(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return folder, (folder / "megatron" / ".metadata").read_bytes()
 
 
+def test_a_name_with_lines_in_it_is_told_in_one(description: tuple[Path, bytes]) -> None:
+    folder, whole = description
+    (folder / "megatron" / ".metadata").write_bytes(whole.replace(b"torch.distributed", b"\nor\x1b[.distributed", 1))
+    with pytest.raises(ValueError, match=r"^\.metadata would run code: it names \\nor\\x1b\[\.distributed"):
+        read_metadata(str(folder / "megatron"))
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_damaged_description_is_one_line_or_works(description: tuple[Path, bytes], data: st.DataObject) -> None:

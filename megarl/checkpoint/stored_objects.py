@@ -67,7 +67,8 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) not in _ADMITTED:
-            raise WouldRunCode(f"would run code: it names {module}.{name}, which is no part of a checkpoint")
+            named = ascii(f"{module}.{name}"[:200])[1:-1]  # a damaged byte puts lines into it
+            raise WouldRunCode(f"would run code: it names {named}, which is no part of a checkpoint")
         return _ADMITTED[module, name]
 
     def load_build(self) -> None:

@@ -231,7 +231,6 @@ class Run:
         done, self.is_first_step = self._enter(loop, order), True
         if is_first_loop:
             self.memory.predict()
-            self.groups.watch.collect_waits()  # while all was built and read: of no step
             self._timeline.begin()
         if done >= total:
             return

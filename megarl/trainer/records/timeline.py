@@ -39,10 +39,11 @@ class Timeline:
         self._began = self._began_at = 0.0
 
     def begin(self) -> None:
-        """The first step begins: now, on all ranks."""
+        """The first step begins: now, on all ranks. What they have waited for until now is of no step."""
         if self._on:
             self._groups.barrier("the beginning of the timeline")
             self._began, self._began_at = time.perf_counter(), time.time()
+        self._groups.watch.collect_waits()
 
     def own(self, spans: Sequence[Span], waits: Sequence[Wait]) -> RankSpans:
         """What this rank timed since the last step, and its waits for other ranks, to be gathered."""
