@@ -202,13 +202,17 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
 def _layouts(run_dir: str, cases: list[Case]) -> list[Any]:
     """Trained and saved in the first layout, then read and saved again in each; the last word of each on this rank."""
     written, before = [], ""
-    for step, case in enumerate(cases, 1):
-        with actor_in(case, replace(ARCH, num_layers=5), lr=1e-2) as actor:  # no stages of equal size
-            if before:
-                _load(actor, before)
-            else:
-                _step(actor)
-            before = _save(actor, run_dir, step)
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
+    try:
+        for step, case in enumerate(cases, 1):
+            with actor_in(case, replace(ARCH, num_layers=5), lr=1e-2) as actor:  # no stages of equal size
+                if before:
+                    _load(actor, before)
+                else:
+                    _step(actor)
+                before = _save(actor, run_dir, step)
+    finally:
+        torch.use_deterministic_algorithms(False)
     first, *others = [_tensors(checkpoint_folder(run_dir, rl_step(i + 1))) for i in range(len(cases))]
     for other in others:
         assert first.keys() == other.keys()

@@ -71,7 +71,8 @@ def sharded_optimizer_state(
         state[index] = {}
         for name in ("main", *MOMENTS):
             if loading:
-                whole = torch.empty(weight.data.shape, dtype=torch.float32)
+                # zeros: nothing is read into the rows by which this layout pads the vocabulary further than the one saved
+                whole = torch.zeros(weight.data.shape, dtype=torch.float32)
             else:
                 whole = _gather(name, slot, weight, data_parallel)
             key = f"optimizer.{name}.{weight.key}"
