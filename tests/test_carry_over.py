@@ -30,7 +30,7 @@ from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import Config, build_config, load_config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
 from megarl.trainer.checks import check_run
-from megarl.trainer.experience.carry_over import CarryOver
+from megarl.trainer.experience.carry_over import CarryOver, _digest
 from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
 
 PROMPTS = [Prompt(index=i, token_ids=(3 + i, 5, 7, *range(20, 20 + 3 * (i % 4))), row={}) for i in range(12)]
@@ -60,6 +60,35 @@ def _go_on(carry_over: CarryOver, saved: CarryOver) -> None:
     carry_over.load_state(json.loads(json.dumps(saved.state())))
     stream.seek(0)
     carry_over.load_arrays(dict(np.load(stream, allow_pickle=False)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("token_ids", np.zeros(3, np.int64)),
+        ("token_ids", np.full(3, -1, np.int32)),
+        ("logp", np.zeros(3)),
+        ("length", np.array([3.0])),
+        ("length", np.array(3)),
+        ("spans", np.array([1, 3])),
+        ("group", np.array(0)),
+        ("finish_reason", np.array([99])),
+        ("prompt", np.array([-1])),
+        ("span_count", np.array([2])),
+        ("seed", np.zeros(0, np.int64)),
+    ],
+)
+def test_arrays_of_another_form_are_refused(name: str, changed: np.ndarray[Any, Any]) -> None:
+    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=1))
+    carry_over = CarryOver(_config(4, 2, 2, 1), groups, PROMPTS)
+    whole = {one: np.zeros(1, np.int64) for one in ("prompt", "group", "sample", "seed", "finish_reason")}
+    whole["prompt_digest"] = np.array([_digest(PROMPTS[0])])
+    whole |= {"length": np.array([3]), "span_count": np.array([1]), "spans": np.array([[1, 3]])}
+    tokens = {"token_ids": np.zeros(3, np.int32), "logp": np.zeros(3, np.float32)}
+    carry_over.load_state({"next_group": 1})
+    carry_over.load_arrays({**whole, **tokens})
+    with pytest.raises(ValueError, match=r"responses under way [^\n]+$"):
+        carry_over.load_arrays({**whole, **tokens, name: changed})
 
 
 class _Simulated:
@@ -281,6 +310,11 @@ def test_responses_under_way_lie_in_a_file_of_their_own(ranks: Ranks, tmp_path: 
     results = ranks.run(2, run_here, config, [name, "trainer.total_training_steps=3"])
     said = f"RunRefused: checkpoint '{newest}': carry_over.npz cannot be read: [Errno 2] No such file or directory: "
     assert {ended for ended, _ in results} == {f"{said}'{newest}/carry_over.npz'"}
+    np.savez_compressed(newest / "carry_over.npz", token_ids=np.zeros(1 << 28, np.int32))
+    write_manifest(str(newest), record_files(str(newest), files_of(str(newest))))
+    results = ranks.run(2, run_here, config, [name, "trainer.total_training_steps=3"])
+    said = f"RunRefused: checkpoint '{newest}': carry_over.npz cannot be read: it is compressed"
+    assert {ended for ended, _ in results} == {said}
     assert metrics_of(tmp_path / "one") == before
 
 

@@ -50,6 +50,9 @@ def test_a_start_tells_them_apart(tmp_path: Path) -> None:
     refused = _start(config, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "megarl: error: 1 ranks cannot be split" in refused.stderr
+    by_command = [sys.executable, "-m", "megarl.cli.main", "train", str(config), 'trainer.default_local_dir="a\\0b"']
+    failed = subprocess.run(by_command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert failed.returncode == 1 and "ValueError: embedded null byte" in failed.stderr
     failed = _start(config, 'trainer.default_local_dir="a\\0b"')
     assert failed.returncode == 1, failed.stderr
     assert "megarl: rank 0 failed:\nTraceback" in failed.stderr and "ValueError: embedded null byte" in failed.stderr

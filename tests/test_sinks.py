@@ -80,7 +80,8 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_wandb_goes_on_in_the_same_run_and_shows_a_step_again(tmp_path: Path) -> None:
+def test_wandb_goes_on_in_the_same_run_and_shows_a_step_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "config.yaml", "reward.args.api_key=typed-secret"])
     config = config_of(tmp_path, wandb={"mode": "offline", "tags": ["t"], "group": "g"})
     logged("wandb", tmp_path, config, None, range(1, 4))
     known = (tmp_path / "wandb_run.txt").read_text()
@@ -91,6 +92,8 @@ def test_wandb_goes_on_in_the_same_run_and_shows_a_step_again(tmp_path: Path) ->
     while sum(1 for file in files for one in records(file) if one.HasField("exit")) < 2:  # W&B's process writes them
         assert time.monotonic() < until
         time.sleep(0.1)
+    everything = [path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file()]
+    assert everything and not any(b"typed-secret" in content for content in everything)
     rows = [row for file in files for row in rows_of(file)]
     assert [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row] == [
         (1, 0.125), (2, 0.25), (3, 0.375), (2, 0.25), (3, 0.375)

@@ -145,6 +145,7 @@ def named(module: bytes, name: bytes) -> bytes:
     return b"\x80\x04" + b"".join(b"\x8c" + bytes([len(text)]) + text for text in (module, name)) + b"\x93"
 
 
+MULTIPLIES = b")" + b"".join(b"q%c0h%ch%c\x86" % (i, i, i) for i in range(1, 41))
 SETS = b"}(\x8c\x01aK\x01ub."
 ATTACKS = {
     "a function by a path": named(b"torch", b"Size.__new__") + b".",
@@ -154,6 +155,14 @@ ATTACKS = {
     "places for 4 billion objects": b"\x80\x04Nr\xff\xff\xff\x7f.",
     "8 GiB of bytes": b"\x80\x05\x96\x00\x00\x00\x00\x02\x00\x00\x00.",
     "nothing": b"",
+    "tuples that multiply": b"\x80\x04}" + MULTIPLIES + b"Ns.",
+    "tuples that multiply on the stack": b"\x80\x04})" + b"2\x86" * 40 + b"Ns.",
+    "tuples that multiply in a set": b"\x80\x04\x8f(" + MULTIPLIES + b"\x90.",
+    "tuples that multiply in an ordered dictionary": named(b"collections", b"OrderedDict") + MULTIPLIES + b"R.",
+    "tuples that multiply in a part's name": (
+        b"\x80\x04}" + named(b"torch.distributed.checkpoint.metadata", b"MetadataIndex")[2:]
+        + b"(" + MULTIPLIES + b"NNt\x81" + b"Ns."
+    ),
 }
 
 
@@ -182,6 +191,20 @@ def test_an_object_asks_for_no_memory(tmp_path: Path, compressed: bool) -> None:
         read_object(io.BytesIO(made.getvalue()), "common.pt")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
     assert set(read_object(io.BytesIO(stream.getvalue()), "common.pt")) == {"x"}
+
+
+@pytest.mark.parametrize("begin", [b"}", b"}\x8c\x01a"], ids=["key", "value"])
+def test_an_object_asks_for_no_time(begin: bytes) -> None:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as target:
+        target.writestr("archive/data.pkl", b"\x80\x02" + begin + MULTIPLIES + b"Ns."[begin != b"}" :])
+        target.writestr("archive/version", b"3")
+    with pytest.raises(ValueError, match=r"^common\.pt cannot be read: it has tuples that multiply"):
+        read_object(io.BytesIO(made.getvalue()), "common.pt")
+    before_archives = io.BytesIO()
+    torch.save({"x": 1}, before_archives, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"^common\.pt cannot be read: it is no archive"):
+        read_object(io.BytesIO(before_archives.getvalue()), "common.pt")
 
 
 def test_a_place_outside_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -45,12 +46,28 @@ _RECORDS = (
 )
 """Dataclasses: the only objects whose attributes a pickle may set."""
 
+_MOST_PARTS = 10_000
+"""Of a tuple in a pickle; those that `torch.save` writes have some twenty."""
+
+
+def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, for numbers and texts alone: it hashes what it is given."""
+
+    def call(*values: Any) -> Any:
+        if not all(type(value) in (int, str) for value in values):
+            raise pickle.UnpicklingError("it looks up what is neither a number nor a text")
+        return function(*values)
+
+    return call
+
+
 _ADMITTED: dict[tuple[str, str], Any] = {
-    **{(admitted.__module__, admitted.__qualname__): admitted for admitted in (*_RECORDS, OrderedDict)},
-    **{(kind.__module__, kind.__qualname__): kind for kind in (_MEM_FORMAT_ENCODING, WriteItemType)},
+    **{(admitted.__module__, admitted.__qualname__): admitted for admitted in _RECORDS},
+    **{(kind.__module__, kind.__qualname__): _of_plain(kind) for kind in (_MEM_FORMAT_ENCODING, WriteItemType)},
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
+    ("torch.serialization", "_get_layout"): _of_plain(_get_layout),
+    ("collections", "OrderedDict"): _of_plain(OrderedDict),
     **{(module, "PosixPath"): pathlib.PurePosixPath for module in ("pathlib", "pathlib._local")},
     # of Megatron-Core before 0.16
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
@@ -78,9 +95,67 @@ class _Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it sets attributes of {kind.__name__}")
         super().load_build()  # type: ignore[misc]
 
-    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
-    for _opcode in (pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4):  # takes memory, or names nothing
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()  # type: ignore[attr-defined]
+        self._set({key: value} if _is_key(key) else None)
+
+    def load_setitems(self) -> None:
+        items = self.pop_mark()  # type: ignore[attr-defined]
+        whole = all(map(_is_key, items[::2])) and len(items) % 2 == 0
+        self._set(dict(zip(items[::2], items[1::2], strict=True)) if whole else None)
+
+    def _set(self, items: dict[Any, Any] | None) -> None:
+        """A key of parts that repeat each other would take hours to hash."""
+        if items is None:
+            raise pickle.UnpicklingError("it has a key that is no name")
+        for key, value in items.items():
+            self.stack[-1][key] = value  # type: ignore[attr-defined]
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        **{pickle.BUILD[0]: load_build, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems},
+    }
+    _takes_memory_or_names_nothing = (pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4)
+    _hashes = (pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
+    for _opcode in (*_takes_memory_or_names_nothing, *_hashes):
         del dispatch[_opcode[0]]
+
+
+def _is_key(key: Any) -> bool:
+    """Whether it is a name, a number, or a part of a tensor."""
+    if type(key) is not MetadataIndex:
+        return type(key) in (str, int)
+    plain = type(key.fqn) is str and (key.index is None or type(key.index) is int)
+    return plain and (key.offset is None or type(key.offset) is torch.Size)
+
+
+def _check_tuples(pickled: bytes) -> None:
+    """Raises ValueError for tuples that multiply: (t, t) of (t, t), 40 times, is 200 bytes and takes hours to hash."""
+    parts: list[int] = []  # of each value on the stack: as many as a tuple has, those of its parts among them; else 1
+    marks: list[int] = []
+    kept: dict[int, int] = {}
+    for opcode, argument, _ in pickletools.genops(pickled):
+        place: Any = argument
+        name, before = opcode.name, opcode.stack_before
+        if name.endswith("GET"):
+            parts.append(kept.get(int(place), 1))
+        elif name == "MEMOIZE" or name.endswith("PUT"):
+            kept[len(kept) if name == "MEMOIZE" else int(place)] = parts[-1]
+        elif name == "DUP":
+            parts.append(parts[-1])
+        elif name == "MARK":
+            marks.append(len(parts))
+        elif name == "POP" and marks and marks[-1] == len(parts):
+            marks.pop()
+        else:
+            has_mark = pickletools.markobject in before
+            begin = marks.pop() - before.index(pickletools.markobject) if has_mark else len(parts) - len(before)
+            taken = parts[max(begin, 0) :]
+            del parts[max(begin, 0) :]
+            whole = 1 + sum(taken) if opcode.stack_after == [pickletools.pytuple] else 1
+            if whole > _MOST_PARTS:
+                raise ValueError("it has tuples that multiply")
+            parts += [whole] * len(opcode.stack_after)
 
 
 def read_metadata(folder: str) -> Metadata:
@@ -112,14 +187,18 @@ def read_object(stream: io.BytesIO, name: str) -> Any:
 
 
 def _check_size(stream: io.BytesIO) -> None:
-    """Raises ValueError for what would take more memory than it has bytes: torch admits `bytearray(1 << 40)`."""
+    """Raises ValueError for what would take more memory or time than its bytes: torch admits `bytearray(1 << 40)`."""
     begin = stream.tell()
     if re.search(rb"c(builtins|__builtin__)\nbytearray\n", stream.getbuffer()):
         raise ValueError("it asks for memory")
-    if zipfile.is_zipfile(stream):
-        with zipfile.ZipFile(stream) as whole:
-            if any(part.compress_type != zipfile.ZIP_STORED for part in whole.infolist()):
+    if stream.read(4) != b"PK\x03\x04":
+        raise ValueError("it is no archive, as torch.save writes it")
+    with zipfile.ZipFile(stream) as whole:
+        for part in whole.infolist():
+            if part.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("it is compressed, as torch.save never does")
+            if part.filename.endswith(".pkl"):
+                _check_tuples(whole.read(part))
     stream.seek(begin)
 
 

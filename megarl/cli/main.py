@@ -79,6 +79,10 @@ def _main(words: list[str]) -> int:
             _complete()
         return _run(words)
     except ValueError as e:
+        from megarl.config.refusal import is_refusal
+
+        if words[:1] == ["train"] and not is_refusal(e):  # a fault of the program, as in a rank
+            raise
         if debug:
             import traceback
 

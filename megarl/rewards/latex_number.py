@@ -31,6 +31,7 @@ _UNIT = re.compile(
 _NO_UNIT_WORDS = """
 and or not no none never wrong incorrect false if is to by plus minus times over less more than divided mod half third
 quarter squared cubed factorial percent pct hundred thousand million billion trillion dozen dozens score zero one two
+tenths hundredths thousandths millionths halves thirds quarters fifths pair pairs twice thrice
 three four five six seven eight nine ten eleven twelve twenty sin cos tan log sqrt exp i e x y z n k
 """
 _UNITS_OF_ONE_LETTER = frozenset("mgshAVWJNCFLl")

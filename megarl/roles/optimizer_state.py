@@ -71,7 +71,7 @@ def sharded_optimizer_state(
         state[index] = {}
         for name in ("main", *MOMENTS):
             if loading:
-                # zeros: nothing is read into the rows by which this layout pads the vocabulary further than the one saved
+                # zeros, not empty: nothing is read into rows by which only this layout pads the vocabulary
                 whole = torch.zeros(weight.data.shape, dtype=torch.float32)
             else:
                 whole = _gather(name, slot, weight, data_parallel)

@@ -257,7 +257,13 @@ _MACHINE = (
         "updates left out since this process of the run began, because loss or gradient was not finite",
         "sum",
     ),
-    _m("straggler/rank", "rank", "the rank that worked longest in the step, waits for all ranks left out", "max"),
+    _m(
+        "straggler/rank",
+        "rank",
+        "the rank that worked longest in the step, waits for all ranks left out; those inside the collectives of "
+        "a pass count as work",
+        "max",
+    ),
     _m("straggler/excess_s", "s", "how much longer it worked than the median rank", "max"),
     _m(
         "straggler/{phase}_rank",

@@ -24,7 +24,11 @@ from megarl.types import FinishReason, Prompt, Rollout, Rollouts
 
 _FINISHES: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
 _OF_EACH = ("prompt", "prompt_digest", "group", "sample", "seed", "finish_reason", "length", "span_count")
-_ARRAYS = {*_OF_EACH, "spans", "token_ids", "logp"}
+_ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    **dict.fromkeys(_OF_EACH, (np.int64, ())),
+    **{"spans": (np.int64, (2,)), "token_ids": (np.int32, ()), "logp": (np.float32, ())},
+}
+"""Type, and shape after the first axis."""
 
 GoOn = Callable[[Sequence[Rollout], Quota], Rollouts]
 """Responses, further: until the quota is reached."""
@@ -122,8 +126,15 @@ class CarryOver:
         Raises:
             ValueError: an array is missing, or they do not belong together.
         """
-        if missing := _ARRAYS - arrays.keys():
+        if missing := _ARRAYS.keys() - arrays.keys():
             raise ValueError(f"the responses under way lack {', '.join(sorted(missing))}")
+        for name, (kind, shape) in _ARRAYS.items():
+            if arrays[name].dtype != kind or arrays[name].shape[1:] != shape or not arrays[name].ndim:
+                raise ValueError(f"{name} of the responses under way has another type or shape")
+        if any((arrays[name] < 0).any() for name in ("prompt", "finish_reason", "length", "span_count", "token_ids")):
+            raise ValueError("the responses under way have numbers below 0")
+        if (arrays["finish_reason"] >= len(_FINISHES)).any():
+            raise ValueError("the responses under way end as none can")
         whole = {name: arrays[name].tolist() for name in _OF_EACH}
         token_ends, span_ends = np.cumsum(arrays["length"]).tolist(), np.cumsum(arrays["span_count"]).tolist()
         tokens, drawn = len(arrays["token_ids"]), len(arrays["spans"])
