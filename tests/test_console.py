@@ -19,7 +19,7 @@ ARROW = (
 
 
 @pytest.mark.parametrize("lost", quick(["stdout", "both"], 1))
-@pytest.mark.parametrize("by", ["a full disk", "a reader that left"])
+@pytest.mark.parametrize("by", quick(["a full disk", "a reader that left"], 0))
 def test_a_run_goes_on_when_its_output_cannot_be_written(tmp_path: Path, by: str, lost: str) -> None:
     config = write_run(tmp_path, trainer__save_freq=2)
     read, write = os.pipe()
@@ -45,6 +45,7 @@ def test_a_run_goes_on_when_its_output_cannot_be_written(tmp_path: Path, by: str
         assert done.stderr.count(f"megarl: warning: output is lost ({reason}); the run goes on") == 1, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_streams_writes_its_files_alone(tmp_path: Path) -> None:
     """A file that is opened where stdout was would take what libraries print."""
     config = write_run(tmp_path, trainer__save_freq=2, trainer__logger=["console", "jsonl"])
@@ -54,6 +55,7 @@ def test_a_run_without_streams_writes_its_files_alone(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "global_step_2").is_dir()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_lacks_a_character_gets_an_escape(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(ARROW)
     config = write_run(tmp_path, reward={"name": f"{tmp_path / 'reward.py'}:score", "on_error": "drop"})

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from selection import quick
 
 from megarl.config import build_config
 from megarl.rewards import pool as pool_module
@@ -306,7 +307,7 @@ def test_a_call_whose_worker_somebody_kills_is_tried_once_more(file: str, tmp_pa
         assert isinstance(scored, Scored) and (scored.score, scored.retried) == (3.0, 1)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", quick([signal.SIGKILL, signal.SIGSTOP], 0))
 def test_another_process_leads_the_workers_when_the_first_is_lost(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
