@@ -67,6 +67,23 @@ def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert message(lambda: read(tokenizer, [str(file)], cache_dir=str(tmp_path))) == f"data.train_files: {said}"
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\x15\0\x15\2\x15\2\x25\x0e\0",  # a number where the page's own header belongs
+        b"\x15\0\x1c\0\x15\2\x2c\0\0",  # a struct where the size does
+        b"\x15\0\x15\1\x15\2\x2c\0\0",  # less than no bytes
+    ],
+)
+def test_a_page_s_header_of_another_form(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "rows.parquet"
+    parquet.write_table(pa.table({"prompt": ["1"] * 100}), file, use_dictionary=False)
+    at, content = parquet.ParquetFile(file).metadata.row_group(0).column(0).data_page_offset, file.read_bytes()
+    file.write_bytes(content[:at] + header + content[at + len(header) :])
+    with pytest.raises(ValueError, match=r"^x: [^\n]+ a page[^\n]+$"):
+        list(iterate_rows([str(file)], "x"))
+
+
 def test_a_line_that_is_too_long_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}, {"prompt": "12"}])
     tokenizer = write_tokenizer(tmp_path)

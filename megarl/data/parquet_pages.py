@@ -78,16 +78,18 @@ def _pages(f: BinaryIO, column: parquet.ColumnChunkMetaData, start: int, *, whol
     f.seek(start)
     while values < column.num_values and at < start + column.total_compressed_size:
         header = _struct(f)
-        size, packed = (header.get(key, 0) for key in (2, 3))
         data = header.get(5) or header.get(8) or {}
-        if min(size, packed, data.get(1, 0)) < 0:
-            raise ValueError("a page has a negative size")
-        dictionary = header.get(1) == 2
+        if not isinstance(data, dict):
+            raise ValueError("a page's header is malformed")
+        kind, size, packed, held = header.get(1, 0), header.get(2, 0), header.get(3, 0), data.get(1, 0)
+        if any(not isinstance(number, int) or number < 0 for number in (kind, size, packed, held)):
+            raise ValueError("a page has a size that is none")
+        dictionary = kind == 2
         if dictionary or whole:
-            yield _Page(dictionary, size, data.get(1, 0))
+            yield _Page(dictionary, size, held)
         if not whole:
             return
-        values += data.get(1, 0)
+        values += held
         at = f.seek(packed, 1)
 
 
