@@ -133,9 +133,11 @@ def test_a_checkpoint_that_is_converted_runs_no_code(
 
 
 @pytest.mark.slow
-def test_the_command_that_answers_prompts_runs_no_code(small: TrainedRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_commands_that_answer_prompts_run_no_code(small: TrainedRun, tmp_path: Path, command: str) -> None:
     folder = stranger_s(small, tmp_path, in_metadata)
-    done = megarl("generate", str(folder), "--prompt", "1+1=")
+    asked = {"generate": ["--prompt", "1+1="], "eval": [str(small.config)]}[command]
+    done = megarl(command, str(folder), *asked)
     assert done.returncode == 2 and PUT[0][1] in done.stderr.splitlines()[-1], done.stderr
     assert not (tmp_path / "ran").exists()
 
