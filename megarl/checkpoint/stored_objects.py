@@ -96,20 +96,12 @@ class _Unpickler(pickle._Unpickler):
         super().load_build()  # type: ignore[misc]
 
     def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()  # type: ignore[attr-defined]
-        self._set({key: value} if _is_key(key) else None)
+        _check_keys(self.stack[-2:-1])  # type: ignore[attr-defined]
+        super().load_setitem()  # type: ignore[misc]
 
     def load_setitems(self) -> None:
-        items = self.pop_mark()  # type: ignore[attr-defined]
-        whole = all(map(_is_key, items[::2])) and len(items) % 2 == 0
-        self._set(dict(zip(items[::2], items[1::2], strict=True)) if whole else None)
-
-    def _set(self, items: dict[Any, Any] | None) -> None:
-        """A key of parts that repeat each other would take hours to hash."""
-        if items is None:
-            raise pickle.UnpicklingError("it has a key that is no name")
-        for key, value in items.items():
-            self.stack[-1][key] = value  # type: ignore[attr-defined]
+        _check_keys(self.stack[::2])  # type: ignore[attr-defined]
+        super().load_setitems()  # type: ignore[misc]
 
     dispatch: ClassVar[dict[int, Any]] = {
         **pickle._Unpickler.dispatch,
@@ -119,6 +111,12 @@ class _Unpickler(pickle._Unpickler):
     _hashes = (pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET)
     for _opcode in (*_takes_memory_or_names_nothing, *_hashes):
         del dispatch[_opcode[0]]
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    """Raises UnpicklingError: a key of parts that repeat each other would take hours to hash."""
+    if not all(map(_is_key, keys)):
+        raise pickle.UnpicklingError("it has a key that is no name")
 
 
 def _is_key(key: Any) -> bool:
@@ -133,14 +131,13 @@ def _check_tuples(pickled: bytes) -> None:
     """Raises ValueError for tuples that multiply: (t, t) of (t, t), 40 times, is 200 bytes and takes hours to hash."""
     parts: list[int] = []  # of each value on the stack: as many as a tuple has, those of its parts among them; else 1
     marks: list[int] = []
-    kept: dict[int, int] = {}
-    for opcode, argument, _ in pickletools.genops(pickled):
-        place: Any = argument
+    kept: dict[Any, int] = {}
+    for opcode, place, _ in pickletools.genops(pickled):
         name, before = opcode.name, opcode.stack_before
         if name.endswith("GET"):
-            parts.append(kept.get(int(place), 1))
+            parts.append(kept.get(place, 1))
         elif name == "MEMOIZE" or name.endswith("PUT"):
-            kept[len(kept) if name == "MEMOIZE" else int(place)] = parts[-1]
+            kept[len(kept) if name == "MEMOIZE" else place] = parts[-1]
         elif name == "DUP":
             parts.append(parts[-1])
         elif name == "MARK":
@@ -178,7 +175,7 @@ def read_metadata(folder: str) -> Metadata:
 def read_object(stream: io.BytesIO, name: str) -> Any:
     """Tensors and plain values in dicts and lists, as `torch.save` wrote them. Raises ValueError, which names it."""
     try:
-        _check_size(stream)
+        _check_cost(stream)
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as e:
         if (named := re.search(r"GLOBAL (\S+)", str(e))) and isinstance(e, pickle.UnpicklingError):
@@ -186,7 +183,7 @@ def read_object(stream: io.BytesIO, name: str) -> Any:
         raise ValueError(f"{name} cannot be read: {one_line(e)} ({type(e).__name__})") from e
 
 
-def _check_size(stream: io.BytesIO) -> None:
+def _check_cost(stream: io.BytesIO) -> None:
     """Raises ValueError for what would take more memory or time than its bytes: torch admits `bytearray(1 << 40)`."""
     begin = stream.tell()
     if re.search(rb"c(builtins|__builtin__)\nbytearray\n", stream.getbuffer()):
@@ -194,12 +191,17 @@ def _check_size(stream: io.BytesIO) -> None:
     if stream.read(4) != b"PK\x03\x04":
         raise ValueError("it is no archive, as torch.save writes it")
     with zipfile.ZipFile(stream) as whole:
+        if is_compressed(whole):
+            raise ValueError("it is compressed, as torch.save never does")
         for part in whole.infolist():
-            if part.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("it is compressed, as torch.save never does")
             if part.filename.endswith(".pkl"):
                 _check_tuples(whole.read(part))
     stream.seek(begin)
+
+
+def is_compressed(archive: zipfile.ZipFile) -> bool:
+    """Whether a part of it may take more memory than its bytes."""
+    return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
 
 
 def read_common(folder: str) -> dict[str, Any]:

@@ -48,8 +48,9 @@ class _Wandb:
 
         settings, trainer = self._config.telemetry.wandb, self._config.trainer
         # no capture of the console, no sampler of its own, nothing on the terminal, no command line with its secrets
-        hidden = {"x_disable_stats": True, "x_disable_meta": True}
-        quiet = wandb.Settings(console="off", silent=True, init_timeout=_INIT_SECONDS, **hidden)
+        quiet = wandb.Settings(
+            console="off", silent=True, x_disable_stats=True, x_disable_meta=True, init_timeout=_INIT_SECONDS
+        )
         wandb.setup(quiet)
         os.makedirs(self._run_dir, exist_ok=True)
         self._run = wandb.init(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint.manifest import one_line
+from megarl.checkpoint.stored_objects import is_compressed
 from megarl.parallel.control import broadcast, broadcast_
 
 Array = npt.NDArray[Any]
@@ -64,8 +65,8 @@ def read_arrays(file: str, control: dist.ProcessGroup) -> dict[str, Array]:
     told: Any = None
     if dist.get_rank(control) == 0:
         try:
-            with zipfile.ZipFile(file) as whole:  # a compressed one could take all memory
-                if any(part.compress_type != zipfile.ZIP_STORED for part in whole.infolist()):
+            with zipfile.ZipFile(file) as whole:
+                if is_compressed(whole):
                     raise ValueError("it is compressed")
             with np.load(file, allow_pickle=False) as stored:  # a pickle would run code
                 arrays = {name: np.ascontiguousarray(stored[name]) for name in stored.files}
