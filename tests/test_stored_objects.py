@@ -9,6 +9,7 @@ import resource
 import shutil
 import zipfile
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ ATTACKS = {
     "an attribute of a module": b"\x80\x04\x8c\x05torch\x8c\x04load\x93.",
     "places for 4 billion objects": b"\x80\x04Nr\xff\xff\xff\x7f.",
     "8 GiB of bytes": b"\x80\x05\x96\x00\x00\x00\x00\x02\x00\x00\x00.",
+    "an attribute": named(b"builtins", b"getattr") + named(b"torch", b"Size")[2:] + b"\x8c\x07__new__\x86R.",
     "nothing": b"",
     "tuples that multiply": b"\x80\x04}" + MULTIPLIES + b"Ns.",
     "tuples that multiply on the stack": b"\x80\x04})" + b"2\x86" * 40 + b"Ns.",
@@ -241,6 +243,23 @@ def description(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     folder = tmp_path_factory.mktemp("described")
     assert main(["hf-to-megatron", str(write_folder(folder / "source", "qwen2")), str(folder / "megatron")]) == 0
     return folder, (folder / "megatron" / ".metadata").read_bytes()
+
+
+class _ByName(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_members_of_enumerations_by_name(description: tuple[Path, bytes], tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    _ByName(stream, protocol=4).dump(pickle.loads(description[1]))
+    assert b"getattr" in stream.getvalue()
+    (tmp_path / ".metadata").write_bytes(stream.getvalue())
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / ".metadata").write_bytes(description[1])
+    assert read_metadata(str(tmp_path)) == read_metadata(str(tmp_path / "whole"))
 
 
 def test_a_name_with_lines_in_it_is_told_in_one(description: tuple[Path, bytes]) -> None:

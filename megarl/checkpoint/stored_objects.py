@@ -61,9 +61,19 @@ def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _member(looked_up: Any, name: Any) -> Any:
+    """A member of an enumeration by its name: Python 3.11.2, say, pickles it as `getattr(kind, name)`."""
+    for kind in _ENUMERATIONS:
+        if looked_up is _ADMITTED[kind.__module__, kind.__qualname__] and type(name) is str:
+            return kind[name]
+    raise WouldRunCode("would run code: it names builtins.getattr, which is no part of a checkpoint")
+
+
+_ENUMERATIONS: tuple[Any, ...] = (_MEM_FORMAT_ENCODING, WriteItemType)
 _ADMITTED: dict[tuple[str, str], Any] = {
     **{(admitted.__module__, admitted.__qualname__): admitted for admitted in _RECORDS},
-    **{(kind.__module__, kind.__qualname__): _of_plain(kind) for kind in (_MEM_FORMAT_ENCODING, WriteItemType)},
+    **{(kind.__module__, kind.__qualname__): _of_plain(kind) for kind in _ENUMERATIONS},
+    ("builtins", "getattr"): _member,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _of_plain(_get_layout),
