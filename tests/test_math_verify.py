@@ -245,6 +245,7 @@ NO_ANSWERS = {
         "[5][0]", "lambda: 5", "eval('5')", "5 if True else 6", "5;import os", "0b101", "0x5", "5e0", "5_0",
         "5j", "True", "False", "None", "nan", "inf", r"\infty", "9**9**9**9", "9^{9^{9^{9}}}", "5!", "5!!",
         r"5\text{ million}", r"5\text{ percent off}", r"5\text{ or more}", "5 thousand", r"5\text{ times }2",
+        r"5\text{ halves}", r"5\text{ thousandths}", r"5\text{ pairs}", "5 twice",
         "5x", "5ab", "5i", r"5\pi", "5e", "e5", "5.5", "5,000", "5 5", "55", "1 + 4 = 5", "x=y=5", "5=5",
         r"\text{five}", "five", "V", "", " ", ".", "{}", "$$", "?", "-5", "5-", "--5", "+-5",
         r"5\text{ k}", r"5\text{ x}", r"5\text{ M}", r"5\text{ i}", r"5\text{ incorrect}", "5m", "5 m",
