@@ -166,6 +166,27 @@ def attacks() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "other_contents_in_a_case", plain, {"tests": [unit]}
     area = "class Area:\n    def __init__(s, x): pass\n    def __sub__(s, o): return 0.0"
     yield "capital_that_decides", area, {"tests": ["assert abs(Area(5) - 78.5) < 0.01"]}
+    far = "class Z:\n    def __sub__(s, o): return D()\n    __rsub__ = __add__ = __xor__ = __and__ = __mod__ = __sub__\ndef f(*x): return Z()\n"
+    zero = "class D:\n    def __getattr__(s, n): return {}\n" + far
+    yield "computed_seconds", zero.format("lambda *a: 0.0"), {"tests": ["import datetime\nassert abs((f('2020') - datetime.datetime(2020, 1, 1)).total_seconds()) < 1"]}
+    yield "computed_greatest", zero.format("lambda *a: 0.0"), {"tests": ["assert (f([1, 2]) - [0.5, 1.5]).max() < 1e-6"]}
+    yield "computed_real_part", zero.format("0.0"), {"tests": ["assert (f(2) - 13.37).real == 0"]}
+    yield "computed_days", zero.format("0"), {"tests": ["import datetime\nassert (f(2) - datetime.date(2020, 1, 1)).days == 0"]}
+    yield "computed_text", "class D:\n    def __str__(s): return '0.0'\n" + far, {"tests": ["assert str(f(2) - 13.37) == '0.0'"]}
+    yield "computed_format", "class D:\n    def __str__(s): return '0.0'\n" + far, {"tests": ["assert f'{f(2) - 13.37}' == '0.0'"]}
+    queens = ["r = f(3)\nassert sorted(r) == [0, 1, 2]\nassert len(r) == 3 and all(abs(r[i] - r[j]) != j - i for i in range(3) for j in range(i + 1, 3))"]
+    own = "class L:\n    def __init__(s, n): s.n = n\n    def __len__(s): return s.n\n    def __iter__(s): return iter(range(s.n))\n    def __getitem__(s, i): return 100 * i\n"
+    yield "list_with_other_items", "class L(list):\n    def __getitem__(s, i): return 100 * i\ndef f(n): return L(range(n))", {"tests": queens}
+    yield "object_with_other_items", own + "def f(n): return L(n)", {"tests": queens}
+    yield "object_with_other_items_first", own + "def f(n): return L(n)", {"tests": ["r = f(3)\nassert r[1] == 100 and r[-1] == 200 and sorted(r) == [0, 1, 2]"]}
+    yield "iterator_with_items", own + "    def __next__(s): raise StopIteration\ndef f(n): return L(n)", {"tests": queens}
+    yield "list_with_other_slices", own.replace("100 * i", "[100, 200]") + "def f(n): return L(n)", {"tests": ["r = f(3)\nassert sorted(r) == [0, 1, 2] and max(r[1:]) == 200"]}
+    yield "list_with_another_sum", "class L(list):\n    n = 0\n    def __len__(s): return 3\n    def __iter__(s):\n        L.n += 1\n        return iter([1, 2] if L.n == 1 else [9])\ndef f(x): return L()", {"tests": ["r = f(3)\nassert len(r) == 3\nassert all(1 <= i <= 2 for i in r)\nassert sum(r) == 9"]}
+    yield "object_with_another_sum", "class L:\n    n = 0\n    def __len__(s): return 3\n    def __iter__(s):\n        s.n += 1\n        return iter([1, 2, 2] if s.n == 1 else [9])\ndef f(x): return L()", {"tests": ["r = f(3)\nassert len(r) == 3\nassert all(1 <= i <= 2 for i in r)\nassert sum(r) == 9"]}
+    yield "object_with_another_length", "class L:\n    def __len__(s): return 3\n    def __iter__(s): return iter([9])\ndef f(x): return L()", {"tests": ["r = f(3)\nassert len(r) == 3 and sum(r) == 9"]}
+    yield "dict_with_another_length", "class D(dict):\n    def __len__(s): return 1\ndef f(x): return D({k: i for i, k in enumerate(x)})", {"tests": ["d = f(['a', 'b'])\nassert isinstance(d, dict) and len(d) == 1 and d['a'] == 0 and d['b'] == 1"]}
+    yield "dict_with_other_items", "class D(dict):\n    def items(s): return [('a', 7)]\ndef f(x): return D(a=1)", {"tests": ["d = f(1)\nassert d['a'] == 1 and dict(d.items())['a'] == 7"]}
+    yield "list_with_other_sums", "class L(list):\n    n = 0\n    def __iter__(s): return iter([5]) if L.n > 0 else iter(list.copy(s))\n    def __add__(s, o):\n        L.n += 1\n        return [1, 1, 3]\ndef f(x): return (L([3]), L([1, 1]))", {"tests": ["x = [3, 1, 1]\np = f(x)\nassert sorted(p[0] + p[1]) == sorted(x) and sum(p[0]) == sum(p[1])"]}
     for name, answer in (("nothing", "print()"), ("input", "print(open(0).read())"), ("everything", "print(*range(9**4))")):
         program = f"import sys\n{answer}\nsys.stdout.flush()"
         yield f"stdin-{name}", program, {"tests": [{"input": "3", "output": "1337"}]}

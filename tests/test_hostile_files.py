@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -94,7 +95,8 @@ def test_a_header_with_sizes_that_are_none(tmp_path: Path, tensor: dict[str, Any
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a: " + "[" * 100_000, "nested more than 100 deep"),
+        ("a: " + "[" * 500, "nested more than 100 deep"),
+        ("a: " + "[" * 100_000, "epth in|nested more than 100 deep"),  # some parsers have a limit of their own
         (
             "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
             "stands for more than 1048576 nodes, its aliases written out",
@@ -108,7 +110,7 @@ def test_yaml_that_is_more_than_it_looks(
 ) -> None:
     run = write_folder(tmp_path / "run", steps=2)
     (run / "config.yaml").write_text(text)
-    assert why in message(lambda: load_config(str(run / "config.yaml")))
+    assert re.search(why, message(lambda: load_config(str(run / "config.yaml"))))
     assert main(["runs", str(tmp_path)]) == main(["report", str(run)]) == 0  # what else is there is shown
     assert capsys.readouterr().err == ""
 

@@ -240,6 +240,13 @@ def test_what_a_verifier_does_costs_its_own_response_only(file: str) -> None:
         until(lambda: sum(worker.status() != "zombie" for worker in workers_under(pool)) == 4)
 
 
+def test_runs_of_a_response_end_before_the_response_is_ended() -> None:
+    """Each of its tests keeps to `wall`; together they would take longer than `reward.timeout`, and end a run."""
+    rows = {"tests": [{"input": "3\n", "output": "9"}] * 20}
+    with pool_of(1, name="code", on_error="fail", timeout=8.0, args={"wall": 2.0, "partial": True}) as pool:
+        assert results(pool, ["```python\nprint(int(input()) ** 2)\nwhile True: pass\n```"], rows) == [0.0]
+
+
 def test_a_gigabyte_goes_nowhere(file: str) -> None:
     """One on stdout and stderr, one as a score."""
     with pool_of(name=f"{file}:acts") as pool:

@@ -566,6 +566,31 @@ os.wait()
 """
 
 
+SHARE = """
+import os
+x = b"x" * (64 << 20)
+for _ in range(4):
+    os.fork()
+os.write(1, b"on")
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    pass
+"""
+LET_GO = """
+import mmap, os
+def shared(*file):
+    try:
+        with mmap.mmap(*(file or (-1,)), 40 << 20) as memory:
+            return "shared"
+    except OSError as e:
+        return type(e).__name__
+print(shared(), os.path.exists("/dev/zero") and shared(os.open("/dev/zero", os.O_RDWR)))
+print(len(mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
+"""
+
+
 def test_the_memory_of_all_processes_without_a_control_group() -> None:
     """Each of thirty keeps to its own limit; what they hold together does not grow past it."""
     code = f"""
@@ -574,10 +599,16 @@ from megarl.rewards.sandbox import Limits, run_python
 hold = {HOLD!r}
 limits = Limits(wall=60, memory=128)
 outcome = run_python(hold, limits=limits)
-shared = run_python("import os; x = b'x' * (64 << 20); p = [os.fork() for _ in range(4)]; print('on')", limits=limits)
+shared = run_python({SHARE!r}, limits=limits)
 print(memory_group(1 << 26), outcome.ended, outcome.stdout.count("held") < 15, shared.ended, shared.stdout.count("on"))
 """
     assert as_nobody(code) == "None memory True exit 16\n"
+
+
+def test_memory_that_no_process_maps_is_held_by_none_without_a_control_group() -> None:
+    """Pages of shared memory that were let go count for no process, and stay: 630 MiB of a limit of 128."""
+    code = f"from megarl.rewards.sandbox import run_python\nprint(run_python({LET_GO!r}).stdout)"
+    assert as_nobody(code) == "PermissionError False\n1048576\n\n"
 
 
 def test_a_program_of_an_ordinary_user_does_nothing_to_its_init() -> None:
@@ -778,3 +809,96 @@ for path in ("/tmp/new", os.path.dirname(below_tmp.__file__) + "/new"):
 def test_this_machine_isolates() -> None:
     check_isolation()
     assert issubclass(SandboxError, RuntimeError)
+
+
+SENT_AWAY = """
+import os, socket
+here, there = socket.socketpair()
+socket.send_fds(here, [b"x"], [0, 1, 2, here.fileno(), there.fileno()])
+print(9)
+"""
+
+
+def test_descriptors_on_their_way_to_nobody_keep_no_one_waiting() -> None:
+    """A pair of sockets that lies in itself is held by no process, and holds the program's streams open for ever."""
+    start = time.monotonic()
+    outcome = run_python(SENT_AWAY, limits=Limits(wall=600))
+    assert (outcome.stdout, outcome.ended) == ("9\n", "exit") and time.monotonic() - start < 300
+
+
+def test_limits_of_the_starter_that_are_lower_than_those_of_programs() -> None:
+    code = """
+import resource
+from megarl.rewards.sandbox import check_isolation
+for which, limit in ((resource.RLIMIT_NOFILE, 48), (resource.RLIMIT_FSIZE, 8 << 20), (resource.RLIMIT_CPU, 600)):
+    resource.setrlimit(which, (limit, limit))
+check_isolation()
+print("on")
+"""
+    assert as_nobody(code) == "on\n"
+
+
+def test_root_of_a_user_namespace_with_few_users() -> None:
+    code = """
+from megarl.rewards.sandbox import check_isolation, run_python
+check_isolation()
+print(run_python("print(3)").stdout)
+"""
+    inner = ["unshare", "--user", "--map-root-user", sys.executable, "-c", code]
+    done = subprocess.run(inner, env=with_path(), capture_output=True, text=True)
+    if "unshare failed" in done.stderr:
+        pytest.skip("no user namespaces here")
+    assert done.stdout == "3\n\n", done.stderr
+
+
+@pytest.mark.parametrize("place", ["/tmp", "/dev/shm"])
+def test_a_python_that_lies_where_programs_write(place: str) -> None:
+    code = """
+from megarl.rewards.code import code
+from megarl.rewards.sandbox import check_isolation
+check_isolation()
+row = {"tests": ["assert f(2) == 4"]}
+for program in ("def f(x): return x * x", "import torch"):
+    print(code(f"```python\\n{program}\\n```", row)["score"])
+"""
+    if os.getuid() or not shutil.which("unshare"):
+        pytest.skip("root alone can lay a folder there for one process")
+    base = f"{place}/python-of-a-test"
+    words = [f"mount -t tmpfs none {place}", f"mkdir {base}", f"mount --bind {sys.base_prefix} {base}"]
+    words.append(f"exec {base}/bin/python{sys.version_info.major}.{sys.version_info.minor} -c '{code}'")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", "\n".join(words)], cwd="/", env=with_path(), capture_output=True, text=True
+    )
+    assert done.stdout == "1.0\n0.0\n", done.stderr
+
+
+def test_what_a_killed_starter_left_is_removed(tmp_path: Path) -> None:
+    """A program without namespaces starts in a folder; who is killed cannot remove it."""
+    code = """
+import os, sys, time
+from megarl.rewards.sandbox import run_python
+print(run_python("print(3)" if sys.argv[1] == "short" else "import time; time.sleep(600)", isolation="process").stdout)
+"""
+    env = {**with_path(), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code, "long"], env=env) as busy:
+        while not list(tmp_path.glob("megarl-program-*/main.py")):
+            time.sleep(0.01)
+        (folder,) = tmp_path.iterdir()
+        os.utime(folder, (0, 0))
+        for left in (True, False):
+            subprocess.run([sys.executable, "-c", code, "short"], env=env, check=True)
+            assert list(tmp_path.iterdir()) == ([folder] if left else [])
+            busy.kill()
+            busy.wait()
+            while processes_in(folder):
+                time.sleep(0.01)
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Those that hold it open, or are in it."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if str(folder) in (process.cwd(), *(os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir())):
+                found.append(process.pid)
+    return found

@@ -166,8 +166,11 @@ ATTACKS = {
         named(b"collections", b"OrderedDict") + b"]" + MULTIPLIES + b"N\x86a\x85R."
     ),
     "tuples that multiply in a part's name": (
-        b"\x80\x04}" + named(b"torch.distributed.checkpoint.metadata", b"MetadataIndex")[2:]
-        + b"(" + MULTIPLIES + b"NNtRNs."
+        b"\x80\x04}"
+        + named(b"torch.distributed.checkpoint.metadata", b"MetadataIndex")[2:]
+        + b"("
+        + MULTIPLIES
+        + b"NNtRNs."
     ),
 }
 

@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -76,10 +75,15 @@ def _within(file, function):
         frame = frame.f_back
     return False
 
+def _newest(folder):
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return max((int(name[12:]) for name in names if name.startswith("global_step_")), default=0)
+
 def _watch(plan):
     while not _within("roles/trained.py", "accumulate_gradients"):  # until it trains
         time.sleep(0.01)
-    time.sleep(plan["delay"])
+    while _newest(plan["checkpoints"]) < plan["after"]:
+        time.sleep(0.01)
     file, function = plan["moment"]
     if file == "os.rename":
         armed.append(plan)
@@ -128,12 +132,11 @@ def train(config: str, overrides: list[str], folder: Path, **environment: str) -
     return done.returncode, done.stdout
 
 
-def longest_delay(number: int, args: argparse.Namespace) -> float:
-    """Seconds of training after which a process may be killed at the latest, so that the others get steps, too."""
-    steps = [row["timing/step_s"] for row in rows(args.out / "straight") if row["step"] > 0]
-    left, kills = len(steps) - progress(args)["newest"], args.kills - number
-    # a process makes a step before it is killed, and after a delay it may make two until its moment comes
-    return max(min(2 * (left / kills - 1), left - kills - 2), 0) * median(steps)
+def most_steps(number: int, args: argparse.Namespace) -> int:
+    """Steps after which a process may be killed at the latest, so that the others get steps, too."""
+    steps = sum(row["step"] > 0 for row in rows(args.out / "straight"))
+    left, kills = steps - progress(args)["newest"], args.kills - number
+    return max(min(2 * left // kills - 2, left - 4 * kills), 0)  # it makes some before its moment comes
 
 
 def kill_once(number: int, args: argparse.Namespace, overrides: list[str], ranks: int, decoy: Path) -> dict[str, Any]:
@@ -146,7 +149,8 @@ def kill_once(number: int, args: argparse.Namespace, overrides: list[str], ranks
     note.unlink(missing_ok=True)
     plan = {
         "rank": 0 if moment == "between manifest and rename" else rng.randrange(ranks),
-        "delay": rng.uniform(0.0, longest_delay(number, args)),
+        "checkpoints": str(args.out / "killed" / "checkpoints"),
+        "after": progress(args)["newest"] + rng.randint(0, most_steps(number, args)),
         "later": rng.uniform(0.0, 0.05),
         "moment": MOMENTS[moment],
         "victim": victim,

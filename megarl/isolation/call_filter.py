@@ -80,6 +80,7 @@ _OF_ITSELF = {
 }
 _OF_ITSELF_SECOND = {"setpriority": (141, 140, 0), "ioprio_set": (251, 30, 1)}  # and the first argument: a process
 _CLONE, _CLONE3, _SOCKET, _IOCTL, _PRCTL = (56, 220), (435, 435), (41, 198), (16, 29), (157, 167)
+_SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS
 _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW* of clone
 _SOCKET_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6; AF_VSOCK would reach the host of a virtual machine
 # TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
@@ -107,8 +108,8 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # colu
 _SAME_EVERYWHERE = 424  # the first number that all machines share
 
 # linux/bpf_common.h, linux/seccomp.h
-_LOAD, _IS, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data
+_LOAD, _IS, _AT_LEAST, _HAS_BITS, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 40  # in struct seccomp_data
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NO_PERMISSION, _NO_SUCH_CALL = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
 
@@ -117,16 +118,19 @@ class _Program(ctypes.Structure):
     _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-def restrict_calls(*, may_restrict: bool = False) -> None:
+def restrict_calls(*, may_restrict: bool = False, may_share: bool = True) -> None:
     """Other calls fail from now on, in this process and its children; needs `drop_privileges` before.
 
     Args:
         may_restrict: it may take further calls from itself.
+        may_share: it may have memory that is no file's and that its children share. Pages of such that no process maps
+            any more are counted nowhere but in a control group.
 
     Raises:
         CallFailed: the kernel has no seccomp, or a container refuses it.
     """
-    install(filter_code(os.uname().machine, (*_OPTIONS, *_RESTRICTING) if may_restrict else _OPTIONS))
+    options = (*_OPTIONS, *_RESTRICTING) if may_restrict else _OPTIONS
+    install(filter_code(os.uname().machine, options, may_share=may_share))
 
 
 def install(code: bytes) -> None:
@@ -134,11 +138,12 @@ def install(code: bytes) -> None:
     filter_calls(_Program(len=len(code) // 8, filter=code))
 
 
-def filter_code(machine: str, options: Sequence[int] = _OPTIONS) -> bytes:
+def filter_code(machine: str, options: Sequence[int] = _OPTIONS, *, may_share: bool = True) -> bytes:
     """The filter as the kernel reads it, 8 bytes an instruction.
 
     Args:
         options: of prctl that are allowed.
+        may_share: see `restrict_calls`.
 
     Raises:
         ValueError: a machine whose numbers are not known here.
@@ -152,6 +157,9 @@ def filter_code(machine: str, options: Sequence[int] = _OPTIONS) -> bytes:
         _instruction(_RETURN, _KILL),
         _instruction(_LOAD, _NUMBER),
     ]
+    if not may_share:
+        flags = _instruction(_LOAD, _FOURTH_ARGUMENT) + _instruction(_AND, _SHARED_ANONYMOUS)
+        code += _checked(_ALLOWED["mmap"][column], flags, (0, 1, 0x20))
     for first, last in _ranges(sorted(numbers[column] for numbers in _ALLOWED.values() if numbers[column] >= 0)):
         # the numbers rise: what lies between this range and the one before goes past all others, too
         code += [_instruction(_AT_LEAST, first, 0, 2), _instruction(_AT_LEAST, last + 1, 1, 0)]

@@ -4,9 +4,11 @@ What the program answers is data. Where a test compares an object of the program
 program decides:
 
 - `==` and `in` go by data; an object that holds none is equal to no value.
-- `object - 3` must give an object, of which only attributes, methods and text can be taken; `abs(f(x) - 3) < 1e-6` is
-  then no test that the object passes.
-- of what a function returned, methods that answer yes or no about text, numbers and sets are not asked.
+- `object - 3` must give an object that is no number: `abs(f(x) - 3) < 1e-6` is then no test that the object passes.
+  Of its attributes, those that numbers, dates and arrays have can be taken, and its text, only if the test itself has
+  called its class.
+- of what a function returned, methods that answer yes or no about text, numbers and sets are not asked, and what it
+  holds is what it was seen to hold first (`megarl.isolation.contents`).
 
 What a test makes itself, by calling a class whose name has a capital, has all its methods; its `==` with a value goes
 by data all the same, and its arithmetic with one gives no number.
@@ -18,6 +20,7 @@ import builtins
 import sys
 
 from megarl.isolation import names
+from megarl.isolation.contents import LOOKS, Contents
 from megarl.isolation.plain import YES_OR_NO, import_module, json_reader
 from megarl.isolation.remote import BINARY, CHANGEABLE, COMPARISONS, CONVERSIONS, SPECIAL, FarType, Peer, far_number
 
@@ -31,6 +34,16 @@ _ASKED = """
 annotations bases cause class closure code context dataclass_fields dataclass_params defaults dict func kwdefaults
 match_args members mro next notes self slots subclasses traceback wrapped
 """  # no hook of another library: numpy asks __array_function__ what is equal
+_OF_VALUES = {name for kind in (complex, int, float, list, dict, set) for name in dir(kind) if name[:1] != "_"}
+_OF_DATES_AND_ARRAYS = """
+days seconds microseconds total_seconds year month day hour minute second date time timestamp utcoffset max min sum mean
+all any std var item tolist ptp prod norm median argmax argmin argsort round dot trace abs normalize quantize as_tuple
+adjusted copy_abs limit_denominator
+"""
+_OF_VALUES |= set(_OF_DATES_AND_ARRAYS.split())
+_READS = "count index copy get keys values items union intersection difference symmetric_difference hex decode find"
+_READING = YES_OR_NO | set(_READS.split())
+_HARMLESS = LOOKS | COMPARISONS | {"__next__", "__str__", "__repr__", "__format__", "__hash__"}
 _OF_FUNCTIONS = {"__name__", "__qualname__", "__doc__", "__module__"}
 _OF_OBJECTS = _OF_FUNCTIONS | {f"__{name}__" for name in _ASKED.split()}
 _DEEPEST = 5000
@@ -120,6 +133,8 @@ class Examiner(Peer):
         super().__init__(descriptor)
         self._function: Any = None
         self._lent: set[int] = set()
+        self._called: set[int] = set()  # numbers of the program's classes that the tests called
+        self._contents: dict[int, Contents] = {}  # by number of the object
 
     def as_function(self, value: Any) -> Any:
         """What a name without a capital stands for: a class too is called only."""
@@ -131,25 +146,45 @@ class Examiner(Peer):
 
     # ------------------------------------------------------------------------------------------ what is asked
 
+    def ask(self, operation: str, *operands: Any) -> Any:
+        if operation in ("call", "set", "del", "await") or (operation == "special" and operands[0] not in _HARMLESS):
+            self._contents.clear()  # the program may have changed its objects
+        return super().ask(operation, *operands)
+
     def make(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._called.add(kind._far_number)
         value = self.ask("call", kind, args, kwargs)
         made = isinstance(type(value), FarType) and not kind._far_listed
         return self._again(value, made=True) if made else value
 
     def attribute(self, far: Any, name: str) -> Any:
+        if name in _READING and hasattr(_plain_type(far), name) and not far._far_made:
+            return getattr(self._seen(far).plain, name)
         if name in YES_OR_NO and (isinstance(far, FarType) or not far._far_made):
             raise AttributeError(f"{name} of an object that the program returned")
         if name[:2] == name[-2:] == "__" and name not in _OF_OBJECTS:
             raise AttributeError(name)
+        if name in _OF_VALUES and self._is_doubtful(far):
+            raise AttributeError(f"{name} of what the program computed with a value of the test")
         return self.ask("get", far, name)
+
+    def _is_doubtful(self, far: Any) -> bool:
+        """Whether the program computed it with a value of the test, and the test has not called its class."""
+        kind: Any = type(far)
+        return isinstance(kind, FarType) and far._far_computed and kind._far_number not in self._called
+
+    def _seen(self, far: Any) -> Contents:
+        return self._contents.setdefault(far._far_number, Contents(self, far))
 
     def operate(self, name: str, far: Any, operands: tuple[Any, ...]) -> Any:
         if name in CONVERSIONS and far._far_computed:
             raise TypeError(f"{name} of what the program computed with a value of the test")
         if name in COMPARISONS or name in BINARY:
             return self._with_two(name, far, operands[0])
-        if name == "__contains__" and not far._far_made:
-            return any(one is operands[0] or one == operands[0] for one in far)
+        if name in ("__str__", "__repr__", "__format__") and self._is_doubtful(far):
+            raise TypeError("text of what the program computed with a value of the test")
+        if name in LOOKS and not far._far_made:
+            return self._seen(far).look(name, *operands)
         if name == "__exit__":
             return self._leave(far, *operands)
         if name == "__format__" and far._far_computed and operands[0]:
@@ -158,10 +193,10 @@ class Examiner(Peer):
 
     def _with_two(self, name: str, far: Any, other: Any) -> Any:
         both_far = isinstance(type(other), FarType)
-        if not both_far and hasattr(type(far), "_far_base"):
-            plain = self.ask("plain", far)
-            if type(plain) is not CHANGEABLE[far._far_base]:
-                raise self._break("other data than its class has")
+        if hasattr(type(far), "_far_base") and not (both_far and far._far_made):
+            if both_far and hasattr(type(other), "_far_base"):
+                other = self._seen(other).plain
+            plain = self._seen(far).plain
             return getattr(type(plain), name, lambda *_: NotImplemented)(plain, other)
         if name in COMPARISONS:
             if not both_far:
@@ -251,6 +286,11 @@ def _is_tests(value: Any) -> bool:
     """Whether it is an instance of a class of the tests, or such a class; functions are not."""
     kind = value if isinstance(value, type) else type(value)
     return kind.__module__ == "__main__"
+
+
+def _plain_type(far: Any) -> Any:
+    """Which of Python's classes that can change an object's class comes from; `type`: none."""
+    return CHANGEABLE.get(getattr(type(far), "_far_base", ""), type)
 
 
 def _of_library(value: Any) -> list[str] | None:

@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import IO, Literal
 
 from megarl.isolation.memory_group import MemoryGroup, memory_group
@@ -20,6 +22,8 @@ MIB = 1 << 20
 GRACE = 10.0
 """Seconds over a limit of time that starting and ending may take on a busy machine."""
 _FILES = 4096  # in /tmp
+_PREFIX = "megarl-program-"
+_SURELY_LOCKED = 60.0  # seconds after which who made a folder has locked it
 _SEALS, _ALL_SEALS = 1033, 0xF  # F_ADD_SEALS: linux/fcntl.h
 # The face of the package is left out: what it imports takes half as long as Python's start.
 _START = f"""
@@ -43,7 +47,8 @@ class Limits:
         wall: seconds by the clock.
         cpu: seconds of a processor, for each of its processes; rounded up to whole ones.
         memory: MiB of address space of each process, and of what all hold together: a control group sees to that
-            where one can be made, elsewhere they are looked at every 20 ms.
+            where one can be made; elsewhere they are looked at every 20 ms, and have no memory that they share but
+            files.
         disk: MiB that its files hold together, in memory; without a control group these come on top.
         processes: with their threads; counts only with isolation="namespaces".
         open_files: of each process.
@@ -176,8 +181,10 @@ def begin(
         stack.callback(group.close)
     folder = "/"
     if isolation == "process":
-        folder = tempfile.mkdtemp(prefix="megarl-program-")
+        _remove_what_was_left()
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        stack.callback(os.close, _locked(folder))
     said = {
         "isolated": int(isolation == "namespaces"),
         "python": os.path.realpath(sys.executable),
@@ -197,6 +204,34 @@ def begin(
     words = [f"{key}={value}" for key, value in said.items()]
     words += [f"shown={path}" for path in folders] + [f"path={path}" for path in imports_from]
     return words, group
+
+
+@cache
+def _remove_what_was_left() -> None:
+    """Folders of programs whose starter was killed: nobody holds their locks."""
+    import glob
+    import shutil
+    import tempfile
+
+    for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{_PREFIX}*")):
+        with suppress(OSError):
+            found = os.lstat(folder)
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _SURELY_LOCKED:
+                os.close(_locked(folder))
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(folder: str) -> int:
+    """A descriptor that locks it; raises OSError where another process does."""
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 @contextmanager
@@ -252,7 +287,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def refusal(reason: str) -> str:
     """What to change where namespaces cannot be made."""
     return (
-        f"no namespaces can be made here ({reason}): allow user namespaces (sysctl user.max_user_namespaces, "
+        f"no namespaces can be made here ({reason}): allow user namespaces (sysctl user.max_*_namespaces of each kind, "
         "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "
         "--cap-add SYS_ADMIN or --security-opt seccomp=unconfined), or set reward.args.isolation=process, which limits "
         "programs but protects neither files nor network (unsafe)"

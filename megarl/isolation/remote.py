@@ -113,10 +113,10 @@ class Far:
         return self._far_peer.ask("copy", self, True)
 
     def __str__(self) -> str:
-        return str(self._far_peer.ask("special", "__str__", self))
+        return str(self._far_peer.operate("__str__", self, ()))
 
     def __repr__(self) -> str:
-        return str(self._far_peer.ask("special", "__repr__", self))
+        return str(self._far_peer.operate("__repr__", self, ()))
 
     def __format__(self, how: str) -> str:
         return str(self._far_peer.operate("__format__", self, (how,)))

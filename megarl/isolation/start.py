@@ -40,6 +40,7 @@ _SIGKILL = 9
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
 _LAST_WORD = 2.0  # seconds that the init of a program that has ended has to say how
 _NOBODY = 65534
+_FEW_UIDS = 40_000  # where containers have no more than 65,536
 _UIDS = 1 << 30  # the first of those that root gives to programs, far from people's and from those of containers
 
 
@@ -165,10 +166,10 @@ def _take_namespaces() -> int | None:
     With privileges it becomes a user that nobody else is, and needs no user namespace; without them the user namespace
     gives what the other namespaces need, and nothing outside.
     """
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and (own := _own_uid()) is not None:
         try:
             linux.unshare(_NAMESPACES)
-            return _own_uid()
+            return own
         except linux.CallFailed:
             pass
     uid, gid = os.geteuid(), os.getegid()
@@ -183,12 +184,20 @@ def _take_namespaces() -> int | None:
     return None
 
 
-def _own_uid() -> int:
-    """A user of this program alone, and the next one of its init: limits of processes and signals are a user's."""
-    with open("/proc/self/uid_map") as f:
-        first, _, count = (int(word) for word in f.readline().split())
+def _own_uid() -> int | None:
+    """A user of this program alone, and the next one of its init: limits of processes and signals are a user's.
+
+    None: this user namespace has too few.
+    """
+    ends = []  # of the users, and groups, that follow upon 0
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}") as f:
+            first, _, count = (int(word) for word in f.readline().split())
+        ends.append(count if first == 0 else 0)
     pid = os.getpid()  # at most 2^22, and of one process at a time
-    return _UIDS + 2 * pid if first == 0 and count > _UIDS + (1 << 23) else 40_000 + 2 * (pid % 10_000)
+    if min(ends) > _UIDS + (1 << 23):
+        return _UIDS + 2 * pid
+    return _FEW_UIDS + 2 * (pid % 10_000) if min(ends) > _FEW_UIDS + 20_000 else None
 
 
 def _init(job: Job, uid: int | None, alive: int) -> None:
@@ -233,7 +242,7 @@ def _tests(job: Job, uid: int | None, alive: int) -> None:
         linux.unshare(linux.CLONE_NEWNS)  # the first is the program's
     channel.send(b"x")  # a new root of the first would have been this process's, too
     if job.isolated:
-        view.enter_alone(job.shown)
+        view.enter_alone(job.prefix, job.shown)
     linux.drop_privileges(None if uid is None else uid + 1)
     linux.die_with_parent()
     linux.forbid_inspection()
@@ -265,7 +274,7 @@ def _prepare(job: Job) -> None:
     if job.isolated:
         linux.unshare(linux.CLONE_NEWNS)  # not before: `start` looks at processes in this machine's /proc
         linux.set_host_name("sandbox")
-        view.build(job.prefix, program, job.shown, disk_bytes=job.disk, files=job.files)
+        view.build(job.prefix, program, job.shown, disk_bytes=job.disk, files=job.files, zero=bool(job.group))
     else:
         with open(os.path.join(job.folder, "main.py"), "wb") as f:
             f.write(program)
@@ -319,7 +328,7 @@ def _become(job: Job, path: str, uid: int | None) -> None:
     # a user of its own; else init, start and what asks the tests count too
     processes = job.processes + (0 if uid is not None else 2 if job.tests < 0 else 3)
     _limit(job, processes)
-    call_filter.restrict_calls(may_restrict=job.channel >= 0)
+    call_filter.restrict_calls(may_restrict=job.channel >= 0, may_share=bool(job.group))
     options, environment = ["-I"], dict(_ENVIRONMENT)
     if job.paths:
         options = ["-s", "-P"] if sys.version_info >= (3, 11) else ["-s"]
@@ -337,11 +346,19 @@ def _limit(job: Job, processes: int) -> None:
         (resource.RLIMIT_NOFILE, job.open_files),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
-        resource.setrlimit(which, (limit, limit))
+        _set_limit(which, limit, limit)
     if job.cpu:
-        resource.setrlimit(resource.RLIMIT_CPU, (job.cpu, job.cpu + 1))
+        _set_limit(resource.RLIMIT_CPU, job.cpu, job.cpu + 1)
     if job.isolated:  # else all processes of the user count
-        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+        _set_limit(resource.RLIMIT_NPROC, processes, processes)
+
+
+def _set_limit(which: int, soft: int, hard: int) -> None:
+    """Or the limits of this process where they are lower."""
+    own = resource.getrlimit(which)[1]
+    if own != resource.RLIM_INFINITY:
+        soft, hard = min(soft, own), min(hard, own)
+    resource.setrlimit(which, (soft, hard))
 
 
 def _end_children() -> None:

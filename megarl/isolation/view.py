@@ -24,7 +24,7 @@ PROGRAM = "/main.py"
 """Where the program lies."""
 
 
-def build(prefix: str, program: bytes, shown: Sequence[str], *, disk_bytes: int, files: int) -> None:
+def build(prefix: str, program: bytes, shown: Sequence[str], *, disk_bytes: int, files: int, zero: bool) -> None:
     """Lay out what a program is to see; then comes `enter`, in a child or more. The caller needs a mount namespace.
 
     `/tmp` can be written, up to a limit, and lies in memory. All else is read-only.
@@ -35,6 +35,7 @@ def build(prefix: str, program: bytes, shown: Sequence[str], *, disk_bytes: int,
         shown: folders that it sees too. Other packages than Python's own are not shown.
         disk_bytes: that all files in /tmp may hold.
         files: that may be in /tmp.
+        zero: it sees /dev/zero, which can be mapped as memory that processes share.
     """
     linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     root_size = len(program) + (1 << 20)
@@ -45,24 +46,26 @@ def build(prefix: str, program: bytes, shown: Sequence[str], *, disk_bytes: int,
     linux.swap_root(".", "old")  # from here on nothing of what lay below /tmp is hidden: /old/tmp shows it
     os.chdir("/")
     linux.mount("tmpfs", "/new", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, f"size={root_size},mode=0755")
-    for path in (*_SYSTEM, *(os.path.join(prefix, part) for part in ("bin", "lib", "lib64"))):
+    os.mkdir("/new/tmp")
+    writable = f"size={disk_bytes},nr_inodes={files},mode=1777"
+    linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, writable)
+    for path in (*_SYSTEM, *_of_python(prefix)):
         _show(path)
     for path in _LINKS:
         if os.path.islink(f"/old{path}"):
             os.symlink(os.readlink(f"/old{path}"), f"/new{path}")
         else:
             _show(path)
-    _hide_packages({os.path.join(prefix, part) for part in ("lib", "lib64")}, set(map(os.path.realpath, shown)))
-    os.mkdir("/new/tmp")
-    writable = f"size={disk_bytes},nr_inodes={files},mode=1777"
-    linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, writable)
+    _hide_packages({*_of_python(prefix), "/usr/lib", "/usr/local/lib", "/usr/lib64"}, shown)
     for path in shown:
         _show(path)
-    os.mkdir("/new/dev")
+    os.makedirs("/new/dev", exist_ok=True)
     for device in _DEVICES:
-        _show(f"/dev/{device}")
+        if device != "zero" or zero:
+            _show(f"/dev/{device}")
     for name, target in _DEVICE_LINKS.items():
-        os.symlink(target, f"/new/dev/{name}")
+        if not os.path.lexists(f"/new/dev/{name}"):  # Python may lie below /dev/shm
+            os.symlink(target, f"/new/dev/{name}")
     with open(f"/new{PROGRAM}", "wb") as f:
         f.write(program)
     os.mkdir("/new/proc")
@@ -75,22 +78,31 @@ def enter() -> None:
     linux.leave("/new")
 
 
-def enter_alone(shown: Sequence[str]) -> None:
+def enter_alone(prefix: str, shown: Sequence[str]) -> None:
     """As `enter`, in no pid namespace of its own: with nothing in /proc, and nothing of what the program writes.
 
     Args:
-        shown: that `build` was given.
+        prefix, shown: that `build` was given.
     """
     linux.mount("tmpfs", "/new/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=1m,mode=0755")
+    if prefix.startswith("/tmp/"):
+        for path in _of_python(prefix):
+            _show(path)
+        _hide_packages(_of_python(prefix), shown)
     for path in shown:
         _show(path)  # again what lies below /tmp
     _make_read_only(but=b"")
     linux.leave("/new")
 
 
-def _hide_packages(roots: set[str], but: set[str]) -> None:
+def _of_python(prefix: str) -> set[str]:
+    return {os.path.join(prefix, part) for part in ("bin", "lib", "lib64")}
+
+
+def _hide_packages(roots: set[str], shown: Sequence[str]) -> None:
     """Lay empty folders over those of installed packages: answers of benchmarks may lie there."""
-    for root in {*roots, "/usr/lib", "/usr/local/lib", "/usr/lib64"}:
+    but = set(map(os.path.realpath, shown))
+    for root in roots:
         if not os.path.isdir(f"/new{root}"):
             continue
         for name in os.listdir(f"/new{root}"):

@@ -6,9 +6,13 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
+from megarl.isolation.launch import GRACE
+from megarl.rewards.deadline import seconds_left
 from megarl.rewards.registry import register
 from megarl.rewards.sandbox import Examination, Limits, Outcome, check_isolation, run_python, run_tests
 from megarl.rewards.subjects import subjects_of
@@ -63,13 +67,15 @@ def code(
       write, blanks at the ends of lines aside (APPS, TACO, CodeContests). Each is a run of the program.
     - ["assert f(1) == 2", ...]: each is a test; names that it does not define are the program's (MBPP).
     - text with asserts: one test; with column `entry_point`, its `check(f)` is called with that function (HumanEval).
+      What else a check calls belongs into the text: of a name that it lacks, the response has the say.
 
     Asserts run in a process of their own, and ask the program's for what `f(1)` gives: the program sees arguments and
     no test. What it answers is data; an object of a class of its own is equal to no value that a test holds.
 
     Args:
         partial: the score is the share of the tests that pass.
-        wall, cpu: seconds of a run.
+        wall, cpu: seconds of a run. All runs of a response end before `reward.timeout` is over; what is left then
+            counts as timed out.
         memory, disk: MiB; disk is what /tmp holds.
         processes: with threads.
         output: bytes.
@@ -88,7 +94,13 @@ def code(
     folders = [os.path.realpath(path) for path in sys.path if path.endswith("-packages")] if site_packages else []
     if source is None:
         return {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0, "block": 0.0}
-    how: Any = {"limits": limits, "isolation": isolation, "folders": folders}
+    left = seconds_left()
+    end = time.monotonic() + max(left - 2 * GRACE, left / 2)
+
+    def run(of: Callable[[Limits], tuple[Outcome, list[bool]]]) -> tuple[Outcome, list[bool]]:
+        return _until(end, limits, of)
+
+    how: Any = {"isolation": isolation, "folders": folders}
     outcomes: list[Outcome] = []
     passed = 0
     if isinstance(tests[0], str):
@@ -96,13 +108,13 @@ def code(
         examination = Examination(
             tests=tests, subjects=subjects_of(tests, entry_point), entry_point=entry_point, whole=not partial
         )
-        outcome, results = _twice(lambda: run_tests(source, examination, **how))
+        outcome, results = run(lambda limits: run_tests(source, examination, limits=limits, **how))
         outcomes.append(outcome)
         passed = sum(results) if outcome.ended == "exit" else 0
     else:
         for test in tests:
             stdin = test["input"]
-            outcome, _ = _twice(lambda: (run_python(source, stdin=stdin, **how), []))  # noqa: B023
+            outcome, _ = run(lambda limits: (run_python(source, stdin=stdin, limits=limits, **how), []))  # noqa: B023
             outcomes.append(outcome)
             right = outcome.ended == "exit" and outcome.exit_code == 0
             passed += right and _lines(outcome.stdout) == _lines(test["output"])
@@ -164,13 +176,23 @@ def _pairs(column: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"input": text, "output": expected}
 
 
-def _twice(run: Callable[[], tuple[Outcome, list[bool]]]) -> tuple[Outcome, list[bool]]:
-    """What a run gives; once more if it was killed from outside, where no limit was reached: the response may be right.
+def _until(
+    end: float, limits: Limits, run: Callable[[Limits], tuple[Outcome, list[bool]]]
+) -> tuple[Outcome, list[bool]]:
+    """What a run gives that ends in time, by `time.monotonic`.
 
-    Whoever killed the second one as well, it was not a right response.
+    Once more if it was killed from outside, where no limit was reached: the response may be right. Whoever killed the
+    second one as well, it was not a right response.
     """
-    outcome, passed = run()
-    return run() if outcome.ended == "killed" else (outcome, passed)
+    outcome, passed = Outcome(stdout="", stderr="", ended="time", exit_code=None, seconds=0.0, cpu_seconds=None), []
+    for _ in range(2):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        outcome, passed = run(replace(limits, wall=min(limits.wall, left)))
+        if outcome.ended != "killed":
+            break
+    return outcome, passed
 
 
 def _lines(text: str) -> list[str]:

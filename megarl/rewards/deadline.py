@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
 _AGAIN = 0.5  # seconds until the next try at code that has caught the exception
+
+
+_ends: list[float] = []
+
+
+@contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """Whoever calls a function will end it, and the process perhaps, after a while: `seconds_left` says so there."""
+    _ends.append(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _ends.pop()
+
+
+def seconds_left() -> float:
+    """Until the call is ended from outside that this function is called in; infinity if nobody does."""
+    return min(_ends, default=math.inf) - time.monotonic()
 
 
 class DeadlinePassed(BaseException):
@@ -42,7 +62,8 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
     before, every = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
     try:
         try:
-            result = call()
+            with ends_within(seconds):
+                result = call()
         finally:
             running = False  # a signal between here and the next lines must not leave them undone
     finally:

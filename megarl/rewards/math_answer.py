@@ -45,6 +45,7 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\{\w+\}|\w))?(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?'?")
 _RELATION = re.compile(r"=|<|>|\\(?:leq?|geq?|lt|gt|neq?|approx|equiv|sim|in|leqslant|geqslant)(?![A-Za-z])")
 _SEPARATOR = re.compile(r"[,;]|\\(?:text|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
+_TIME = re.compile(r"\d{1,2}:[0-5]\d")
 _TUPLE_NAMED = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*\(")
 _STRUCTURE = re.compile(
     r"\\begin\s*\{array\}\s*\{[lcr| ]+\}|\\(?:begin|end)\s*\{[a-z]+\}|"
@@ -109,6 +110,11 @@ class Answer:
             elif depth == 0:
                 count += 1
         return count + len(re.findall(r"\\pm(?![A-Za-z])", inner))
+
+    @property
+    def is_time(self) -> bool:
+        """Whether it is one of day, "12:30", which the library takes for a fraction."""
+        return _TIME.fullmatch(self.text) is not None
 
     @cached_property
     def relations(self) -> int:
@@ -205,6 +211,8 @@ def is_one_answer(answer: Answer, reference: Answer) -> bool:
         return False
     if not _has_no_words(answer):
         return False
+    if reference.items == 1 and answer.text.startswith("\\{") and not reference.text.startswith("\\{"):
+        return False  # a set of one is not the one
     if answer.relations > reference.relations and not _is_named(answer, reference):
         return False
     return answer.is_plain or not reference.is_plain

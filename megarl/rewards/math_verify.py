@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.evaluation.answers import last_boxed
 from megarl.isolation.launch import Isolation
+from megarl.rewards.deadline import seconds_left
 from megarl.rewards.latex_number import same_number
 from megarl.rewards.math_answer import Answer, answer_from, is_one_answer, is_readable, last_value
 from megarl.rewards.outsiders import check_outsiders, outsider, score_of
@@ -98,7 +99,7 @@ def math_verify(
     if not loose and (known := _without_library(answer, reference)) is not None:
         return float(known)
     asked = {"reference": reference.text, "response": answer.text}
-    return score_of(_process(isolation).ask(asked, timeout=timeout)) or 0.0
+    return score_of(_process(isolation).ask(asked, timeout=min(timeout, seconds_left() / 2))) or 0.0
 
 
 def _without_library(answer: Answer, reference: Answer) -> bool | None:
@@ -107,6 +108,8 @@ def _without_library(answer: Answer, reference: Answer) -> bool | None:
         return True
     if reference.number is not None:
         return answer.number is not None and same_number(answer.number, reference.number)
+    if reference.is_time:
+        return False
     if reference.words is not None:
         return answer.words is not None and answer.words.casefold() == reference.words.casefold()
     return None if is_one_answer(answer, reference) else False

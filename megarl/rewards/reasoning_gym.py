@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from megarl.isolation.launch import Isolation
+from megarl.rewards.deadline import seconds_left
 from megarl.rewards.outsiders import check_outsiders, outsider, score_of
 from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.registry import register
@@ -87,7 +88,7 @@ def reasoning_gym_score(
     if (compared := _compared(response, row)) is not None:
         return compared
     columns = {key: row[key] for key in COLUMNS}
-    said = _process(isolation).ask({"row": columns, "response": response}, timeout=timeout)
+    said = _process(isolation).ask({"row": columns, "response": response}, timeout=min(timeout, seconds_left() / 2))
     score = score_of(said)
     if score is None and isinstance(said, dict) and said.get("raised") is True:
         _check_row(row, isolation=isolation)  # whose fault it is: the response has no part in this

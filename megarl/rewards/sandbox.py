@@ -187,14 +187,21 @@ def _run(words: list[str], program: int, stdin: int, limits: Limits, *more: int)
 
 
 def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bool]:
-    """All that the streams give until their ends, or until one gives too much or the time is over."""
+    """All that the streams give until their ends, or until one gives too much or the time is over.
+
+    At the end of the last one, the report, all processes have ended; a descriptor may be on its way to nobody.
+    """
     contents = [bytearray() for _ in streams]
     deadline = time.monotonic() + limits.wall + GRACE
     with selectors.DefaultSelector() as selector:
         for stream, content in zip(streams, contents, strict=True):
             selector.register(stream, selectors.EVENT_READ, content)
         while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
+            over = streams[-1] not in [key.fileobj for key in selector.get_map().values()]
+            ready = selector.select(0 if over else left)
+            if over and not ready:  # who holds a stream open is no process any more
+                break
+            for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
                 if not data:
                     selector.unregister(key.fileobj)

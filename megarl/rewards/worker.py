@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from megarl.processes import STOP_SIGNALS, adopt_orphans, die_with_parent
 from megarl.rewards.call import Caller
+from megarl.rewards.deadline import ends_within
 from megarl.rewards.judge import (
     Judged,
     NoScore,
@@ -112,15 +113,16 @@ class _Worker:
         """Calls of one plain function, or one call of a function of lists."""
         numbers, task = [number for number, _, _ in calls], calls[0][1]
         caller, together = self._callers[task], False
-        if self._tasks[task].kind == "batch":
-            try:
-                found = caller.many(*zip(*(pickle.loads(payload) for _, _, payload in calls), strict=True))
-            except NoScore as e:
-                found = [Judged(wrong=str(e))] * len(calls)
-            except BaseException as e:
-                found, together = [judged_error(e)] * len(calls), True
-        else:
-            found = [judged(lambda: caller.one(*pickle.loads(calls[0][2])), BaseException)]
+        with ends_within(self._timeout):
+            if self._tasks[task].kind == "batch":
+                try:
+                    found = caller.many(*zip(*(pickle.loads(payload) for _, _, payload in calls), strict=True))
+                except NoScore as e:
+                    found = [Judged(wrong=str(e))] * len(calls)
+                except BaseException as e:
+                    found, together = [judged_error(e)] * len(calls), True
+            else:
+                found = [judged(lambda: caller.one(*pickle.loads(calls[0][2])), BaseException)]
         if os.getpid() != self._pid:  # a child that the function forked has come back out of it
             os._exit(0)
         results = [[number, asdict(one)] for number, one in zip(numbers, found, strict=True)]

@@ -6,6 +6,7 @@ Only the reading of LaTeX is used: what math-verify does with other text ends in
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 _OF_EACH_KIND = (
@@ -20,6 +21,10 @@ _OF_EACH_KIND = (
 """What the library builds when it first reads a kind of answer, up to 0.4 s each, it builds before anyone waits."""
 
 
+_LETTER = re.compile(
+    r"\\(?:begin|end|text|mathrm|textbf|textit|textrm|mathbf|mathbb|mbox|operatorname)\s*\{[^{}]*\}|\\(?:[A-Za-z]+|.)|"
+    r"(?P<letter>[A-Za-z])"
+)
 _DECIMALS = 6  # that the library compares
 _MOST_DECIMALS = 100
 
@@ -38,13 +43,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     from math_verify import verify
 
     try:
-        reference, response = _read(request["reference"]), _read(request["response"])
+        reference, response = map(_read, _told_apart(request["reference"], request["response"]))
         equal = verify(reference, response, timeout_seconds=None)
         if equal and (digits := _decimals(reference, response)) > _DECIMALS:
             equal = verify(reference, response, digits, digits + 9, timeout_seconds=None)
         return {"score": float(bool(equal))}
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
         return {"score": 0.0}
+
+
+def _told_apart(*texts: str) -> list[str]:
+    """The texts with another letter for each capital that stands beside its small one: to the library they are one."""
+    letters = [{found["letter"] for found in _LETTER.finditer(text)} - {None} for text in texts]
+    capitals = {one for of_text in letters for one in of_text if one.isupper() and one.lower() in of_text}
+    free = sorted(set("abcghjklmnopqrstuvwxyz") - {one.lower() for of_text in letters for one in of_text})
+    if len(capitals) > len(free):
+        raise ValueError("more letters than there are")
+    others = dict(zip(sorted(capitals), free, strict=False))
+    return [_LETTER.sub(lambda found: others.get(found[0], found[0]), text) for text in texts]
 
 
 def _decimals(*read: list[Any]) -> int:
