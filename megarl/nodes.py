@@ -82,6 +82,7 @@ class Nodes:
         self._next_look = time.monotonic() + LOOK_SECONDS
         try:
             if self._store.check([_FAILED]):
+                self._say_heard()
                 return int(self._store.get(_FAILED))
             self._give_sign()
         except DistError:
@@ -96,6 +97,7 @@ class Nodes:
         """Tell the other nodes."""
         with suppress(DistError):
             self._store.set(_FAILED, str(code))
+            self._say_heard()
 
     def leave(self, code: int, seconds: float) -> None:
         """The first node leaves last: its launcher keeps the store, in which the others look for failures.
@@ -205,12 +207,14 @@ class Nodes:
             if new != count or self._store.check([f"megarl/left/{number}"]):
                 self._signs[number] = (new, now)
 
+    def _say_heard(self) -> None:
+        self._store.set(f"megarl/heard/{self._node.node_rank}", "")
+
     def _have_last_word(self) -> None:
-        """Of a job that failed: nodes that neither leave nor give a sign are gone, and all that are left say so."""
-        before = {number: count for number, (count, _) in self._signs.items()}
-        self._give_sign()
-        left = {number for number in before if self._store.check([f"megarl/left/{number}"])}
-        gone = [number for number, (count, _) in self._signs.items() if count == before[number] and number not in left]
+        """Of a job that failed: nodes that have not heard of it by now are gone, and all that are left say so."""
+        failed = self._store.check([_FAILED])  # else it was stopped
+        heard = {number for number in self._hosts if self._store.check([f"megarl/heard/{number}"])}
+        gone = sorted(self._hosts.keys() - heard) if failed else []
         text = self._gone(gone) if gone else ""
         self._store.set(_LAST_WORD, text)
         if text and not self._said_gone:

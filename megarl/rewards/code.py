@@ -184,7 +184,8 @@ def _until(
     Once more if it was killed from outside, where no limit was reached: the response may be right. Whoever killed the
     second one as well, it was not a right response.
     """
-    outcome, passed = Outcome(stdout="", stderr="", ended="time", exit_code=None, seconds=0.0, cpu_seconds=None), []
+    outcome = Outcome(stdout="", stderr="", ended="time", exit_code=None, seconds=0.0, cpu_seconds=None)
+    passed: list[bool] = []
     for _ in range(2):
         left = end - time.monotonic()
         if left <= 0:
