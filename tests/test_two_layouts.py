@@ -261,3 +261,44 @@ def test_a_plan_of_another_layout_is_refused(ranks: Ranks) -> None:
         for text in refusals.values():
             assert "planned for TP2 x PP1 x DP2, and the RewardModel has TP1 x PP1 x DP4" in text
             assert "pass what its own plan(batch) gives" in text
+
+
+def _copied(pair: Pair) -> tuple[bool, torch.Tensor, torch.Tensor, int, int]:
+    """Whether weights that went into another layout and back are the same bits; what both models say; elements that
+    this rank was sent for the first of these copies, and those that it wanted."""
+    import torch.distributed as dist
+
+    from megarl.models.tensors import logical_tensors, volume
+
+    sent, send = 0, dist.all_to_all_single
+
+    def counted(received: torch.Tensor, *rest: Any, **named: Any) -> None:
+        nonlocal sent
+        sent += len(received)
+        send(received, *rest, **named)
+
+    with actor_in(pair.actor, pair.arch, lr=3e-3) as actor:
+        other, back = (beside(actor, case, pair.arch, role="Actor", lr=3e-3) for case in (pair.critic, pair.actor))
+        for model in (actor, other, back):
+            _step(model)  # away from what all begin with
+        dist.all_to_all_single = counted
+        try:
+            other.copy_from(actor)
+        finally:
+            dist.all_to_all_single = send
+        both = _outputs(actor), _outputs(other)
+        wanted = sum(volume(p.box) for p in other.placements() if p.tensor in logical_tensors(pair.arch))
+        _step(back)
+        back.copy_from(other)
+        actor.gather_parameters()
+        back.gather_parameters()
+        same = all(torch.equal(p, back.parameters()[name]) for name, p in actor.parameters().items())
+        return same, *both, sent, wanted
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_a_copy_into_another_layout_sends_each_rank_what_it_wants(ranks: Ranks, pair: Pair) -> None:
+    """Not the whole model to every rank."""
+    for same, ours, theirs, sent, wanted in ranks.run(4, _copied, pair):
+        assert same and sent == wanted
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)

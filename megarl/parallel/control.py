@@ -68,6 +68,19 @@ def sum_(control: dist.ProcessGroup, values: Tensor, what: str) -> Tensor:
     return values
 
 
+def exchange(control: dist.ProcessGroup, parts: list[Tensor], sizes: list[int], what: str) -> list[Tensor]:
+    """A CPU tensor for each rank, in rank order, from each rank.
+
+    Args:
+        parts: of one axis and float32.
+        sizes: elements that each rank gives this one.
+    """
+    received = torch.empty(sum(sizes))
+    with watch_of(control).waiting(what):
+        dist.all_to_all_single(received, torch.cat(parts), sizes, [len(part) for part in parts], group=control)
+    return list(received.split(sizes))
+
+
 def maximum_(control: dist.ProcessGroup, values: Tensor, what: str) -> Tensor:
     """The largest of the ranks' elements of a CPU tensor, in place."""
     with watch_of(control).waiting(what):

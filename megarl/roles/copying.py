@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from megarl.models.fill import local_view
 from megarl.models.placements import Placement
-from megarl.models.tensors import OUTPUT, SCORE, Box, logical_tensors
-from megarl.parallel.control import maximum_
+from megarl.models.tensors import OUTPUT, SCORE, Box, intersect, logical_tensors, relative, volume
+from megarl.parallel.control import exchange
 
 if TYPE_CHECKING:
     from megarl.roles.model import MegatronModel
@@ -24,25 +25,33 @@ _OUTPUTS = {OUTPUT, SCORE}
 def copy_weights(source: MegatronModel, target: MegatronModel) -> None:
     """Copy every tensor that both have; an output layer of another form stays as it is. Every rank calls it.
 
-    In another layout one tensor after the other is put together on the host of every rank.
+    In another layout each rank is sent what it wants of one tensor after the other, over the hosts.
     """
     theirs, ours = logical_tensors(source.arch), logical_tensors(target.arch)
     assert ours.keys() - theirs.keys() <= _OUTPUTS, f"{sorted(ours.keys() - theirs.keys())} would stay as they are"
     if source.groups.train == target.groups.train:
         copy_boxes(source.parameters(), source.placements(), target.parameters(), target.placements())
         return
-    held, wanted = _by_tensor(source), _by_tensor(target)
-    read, written = source.parameters(), target.parameters()
-    for name, tensor in theirs.items():
-        if name not in ours:
-            continue
-        whole = torch.full(tensor.shape, -torch.inf)  # float32 holds every type of weight exactly
-        for place in held[name]:
-            _part(whole, place.box).copy_(local_view(read[place.param], place))
-        # ranks that hold the same part hold the same values
-        maximum_(source.groups.control, whole, "the weights of another model")
-        for place in wanted[name]:
-            local_view(written[place.param], place).copy_(_part(whole, place.box))
+    world = range(source.groups.train.world_size)
+    held, wanted = ([_by_tensor(model.placements(rank)) for rank in world] for model in (source, target))
+    read, written, rank = source.parameters(), target.parameters(), source.groups.rank
+    for name in [name for name in theirs if name in ours]:
+        moves = list(_moves([of[name] for of in held], [of[name] for of in wanted]))
+        parts: list[list[Tensor]] = [[torch.empty(0)] for _ in world]
+        sizes = [0 for _ in world]
+        for move in moves:
+            if move.giver == rank:
+                parts[move.taker].append(_part(read, move.held, move.box).reshape(-1).float().cpu())
+            if move.taker == rank:
+                sizes[move.giver] += volume(move.box)
+        given = [torch.cat(of) for of in parts]
+        received = exchange(source.groups.control, given, sizes, "the weights of another model")
+        for move in moves:
+            if move.taker == rank:
+                size = volume(move.box)
+                content, received[move.giver] = received[move.giver][:size], received[move.giver][size:]
+                part = _part(written, move.wanted, move.box)
+                part.copy_(content.view(part.shape))
 
 
 @torch.no_grad()
@@ -60,12 +69,41 @@ def copy_boxes(
             assert place.tensor in _OUTPUTS, f"{place.tensor} would stay as it is"
 
 
-def _by_tensor(model: MegatronModel) -> dict[str, list[Placement]]:
-    found: dict[str, list[Placement]] = defaultdict(list)
-    for place in model.placements():
+@dataclass(frozen=True, kw_only=True)
+class _Move:
+    """A box that one rank gives another, or itself."""
+
+    giver: int
+    taker: int
+    held: Placement
+    wanted: Placement
+    box: Box
+
+
+def _moves(held: list[list[Placement]], wanted: list[list[Placement]]) -> Iterator[_Move]:
+    """What brings each part of a tensor to those who want it, in the same order on every rank.
+
+    Args:
+        held, wanted: by rank.
+    """
+    holders: dict[Box, dict[int, Placement]] = defaultdict(dict)  # two boxes are the same or disjoint
+    for rank, places in enumerate(held):
+        for place in places:
+            holders[place.box].setdefault(rank, place)
+    for taker, places in enumerate(wanted):
+        for place in places:
+            for box, of_rank in holders.items():
+                if (part := intersect(box, place.box)) is not None:
+                    giver = taker if taker in of_rank else list(of_rank)[taker % len(of_rank)]
+                    yield _Move(giver=giver, taker=taker, held=of_rank[giver], wanted=place, box=part)
+
+
+def _by_tensor(placements: Iterable[Placement]) -> defaultdict[str, list[Placement]]:
+    found: defaultdict[str, list[Placement]] = defaultdict(list)
+    for place in placements:
         found[place.tensor].append(place)
     return found
 
 
-def _part(whole: Tensor, box: Box) -> Tensor:
-    return whole[tuple(slice(*ends) for ends in box)]
+def _part(parameters: Mapping[str, Tensor], place: Placement, box: Box) -> Tensor:
+    return local_view(parameters[place.param], place)[tuple(slice(*ends) for ends in relative(box, place.box))]

@@ -113,13 +113,10 @@ class MegatronModel:
         copy_weights(other, self)
         self._rewritten()
 
-    def placements(self) -> list[Any]:
-        """Where this rank holds what, in the names of `parameters()`."""
-        return list(
-            training_placements(
-                self.arch, self.groups.train, self.groups.rank, transformer_engine=self.transformer_engine
-            )
-        )
+    def placements(self, rank: int | None = None) -> list[Any]:
+        """Where a rank holds what, this one by default, in the names of `parameters()`."""
+        rank = self.groups.rank if rank is None else rank
+        return list(training_placements(self.arch, self.groups.train, rank, transformer_engine=self.transformer_engine))
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters by placement name."""
