@@ -14,7 +14,7 @@ from tiny_run import ROOT, metrics_of, write_run
 import megarl
 
 ALONE = """
-import json, sys
+import gc, json, sys
 import megarl
 config, other = sys.argv[1:]
 seen = []
@@ -24,7 +24,12 @@ try:  # a run that fails leaves room for the next one
 except Exception as e:
     seen.append(type(e).__name__)
 config = megarl.load_config(config)
-last = megarl.train(config, reward=length, callbacks=[lambda loop, step, row: seen.append((loop, step))])
+held = []
+def tell(loop, step, row):
+    seen.append((loop, step))
+    held.append(sum(type(one) is dict and "reward/mean" in one for one in gc.get_objects()))
+last = megarl.train(config, reward=length, callbacks=[tell])
+assert held[2] <= held[1], f"rows of all steps are kept: {held}"
 again = megarl.train(config, reward=length)  # nothing is left to do
 print(json.dumps([seen, last["reward/mean"], again]))
 """

@@ -19,6 +19,8 @@ def test_the_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"  ok      torch: {version('torch')}" in lines
     for name in ("wandb", "mlflow", "prometheus"):  # tools of the tests; of MLflow the smaller package
         assert any(line.startswith("  ok") and line.endswith(f"trainer.logger=[{name}]") for line in lines), lines
+    memory = next(line for line in lines if "memory of programs: " in line)
+    assert "a control group holds each to its limit" in memory or "what it keeps in /tmp comes on top" in memory
     marks = {line[2:10].strip() for line in lines if line.startswith("  ") and not line.startswith("          ")}
     assert marks <= {"ok", "-"}
 

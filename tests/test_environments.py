@@ -76,10 +76,10 @@ def test_a_response_of_opening_tags_takes_no_time(tool: Any) -> None:
 
 
 def test_the_python_tool_runs_programs() -> None:
-    tool = PythonTool(answer="[{output}]", wall=2.0)
+    tool, brief = (PythonTool(answer="[{output}]", wall=wall) for wall in (300.0, 5.0))
     assert tool.step("<python>\nfor i in range(3):\n    print(i * i)\n</python>").observation == "[0\n1\n4]"
     assert tool.step("<python>1/0</python>").observation == "[ZeroDivisionError: division by zero]"
-    assert tool.step("<python>print(1, flush=True)\nwhile True: pass</python>").observation == "[1\nerror: time]"
+    assert brief.step("<python>print(1, flush=True)\nwhile True: pass</python>").observation == "[1\nerror: time]"
     assert tool.step("the answer is 4") == Turn(done=True)
 
 

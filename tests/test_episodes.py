@@ -227,7 +227,7 @@ def test_an_opening_becomes_part_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("hangs", "environment: step took longer than environment.timeout = 0.5 s; row data:1, turn 2"),
+        ("hangs", "environment: step took longer than environment.timeout = 5 s; row data:1, turn 2"),
         ("raises", "environment: step raised KeyError: 'gone'; row data:1, turn 2\n"),
         ("leaves", "environment: step raised SystemExit: 1; row data:1, turn 2\n"),
         ("no Turn", "environment: step returned 'x', and no Turn; row data:1, turn 2"),
@@ -241,7 +241,7 @@ def test_an_environment_that_fails_costs_its_episode_alone(how: str, said: str) 
     rows = [{"turns": 3}, {"turns": 3, "fails": how}, {"turns": 3}]
     brief = replace(PARAMS, stop_token_ids=tuple(range(0, VOCAB, 4)))
     want = play(rollouts_of([{"turns": 3}] * 3), params=brief)
-    got = play(rollouts_of(rows), timeout=0.5 if how == "hangs" else 300, params=brief)
+    got = play(rollouts_of(rows), timeout=5 if how == "hangs" else 300, params=brief)
     assert what_was_said({i: got[i] for i in (0, 2)}) == what_was_said({i: want[i] for i in (0, 2)})
     assert str(got[1].episode.error).startswith(said) and got[1].reward is None
 
@@ -250,7 +250,7 @@ def test_an_environment_that_fails_costs_its_episode_alone(how: str, said: str) 
     ("how", "said"),
     [
         ("raises", "environment: reset raised KeyError: 'task'; row data:0, turn 0\n"),
-        ("hangs", "environment: reset took longer than environment.timeout = 0.5 s; row data:0, turn 0"),
+        ("hangs", "environment: reset took longer than environment.timeout = 5 s; row data:0, turn 0"),
         ("array", "environment: reset observed array([1, 2]), which is neither text nor token ids; row data:0, turn 0"),
     ],
 )
@@ -266,7 +266,7 @@ def test_an_environment_whose_reset_fails_is_closed(how: str, said: str) -> None
         def close(self) -> None:
             closed.append(how)
 
-    source = source_of(rollouts_of([{}]), timeout=0.5)
+    source = source_of(rollouts_of([{}]), timeout=5 if how == "hangs" else 300)
     source._make = Taken
     serve(engine_of(ARCH, max_model_len=LENGTH), source, Channel(None))
     over.set()
