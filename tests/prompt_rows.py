@@ -72,5 +72,5 @@ def start_reader(tokenizer: str, files: list[str], **keys: Any) -> subprocess.Po
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, Any, str]:
     """Exit code, what it found, and what it said."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=500)
     return process.returncode, json.loads(out) if out else None, err

@@ -53,7 +53,7 @@ megarl.train(sys.argv[1], ["warmup.total_training_steps=2", "warmup.train_batch_
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -305,10 +305,10 @@ def test_the_process_of_a_template(folder: str) -> None:
         "t.encode_chat([{'role': 'user', 'content': '?'}]); print(psutil.Process().children()[0].pid, flush=True);"
         f"os.kill(os.getpid(), {int(signal.SIGKILL)})"
     )
-    ended = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, timeout=500)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     pid = int(ended.stdout)
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=60)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=500)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 

@@ -386,7 +386,7 @@ def test_a_disk_that_is_full_in_any_file_is_said_as_such(ranks: Ranks, tmp_path:
 
 def test_a_full_disk_fails_the_save_and_not_the_run(ranks: Ranks, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 4096) as disk:
-        first, second = ranks.run(2, _full_disk, str(disk), timeout=120)
+        first, second = ranks.run(2, _full_disk, str(disk), timeout=500)
         assert first == second
         assert re.fullmatch(
             rf"global_step_2 could not be saved in '{disk}/checkpoints': \[Errno 28\] No space left on device"

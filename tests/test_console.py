@@ -33,7 +33,7 @@ def test_a_run_goes_on_when_its_output_cannot_be_written(tmp_path: Path, by: str
             stdout=nowhere,
             stderr=nowhere if lost == "both" else subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=500,
         )
     finally:
         os.close(write)
@@ -50,7 +50,7 @@ def test_a_run_without_streams_writes_its_files_alone(tmp_path: Path) -> None:
     """A file that is opened where stdout was would take what libraries print."""
     config = write_run(tmp_path, trainer__save_freq=2, trainer__logger=["console", "jsonl"])
     closed = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash"]
-    done = subprocess.run([*closed, *COMMAND, "train", str(config)], env=ENVIRONMENT, timeout=120)
+    done = subprocess.run([*closed, *COMMAND, "train", str(config)], env=ENVIRONMENT, timeout=500)
     assert done.returncode == 0 and len(metrics_of(tmp_path)) == 3
     assert (tmp_path / "run" / "checkpoints" / "global_step_2").is_dir()
 

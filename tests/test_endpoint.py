@@ -382,7 +382,7 @@ def test_a_request_that_was_given_up_is_not_trained_on(
 def test_nonsense_is_answered_in_openais_form(folder: Path) -> None:
     def ask(url: str, body: bytes | None) -> tuple[int, Any]:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data=body), timeout=60) as answer:
+            with urllib.request.urlopen(urllib.request.Request(url, data=body), timeout=500) as answer:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as e:
             return e.code, json.loads(e.read())["error"]["message"]
@@ -430,7 +430,7 @@ def test_strangers_take_no_room(folder: Path, capfd: pytest.CaptureFixture[str])
         for number, stranger in enumerate(strangers):
             with suppress(OSError):  # it was turned away for a later one
                 stranger.sendall(NONSENSE[number % len(NONSENSE)])
-        with urllib.request.urlopen(f"{base_url}/models", timeout=60) as answer:
+        with urllib.request.urlopen(f"{base_url}/models", timeout=500) as answer:
             assert json.loads(answer.read())["data"][0]["id"] == "policy"
         mine = psutil.Process().net_connections("tcp")
         open_still = [c for c in mine if c.laddr.port == port and c.status in ("ESTABLISHED", "CLOSE_WAIT")]

@@ -29,7 +29,7 @@ def run(script: str, *args: str, **environment: str) -> subprocess.CompletedProc
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
     )
 
@@ -163,7 +163,7 @@ def test_of_two_starts_at_once_one_installs(tmp_path: Path) -> None:
         for start in starts:
             assert start.stdout is not None
             assert start.stdout.readline() == "megarl: another start makes .venv; waiting for it\n"
-    first, second = sorted((start.communicate(timeout=60)[0] for start in starts), key=len, reverse=True)
+    first, second = sorted((start.communicate(timeout=500)[0] for start in starts), key=len, reverse=True)
     python = f"{tmp_path}/.venv/bin/python\n"
     assert first.endswith(f"megarl: installing megarl\n{python}") and second == python
     said = (tmp_path / "said").read_text().split()

@@ -37,7 +37,7 @@ def endpoint() -> Iterator[str]:
         end = time.monotonic() + 120
         while True:
             try:
-                socket.create_connection(("127.0.0.1", port), timeout=60).close()
+                socket.create_connection(("127.0.0.1", port), timeout=500).close()
                 break
             except OSError:
                 assert time.monotonic() < end and server.poll() is None

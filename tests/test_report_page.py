@@ -329,7 +329,7 @@ def test_a_hundred_thousand_rollouts_open_and_filter(browser: Any, tmp_path: Pat
 
 def asked(address: str, host: str | None = None) -> bytes:
     request = urllib.request.Request(address, headers={"Host": host} if host else {})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=500) as answer:
         content: bytes = answer.read()
     return content
 
@@ -352,7 +352,7 @@ def live(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         assert re.fullmatch(rf"http://127\.0\.0\.1:{port}/[\w-]{{32}}/  \(Ctrl-C ends it\)\n", line)
         yield run, line.split()[0]
         server.send_signal(signal.SIGINT)
-        out, err = server.communicate(timeout=120)
+        out, err = server.communicate(timeout=500)
         assert (server.returncode, out, err) == (0, "", "")
     finally:
         server.kill()

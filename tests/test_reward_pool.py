@@ -280,7 +280,7 @@ def test_a_killed_worker_is_replaced(file: str) -> None:
 
 def test_what_a_verifier_leaves_behind_ends_with_its_worker(file: str, tmp_path: Path) -> None:
     note = tmp_path / "children"
-    with pool_of(name=f"{file}:leaves_a_child", timeout=2) as pool:
+    with pool_of(name=f"{file}:leaves_a_child", timeout=5) as pool:
         assert results(pool, ["is well", "hangs"], {"note": str(note)}) == [1.0, LATE]
         left = [int(pid) for pid in note.read_text().split()]
         assert len(left) == 2
@@ -423,7 +423,7 @@ def test_no_worker_outlives_its_rank(file: str, tmp_path: Path, how: signal.Sign
 def test_lists_of_responses(file: str, tmp_path: Path) -> None:
     """A list that fails is tried again one by one, so that nobody fails for the company it was in."""
     note = {"note": str(tmp_path / "sizes")}
-    with pool_of(1, name=f"{file}:lists", batch_size=4, timeout=2) as pool:
+    with pool_of(1, name=f"{file}:lists", batch_size=4, timeout=5) as pool:
         assert results(pool, ["a"] * 9, note) == [pytest.approx(1 + i / 100) for i in range(9)]
         sizes = [int(size) for size in Path(note["note"]).read_text().split()]
         assert sum(sizes) == 9 and max(sizes) == 4 and len(sizes) <= 4
@@ -445,7 +445,7 @@ def test_hundreds_of_coroutines_at_once(file: str) -> None:
 
 @pytest.mark.slow
 def test_each_coroutine_has_its_own_deadline(file: str) -> None:
-    with pool_of(1, name=f"{file}:asks", timeout=2) as pool:
+    with pool_of(1, name=f"{file}:asks", timeout=5) as pool:
         found = results(pool, ["hangs", "a", "raises", "swallows", "bb"])
         assert found == [LATE, 1, "raised KeyError: 'no'", LATE, 2]
         submit(pool, ["hangs"])

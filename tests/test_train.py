@@ -73,7 +73,7 @@ def test_a_job_of_two_nodes_trains_as_one_node_does(tmp_path: Path, ranks: Ranks
     ]
     try:
         for launcher in launchers:
-            out, _ = launcher.communicate(timeout=120)
+            out, _ = launcher.communicate(timeout=500)
             assert launcher.returncode == 0, out
     finally:
         for launcher in launchers:
@@ -104,7 +104,7 @@ def test_a_node_that_dies_in_training_is_named_without_tracebacks(tmp_path: Path
             assert all(launcher.poll() is None for launcher in launchers)
             time.sleep(0.1)
         launchers[1].kill()
-        _, said = launchers[0].communicate(timeout=120)
+        _, said = launchers[0].communicate(timeout=500)
     finally:
         for launcher in launchers:
             launcher.kill()
