@@ -178,10 +178,13 @@ def launcher_of(node: Node, code: str, *, minutes: float = 1.0) -> subprocess.Po
 def two_nodes(first: Node, second: Node, code: str = "") -> list[tuple[int, str]]:
     """Exit code and what each said, of two launchers that meet on this host."""
     launchers = [launcher_of(node, code) for node in (first, second)]
-    said = [launcher.communicate(timeout=500)[1].splitlines(keepends=True) for launcher in launchers]
-    waiting = "megarl: waiting for "  # which a busy machine may say
-    texts = ["".join(line for line in lines if not line.startswith(waiting)) for lines in said]
-    return [(launcher.returncode, text) for launcher, text in zip(launchers, texts, strict=True)]
+    return [end_of(launcher) for launcher in launchers]
+
+
+def end_of(launcher: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and what it said, but for what a busy machine may make it say."""
+    lines = launcher.communicate(timeout=500)[1].splitlines(keepends=True)
+    return launcher.returncode, "".join(line for line in lines if not line.startswith("megarl: waiting for "))
 
 
 def test_the_store_of_one_node_is_a_file_that_no_other_user_can_open(tmp_path: Path) -> None:
@@ -279,23 +282,19 @@ def test_a_node_that_dies_is_named(tmp_path: Path) -> None:
     launchers[1].kill()
     launchers[1].communicate()
     (tmp_path / "killed").touch()
-    _, said = launchers[0].communicate(timeout=500)
-    assert launchers[0].returncode == 1
-    assert said == f"megarl: node 1 of 2 (on {HOST}) is gone: its launcher gives no sign of life\n"
+    assert end_of(launchers[0]) == (1, f"megarl: node 1 of 2 (on {HOST}) is gone: its launcher gives no sign of life\n")
 
 
 def test_the_first_node_dies(tmp_path: Path) -> None:
-    port, there = free_port(), tmp_path / "there"
     code = (
         "import os, time\nfrom megarl.processes import die_with_parent\ndie_with_parent()\n"
-        f"if os.environ['RANK'] == '1': open({str(there)!r}, 'w').close()\ntime.sleep(100)"
+        f"open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w').close()\ntime.sleep(100)"
     )
-    first = Node(nproc=1, nnodes=2, master_port=port)
+    first = Node(nproc=1, nnodes=2, master_port=free_port())
     launchers = [launcher_of(node, code) for node in (first, replace(first, node_rank=1))]
-    while not there.exists():
+    while len(os.listdir(tmp_path)) < 2:
         time.sleep(0.05)
     launchers[0].kill()
     launchers[0].communicate()
-    _, said = launchers[1].communicate(timeout=500)
-    assert launchers[1].returncode == 1
-    assert said == f"megarl: node 0 of 2 (on {HOST}) is gone: the launcher of node 0 no longer answers\n"
+    gone = f"megarl: node 0 of 2 (on {HOST}) is gone: the launcher of node 0 no longer answers\n"
+    assert end_of(launchers[1]) == (1, gone)
