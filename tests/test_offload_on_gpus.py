@@ -21,6 +21,8 @@ from training_cases import (
     update,
 )
 
+from megarl.parallel.deterministic import deterministic
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 
 LARGER = replace(
@@ -128,12 +130,9 @@ def test_steps_with_every_mode_equal_those_without(ranks: Ranks) -> None:
 def _reproducible(case: Case) -> list[Any]:
     from test_offload import _train
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    with deterministic(True):
         seen: list[Any] = _train(case, ARCH, "bfloat16")["seen"]
         return seen
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def _checkpoint(case: Case) -> tuple[float, float]:
