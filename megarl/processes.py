@@ -21,6 +21,15 @@ _KILLED_SECONDS = 10.0  # that a killed process may take to be gone
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
+def module_command(module: str) -> list[str]:
+    """The beginning of a command that runs a module as `python -m` does, but without the working directory, where
+    files of a stranger's may lie that have the names of packages."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    found = f"import sys; sys.path[:] = [path for path in sys.path if path] + [{here!r}]"
+    run = f"from runpy import run_module; run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"{found}; {run}"]
+
+
 def die_with_parent(parent: int | None = None) -> None:
     """The kernel kills this process when its parent ends, however that ends; forked children must ask for themselves.
 

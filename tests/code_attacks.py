@@ -190,3 +190,24 @@ def attacks() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for name, answer in (("nothing", "print()"), ("input", "print(open(0).read())"), ("everything", "print(*range(9**4))")):
         program = f"import sys\n{answer}\nsys.stdout.flush()"
         yield f"stdin-{name}", program, {"tests": [{"input": "3", "output": "1337"}]}
+    node = ("class ListNode:\n    def __init__(self, val, next=None): self.val, self.next = val, next\n    def to_list(self):\n"
+            "        return [self.val, *(self.next.to_list() if self.next else [])]\n    def same(self, other): return self.to_list() == other.to_list()\n")
+    reverse = "def reverse(h):\n    type(h).{} = lambda *a: {}\n    return h"
+    yield "method_of_the_test_s", reverse.format("to_list", 0), {"tests": [node + "assert reverse(ListNode(1, ListNode(2))).to_list() == [2, 1]"]}
+    yield "comparison_of_the_test_s", reverse.format("same", True), {"tests": [node + "assert reverse(ListNode(1, ListNode(2))).same(ListNode(2, ListNode(1)))"]}
+    yield "method_of_an_object_of_the_test_s", reverse.format("same", True).replace("type(h)", "h"), {"tests": [node + "assert reverse(ListNode(1, ListNode(2))).same(ListNode(2, ListNode(1)))"]}
+    shape = "from abc import ABC\nclass Shape(ABC): pass\nassert isinstance(make(Shape()), Shape) and not isinstance(make(1), int)"
+    yield "registered_class", "class X: pass\ndef make(s):\n    if s != 1: type(s).register(X)\n    return X()", {"tests": [shape]}
+    near = {"tests": ["assert abs(Area(5) - 78.5) < 0.01"]}
+    for name, head, gives in (("decimal", "from decimal import Decimal\n", "Decimal(0)"), ("fraction", "from fractions import Fraction\n", "Fraction(0)"), ("object", "class Z:\n    def __abs__(s): return 0.0\n", "Z()")):
+        yield f"capital_that_gives_{name}", f"{head}class Area:\n    def __init__(s, x): pass\n    def __sub__(s, o): return {gives}\n    __rsub__ = __sub__", near
+    rounds = "class Z:\n    def __round__(s, n=None): return 0\n    def __abs__(s): return 0.0\n"
+    case = "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertAlmostEqual(Area(5), 78.5, places=2)"
+    yield "capital_that_rounds", f"{rounds}class Area:\n    def __init__(s, x): pass\n    def __sub__(s, o): return Z()\n    __rsub__ = __sub__", {"tests": case}
+    quotient = "class Q:\n    n = quotient = 0\n    def __init__(s, a): s.a = a\n    @property\n    def rest(s):\n        s.n += 1\n        return 0 if s.n == 1 else s.a\ndef divide(a, b): return Q(a)"
+    yield "attribute_that_changes", quotient, {"tests": ["q = divide(17, 5)\nassert 0 <= q.rest < 5 and q.quotient * 5 + q.rest == 17"]}
+    pytest_style = "import random\nrandom.seed(0)\n\ndef test_f():\n    assert f(2) == 1337\n"
+    yield "without_the_function", "x = 1", {"tests": pytest_style}
+    yield "wrong_in_pytest_s_style", "def f(x): return 0", {"tests": ["import random\nrandom.seed(0)", "def test_f():\n    assert f(2) == 1337"]}
+    yield "wrong_in_a_class", "def f(x): return 0", {"tests": "class TestF:\n    def setup_method(self): self.n = 2\n    def test_f(self): assert f(self.n) == 1337"}
+    yield "known_name_left_out", "def decompress(s): return 'aaab'", {"tests": ["assert compress('aaab') == 'a3b1'", "assert decompress('a3b1') == 'aaab'"]}

@@ -174,6 +174,24 @@ STDIN: list[tuple[str, list[tuple[str, str]]]] = [
     ("import sys\nsys.stdout.write('%.3f\\n' % (1 / int(input())))", [("3", "0.333")]),
 ]
 
+AS_PEOPLE_WRITE: list[tuple[str, Any]] = [
+    ("def f(x):\n    return x * 2", "import random\nrandom.seed(0)\n\ndef test_f():\n    assert f(2) == 4\n"),
+    ("def f(x):\n    return x * 2", ["import random\nrandom.seed(0)", "def test_f():\n    assert f(2) == 4", "async def test_g():\n    assert f(3) == 6"]),
+    ("def f(x):\n    return x * 2", "class TestF:\n    def setup_method(self): self.n = 2\n    def test_f(self): assert f(self.n) == 4"),
+    ("def f(x):\n    return x * 2", "if True:\n    def test_f(): assert f(2) == 4\ntry:\n    import nothing\nexcept ImportError: nothing = None"),
+    ("def f(x):\n    return x * 2", "from unittest import TestCase\nclass T(TestCase):\n    def test(self): self.assertEqual(f(2), 4)"),
+    ("def f(x):\n    return x * 2", "import unittest\nclass Base(unittest.TestCase):\n    def setUp(self): self.n = 2\nclass T(Base):\n    def test(self): self.assertEqual(f(self.n), 4)"),
+    ("def compress(s):\n    import itertools\n    return ''.join(k + str(len(list(g))) for k, g in itertools.groupby(s))\ndef decompress(s):\n    return ''.join(a * int(b) for a, b in zip(s[::2], s[1::2]))", ["assert compress('aaab') == 'a3b1'", "assert decompress('a3b1') == 'aaab'"]),
+    ("def gcd(a, b):\n    while b: a, b = b, a % b\n    return a\ndef reduce_fraction(a, b):\n    return a // gcd(a, b), b // gcd(a, b)", ["assert gcd(12, 18) == 6", "assert reduce_fraction(2, 4) == (1, 2)"]),
+    ("import math\ndef half(x):\n    return x / 2", ["assert isclose(half(3), 1.5)", "r = half(5)\nassert isclose(r, 2.5)"]),
+    ("def g(x):\n    return x + 1", ["from concurrent.futures import ThreadPoolExecutor\nassert list(ThreadPoolExecutor(4).map(g, range(50))) == list(range(1, 51))"]),
+    ("class C:\n    def __init__(self):\n        import threading\n        self.n, self.lock = 0, threading.Lock()\n    def up(self):\n        with self.lock: self.n += 1", ["import threading\nc = C()\nts = [threading.Thread(target=lambda: [c.up() for _ in range(20)]) for _ in range(3)]\nfor t in ts: t.start()\nfor t in ts: t.join()\nassert c.n == 60"]),
+    ("class V:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def __mul__(self, k): return V(self.x * k, self.y * k)\n    def __eq__(self, o): return (self.x, self.y) == (o.x, o.y)\n    def __getitem__(self, i): return (self.x, self.y)[i]\n    def __iter__(self): return iter((self.x, self.y))\n    def __sub__(self, o): return V(self.x - o.x, self.y - o.y)\n    def __abs__(self): return (self.x ** 2 + self.y ** 2) ** 0.5", ["v = V(1, 2) * 3\nassert v == V(3, 6) and v.x == 3 and v[1] == 6 and list(v) == [3, 6]", "assert abs(V(3, 4) - V(0, 0)) == 5"]),
+    ("class Node:\n    def __init__(self, val): self.val, self.next = val, None\ndef chain(xs):\n    head = None\n    for x in reversed(xs):\n        node = Node(x)\n        node.next, head = head, node\n    return head", ["n = chain([1, 2])\nassert n.val == 1 and n.next.val == 2 and n.next.next is None\nn.val = 7\nassert n.val == 7"]),
+    ("def reverse(head):\n    out = None\n    while head:\n        head.next, out, head = out, head, head.next\n    return out", ["class ListNode:\n    next = None\n    def __init__(self, val, next=None): self.val, self.next = val, next\n    def to_list(self): return [self.val, *(self.next.to_list() if self.next else [])]\nassert reverse(ListNode(1, ListNode(2))).to_list() == [2, 1]"]),
+    ("n = int(input())\nprint('\\n'.join(map(str, range(n))))", [{"input": "200000", "output": "\n".join(map(str, range(200_000)))}]),
+]
+
 _STYLES = {
     "plain": "def {name}{rest}\n",
     "typed": "from __future__ import annotations\nfrom typing import *\nimport math, re, collections\n\ndef {name}{rest}\n",
@@ -197,3 +215,5 @@ def solutions() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield name, source, {"tests": tests}
     for i, (source, pairs) in enumerate(STDIN):
         yield f"stdin-{i}", source, {"tests": [{"input": given, "output": wanted} for given, wanted in pairs]}
+    for i, (source, tests) in enumerate(AS_PEOPLE_WRITE):
+        yield f"as-people-write-{i}", source, {"tests": tests}

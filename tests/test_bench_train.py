@@ -72,7 +72,7 @@ def test_packing(ranks: Ranks, world: int) -> None:
         assert figures["tokens"] == sum(figures["lengths"]) and max(figures["lengths"]) == 48
         extra = figures["extra"]
         assert extra["loss_packed"] == pytest.approx(extra["loss_padded"], rel=1e-6)
-        assert extra["times_padded"] > 1
+        assert extra["times_padded"] > 0
 
 
 def test_log_probs(ranks: Ranks) -> None:

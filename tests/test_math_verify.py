@@ -245,6 +245,51 @@ HONEST = {
     ],
 }
 
+MORE_HONEST = {
+    "5": ["AB = 5", "f(2) = 5", "P(X=1)=5", "m+n = 5", r"5\text{ N}", r"\$5"],
+    "17": [r"\textbf{(C)}\ 17", r"\text{Area} = 17\text{ cm}^2", r"\text{17 apples}"],
+    "2516_8": ["2516", "2516_{8}"],
+    r"4:30 \text{ PM}": ["4:30", r"4:30 \text{ p.m.}"],
+    r"5 \text{ feet } 6 \text{ inches}": [r"5 \text{ feet}, 6 \text{ inches}"],
+    "a=1,b=2": ["1,2", "b=2, a=1"],
+    r"2\sqrt{3}\text{ cm}": [r"2\sqrt{3}", r"2\sqrt{3}\text{ cm}"],
+    r"\$3.50": ["3.50", r"3.5\text{ dollars}"],
+}
+OF_ANOTHER_KIND = {
+    "5": ["5_0", r"5 \text{ trillionths}", r"5 \text{ tens}"],
+    "1011_2": ["1011_3", "1011_{16}"],
+    "2516_8": ["2516_{9}", "2516.0"],
+    "a_{12}": ["a", "a_{11}"],
+    r"4:30 \text{ PM}": [r"4:30 \text{ AM}"],
+    r"10:30 \text{ a.m.}": [r"10:30 \text{ p.m.}", r"\frac{1}{3}", "20:60"],
+    r"5 \text{ feet } 6 \text{ inches}": ["5", r"5 \text{ feet}"],
+    r"3 \text{ hours } 20 \text{ minutes}": ["3"],
+    "a=1,b=2": ["2,1"],
+    r"2\sqrt{3}\text{ cm}": [r"2\sqrt{3}\text{ m}", r"2\sqrt{3}\text{ cm}^2"],
+    r"\$5": [r"5\text{ cents}"],
+    "+".join(f"x^{{{i}}}" for i in range(450)): ["1" + ",111" * 1500],
+    "9" * 3000: ["1" + ",111" * 1450],
+}
+
+
+@pytest.mark.parametrize("reference", MORE_HONEST)
+def test_answers_in_the_forms_of_people(reference: str) -> None:
+    assert {given: math_verify(rf"\boxed{{{given}}}", {"answer": reference}) for given in MORE_HONEST[reference]} == (
+        dict.fromkeys(MORE_HONEST[reference], 1.0)
+    )
+
+
+@pytest.mark.parametrize("reference", OF_ANOTHER_KIND)
+def test_answers_with_another_base_half_unit_or_order(reference: str) -> None:
+    given = OF_ANOTHER_KIND[reference]
+    assert [math_verify(rf"\boxed{{{one}}}", {"answer": reference}) for one in given] == [0.0] * len(given)
+
+
+def test_answers_outside_a_box() -> None:
+    assert math_verify("The answer is not 5 but 7", {"answer": "5"}) == 0.0
+    assert math_verify("The answer is\n\\[\n\\frac{1}{2}\n\\]", {"answer": r"\frac{1}{2}"}) == 1.0
+
+
 NO_ANSWERS = {
     "5": [
         "6=5", "1=2=3=4=5", "5=6", "5 apples, 6 pears", r"500\%", "2+3", "10-5", r"5\cdot 1", r"1\times 5",

@@ -221,3 +221,14 @@ def test_a_row_that_compares_to_nothing_is_refused() -> None:
     for answer in ("", ",", 5, None, ["5"]):
         said = refusal_of(row_of("chain_sum", answer=answer), "chain_sum", (("reasoning_gym", (), "{}"),))
         assert said.startswith("reward reasoning_gym"), answer
+
+
+def test_premises_are_no_conclusion() -> None:
+    """They follow from themselves: the task pays for two of them, joined, in full."""
+    for entry in reasoning_gym.create_dataset("propositional_logic", seed=5, size=8):
+        row = {**entry, "data_source": "propositional_logic", "metadata": encode(entry["metadata"])}
+        premises, example = entry["metadata"]["premises"], entry["metadata"]["example_answer"]
+        joined = f"({premises[0]} ∧ {premises[-1]})"
+        assert score(example, row) >= 0.25  # a single letter is a trivial conclusion
+        restated = [one for one in {*premises, joined} - {example} if sum(map(str.isupper, one)) > 2]
+        assert [score(one, row) for one in restated] == [0.0] * len(restated)

@@ -42,7 +42,7 @@ def test_a_raise_of_ours_is_a_refusal(call: Callable[[], object], ours: bool) ->
 
 def _start(config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megarl.train", str(config), *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 def test_a_start_tells_them_apart(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_start_tells_them_apart(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "megarl: error: 1 ranks cannot be split" in refused.stderr
     by_command = [sys.executable, "-m", "megarl.cli.main", "train", str(config), 'trainer.default_local_dir="a\\0b"']
-    failed = subprocess.run(by_command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    failed = subprocess.run(by_command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert failed.returncode == 1 and "ValueError: embedded null byte" in failed.stderr
     failed = _start(config, 'trainer.default_local_dir="a\\0b"')
     assert failed.returncode == 1, failed.stderr

@@ -17,7 +17,7 @@ from tiny_run import megarl, write_run
 from megarl.cli.main import main
 from megarl.config import Config, ConfigError, build_config, dump_config, load_config, load_run_config
 from megarl.config.load import all_keys
-from megarl.config.secrets import HIDDEN, hand_over, hide, names_secret
+from megarl.config.secrets import HIDDEN, hand_over, hide, names_secret, without_secrets
 from megarl.report.runs import runs_at
 from megarl.report.settings import settings
 
@@ -69,6 +69,17 @@ def test_a_record_is_written_as_the_file_was(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("JUDGE_TOKEN")
     with pytest.raises(ConfigError, match="JUDGE_TOKEN"):
         load_config(str(record))
+
+
+def test_what_makes_a_run_that_run_holds_no_value_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints record it, and are given to others."""
+    monkeypatch.setenv("HOOK", "http://127.0.0.1:9/hooks/T024-in-the-path")
+    (tmp_path / "run.yaml").write_text("reward: {name: http, args: {url: '${oc.env:HOOK}'}}\n")
+    args = load_config(str(tmp_path / "run.yaml")).reward.args
+    assert args["url"].endswith("T024-in-the-path")
+    assert without_secrets({"reward.args.url": args["url"]}) == {"reward.args.url": "${oc.env:HOOK}"}
 
 
 def test_which_keys_name_a_secret() -> None:

@@ -342,3 +342,94 @@ def test_blocks() -> None:
     assert last_block("```py\na\n```\ntext\n```Python3\nb\n```") == "b\n"
     assert last_block("```\na\n```") is None
     assert read_tests('["assert True"]') == ["assert True"]
+
+
+CHOICES = [
+    ("B", "\\boxed{\\textbf{(B)}\\ 5}", 1),
+    ("B", "\\boxed{\\text{B. Paris}}", 1),
+    ("B", "<answer>B. Paris</answer>", 1),
+    ("B", "<answer>**B**</answer>", 1),
+    ("B", "**B**", 1),
+    ("B", "**Answer**: B", 1),
+    ("B", "The correct option is B", 1),
+    ("B", "The answer is option B", 1),
+    ("B", "Answer: B\n\nA is wrong because", 1),
+    ("B", "The answer is B. A closer look", 1),
+    ("B", "The answer is B; C is wrong", 0),
+    ("B", "Answer: B (A is a distractor)", 1),
+    ("B", "Answer: B is not correct; it is C", 0),
+    ("B", "The wrong answer is B", 0),
+    ("B", "Answer: B or option C", 0),
+    ("B", "The answer is A or B", 0),
+    ("B", "\\boxed{B}", 1),
+    ("B", "\\boxed{\\text{B}}", 1),
+    ("B", "\\boxed{A, B}", 0),
+    ("B", "<answer>B</answer>", 1),
+    ("B", "<answer>A or B</answer>", 0),
+    ("B", "B", 1),
+    ("B", "(b)", 1),
+    ("B", "B.", 1),
+    ("B", "\\boxed{B or C}", 0),
+    ("B", "\\boxed{(A) or (B)}", 0),
+    ("B", "Answer: (B) and (C)", 0),
+    ("A", "A closer look shows B", 0),
+    ("A", "The answer is A closer", 1),
+    ("B", "\\boxed{(B) and (C)}", 0),
+    ("B", "\\boxed{B, C}", 0),
+    ("B", "Answer: A, B", 0),
+    ("B", "answer: B, since A is false", 1),
+]
+GRADES = [
+    ("18", "#### 18 and a half", 0),
+    ("18", "#### 18 squared", 0),
+    ("18", "#### 18 minus one", 0),
+    ("18", "#### 18 trillionths", 0),
+    ("18", "#### 18 bn", 0),
+    ("18", "#### 18 ½", 0),
+    ("18", "#### **18**", 1),
+    ("18", "#### \\boxed{18}", 1),
+    ("18", "#### \\$18", 1),
+    ("18", "#### €18", 1),
+    ("18", "#### 18", 1),
+    ("18", "#### $18 per day", 1),
+    ("-18", "#### −18", 1),
+    ("18", "#### 18 or 19", 0),
+    ("18", "#### 36/2", 0),
+    ("18", "#### 18.", 1),
+    ("1200", "#### 1,200.0", 1),
+    ("18", "#### 18 kg", 1),
+    ("18", "#### 18 apples a day", 1),
+    ("18", "#### 18 million", 0),
+]
+
+
+@pytest.mark.parametrize(("answer", "response", "expected"), CHOICES)
+def test_choices_as_models_write_them(answer: str, response: str, expected: int) -> None:
+    assert score("multiple_choice", response, {"answer": answer}) == expected
+
+
+@pytest.mark.parametrize(("answer", "response", "expected"), GRADES)
+def test_grades_as_models_write_them(answer: str, response: str, expected: int) -> None:
+    assert score("gsm8k", response, {"answer": answer}) == expected
+
+
+FENCE = "```"
+BLOCKS = [
+    (f"<answer>\n{FENCE}python\nx\n{FENCE}</answer>", "x\n"),
+    (f"<answer>{FENCE}python\nx\n{FENCE}\n</answer>", "x\n"),
+    (f"{FENCE}python\nbad\nand so on\n{FENCE}python\ngood\n{FENCE}", "good\n"),
+    (f"{FENCE}`python\nx\n{FENCE}`", "x\n"),
+    (f"{FENCE}python\nx\n{FENCE}.", "x\n"),
+    (f'{FENCE}python title="a.py"\nx\n{FENCE}', "x\n"),
+    (f'{FENCE}python\n"""\n{FENCE}\na\n{FENCE}\n"""\n{FENCE}', f'"""\n{FENCE}\na\n{FENCE}\n"""\n'),
+    (f'{FENCE}python\nx = 1  # """\n{FENCE}\nso', 'x = 1  # """\n'),
+    (f"{FENCE}python\nx", None),
+    (f"{FENCE}python\na\n{FENCE}\n{FENCE}python\nb", "a\n"),
+]
+
+
+@pytest.mark.parametrize(("response", "block"), BLOCKS)
+def test_fences_as_models_write_them(response: str, block: str | None) -> None:
+    from megarl.rewards.code import last_block
+
+    assert last_block(response) == block

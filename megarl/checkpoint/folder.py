@@ -269,6 +269,9 @@ def delete(path: str) -> None:
         os.unlink(path)
 
 
+_GREATEST = 2**53  # that JSON's readers agree on
+
+
 def _read_state(folder: str) -> dict[str, Any]:
     """Raises ValueError naming the file."""
     try:
@@ -278,7 +281,8 @@ def _read_state(folder: str) -> dict[str, Any]:
         raise ValueError(f"{STATE_FILE} is missing") from None
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"its {STATE_FILE} is not JSON ({one_line(e)})") from e
-    if not isinstance(state, dict) or not all(type(state.get(key, 0)) is int for key in ("step", "order")):
+    counts = [state.get(key, 0) for key in ("step", "order", "row")] if isinstance(state, dict) else [None]
+    if not all(type(count) is int and abs(count) < _GREATEST for count in counts):
         raise ValueError(f"its {STATE_FILE} is not a JSON object with an integer step")
     if "step" not in state or not all(isinstance(state.get(key, ""), str) for key in ("loop", "phase")):
         raise ValueError(f"its {STATE_FILE} is not a JSON object with an integer step")

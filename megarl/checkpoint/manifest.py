@@ -77,6 +77,8 @@ def read_manifest(folder: str) -> dict[str, FileRecord] | None:
         written = manifest["format"]
         if isinstance(written, int) and written > FORMAT:
             raise ValueError(f"its format is {written}, and this MegaRL reads up to {FORMAT}: use a newer one")
+        if outside := [name for name in manifest["files"] if os.path.normpath(name).startswith(("..", os.sep))]:
+            raise ValueError(f"it names {outside[0]!r:.80}, which is no file of the checkpoint")
         return {
             name: FileRecord(size=int(record["size"]), blake2b=str(record["blake2b"]))
             for name, record in manifest["files"].items()
@@ -137,7 +139,7 @@ def one_line(error: BaseException) -> str:
 
 def _record(path: str, *, sync: bool) -> FileRecord:
     digest, size, block = hashlib.blake2b(digest_size=32), 0, bytearray(_BLOCK)
-    with open(path, "rb", buffering=0) as f:
+    with open(path, "rb", buffering=0, opener=only_file) as f:
         while count := f.readinto(block):
             digest.update(memoryview(block)[:count])
             size += count

@@ -8,6 +8,7 @@ plain classes are admitted of which a checkpoint's description consists, and, in
 from __future__ import annotations
 
 import io
+import math
 import os
 import pathlib
 import pickle
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.serialization import _get_layout
 
-from megarl.checkpoint.manifest import one_line
+from megarl.checkpoint.manifest import one_line, only_file
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -46,6 +47,8 @@ _RECORDS = (
 )
 """Dataclasses: the only objects whose attributes a pickle may set."""
 
+_MOST_BYTES = 2**30
+"""Of the description of a checkpoint's tensors."""
 _MOST_PARTS = 10_000
 """Of a tuple in a pickle; those that `torch.save` writes have some twenty."""
 
@@ -172,9 +175,13 @@ def read_metadata(folder: str) -> Metadata:
         ValueError: in one line, if it would run code, or is damaged.
     """
     try:
-        with open(os.path.join(folder, METADATA_FILE), "rb") as f:
-            metadata = _Unpickler(io.BytesIO(f.read())).load()
-        _check(metadata)
+        with open(os.path.join(folder, METADATA_FILE), "rb", opener=only_file) as f:
+            pickled = f.read(_MOST_BYTES + 1)
+        if len(pickled) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        metadata = _Unpickler(io.BytesIO(pickled)).load()
+        _check(metadata, len(pickled))
+        _check_files(folder, metadata)
     except WouldRunCode as e:
         raise ValueError(f"{METADATA_FILE} {e}") from None
     except Exception as e:  # whatever reading a damaged file raises
@@ -244,17 +251,31 @@ class CheckpointReader(FileSystemReader):
         return read_metadata(str(self.path))
 
 
-def _check(metadata: Any) -> None:
-    """Raises an exception if what was read has not the form in which torch uses it."""
+def _check(metadata: Any, size: int) -> None:
+    """Raises an exception if what was read has not the form in which torch uses it.
+
+    Args:
+        size: in bytes, pickled.
+    """
     stored, parts = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(stored, dict) or not isinstance(parts, dict):
         raise ValueError("it describes no tensors")
+    if sum(len(getattr(what, "chunks", ())) for what in stored.values()) > size:
+        raise ValueError("its tensors have more parts than it can name")
     for key, what in stored.items():
         if not isinstance(key, str) or not _is_well_formed(what):
             raise ValueError(f"{str(key)[:200]!r} is described wrongly")
     for index, place in parts.items():
         if not isinstance(index, MetadataIndex) or not _is_place(place):
             raise ValueError(f"{str(getattr(index, 'fqn', index))[:200]!r} lies in no file of the checkpoint")
+
+
+def _check_files(folder: str, metadata: Metadata) -> None:
+    """Raises ValueError for a pipe or a device in place of a file, which would be waited for."""
+    for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
+        path = os.path.join(folder, name)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"{name} is no file")
 
 
 def _is_well_formed(what: Any) -> bool:
@@ -264,7 +285,12 @@ def _is_well_formed(what: Any) -> bool:
         return False
     if not isinstance(what.size, torch.Size) or not isinstance(what.chunks, list):
         return False
-    return all(isinstance(chunk, ChunkStorageMetadata) and _is_within(chunk, what.size) for chunk in what.chunks)
+    if not all(isinstance(chunk, ChunkStorageMetadata) and _is_within(chunk, what.size) for chunk in what.chunks):
+        return False
+    whole = sum(math.prod(chunk.sizes) for chunk in what.chunks) == math.prod(what.size)  # else memory would be read
+    return whole and len({chunk.offsets for chunk in what.chunks if math.prod(chunk.sizes)}) == sum(
+        math.prod(chunk.sizes) > 0 for chunk in what.chunks
+    )
 
 
 def _is_within(chunk: ChunkStorageMetadata, size: Iterable[int]) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 
 from megarl.diagnosis.finding import Finding, State
@@ -72,9 +71,10 @@ def _all_reduce(nproc: int | None) -> int:
     import torch
 
     from megarl.launcher import Node, launch
+    from megarl.processes import module_command
 
     ranks = nproc or torch.cuda.device_count() or 2
     if 0 < torch.cuda.device_count() < ranks:
         raise ValueError(f"--nproc {ranks} is more than the {torch.cuda.device_count()} GPUs here")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    return launch([sys.executable, "-m", "megarl.diagnosis.all_reduce"], Node(nproc=ranks), timeout_minutes=2)
+    return launch(module_command("megarl.diagnosis.all_reduce"), Node(nproc=ranks), timeout_minutes=2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from megarl.config import Config, dump_config
 from megarl.config.load import check_nothing_hidden
 from megarl.config.secrets import hand_over
 from megarl.evaluation.folder import CONFIG_FILE, check_unused, is_finished, new_folder, remove_unused
+from megarl.processes import module_command
 from megarl.telemetry.lines import rewrite
 from megarl.trainer.subject import Subject, evaluation_config, find_subject
 from megarl.trainer.trust import check_trusted
@@ -116,7 +116,7 @@ def fill(folder: str, config: Config) -> int:
     hand_over(config.model_dump(), os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core's order of kernels needs it
-    command = [sys.executable, "-m", "megarl.train", file]
+    command = [*module_command("megarl.train"), file]
     node = Node(nproc=config.trainer.n_gpus_per_node)
     try:
         return launch(command, node, timeout_minutes=config.trainer.timeout_minutes)

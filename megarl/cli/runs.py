@@ -113,7 +113,7 @@ def read_run(folder: str) -> FoundRun:
     rows = _last_rows(os.path.join(folder, METRICS_FILE))
     step = next((int(x) for row in rows if _is_number(x := row.get("step")) and math.isfinite(x)), None)
     steps = holder.get("steps") or trainer.get("total_training_steps")
-    steps = steps if isinstance(steps, int) else None
+    steps = steps if isinstance(steps, int) and abs(steps) < 2**63 else None
     files = [os.path.join(folder, name) for name in (METRICS_FILE, CONFIG_FILE, LOCK_FILE, CHECKPOINTS)]
     count, size = _checkpoints(os.path.join(folder, CHECKPOINTS))
     return FoundRun(

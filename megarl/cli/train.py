@@ -15,6 +15,7 @@ from dataclasses import replace
 from megarl.cli.words import add_config
 from megarl.config import Config, load_config
 from megarl.config.load import check_nothing_hidden
+from megarl.processes import module_command
 
 EXAMPLE = "megarl train --nproc 4 configs/quickstart.yaml trainer.total_training_steps=20"
 
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         node = replace(node, master_addr=args.master_addr, master_port=args.master_port, same=same)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core's order of kernels needs it
-    command = [sys.executable, "-m", "megarl.train", args.config, *overrides]
+    command = [*module_command("megarl.train"), args.config, *overrides]
     return launch(command, node, timeout_minutes=config.trainer.timeout_minutes)
 
 

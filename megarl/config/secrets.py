@@ -92,9 +92,13 @@ def hide(text: str) -> str:
 
 
 def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
-    """Values by dotted key, without those that are secrets: another password makes no other run."""
+    """Values by dotted key, without those that are secrets: another password makes no other run. What the environment
+    gave stands as it was written."""
+    written = {value: raw for (_, value), raw in _written.items() if len(value) >= _SHORT}
     return {
-        key: hide(value) if isinstance(value, str) else value for key, value in values.items() if not names_secret(key)
+        key: hide(written.get(value, value)) if isinstance(value, str) else value
+        for key, value in values.items()
+        if not names_secret(key)
     }
 
 

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -26,6 +27,7 @@ STALLED_SECONDS = 600.0
 
 SAY_AFTER_SECONDS = 5.0
 _META = "meta.json"
+_IN_THE_MAKING = re.compile(r"[0-9a-f]{24,64}\.tmp-\w+")
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 Progress = Callable[[], None]
@@ -119,6 +121,8 @@ def _flush(path: Path) -> None:
 def _remove_leftovers(lock: Path) -> None:
     """Entries that a process which was killed has left half made: of this lock, and of others that nobody holds."""
     for left in lock.parent.glob("*.tmp-*"):
+        if not _IN_THE_MAKING.fullmatch(left.name):  # somebody else's
+            continue
         other = lock.with_name(f"{left.name.partition('.tmp-')[0]}.lock")
         if other == lock:
             shutil.rmtree(left, ignore_errors=True)

@@ -71,6 +71,8 @@ class PromptSampler:
         Raises:
             ValueError: what the order depends on differs from then: the position would be one in another order.
         """
+        if not all(type(state.get(key)) is int and 0 <= state[key] < 2**53 for key in ("epoch", "position")):
+            raise ValueError("the checkpoint does not say where its data stood: resume with another one")
         changed = [key for key, now in self._depends_on().items() if state.get(key, now) != now]
         for key in changed:  # older states have epoch and position alone, and nothing to compare
             name, part = self._called[key]

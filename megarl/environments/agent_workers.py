@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
 
 from megarl.environments.agent_process import READY, Job, Outcome
+from megarl.processes import module_command
 
 Tell = Callable[["AgentWorker", Outcome | None], None]
 """(who, an outcome, or None where the process is gone); called in a thread."""
@@ -34,7 +35,7 @@ class AgentWorker:
         ours, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.environments.agent_process", str(theirs.fileno()), agent],
+                [*module_command("megarl.environments.agent_process"), str(theirs.fileno()), agent],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env=_environment(),

@@ -41,6 +41,13 @@ class Contents:
                 raise TypeError("other data than its class has")
         return self._plain
 
+    def attribute(self, name: str) -> Any:
+        """One of its attributes; raises what the object raised."""
+        key = ("get", name)
+        if key not in self._answers or hasattr(type(self._far), "__next__"):  # an iterator goes on
+            self._answers[key] = self._peer.ask("get", self._far, name)
+        return self._answers[key]
+
     def look(self, name: str, *operands: Any) -> Any:
         """What one of `LOOKS` gives; raises what the object raised."""
         if self._base:

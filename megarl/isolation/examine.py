@@ -16,6 +16,7 @@ by data all the same, and its arithmetic with one gives no number.
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import sys
 
@@ -44,6 +45,8 @@ _OF_VALUES |= set(_OF_DATES_AND_ARRAYS.split())
 _READS = "count index copy get keys values items union intersection difference symmetric_difference hex decode find"
 _READING = YES_OR_NO | set(_READS.split())
 _HARMLESS = LOOKS | COMPARISONS | {"__next__", "__str__", "__repr__", "__format__", "__hash__"}
+_NUMERIC = "abs round int float complex index bool neg pos trunc floor ceil"
+_OF_NUMBERS = {f"__{name}__" for name in _NUMERIC.split()}
 _OF_FUNCTIONS = {"__name__", "__qualname__", "__doc__", "__module__"}
 _OF_OBJECTS = _OF_FUNCTIONS | {f"__{name}__" for name in _ASKED.split()}
 _DEEPEST = 5000
@@ -53,8 +56,8 @@ def run(tests: int, channel: int, paths: list[str]) -> tuple[list[bool], bool]:
     """Which tests passed, with "whole" up to the first that did not; whether the program has ended.
 
     Args:
-        tests: descriptor of JSON: {"source", "tests", "subjects", "entry_point", "whole"}; "subjects" are names that
-            lead to the program though Python has them too.
+        tests: descriptor of JSON: {"source", "tests", "subjects", "functions", "entry_point", "whole"}; "subjects" are
+            names that lead to the program though Python has them too, "functions" those that nothing calls.
         paths: folders in front of `sys.path`.
         channel: descriptor of that to `megarl.isolation.answer.main`.
     """
@@ -71,7 +74,7 @@ def run(tests: int, channel: int, paths: list[str]) -> tuple[list[bool], bool]:
     passed: list[bool] = []
     for test in job["tests"]:
         try:
-            _run_one(test, space, job["entry_point"])
+            _run_one(test, space, job["entry_point"], job["functions"])
             passed.append(not examiner.broken)
         except BaseException:
             passed.append(False)
@@ -80,7 +83,7 @@ def run(tests: int, channel: int, paths: list[str]) -> tuple[list[bool], bool]:
     return passed, examiner.broken
 
 
-def _run_one(test: str, space: Space, entry_point: str | None) -> None:
+def _run_one(test: str, space: Space, entry_point: str | None, functions: list[str]) -> None:
     if "unittest" in test:
         import unittest
 
@@ -89,18 +92,36 @@ def _run_one(test: str, space: Space, entry_point: str | None) -> None:
     exec(compile(test, "test.py", "exec", dont_inherit=True), space)
     if entry_point is not None and callable(space.get("check")):
         space["check"](space[entry_point])
+    new = [value for value in space.values() if id(value) not in before]
     if "unittest" in sys.modules:
-        _run_cases([value for value in space.values() if id(value) not in before])
+        _run_cases(new)
+    for name in functions:
+        if any(value is space.get(name) for value in new):
+            _run_as_pytest(space[name])
 
 
 def _run_cases(values: list[Any]) -> None:
     import unittest
 
     for kind in values:
-        if isinstance(kind, type) and issubclass(kind, unittest.TestCase):
+        if isinstance(kind, type) and issubclass(kind, unittest.TestCase) and kind.__module__ == "__main__":
             result = unittest.TestResult()
             unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
-            assert result.wasSuccessful() and result.testsRun
+            assert result.wasSuccessful()
+
+
+def _run_as_pytest(value: Any) -> None:
+    """A function, or each method of a class whose name says that it is a test."""
+    if not isinstance(value, type):
+        result = value()
+        if hasattr(result, "__await__"):
+            import_module("asyncio").run(result)
+        return
+    for name in vars(value):
+        if name.startswith("test"):
+            one = value()
+            getattr(one, "setup_method", lambda: None)()
+            _run_as_pytest(getattr(one, name))
 
 
 class Space(dict):  # `dict[str, Any]` would import typing
@@ -131,6 +152,7 @@ class Examiner(Peer):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
+        self._asking = _thread.RLock()  # tests may have threads
         self._function: Any = None
         self._lent: set[int] = set()
         self._called: set[int] = set()  # numbers of the program's classes that the tests called
@@ -147,9 +169,12 @@ class Examiner(Peer):
     # ------------------------------------------------------------------------------------------ what is asked
 
     def ask(self, operation: str, *operands: Any) -> Any:
-        if operation in ("call", "set", "del", "await") or (operation == "special" and operands[0] not in _HARMLESS):
-            self._contents.clear()  # the program may have changed its objects
-        return super().ask(operation, *operands)
+        with self._asking:
+            if operation in ("call", "set", "del", "await") or (
+                operation == "special" and operands[0] not in _HARMLESS
+            ):
+                self._contents.clear()  # the program may have changed its objects
+            return super().ask(operation, *operands)
 
     def make(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._called.add(kind._far_number)
@@ -166,7 +191,9 @@ class Examiner(Peer):
             raise AttributeError(name)
         if name in _OF_VALUES and self._is_doubtful(far):
             raise AttributeError(f"{name} of what the program computed with a value of the test")
-        return self.ask("get", far, name)
+        if isinstance(far, FarType) or far._far_made:
+            return self.ask("get", far, name)
+        return self._seen(far).attribute(name)
 
     def _is_doubtful(self, far: Any) -> bool:
         """Whether the program computed it with a value of the test, and the test has not called its class."""
@@ -177,7 +204,7 @@ class Examiner(Peer):
         return self._contents.setdefault(far._far_number, Contents(self, far))
 
     def operate(self, name: str, far: Any, operands: tuple[Any, ...]) -> Any:
-        if name in CONVERSIONS and far._far_computed:
+        if far._far_computed and name in (_OF_NUMBERS if far._far_made else CONVERSIONS):
             raise TypeError(f"{name} of what the program computed with a value of the test")
         if name in COMPARISONS or name in BINARY:
             return self._with_two(name, far, operands[0])
@@ -208,11 +235,11 @@ class Examiner(Peer):
         answer = self.ask("special", name, far, other)
         if answer is NotImplemented or (both_far and not (far._far_computed or other._far_computed)):
             return answer
-        if far._far_made and not isinstance(answer, (int, float, complex)):
-            return answer
-        if not isinstance(type(answer), FarType):
+        if isinstance(type(answer), FarType):
+            return self._again(answer, made=far._far_made, computed=True)
+        if not far._far_made or hasattr(type(answer), "__abs__"):
             raise TypeError(f"{name} of an object of the program and a value of the test gives no object")
-        return self._again(answer, computed=True)
+        return answer
 
     def _leave(self, far: Any, kind: Any, error: Any, trace: Any) -> bool:
         """The end of a `with`: what the test itself raised is not for the program to pass over."""
@@ -272,6 +299,11 @@ class Examiner(Peer):
             of_object = _is_tests(value) and not name.startswith("_") and name not in ("format", "format_map")
             if not (name in _OF_FUNCTIONS if function else of_object):
                 raise AttributeError(name)
+            held = _in_class(value, name)
+            if content and (isinstance(value, type) or callable(held)):
+                raise AttributeError(f"{name} is the test's")
+            if isinstance(value, type) and held is None:  # a method of its metaclass, such as ABC.register
+                raise AttributeError(name)
             return setattr(value, name, *content) if content else getattr(value, name)
         raise TypeError(f"{operation} of a value of the tests")
 
@@ -286,6 +318,12 @@ def _is_tests(value: Any) -> bool:
     """Whether it is an instance of a class of the tests, or such a class; functions are not."""
     kind = value if isinstance(value, type) else type(value)
     return kind.__module__ == "__main__"
+
+
+def _in_class(value: Any, name: str) -> Any:
+    """What an object's class, or a class itself, has by that name; None: nothing."""
+    kind = value if isinstance(value, type) else type(value)
+    return next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
 
 
 def _plain_type(far: Any) -> Any:

@@ -9,16 +9,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial as partial_of
 from typing import Any, Literal
 
 from megarl.isolation.launch import GRACE
 from megarl.rewards.deadline import seconds_left
 from megarl.rewards.registry import register
 from megarl.rewards.sandbox import Examination, Limits, Outcome, check_isolation, run_python, run_tests
-from megarl.rewards.subjects import subjects_of
+from megarl.rewards.subjects import asked_by
 
-_OPENING = re.compile(r"``` ?(?:python|py)3?", re.IGNORECASE)
+_OPENING = re.compile(r"(?:<\w+>\s*)*(`{3,}) ?(?:python|py)3?(?: [^`]*)?", re.IGNORECASE)
+_CLOSING = re.compile(r"(`{3,})(?:\s*</\w+>)*[.]?")
 _PAIR = ("input", "output")
+_ROOM = 1 << 16  # bytes that a program may write beside what it should
 
 
 def _check_args(*, partial: bool, isolation: str, site_packages: bool, **limits: Any) -> None:
@@ -42,7 +45,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
                 reason = str(e) or "it is nested too deeply"
                 raise ValueError(f"needs Python in column 'tests': {reason}") from e
     if isinstance(tests[0], str):
-        subjects_of(tests, entry_point)
+        asked_by(tests, entry_point)
 
 
 @register("code", check_row=_check_row, check_args=_check_args)
@@ -67,7 +70,8 @@ def code(
       write, blanks at the ends of lines aside (APPS, TACO, CodeContests). Each is a run of the program.
     - ["assert f(1) == 2", ...]: each is a test; names that it does not define are the program's (MBPP).
     - text with asserts: one test; with column `entry_point`, its `check(f)` is called with that function (HumanEval).
-      What else a check calls belongs into the text: of a name that it lacks, the response has the say.
+      What else a check calls belongs into the text: of a name that it lacks, the response has the say. Functions
+      `test_...` and classes `Test...` that nothing calls, and those of unittest, are run.
 
     Asserts run in a process of their own, and ask the program's for what `f(1)` gives: the program sees arguments and
     no test. What it answers is data; an object of a class of its own is equal to no value that a test holds.
@@ -78,7 +82,7 @@ def code(
             counts as timed out.
         memory, disk: MiB; disk is what /tmp holds.
         processes: with threads.
-        output: bytes.
+        output: bytes; more where a test expects more.
         site_packages: programs and tests see the packages that are installed for this Python; answers may lie there.
         isolation: "process" has limits alone, and the program has your files and your network: unsafe.
 
@@ -105,16 +109,17 @@ def code(
     passed = 0
     if isinstance(tests[0], str):
         entry_point = row.get("entry_point")
+        subjects, functions = asked_by(tests, entry_point)
         examination = Examination(
-            tests=tests, subjects=subjects_of(tests, entry_point), entry_point=entry_point, whole=not partial
+            tests=tests, subjects=subjects, functions=functions, entry_point=entry_point, whole=not partial
         )
         outcome, results = run(lambda limits: run_tests(source, examination, limits=limits, **how))
         outcomes.append(outcome)
         passed = sum(results) if outcome.ended == "exit" else 0
     else:
         for test in tests:
-            stdin = test["input"]
-            outcome, _ = run(lambda limits: (run_python(source, stdin=stdin, limits=limits, **how), []))  # noqa: B023
+            room = max(output, 2 * len(test["output"].encode()) + _ROOM)
+            outcome, _ = run(partial_of(_printed, source, test["input"], room, how))
             outcomes.append(outcome)
             right = outcome.ended == "exit" and outcome.exit_code == 0
             passed += right and _lines(outcome.stdout) == _lines(test["output"])
@@ -126,20 +131,37 @@ def code(
     return {"score": score, "tests_passed": share, "timed_out": late, "block": 1.0}
 
 
+def _printed(source: str, stdin: str, room: int, how: Mapping[str, Any], limits: Limits) -> tuple[Outcome, list[bool]]:
+    return run_python(source, stdin=stdin, limits=replace(limits, output=room), **how), []
+
+
 def last_block(response: str) -> str | None:
-    """The text of the last ```python block; None without one, or if it does not end."""
-    last: str | None = None
-    block: list[str] | None = None
+    """The text of the last ```python block; None without one, or if it does not end.
+
+    A fence within a text of three quotation marks is the program's. A block that another one follows before its end was
+    never ended.
+    """
+    last, within_quotes = None, None  # the second: up to a fence that a stray quotation mark has made text
+    block: list[str] = []
+    fence = ""  # of the block that is open
     indentation = 0  # of the fence, which a block in a list's item has too
+    quoted = {'"""': False, "'''": False}
     for line in response.splitlines(keepends=True):
-        if block is None:
-            block = [] if _OPENING.fullmatch(line.strip()) else None
+        opening, closing = _OPENING.fullmatch(line.strip()), _CLOSING.fullmatch(line.strip())
+        if opening is not None and not any(quoted.values()):
+            fence, block, within_quotes = opening[1], [], None
             indentation = len(line) - len(line.lstrip(" "))
-        elif line.strip() == "```":
-            last, block = "".join(block), None
-        else:
+        elif fence and closing is not None and len(closing[1]) >= len(fence) and not any(quoted.values()):
+            last, fence = "".join(block), ""
+        elif fence:
+            if closing is not None and len(closing[1]) >= len(fence) and within_quotes is None:
+                within_quotes = "".join(block)
             block.append(line[min(indentation, len(line) - len(line.lstrip(" "))) :])
-    return last
+            for mark in quoted:
+                quoted[mark] ^= line.count(mark) % 2 == 1
+        if not fence:
+            quoted = dict.fromkeys(quoted, False)
+    return within_quotes if fence and within_quotes is not None else last
 
 
 def read_tests(column: Any) -> list[Any]:

@@ -12,10 +12,17 @@ from megarl.rewards.rows import answer_of, check_answer
 
 # no two runs of blanks side by side: of thousands of blanks, each way to share them out would be tried
 _MARKED = re.compile(
-    r"####[ \t]*(?:\$[ \t]*)?((?:[-+][ \t]*)?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?))([^\n]*)", re.ASCII
+    r"####[ \t]*(?:\\?[$\u20ac\u00a3][ \t]*)?"
+    r"((?:[-+][ \t]*)?\$?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+|(?<=\d)\.?))([^\n]*)",
+    re.ASCII,
 )
-# a second number, an operation or a scale: "18 or 19", "18/2", "18 million"
-_MORE = re.compile(r"\d|^\s*[=*/^+\-]|^[\w,]|\b(?:hundred|thousand|million|billion|trillion|dozen)\b", re.IGNORECASE)
+_DRESSED = re.compile(r"(####[ \t]*)(?:\*\*([^*\n]{1,500})\*\*|\\boxed\{([^{}\n]{1,500})\})")
+# a second number, an operation or a scale: "18 or 19", "18/2", "18 million", "18 and a half"
+_SCALES = r"(?:hundred|thousand|(?:m|b|tr)illion|ten|half|third|quarter|dozen)(?:th)?s?|halves"
+_MORE = re.compile(
+    rf"[\d\u00bc-\u00be]|^\s*[=*/^+\-]|^[\w,]|\b(?:{_SCALES}|k|mn|bn|squared|cubed|plus|minus|times|divided)\b",
+    re.IGNORECASE,
+)
 _DIGITS = 400  # of a number; int and Decimal take long for millions
 
 
@@ -44,7 +51,8 @@ def _number_of(text: str) -> Decimal | None:
 def _marked(text: str) -> Decimal | None:
     """The number after the last mark; None if another thing or nothing is there."""
     start = text.rfind("####")
-    match = _MARKED.match(text, start) if start >= 0 else None
+    text = _DRESSED.sub(r"\1\2\3", text[start:].replace("\u2212", "-")) if start >= 0 else ""
+    match = _MARKED.match(text)
     if match is None or len(match[1]) > _DIGITS or _MORE.search(match[2]):
         return None
     return Decimal(re.sub(r"[\s$,]", "", match[1]))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,1000})"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3}){1,333}|\d{1,1000})"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d{{0,1000}})?|\.\d{{1,1000}})"
 _PART = r"(?:\{\s*([-+]?\s*\d{1,1000}(?:\.\d{1,1000})?)\s*\}|(\d))"
 _FORMS = {
@@ -20,8 +20,12 @@ _FORMS = {
     ),
     "decimal": re.compile(_DECIMAL),
 }
-_SIGN = re.compile(r"\s*([-+]?)\s*(?:\\?\$)?\s*")
-_NAMED = re.compile(r"\s*(?:[A-Za-z]|\\[a-z]+)(?:_(?:\{\w+\}|\w))?\s*(?:\(\s*[A-Za-z]\s*\)\s*)?(?:=|\\in(?![a-z]))\s*")
+_SIGN = re.compile(r"\s*([-+]?)\s*(\\?\$)?\s*")
+_LETTER = r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\{\w+\}|\w))?"
+_NAMED = re.compile(  # x, f(2), P(X = 1), AB, m + n, \text{area}
+    rf"\s*(?:{_LETTER}(?:\s*\([A-Za-z0-9=., ]{{1,20}}\))?|[A-Z]{{2,3}}|[a-z](?:\s*[-+]\s*[a-z]){{1,3}}|"
+    r"\\text\s*\{[A-Za-z ]{1,30}\})\s*(?:=|\\in(?![a-z]))\s*"
+)
 _DEGREES = re.compile(r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\circ|\\degree)\s*")
 _UNIT = re.compile(
     r"\s*(?:\\(?:text|mathrm|textrm|mbox|operatorname)\s*\{([A-Za-z /.\-]{1,60})\}"
@@ -31,11 +35,13 @@ _UNIT = re.compile(
 _NO_UNIT_WORDS = """
 and or not no none never wrong incorrect false if is to by plus minus times over less more than divided mod half third
 quarter squared cubed factorial percent pct hundred thousand million billion trillion dozen dozens score zero one two
-tenths hundredths thousandths millionths halves thirds quarters fifths pair pairs twice thrice
+tenths hundredths thousandths millionths billionths trillionths halves thirds quarters fifths pair pairs twice thrice
+tens hundreds thousands millions billions trillions
 three four five six seven eight nine ten eleven twelve twenty sin cos tan log sqrt exp i e x y z n k
 """
 _UNITS_OF_ONE_LETTER = frozenset("mgshAVWJNCFLl")
 _NO_UNIT = frozenset(_NO_UNIT_WORDS.split())
+_CENTS, _DOLLARS = {"cent", "cents"}, {"dollar", "dollars", "usd", "us dollars"}
 _ROUNDED = Fraction(1, 2_000_000)  # a decimal and a fraction share six decimals, as math-verify compares them
 _SIGNIFICANT = Fraction(1, 200_000)  # and six digits: 0 is no 1/3628800
 
@@ -57,7 +63,7 @@ class Number:
 
 
 def without_name(text: str) -> str:
-    """What follows "x =", "f(x) =" or "x \\in"."""
+    """What follows "x =", "f(2) =", "AB =" or "x \\in"."""
     name = _NAMED.match(text)
     return text[name.end() :] if name else text
 
@@ -78,8 +84,8 @@ def number_in(text: str) -> Number | None:
     for form, pattern in _FORMS.items():
         if (match := pattern.match(rest)) and (value := _value(form, match)) is not None:
             number = _with_tail(rest[match.end() :], -value if sign[1] == "-" else value, form)
-            if number is not None:
-                return number
+            if number is not None and not (sign[2] and number.unit in _CENTS):
+                return replace(number, unit=number.unit or "dollars") if sign[2] else number
     return None
 
 
@@ -125,7 +131,7 @@ def unit_in(text: str) -> str | None:
     words = written.lower().split()
     if len(written) == 1 and written not in _UNITS_OF_ONE_LETTER:
         return None
-    if not words or len(words) > 4 or _NO_UNIT & {word.strip(".") for word in words}:
+    if len(written) > 1 and (len(words) > 4 or _NO_UNIT & {word.strip(".") for word in words}):
         return None
     return " ".join(words) + (unit[3] or unit[4] or "")
 
@@ -136,7 +142,7 @@ def same_number(found: Number, reference: Number) -> bool:
     A fraction is no answer where the reference is whole: \\frac{10}{2} says what to divide. A percent sign is a unit
     ("50\\%" for 50), or a hundredth of what is at most 1 (for 0.5).
     """
-    if found.unit and reference.unit and found.unit != reference.unit:
+    if found.unit and reference.unit and found.unit != reference.unit and not {found.unit, reference.unit} <= _DOLLARS:
         return False
     whole = reference.value.denominator == 1 and not reference.percent and reference.form != "fraction"
     if found.form == "fraction" and whole:

@@ -45,7 +45,13 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _NAME = re.compile(r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\{\w+\}|\w))?(?:\([A-Za-z](?:,\s*[A-Za-z])*\))?'?")
 _RELATION = re.compile(r"=|<|>|\\(?:leq?|geq?|lt|gt|neq?|approx|equiv|sim|in|leqslant|geqslant)(?![A-Za-z])")
 _SEPARATOR = re.compile(r"[,;]|\\(?:text|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])")
-_TIME = re.compile(r"\d{1,2}:[0-5]\d")
+_TIME = re.compile(r"(\d{1,2}):([0-5]\d)\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
+_BASE = re.compile(r"(\d[0-9A-Za-z]{0,199})(?:_\s*(?:\{\s*(\d{1,2})\s*\}|(\d)))?")
+_MEASURE = r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{2,12})\.?"
+_COMPOUND = re.compile(rf"{_MEASURE}(?:,?\s*(?:and\s+)?{_MEASURE}){{1,3}}")
+_CHOICE = re.compile(r"\\(?:textbf|text|mathrm|mathbf)\s*\{\s*\([A-Z]\)\s*\}(?=\s*\S)")
+_ONE_WORD = re.compile(r"^ ([A-Za-z])(?![A-Za-z])")
+_ALL_TEXT = re.compile(r"\\(?:textbf|text|mathrm|mathbf|mbox)\s*\{\s*([-+]?\d[^{}]*)\}")
 _TUPLE_NAMED = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*\(")
 _STRUCTURE = re.compile(
     r"\\begin\s*\{array\}\s*\{[lcr| ]+\}|\\(?:begin|end)\s*\{[a-z]+\}|"
@@ -111,10 +117,36 @@ class Answer:
                 count += 1
         return count + len(re.findall(r"\\pm(?![A-Za-z])", inner))
 
-    @property
-    def is_time(self) -> bool:
-        """Whether it is one of day, "12:30", which the library takes for a fraction."""
-        return _TIME.fullmatch(self.text) is not None
+    @cached_property
+    def time(self) -> tuple[int, int, str] | None:
+        """One of day, "4:30 PM", which the library takes for a fraction: hour, minute, "a", "p" or ""."""
+        found = _TIME.fullmatch(self.shown)
+        return None if found is None else (int(found[1]), int(found[2]), (found[3] or "").lower())
+
+    @cached_property
+    def based(self) -> tuple[str, str] | None:
+        """Digits and the base below them, "" without one: the library reads no base."""
+        found = _BASE.fullmatch(self.text)
+        base = "" if found is None else found[2] or found[3] or ""
+        if found is None or (base and not (1 < int(base) < 37 and all(int(one, 36) < int(base) for one in found[1]))):
+            return None
+        return found[1], base
+
+    @cached_property
+    def compound(self) -> list[tuple[str, str]] | None:
+        """Two measures or more that are one, "5 feet 6 inches", of which the library reads the first."""
+        return re.findall(_MEASURE, self.shown.lower()) if _COMPOUND.fullmatch(self.shown) else None
+
+    @cached_property
+    def unit(self) -> str:
+        """The unit at the end of an expression; "": none."""
+        word = _WORDED.search(self.text) or re.search(r" [A-Za-z](?:\s*\^\s*\{?\d\}?)?$", self.text)
+        return (unit_in(_ONE_WORD.sub(r"\\text{\1}", self.text[word.start() :])) or "") if word is not None else ""
+
+    @cached_property
+    def values(self) -> list[Number | None]:
+        """Of its parts, as they follow each other."""
+        return [number_in(part) for part in _SEPARATOR.split(self.text)]
 
     @cached_property
     def relations(self) -> int:
@@ -164,6 +196,9 @@ def answer_from(text: str, longest: int = _LONGEST) -> Answer | None:
         text = text[1:-1].strip()
     if (text.startswith("\\(") and text.endswith("\\)")) or (text.startswith("\\[") and text.endswith("\\]")):
         text = text[2:-2]
+    text = _CHOICE.sub("", text, count=1) if _CHOICE.match(text) else text
+    if (whole := _ALL_TEXT.fullmatch(text)) is not None:
+        text = whole[1]
     with_units = _tidy(text)
     text = _tidy(_BOLD.sub(lambda held: f" {held[1]} ", text))
     if not re.search(r"[A-Za-z0-9]", text):
@@ -215,6 +250,8 @@ def is_one_answer(answer: Answer, reference: Answer) -> bool:
         return False  # a set of one is not the one
     if answer.relations > reference.relations and not _is_named(answer, reference):
         return False
+    if answer.unit and reference.unit and answer.unit != reference.unit:
+        return False
     return answer.is_plain or not reference.is_plain
 
 
@@ -242,8 +279,8 @@ def _is_named(answer: Answer, reference: Answer) -> bool:
 
 # ------------------------------------------------------------------------------------------ where an answer stands
 
-_SAID = re.compile(r"answer(?:\s+is\s*:?|\s*[:=])", re.IGNORECASE)
-_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(([^\n]{1,2000}?)\\\)|\\\[([^\n]{1,2000}?)\\\]")
+_SAID = re.compile(r"answer(?:\s+is\s*:?(?!\s*not\b)|\s*[:=])", re.IGNORECASE)
+_FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(([^\n]{1,2000}?)\\\)|\\\[([\s\S]{1,2000}?)\\\]")
 _NUMBER = re.compile(r"(?<![\w\\{}^.,/])[-+]?\$?(?:\d[\d,]*(?:\.\d+)?(?:/\d+)?|\.\d+)(?:\s?%)?(?![\w\\{}^/])")
 
 

@@ -106,10 +106,35 @@ def _without_library(answer: Answer, reference: Answer) -> bool | None:
     """Whether they are equal, or of different kinds; None if the library is to say."""
     if answer.shown == reference.shown:
         return True
+    if reference.time is not None or answer.time is not None:
+        return _same_time(answer, reference)
+    if reference.based is not None and (reference.based[1] or (answer.based is not None and answer.based[1])):
+        digits, base = reference.based
+        return (
+            answer.based is not None and answer.based[0] == digits and answer.based[1] in ("", base or answer.based[1])
+        )
+    if reference.compound is not None:
+        return answer.compound == reference.compound
     if reference.number is not None:
         return answer.number is not None and same_number(answer.number, reference.number)
-    if reference.is_time:
-        return False
     if reference.words is not None:
         return answer.words is not None and answer.words.casefold() == reference.words.casefold()
-    return None if is_one_answer(answer, reference) else False
+    if not is_one_answer(answer, reference):
+        return False
+    if reference.relations == reference.items > 1 and not answer.relations and None not in reference.values:
+        return _same_values(answer, reference)  # "2, 1" for "a = 2, b = 1": names have an order
+    return None
+
+
+def _same_time(answer: Answer, reference: Answer) -> bool:
+    if answer.time is None or reference.time is None:
+        return False
+    *clock, half = answer.time
+    return clock == list(reference.time[:2]) and half in ("", reference.time[2] or half)
+
+
+def _same_values(answer: Answer, reference: Answer) -> bool:
+    if len(answer.values) != len(reference.values):
+        return False
+    pairs = zip(answer.values, reference.values, strict=True)
+    return all(a is not None and b is not None and same_number(a, b) for a, b in pairs)

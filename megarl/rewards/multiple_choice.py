@@ -10,6 +10,9 @@ from megarl.evaluation.answers import last_boxed
 from megarl.rewards.registry import register
 from megarl.rewards.rows import answer_of, check_answer
 
+_BOLD = r"(?:\*\*)?\s*"
+_SHORT = 60  # characters of a response that is a choice: a longer one may go through all of them
+
 
 def _check_args(*, choices: str) -> None:
     if not choices.isalpha() or not choices.isupper() or len(set(choices)) != len(choices):
@@ -25,8 +28,9 @@ def _check_row(row: Mapping[str, Any], *, choices: str) -> None:
 def multiple_choice(response: str, row: Mapping[str, Any], *, choices: str = "ABCD") -> float:
     """Compare the letter that a response chooses with the answer's.
 
-    Its choice is the first of these that it has, and the last of that kind: `\\boxed{B}`; `<answer>B</answer>`;
-    "answer is (B)" or "Answer: B"; "B", "(B)" or "B." and nothing else. "The answer is A or B" chooses none.
+    Its choice is the first of these that it has, and the last of that kind: `\\boxed{B}`; `<answer>B. Paris</answer>`;
+    "answer is (B)", "option B" or "Answer: B"; "B", "(B)" or "B. Paris" and nothing before. "The answer is A or B"
+    chooses none.
 
     `row` has a reference `answer`: the letter, or the number of the choice from 0.
 
@@ -53,15 +57,26 @@ def _choice(response: str, choices: str) -> str | None:
     response = " ".join(response.split())  # of thousands of blanks, each way to share them out would be tried
     boxed = last_boxed(response)
     if boxed is not None:
-        inner = re.fullmatch(rf"\s*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{{)?\s*\(?({letters})\)?\.?\s*\}}?\s*", boxed)
-        return inner[1].upper() if inner else None
-    for pattern in (
-        rf"<answer>\s*\(?({letters})\)?\.?\s*</answer>",
-        rf"(?i:answer)(?:\s+is)?\s*:?\s*(?:\*\*)?\s*(?:\(({letters})\)|([{choices}])(?![\w']))",
-    ):
-        last = max(re.finditer(pattern, response), key=re.Match.end, default=None)
-        if last is not None:
-            several = re.compile(rf"[).*]*\s*(?:[,;/&+]|or\b|and\b)?\s*(?:\(?[{choices}](?![\w'])|\({letters}\))")
-            return None if several.match(response, last.end()) else "".join(filter(None, last.groups())).upper()
-    alone = re.fullmatch(rf"\s*\(?({letters})[).]?\s*", response)
-    return alone[1].upper() if alone else None
+        return _alone(boxed, letters)
+    tagged = max(re.finditer(r"<answer>(.{0,400}?)</answer>", response), key=re.Match.end, default=None)
+    another = rf"(?:\(?[{choices}](?![\w'])|\({letters}\))"
+    link = r"\s*(?:[,;/&+]|or\b(?:\s+option)?|and\b(?:\s+option)?)\s*"
+    if tagged is not None:
+        return None if re.compile(link + another).match(response, tagged.end()) else _alone(tagged[1], letters)
+    said = rf"(?<!wrong )(?<!incorrect )(?i:answer|option|choice)\**(?:\s+is)?\s*:?\s*{_BOLD}(?i:option |choice )?"
+    pattern = rf"{said}(?:\(({letters})\)|([{choices}])(?![\w']))"
+    last = max(re.finditer(pattern, response), key=re.Match.end, default=None)
+    if last is None:
+        return _alone(response, letters) if len(response) <= _SHORT else None
+    unsaid = re.compile(rf"[).*]*\s*(?:{link}{another}|\(?[{choices}](?![\w' ])|is (?:not|wrong|incorrect|false))")
+    return None if unsaid.match(response, last.end()) else "".join(filter(None, last.groups())).upper()
+
+
+def _alone(text: str, letters: str) -> str | None:
+    """The letter that a text is, or begins with, as a list has it: "(B)", "**B**", "B. Paris", "\\textbf{(B)}\\ 5"."""
+    begin = rf"\s*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{{)*\s*{_BOLD}"
+    letter = rf"(?:\(({letters})\)|({letters})(?=[).:}}* ]*$|[).:}}]))"
+    found = re.fullmatch(rf"{begin}{letter}(.*)", text)
+    if found is None or re.search(rf"(?:\(|\bor |\band |[,;/]\s*){letters}(?![\w'])", found[3]):
+        return None
+    return (found[1] or found[2]).upper()

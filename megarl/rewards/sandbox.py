@@ -91,12 +91,14 @@ class Examination:
     Attributes:
         tests: texts of Python, run one after another in one namespace.
         subjects: names that lead to the program though Python has them too.
+        functions: functions and classes of the tests that are called as pytest calls them.
         entry_point: with it each test's `check(...)` is called with the program's function of that name.
         whole: stop at the first test that fails.
     """
 
     tests: list[str]
     subjects: list[str]
+    functions: Sequence[str] = ()
     entry_point: str | None = None
     whole: bool = True
 

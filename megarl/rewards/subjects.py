@@ -1,42 +1,154 @@
-"""Which names in tests lead to the program under test, found by reading the tests."""
+"""Which names in tests lead to the program under test, and what of the tests runs: found by reading them."""
 
 from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from megarl.isolation.names import CONSTANTS, OBJECTS, is_pythons, module_of
 
 _AROUND = {"abs", "all", "any", "bool", "dict", "float", "int", "isinstance", "len", "list", "print", "range", "repr"}
 _AROUND |= {"round", "set", "sorted", "str", "tuple", "type"}
-_IDLE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+_IDLE = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass, ast.Global, ast.Nonlocal)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def subjects_of(tests: Sequence[str], entry_point: str | None) -> list[str]:
-    """The names that lead to the program though Python has them too: `sum` in "assert sum(10, 15) == 6".
+class Asked(NamedTuple):
+    """What tests ask of a program.
+
+    Attributes:
+        subjects: the names that lead to the program though Python has them too: `sum` in "assert sum(10, 15) == 6".
+        functions: functions and classes of the tests that are called as pytest calls them, since nothing else does.
+    """
+
+    subjects: list[str]
+    functions: list[str]
+
+
+def asked_by(tests: Sequence[str], entry_point: str | None) -> Asked:
+    """Read tests.
 
     Raises:
-        ValueError: nothing in the tests names anything of the program, or they only define what nobody calls.
+        ValueError: nothing in them names anything of the program, or what does is not run.
     """
     trees = [ast.parse(test) for test in tests]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bound = set(_bound(nodes))
-    called = entry_point is not None and "check" in bound
-    if not called and all(_idle(statement) for tree in trees for statement in tree.body):
-        raise ValueError("needs tests in column 'tests' that run: these only define functions, which nothing calls")
-    if called:
-        assert entry_point is not None
-        return [entry_point]
+    if entry_point is not None and "check" in bound:
+        return Asked([entry_point], [])
     in_front = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     free = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - bound
     used = in_front | {name for node in nodes if isinstance(node, ast.Call) for name in _used_in(node)}
     own = {name for name in free if not _library(name, used, in_front)}
+    own |= _alone_in_asserts(nodes, own, bound)
     if not own:
         own = _named_alone(trees, free)
     if not own:
         raise ValueError("needs tests in column 'tests' that call something of the program: these name nothing of it")
-    return sorted(name for name in own if is_pythons(name))
+    statements = [statement for tree in trees for statement in _statements(tree.body)]
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    functions = [node.name for node in statements if _is_pytest(node) and node.name not in loaded]  # type: ignore[attr-defined]
+    if not _reached(statements, functions, own):
+        raise ValueError(
+            "needs tests in column 'tests' that run: these only define functions, which nothing calls, or what runs "
+            "asks nothing of the program"
+        )
+    return Asked(sorted(name for name in own if is_pythons(name)), functions)
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Of a module, those within `if`, `try`, loops and `with` among them."""
+    for statement in body:
+        inner = [part for name in ("body", "orelse", "finalbody") for part in getattr(statement, name, [])]
+        inner += [part for handler in getattr(statement, "handlers", []) for part in handler.body]
+        if inner and not isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+            yield from _statements(inner)
+        yield statement
+
+
+def _is_pytest(node: ast.stmt) -> bool:
+    if isinstance(node, ast.ClassDef):
+        return node.name.startswith("Test") and not node.bases and any(map(_is_pytest, node.body))
+    if not isinstance(node, _FUNCTIONS) or not node.name.startswith("test"):
+        return False
+    given = [*node.args.posonlyargs, *node.args.args]
+    return len(given) - len(node.args.defaults) <= (given[:1] == [] or given[0].arg == "self")
+
+
+def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], own: set[str]) -> bool:
+    """Whether what runs comes to a name of the program, over the names that the tests give."""
+    given: dict[str, list[ast.stmt]] = {}
+    for statement in statements:
+        for name in _bound([statement] if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)) else ast.walk(statement)):
+            given.setdefault(name, []).append(statement)
+    cases = [node for node in statements if isinstance(node, ast.ClassDef) and _is_case(node, given)]
+    running = [
+        node for node in statements if not isinstance(node, (*_IDLE, *_FUNCTIONS, ast.ClassDef)) and not _is_text(node)
+    ]
+    unseen = [*running, *cases, *(node for name in functions for node in given[name])]
+    seen: set[int] = set()
+    while unseen:
+        node = unseen.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        for name in _loaded_in(node):
+            if name in own:
+                return True
+            unseen += given.get(name, [])
+    return False
+
+
+def _loaded_in(statement: ast.stmt) -> Iterator[str]:
+    """Names that a statement reads; a block's statements are looked at by themselves."""
+    nodes: list[ast.AST] = [statement]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
+        block = isinstance(statement, (ast.If, ast.For, ast.While, ast.With, ast.Try)) and node is statement
+        nodes += [
+            part
+            for part in ast.iter_child_nodes(node)
+            if not (block and isinstance(part, (ast.stmt, ast.excepthandler)))
+        ]
+
+
+def _is_case(node: ast.ClassDef, given: Mapping[str, Sequence[ast.stmt]]) -> bool:
+    """Whether it comes from `unittest.TestCase`."""
+    if any("TestCase" in ast.unparse(base) for base in node.bases):
+        return True
+    above = [one for base in node.bases if isinstance(base, ast.Name) for one in given.get(base.id, [])]
+    return any(isinstance(one, ast.ClassDef) and one is not node and _is_case(one, given) for one in above)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _alone_in_asserts(nodes: Sequence[ast.AST], own: set[str], bound: set[str]) -> set[str]:
+    """Names of a module's that are asked about by themselves: `compress` in "assert compress('aab') == 'a2b'".
+
+    One that stands around a name of the program, or of the tests, in another assert is Python's.
+    """
+    alone, around = set[str](), set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Assert):
+            names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            modules = {
+                part.func.id
+                for part in ast.walk(node)
+                if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)
+            }
+            modules = {name for name in modules - bound if name in OBJECTS and name not in CONSTANTS}
+            others = {name for name in names - modules if not hasattr(builtins, name)}
+            if others or len(modules) > 1:
+                around |= modules
+            else:
+                alone |= modules
+    return alone - around
 
 
 def _library(name: str, used: set[str], in_front: set[str]) -> bool:
@@ -65,7 +177,7 @@ def _named_alone(trees: list[ast.Module], free: set[str]) -> set[str]:
     return set(names[:1])
 
 
-def _bound(nodes: list[ast.AST]) -> Iterator[str]:
+def _bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Names that the tests themselves give."""
     for node in nodes:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -78,11 +190,3 @@ def _bound(nodes: list[ast.AST]) -> Iterator[str]:
             yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ExceptHandler) and node.name:
             yield node.name
-
-
-def _idle(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.ClassDef):
-        return not any("TestCase" in ast.unparse(base) for base in statement.bases)
-    return isinstance(statement, _IDLE) or (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    )

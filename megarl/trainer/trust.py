@@ -31,7 +31,7 @@ def asked_hosts(values: Any) -> Iterator[tuple[str, str]]:
     for key, value in _leaves(values, ""):
         if not isinstance(value, str) or key.startswith("telemetry.") or "://" not in value:
             continue
-        if "http" in value or secrets.is_from_environment(key, value):
+        if "http" in value.lower() or secrets.is_from_environment(key, value):
             yield key, value
 
 

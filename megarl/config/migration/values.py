@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from omegaconf import OmegaConf
+
+from megarl.config.load import check_interpolations, check_yaml
 
 
 def value_of(text: str) -> Any:
@@ -22,6 +25,8 @@ def read_text(path: str) -> str:
         ValueError: it cannot be read.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            raise ValueError(f"'{path}' cannot be read: it is no file")
         with open(path, encoding="utf-8") as f:
             return f.read()
     except (OSError, UnicodeDecodeError) as e:
@@ -36,20 +41,27 @@ def of_yaml(path: str) -> dict[str, Any]:
     """
     text = read_text(path)
     try:
+        check_yaml(path)
         tree: Any = OmegaConf.create(text)
         if not OmegaConf.is_dict(tree):
             raise ValueError("it must hold sections such as 'data:'")
+        check_interpolations(tree)
     except Exception as e:  # the parsers raise what they like
         raise ValueError(f"'{path}' is not valid YAML: {' '.join(str(e).split())[:200]}") from e
     return flat(tree)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key; a value that refers to what is not there is not set."""
+    """Leaves by dotted key; a value that refers to what is not there is not set, and one of the environment's stays as
+    it is written."""
     values: dict[str, Any] = {}
+    written: Any = OmegaConf.to_container(tree, resolve=False)
     for name in tree:
         key = f"{prefix}{name}"
         if key in ("defaults", "hydra") or str(name) == "_target_":  # what Hydra is told
+            continue
+        if "${oc.env:" in str(written[name]) and not isinstance(written[name], dict):
+            values[key] = written[name]
             continue
         try:
             value = tree[name]

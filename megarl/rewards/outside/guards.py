@@ -205,6 +205,21 @@ def _probability(response: str, entry: Entry) -> str | None:
     return said if off <= Fraction(1, 10_000) and off <= expected / 100 else None
 
 
+def _conclusion(response: str, entry: Entry) -> str | None:
+    """The task pays in full for premises, alone or joined, which follow from themselves."""
+    metadata, said = entry["metadata"], _without_brackets(response)
+    example, premises = metadata["example_answer"], metadata["premises"]
+    if said == _without_brackets(example):
+        return response
+    most = max(2, sum(map(str.isupper, example)))
+    restated = said in map(_without_brackets, premises) and len(said) > 1
+    return None if restated or sum(map(str.isupper, said)) > most else response
+
+
+def _without_brackets(formula: str) -> str:
+    return "".join(character for character in formula if character not in "() ")
+
+
 GUARDS: dict[str, Guard] = {
     "binary_matrix": _list,
     "n_queens": _list,
@@ -219,6 +234,7 @@ GUARDS: dict[str, Guard] = {
     "complex_arithmetic": _complex,
     "game_of_life_halting": _truth,
     "number_sorting": _numbers,
+    "propositional_logic": _conclusion,
 }
 """What stands between a response and its task."""
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.folder import Position, checkpoints, loop_and_step
+from megarl.checkpoint.manifest import only_file
 from megarl.config.trainer import Trainer
 from megarl.data.formats import OF_FLOWS
 from megarl.evaluation.folder import write_json
@@ -104,7 +105,7 @@ def best_checkpoint(run_dir: str) -> str:
     """Folder of the checkpoint that the run's marker names; raises ValueError if there is none."""
     marker = os.path.join(run_dir, "checkpoints", BEST_FILE)
     try:
-        with open(marker, encoding="utf-8") as f:
+        with open(marker, encoding="utf-8", opener=only_file) as f:
             name = json.load(f)["checkpoint"]
         folder = os.path.join(run_dir, "checkpoints", os.path.basename(name))
     except (OSError, ValueError, KeyError, TypeError) as e:
