@@ -17,12 +17,24 @@ from mkdocs.structure.files import File, Files
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from megarl_docs import algorithms, commands, figures, formulas, keys, metrics, migration, plans, rewards  # noqa: E402
+from megarl_docs import (  # noqa: E402
+    algorithms,
+    commands,
+    endpoint,
+    figures,
+    formulas,
+    keys,
+    metrics,
+    migration,
+    plans,
+    rewards,
+)
 
 GENERATORS: dict[str, Callable[..., str]] = {
     "algorithm": algorithms.declared,
     "algorithms": algorithms.listed,
     "commands": commands.reference,
+    "endpoint": endpoint.parameters,
     "keys": keys.reference,
     "metrics": metrics.reference,
     "migration": migration.reference,

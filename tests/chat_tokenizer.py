@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 
 TEMPLATE = (
-    "{% if tools %}T{{ tools | length }}{{ '<end>' }}{% endif %}"
+    "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{{ '<end>' }}{% endif %}"
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
     "{% for c in m.get('tool_calls', []) %}"
     '{{ \'<tool_call>{"name": "\' + c.function.name + \'", "arguments": \' + (c.function.arguments | tojson) '

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 import yaml
-from chat_tokenizer import SIZE, write_chat_tokenizer
+from chat_tokenizer import SIZE, TEMPLATE, write_chat_tokenizer
 from ranks import Ranks
 from test_vllm_engine import needs_vllm
 from tiny_engines import engine_of
@@ -31,10 +31,12 @@ from megarl.loopback import STRANGERS
 from megarl.rewards.judge import RewardError
 from megarl.rollout.agents import Agents
 from megarl.rollout.channel import Channel
-from megarl.rollout.chat_request import Asked, reply_message
+from megarl.rollout.chat_reply import reply_message
+from megarl.rollout.chat_request import Asked
 from megarl.rollout.engine import Request
 from megarl.rollout.environments import Rules
 from megarl.rollout.episodes import Orders, Played, serve
+from megarl.rollout.parameters import CHAT
 from megarl.rollout.sessions import Session
 from megarl.types import Completion, Prompt, Rollout, SamplingParams
 
@@ -84,10 +86,15 @@ async def asks_too_much(base_url, row):
     messages = [{"role": "user", "content": "a"}]
     ask = lambda **more: client.chat.completions.create(**{"model": "x", "messages": messages, **more})
     said = []
-    for more in (dict(temperature=0.2), dict(top_p=0.5), dict(presence_penalty=1.0), dict(n=2), dict(stream=True),
+    chat = [{"role": "user", "content": "a"}]
+    for more in (dict(temperature=0.2), dict(top_p=0.5), dict(presence_penalty=1.0), dict(n=0), dict(top_logprobs=2),
                  dict(logit_bias={"3": 1}), dict(extra_body={"min_p": 0.1}), dict(max_tokens=0), dict(messages=[]),
                  dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-                 dict(messages=[{"role": "user", "content": "a" * 300}]), dict(stop=[""]), dict(stop=3)):
+                 dict(messages=[{"role": "user", "content": "a" * 300}]), dict(stop=[""]), dict(stop=3),
+                 dict(messages=[{"role": "user", "content": chat}]),
+                 dict(response_format={"type": "json_object"}), dict(functions=[{"name": "add"}]),
+                 dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}}),
+                 dict(tools=[{"type": "web_search"}])):
         try:
             await ask(**more)
             said.append("answered")
@@ -102,6 +109,41 @@ async def asks_too_much(base_url, row):
     with open(row["file"], "w") as f:
         json.dump([said, models], f)
     return 1.0
+
+async def asks_in_every_way(base_url, row):
+    """Whatever a client asks for, it is told what the policy said; notes what it was told."""
+    client, said = CLIENT.with_options(base_url=base_url), {}
+    question = [{"role": "user", "content": "a"}]
+    ask = lambda **more: client.chat.completions.create(**{"model": "x", "messages": question, "max_tokens": 6, **more})
+    two = await ask(n=2, logprobs=True, response_format={"type": "text"}, frequency_penalty=0)
+    said["two"] = [choice.message.content for choice in two.choices]
+    said["logprobs"] = [[(one.token, one.logprob) for one in choice.logprobs.content] for choice in two.choices]
+    second = [*question, two.choices[1].message.model_dump(), {"role": "user", "content": "b"}]
+    stream = await ask(messages=second, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    said["streamed"] = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    said["ended"], said["usage"] = chunks[-2].choices[0].finish_reason, chunks[-1].usage.completion_tokens
+    respond = lambda **more: client.responses.create(**{"model": "x", "max_output_tokens": 6, **more})
+    third = await respond(instructions="Add.", input="a")
+    fourth = await respond(previous_response_id=third.id, instructions="Add.", input="b")
+    items = [{"role": "user", "content": "a"}, *[item.model_dump(exclude_none=True) for item in third.output],
+             {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+             *[item.model_dump(exclude_none=True) for item in fourth.output], {"role": "user", "content": "c"}]
+    events = [event async for event in await respond(instructions="Add.", input=items, stream=True)]
+    said["responses"] = [third.output_text, fourth.output_text, events[-1].response.output_text]
+    said["events"] = [event.type for event in events]
+    said["status"] = [third.status, third.incomplete_details and third.incomplete_details.reason]
+    with open(row["file"], "w") as f:
+        json.dump(said, f)
+    return 1.0
+
+async def asks_without_end(base_url, row):
+    client, messages = CLIENT.with_options(base_url=base_url), [{"role": "user", "content": "a"}]
+    while True:
+        said = await client.chat.completions.create(model="x", messages=messages)
+        messages += [said.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "b"}]
+        if row.get("fails"):
+            raise ValueError("not today")
 
 async def misbehaves(base_url, row):
     how = row["how"]
@@ -232,7 +274,7 @@ def check_is_what_was_sampled(played: dict[int, list[Played]], record: Record, t
         assert one.sampled == b"\x01" * begun + b"\x00" * len(observed) + b"\x01" * after and after > 0
         assert one.logp[:begun] == first.logp and not any(one.logp[begun : begun + len(observed)])
         question = QUESTIONS[place]["question"]
-        wanted = tokenizer.encode_template(f"T1<end><system>Add.<end><user>{question}<end><assistant>")
+        wanted = tokenizer.encode_template(f"add<end><system>Add.<end><user>{question}<end><assistant>")
         assert list(one.prompt_ids or ()) == wanted
         text = tokenizer.decode(one.token_ids[begun + len(observed) :]).partition("?")[0]
         assert one.reward == 0.25 + len(text)
@@ -287,13 +329,74 @@ def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_pat
     play(folder, "asks_too_much", [{"file": str(file)}])
     said, models = json.loads(file.read_text())
     assert [param for param, _, _ in said] == [
-        *("temperature", "top_p", "presence_penalty", "n", "stream", "logit_bias", "min_p", "max_tokens"),
-        *("messages", "messages", "messages", "stop", "stop"),
+        *("temperature", "top_p", "presence_penalty", "n", "top_logprobs", "logit_bias", "min_p", "max_tokens"),
+        *("messages", "messages", "messages", "stop", "stop", "messages", "response_format", "functions"),
+        *("tool_choice", "tools"),
     ]
     assert said[0][2].startswith("temperature = 0.2: the run draws tokens with temperature = 1, and trains on what")
-    assert said[4][1:] == ["unsupported_parameter", "stream: answers come in one piece: leave it out"]
+    assert said[4][1:] == ["unsupported_parameter", f"top_logprobs: {CHAT['top_logprobs'].says}"]
     assert said[10][1] == "context_length_exceeded" and "data.max_prompt_length = 130" in said[10][2]
+    assert "what `messages` takes, as it is" in said[13][2]
+    assert said[14][2].startswith("response_format: tokens are drawn freely") and "as a tool" in said[14][2]
     assert models == ["policy", "there is no such session, or its episode is over"]
+
+
+def test_what_is_asked_for_is_what_was_sampled(folder: Path, tmp_path: Path) -> None:
+    """Several replies at once, streams, log-probabilities, responses: each is a conversation of what was drawn."""
+    file, text = tmp_path / "said.json", tokenizer_in(str(folder)).decode
+    played, record = play(folder, "asks_in_every_way", [{"file": str(file)}])
+    assert [part.episode.error for part in played[0]] == [None] * 3
+    said = json.loads(file.read_text())
+    assert all((p.prompt_ids, p.token_ids, p.logp) in [(a, c.token_ids, c.logp) for a, c in record] for p in played[0])
+    first, second, third = sorted(played[0], key=lambda part: part.episode.turns)
+    assert [part.episode.turns for part in (first, second, third)] == [1, 2, 3]
+    one, two = said["two"]
+    assert one == text(first.token_ids) and len({one, two}) == 2
+    assert [[logp for _, logp in of_one] for of_one in said["logprobs"]] == [
+        pytest.approx(list(first.logp)),
+        pytest.approx(list(second.logp[: len(said["logprobs"][1])])),
+    ]
+    assert "".join(token for token, _ in said["logprobs"][1]) == two
+    assert text(third.prompt_ids or ()) == "Add.a" and text(second.prompt_ids or ()) == "a"
+    runs = [part.sampled.replace(b"\x00", b" ").split() for part in (second, third)]
+    drawn = [[text(ids) for ids in _runs(part)] for part in (second, third)]
+    assert drawn == [[two, said["streamed"]], said["responses"]]
+    assert said["usage"] == len(runs[0][1]) and said["ended"] == ("length" if said["usage"] == 6 else "stop")
+    assert said["status"] in (["incomplete", "max_output_tokens"], ["completed", None])
+    assert [said["events"][0], said["events"][-1]] == ["response.created", said["events"][-1]]
+    assert said["events"][-1] in ("response.completed", "response.incomplete")
+
+
+def _runs(part: Played) -> list[list[int]]:
+    """Token ids of each turn of the policy's."""
+    turns: list[list[int]] = []
+    for i, (token, sampled) in enumerate(zip(part.token_ids, part.sampled, strict=True)):
+        if sampled and (i == 0 or not part.sampled[i - 1]):
+            turns.append([])
+        if sampled:
+            turns[-1].append(token)
+    return turns
+
+
+@pytest.mark.parametrize("rules", [{"max_turns": 3}, {"max_turns": 99}], ids=["turns", "tokens"])
+def test_an_episode_at_its_limits_is_scored(folder: Path, rules: dict[str, Any]) -> None:
+    """The agent makes an error of the refusal, as agents do; one that fails for another reason has failed."""
+    played, _ = play(folder, "asks_without_end", [{}, {"fails": True}], **rules)
+    (one,), (failed,) = played.values()
+    assert (one.episode.error, one.reward, one.finish_reason, one.episode.limited) == (None, None, "length", True)
+    if rules["max_turns"] == 3:
+        assert one.episode.turns == 3
+    else:
+        assert PARAMS.max_tokens - 20 < len(one.token_ids) <= PARAMS.max_tokens
+    assert str(failed.episode.error).startswith("agent: raised ValueError: not today")
+
+
+def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path, TEMPLATE.partition("{% endif %}")[2])
+    speech = Speech(tokenizer_in(str(tmp_path)), stop_tokens=(), role="user", limit=9)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    with pytest.raises(ValueError, match=r"^the chat template does not write down the tools, which would be lost"):
+        speech.conversation([{"role": "user", "content": "a"}], tools=[tool])
 
 
 def test_an_agents_reward_may_be_numpys(folder: Path) -> None:
@@ -362,7 +465,7 @@ def test_a_request_that_was_given_up_is_not_trained_on(
     given_up, abandon, all_speak = [], Session.abandon, tmp_path / "all speak"
     monkeypatch.setattr(Session, "abandon", lambda self, ticket: (given_up.append(ticket), abandon(self, ticket))[1])
     asked, ask = [], Session.ask
-    monkeypatch.setattr(Session, "ask", lambda self, *args: (asked.append(self), ask(self, *args))[1])
+    monkeypatch.setattr(Session, "ask", lambda self, *args, **how: (asked.append(self), ask(self, *args, **how))[1])
 
     def within(step: Callable[[], Any]) -> Any:
         """Nobody gets more than a token until all three have asked, and given up."""
@@ -400,12 +503,16 @@ def test_nonsense_is_answered_in_openais_form(folder: Path) -> None:
             (b"[" * 100_000, "the body is not JSON"),
             (b"[]", "the body must be a JSON object"),
             (b"{}", "messages must be a list of one message or more"),
-            (b'{"messages": [3]}', "messages[0] must be an object with a role"),
-            (b'{"messages": [{"role": "user", "content": 3}]}', "messages[0]: content must be text"),
-            (b'{"messages": [{"role": "user", "tool_calls": [1]}]}', "messages[0]: tool_calls cannot be read"),
+            (b'{"messages": [3]}', "messages must be a list of one message or more"),
+            (b'{"messages": [{"content": "a"}]}', "messages: message 1: its role must be a name such as user"),
+            (b'{"messages": [{"role": "user", "content": 3}]}', "messages: message 1: its content must be text"),
+            (
+                b'{"messages": [{"role": "user", "tool_calls": [1]}]}',
+                "messages: message 1: tool call 1 has no",
+            ),
             (rb'{"messages": [{"role": "user", "content": "\ud800"}]}', "'utf-8' codec can't encode character"),
             (rb'{"messages": [{"role": "user"}], "stop": "\ud800"}', "stop: 'utf-8' codec can't encode character"),
-            (b'{"messages": [{"role": "user"}], "a": 1, "b": 2}', "a, b: it would change how tokens are drawn"),
+            (b'{"messages": [{"role": "user"}], "a": 1, "b": 2}', "a: not known here, and it might change"),
         ]:
             status, message = ask(completions, body)
             assert status == 400 and message.startswith(said)
@@ -456,8 +563,7 @@ def test_a_stranger_s_connection_is_closed_after_a_while(folder: Path, monkeypat
 def test_a_tool_call_of_brackets_is_text() -> None:
     """A policy that has collapsed may say any number of them."""
     text = f'<tool_call>{{"name": "add", "arguments": {"[" * 100_000}}}</tool_call>'
-    tools = ({"type": "function"},)
-    assert reply_message(text, Asked(messages=(), tools=tools), "1") == {"role": "assistant", "content": text}
+    assert reply_message(text, Asked(messages=(), reads_calls=True), "1") == {"role": "assistant", "content": text}
 
 
 def test_few_agents_at_a_time(folder: Path) -> None:

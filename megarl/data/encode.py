@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megarl.config.data import Data
 from megarl.data.messages import Message, Messages, are_messages, read_messages
@@ -29,16 +30,16 @@ def encode_messages(messages: Messages, source: str, tokenizer: Tokenizer, *, re
     """`Tokenizer.encode_chat`; raises ValueError, naming the row, where that fails or would leave something out."""
     read = read_messages(messages, source)
     try:
-        lost = _left_out(read, tokenizer, reply)
-        if lost:
-            raise ValueError(f"the chat template does not write down {lost}, so that it would be lost; leave it out")
+        check_nothing_is_left_out(read, tokenizer, reply=reply)
         return tokenizer.encode_chat(read, reply=reply)
     except Exception as e:  # libraries raise what they like
         raise _refused(source, e) from e
 
 
-def _left_out(messages: Sequence[Message], tokenizer: Tokenizer, reply: bool) -> str:
-    """What a template drops of messages with tool calls, or of other roles than the usual three; empty: nothing.
+def check_nothing_is_left_out(
+    messages: Messages, tokenizer: Tokenizer, *, reply: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Raise ValueError where the template drops tools, tool calls, or messages of other roles than the usual three.
 
     Templates know what they know: one for chats writes a call of a tool as nothing, and the model would learn to answer
     nothing. So words that stand for what the messages hold are looked for in what it writes.
@@ -59,8 +60,14 @@ def _left_out(messages: Sequence[Message], tokenizer: Tokenizer, reply: bool) ->
             if calls:
                 message["tool_calls"] = [_probed(call, probe, f"the tool calls of message {i}") for call in calls]
         asked.append(message)
-    text = tokenizer.chat_text(asked, reply=reply) if probes else ""
-    return next((what for word, what in probes.items() if word not in text), "")
+    offered = [{**tool, "function": {**tool["function"], "name": probe("the tools")}} for tool in tools]
+    text = tokenizer.chat_text(asked, reply=reply, tools=offered) if probes else ""
+    lost = next((what for word, what in probes.items() if word not in text), "")
+    if lost:
+        raise ValueError(
+            f"the chat template does not write down {lost}, which would be lost; say it in the text of a message, or "
+            "use a chat template that reads it"
+        )
 
 
 def _probed(call: Message, probe: Callable[[str], str], what: str) -> Message:

@@ -51,11 +51,13 @@ class Outcome:
 
     Attributes:
         number: of the job; `NO_AGENT` or `READY` where there is none.
+        raised: whether the error is an exception of the agent's.
     """
 
     number: int
     reward: float | None = None
     error: str | None = None
+    raised: bool = False
 
 
 def check_agent(value: str) -> None:
@@ -135,7 +137,7 @@ async def _guarded(agent: Agent, job: Job) -> Outcome:
     except NoScore as e:
         return Outcome(number=job.number, error=str(e))
     except BaseException as e:  # an agent may let its own CancelledError out, and its episode would never end
-        return Outcome(number=job.number, error=described(e))
+        return Outcome(number=job.number, error=described(e), raised=True)
 
 
 if __name__ == "__main__":

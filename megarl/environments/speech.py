@@ -7,6 +7,7 @@ from operator import index
 from typing import Any
 
 from megarl.data.conversations import REPLY
+from megarl.data.encode import check_nothing_is_left_out
 from megarl.data.messages import are_messages, read_messages
 from megarl.data.tokenizer import Tokenizer
 
@@ -51,13 +52,23 @@ class Speech:
             return self.messages([{"role": self._role, "content": self._shortened(observation)}], last=last)
         return self._plain(observation)
 
+    def conversation(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
+        """Token ids of messages up to where the policy's reply begins.
+
+        Raises:
+            ValueError: the chat template refuses them, or leaves something out.
+        """
+        check_nothing_is_left_out(messages, self.tokenizer, tools=tools)
+        return self.tokenizer.encode_chat(messages, tools=tools)
+
     def messages(self, messages: Sequence[Message], *, last: int, tools: Sequence[Message] = ()) -> list[int]:
         """Token ids of the messages after a reply, from its end up to where the next one begins.
 
         Raises:
-            ValueError: the chat template refuses them, or does not write the reply down.
+            ValueError: the chat template refuses them, leaves something out, or does not write the reply down.
         """
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
+        check_nothing_is_left_out([*before, *messages], self.tokenizer)
         text = self.tokenizer.chat_text([*before, *messages], tools=tools)
         _, found, rest = text.partition(REPLY)
         if not found:

@@ -182,7 +182,8 @@ class WithAgents:
         if outcome is None:
             self._lost(worker, f"its process {worker.how_it_ended()}")
         elif (playing := self._playing.get(outcome.number)) is not None:
-            error = outcome.error and self._described(playing, outcome.error)
+            at_limit = outcome.raised and playing.session.at_limit  # agents make an error of what they are told there
+            error = None if at_limit else outcome.error and self._described(playing, outcome.error)
             self._end(outcome.number, reward=outcome.reward, error=error)
 
     def _end_late(self) -> None:

@@ -7,16 +7,18 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from megarl.loopback import Loopback
-from megarl.rollout.chat_request import MODEL, Refused, read_request
+from megarl.rollout.chat_reply import MODEL, Said, completion_body, completion_events
+from megarl.rollout.chat_request import Asked, Refused, read_request
 from megarl.rollout.engine import Request
-from megarl.rollout.sessions import Session
+from megarl.rollout.responses_api import read_response_request, response_body, response_events
+from megarl.rollout.sessions import Session, Ticket
 from megarl.types import Completion, SamplingParams
 
 _LARGEST_BODY = 64 * 2**20
@@ -87,6 +89,7 @@ class Endpoint:
     async def _serve(self) -> None:
         app = web.Application(middlewares=[_in_openais_form], client_max_size=_LARGEST_BODY)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._completions)
+        app.router.add_post("/sessions/{session}/v1/responses", self._responses)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         self._server = Loopback(app)
         await self._server.start(self._socket)
@@ -98,35 +101,59 @@ class Endpoint:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _completions(self, request: web.Request) -> web.Response:
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
+        asked = read_request(await _body(request), session.params, self._training)
+        replies = await self._replies(session, asked)
+        if asked.stream:
+            return await _streamed(request, completion_events(replies, asked))
+        return web.json_response(completion_body(replies))
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = read_response_request(await _body(request), session.earlier, session.params, self._training)
+        (said,) = await self._replies(session, asked)
+        if asked.stream:
+            return await _streamed(request, response_events(said))
+        return web.json_response(response_body(said))
+
+    async def _replies(self, session: Session, asked: Asked) -> list[Said]:
+        """What the policy says, once it has said all of it."""
+        waiting: list[tuple[Ticket, asyncio.Future[Completion | None]]] = []
+        said: list[Said] = []
         try:
-            body = json.loads(await request.read())
-        except (ValueError, RecursionError) as e:
-            raise Refused("the body is not JSON") from e
-        asked = read_request(body, session.params, self._training)
-        future: asyncio.Future[Completion | None] = self._loop.create_future()
+            with self.lock:
+                for i in range(asked.choices):
+                    ticket = session.ask(asked, anew=i > 0)
+                    waiting.append((ticket, self._loop.create_future()))
+                for ticket, future in waiting:
+                    self._ask(
+                        Waiting(request=ticket.request, session=session, answer=self._to(future), gone=future.cancelled)
+                    )
+            for ticket, future in waiting:
+                completion = await future
+                if completion is None:
+                    raise Refused("the episode is over", status=410)
+                with self.lock:
+                    said.append(session.reply(ticket, completion))
+        finally:
+            with self.lock:  # the client is gone, or one of several choices was refused
+                for ticket, future in waiting[len(said) :]:
+                    future.cancel()
+                    session.abandon(ticket)
+        return said
+
+    def _to(self, future: asyncio.Future[Completion | None]) -> Callable[[Completion | None], None]:
+        """Gives it a result, from any thread."""
+
+        def arrive(completion: Completion | None) -> None:
+            if not future.done():
+                future.set_result(completion)
 
         def answer(completion: Completion | None) -> None:
-            def arrive() -> None:
-                if not future.done():
-                    future.set_result(completion)
+            self._loop.call_soon_threadsafe(arrive, completion)
 
-            self._loop.call_soon_threadsafe(arrive)
-
-        with self.lock:
-            ticket = session.ask(asked)
-            self._ask(Waiting(request=ticket.request, session=session, answer=answer, gone=future.cancelled))
-        try:
-            completion = await future
-        except asyncio.CancelledError:  # the client is gone
-            with self.lock:
-                session.abandon(ticket)
-            raise
-        if completion is None:
-            raise Refused("the episode is over", status=410)
-        with self.lock:
-            return web.json_response(session.reply(ticket, completion))
+        return answer
 
     def _session(self, request: web.Request) -> Session:
         with self.lock:
@@ -135,6 +162,22 @@ class Endpoint:
             raise Refused("there is no such session, or its episode is over", status=404)
         self._server.admit(request)
         return session
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError) as e:
+        raise Refused("the body is not JSON") from e
+
+
+async def _streamed(request: web.Request, events: Iterable[str]) -> web.StreamResponse:
+    text = "".join(events)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    await response.write(text.encode())
+    await response.write_eof()
+    return response
 
 
 @web.middleware

@@ -7,14 +7,17 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from megarl.data.messages import Message, read_messages
 from megarl.environments.speech import Speech
-from megarl.rollout.chat_request import Asked, Message, Refused, reply_message, response_body, same_message, sampling
+from megarl.rollout.chat_reply import Said, reply_message
+from megarl.rollout.chat_request import Asked, Refused, same_message, sampling
 from megarl.rollout.engine import Request
 from megarl.rollout.episodes import Played, seed_of
 from megarl.rollout.replicas import sample_seed
 from megarl.types import Completion, Episode, Rollout, SamplingParams
+
+_TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,6 +75,12 @@ class Session:
         params: how the run draws tokens; `max_tokens` bounds a segment's response.
         max_turns: replies of the episode.
         new_key: a number for a segment's requests.
+
+    Attributes:
+        waited: seconds in which the policy spoke.
+        closed: whether the episode is over.
+        at_limit: whether the last thing that the client heard is that a limit of the episode is met.
+        earlier: messages up to each reply, by the reply's number.
     """
 
     def __init__(
@@ -90,10 +99,14 @@ class Session:
         self._made = self._replies = 0
         self._limited = False
         self.waited = 0.0
-        self.closed = False
+        self.closed = self.at_limit = False
+        self.earlier: dict[str, Sequence[Message]] = {}
 
-    def ask(self, asked: Asked) -> Ticket:
+    def ask(self, asked: Asked, *, anew: bool = False) -> Ticket:
         """What the engine is to be asked.
+
+        Args:
+            anew: with a segment of its own, even if the messages go on with one.
 
         Raises:
             Refused: a limit is met, or the chat template refuses the messages.
@@ -101,10 +114,11 @@ class Session:
         self._check_open()
         if self._replies >= self._max_turns:
             self._limited = True
-            raise Refused(
+            raise self._limit(
                 f"the episode has had its environment.max_turns = {self._max_turns} replies", code="max_turns"
             )
-        segment = next((s for s in reversed(self._segments) if s.continued_by(asked)), None)
+        goes_on = (segment for segment in reversed(self._segments) if segment.continued_by(asked))
+        segment = None if anew else next(goes_on, None)
         try:
             if segment is None:
                 segment, observed = self._begin(asked), []
@@ -118,14 +132,13 @@ class Session:
         begun = len(segment.token_ids) + len(observed)
         if begun >= self.params.max_tokens:
             segment.at_limit = self._limited = True
-            raise Refused(
+            raise self._limit(
                 f"the conversation has {begun} tokens after its first messages, and data.max_response_length = "
-                f"{self.params.max_tokens} leaves no room for a reply",
-                param="messages",
-                code="context_length_exceeded",
+                f"{self.params.max_tokens} leaves no room for a reply"
             )
         segment.busy = True
         self._replies += 1
+        self.at_limit = False
         request = Request(
             key=segment.key,
             prompt=segment.prompt_ids,
@@ -138,8 +151,8 @@ class Session:
         )
         return Ticket(segment=segment, asked=asked, observed=tuple(observed), request=request, began=time.monotonic())
 
-    def reply(self, ticket: Ticket, completion: Completion) -> dict[str, Any]:
-        """The answer in OpenAI's form; the tokens become the segment's.
+    def reply(self, ticket: Ticket, completion: Completion) -> Said:
+        """What the client is told; the tokens become the segment's.
 
         Raises:
             Refused: the episode is over.
@@ -155,16 +168,25 @@ class Session:
         segment.at_limit = completion.finish_reason == "length" and len(segment.token_ids) >= self.params.max_tokens
         self._segments.remove(segment)  # the newest is the last: it is the one that is scored
         self._segments.append(segment)
-        number = f"{segment.key}-{segment.turns}"
-        message = reply_message(self._speech.tokenizer.decode(said), ticket.asked, number)
-        segment.messages = (*ticket.asked.messages, _as_read(message))
-        reason = "length" if completion.finish_reason == "length" else "stop"
-        prompt = len(segment.prompt_ids) + begun
-        return response_body(message, reason, number=number, prompt=prompt, reply=len(said))
+        self.at_limit = segment.at_limit
+        number, decode = f"{segment.key}-{segment.turns}", self._speech.tokenizer.decode
+        message = reply_message(decode(said), ticket.asked, number)
+        segment.messages = (*ticket.asked.messages, *read_messages([message], "the reply"))
+        self.earlier[number] = segment.messages
+        drawn = zip(said, completion.logp[begun:], strict=True)
+        return Said(
+            number=number,
+            message=message,
+            cut_off=completion.finish_reason == "length",
+            prompt=len(segment.prompt_ids) + begun,
+            reply=len(said),
+            tokens=[(decode([token]), logp) for token, logp in drawn] if ticket.asked.logprobs else None,
+        )
 
     def abandon(self, ticket: Ticket) -> None:
-        """Nobody waits for the reply any more: the segment stays as it was before."""
+        """Nobody waits for the reply any more: the segment stays as it was before, and it counts as none."""
         self.waited += time.monotonic() - ticket.began
+        self._replies -= 1
         segment = ticket.segment
         segment.busy, segment.key = False, self._new_key()
         if not segment.turns:
@@ -189,17 +211,20 @@ class Session:
                 token_ids=segment.token_ids,
                 logp=segment.logp,
                 sampled=segment.sampled,
-                finish_reason="length" if segment.at_limit else "stop",
+                finish_reason="length" if self._is_limited(segment, segments[-1]) else "stop",
                 reward=None if error else reward,
                 episode=Episode(
                     turns=segment.turns,
                     seconds=max(0.0, seconds - self.waited) if segment is segments[-1] else 0.0,
-                    limited=segment.at_limit or (self._limited and segment is segments[-1]),
+                    limited=self._is_limited(segment, segments[-1]),
                     error=error,
                 ),
             )
             for segment in segments
         ]
+
+    def _is_limited(self, segment: Segment, last: Segment) -> bool:
+        return segment.at_limit or (self._limited and segment is last)
 
     @property
     def keys(self) -> list[int]:
@@ -207,31 +232,25 @@ class Session:
         return [segment.key for segment in self._segments]
 
     def _begin(self, asked: Asked) -> Segment:
-        tokenizer = self._speech.tokenizer
-        ids = tuple(tokenizer.encode_chat(asked.messages, tools=asked.tools))
+        ids = tuple(self._speech.conversation(asked.messages, tools=asked.tools))
         if len(ids) > self._max_prompt_length:
-            raise Refused(
-                f"the messages have {len(ids)} tokens, more than data.max_prompt_length = {self._max_prompt_length}",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            text = f"the messages have {len(ids)} tokens, more than data.max_prompt_length = {self._max_prompt_length}"
+            if not self.earlier:
+                raise Refused(text, param="messages", code=_TOO_LONG)
+            self._limited = True  # the policy has spoken, and what it said, or was told, has grown
+            raise self._limit(text)
         seed = seed_of(self._rollout.seed, self._made)
         self._made += 1
         self._segments.append(Segment(key=self._new_key(), seed=seed, tools=_json(asked.tools), prompt_ids=ids))
         return self._segments[-1]
 
+    def _limit(self, text: str, code: str = _TOO_LONG) -> Refused:
+        self.at_limit = True
+        return Refused(f"{text}; the episode is scored as it is", param="messages", code=code)
+
     def _check_open(self) -> None:
         if self.closed:
             raise Refused("the episode is over", status=410)
-
-
-def _as_read(message: Message) -> Message:
-    """Our own message as a client's is read."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    read = [{**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}} for c in calls]
-    return {**message, "tool_calls": read}
 
 
 def _json(tools: Sequence[Message]) -> str:

@@ -61,17 +61,14 @@ def score_episodes(
     Raises:
         RewardError: an episode failed, with `reward.on_error=fail`, or all did; or what `score` raises.
     """
-    failed = [r for r in rollouts if r.episode is not None and r.episode.error is not None]
-    if failed and (config.reward.on_error == "fail" or len(failed) == len(rollouts)):
-        assert failed[0].episode is not None
-        remark = "reward.on_error=drop leaves out the episodes that fail"
-        count = f"{len(failed)} of {len(rollouts)} episodes failed; the first: "
-        raise RewardError(f"{count}{failed[0].episode.error}\n({remark})")
-    if failed:
-        assert failed[0].episode is not None and failed[0].episode.error is not None
-        reason = failed[0].episode.error.partition("\n")[0]
-        say(f"{len(failed)} of {len(rollouts)} episodes failed; the first: {reason}")
     last = [places[-1] for places in rollouts.episodes]
+    errors = [error for i in last if (error := _error(rollouts[i])) is not None]
+    count = f"{len(errors)} of {len(last)} episodes failed; the first: "
+    if errors and (config.reward.on_error == "fail" or len(errors) == len(last)):
+        remark = "reward.on_error=drop leaves out the episodes that fail"
+        raise RewardError(f"{count}{errors[0]}\n({remark})")
+    if errors:
+        say(count + errors[0].partition("\n")[0])
     unscored = [i for i in sorted(last) if _unscored(rollouts[i])]
     rewards, parts = [rollout.reward for rollout in rollouts], [rollout.parts for rollout in rollouts]
     if unscored:
@@ -85,7 +82,11 @@ def score_episodes(
 
 
 def _unscored(rollout: Rollout) -> bool:
-    return rollout.reward is None and (rollout.episode is None or rollout.episode.error is None)
+    return rollout.reward is None and _error(rollout) is None
+
+
+def _error(rollout: Rollout) -> str | None:
+    return None if rollout.episode is None else rollout.episode.error
 
 
 def _itself(rollout: Rollout) -> Rollout:
