@@ -53,7 +53,9 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
         return held
 
 
-@pytest.mark.parametrize("case", [Case(tp=2, dp=2, sequence_parallel=True), Case(tp=2, pp=2)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", quick([Case(tp=2, dp=2, sequence_parallel=True), Case(tp=2, pp=2)], 1), ids=lambda c: c.name
+)
 @pytest.mark.parametrize(("dtype", "itemsize", "master"), quick([("float32", 4, 0), ("bfloat16", 2, 4)], 1))
 def test_megatron_holds_what_the_budget_says(ranks: Ranks, case: Case, dtype: str, itemsize: int, master: int) -> None:
     layout = TrainLayout(world_size=case.world, tp=case.tp, pp=case.pp)

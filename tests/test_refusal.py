@@ -45,6 +45,7 @@ def _start(config: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
+@pytest.mark.slow
 def test_a_start_tells_them_apart(tmp_path: Path) -> None:
     config = write_run(tmp_path)
     refused = _start(config, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3")
