@@ -42,7 +42,7 @@ def asked_by(tests: Sequence[str], entry_point: str | None) -> Asked:
     free = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - bound
     used = in_front | {name for node in nodes if isinstance(node, ast.Call) for name in _used_in(node)}
     own = {name for name in free if not _library(name, used, in_front)}
-    own |= _alone_in_asserts(nodes, own, bound)
+    own |= _alone_in_asserts(nodes, bound)
     if not own:
         own = _named_alone(trees, free)
     if not own:
@@ -73,8 +73,8 @@ def _is_pytest(node: ast.stmt) -> bool:
         return node.name.startswith("Test") and not node.bases and any(map(_is_pytest, node.body))
     if not isinstance(node, _FUNCTIONS) or not node.name.startswith("test"):
         return False
-    given = [*node.args.posonlyargs, *node.args.args]
-    return len(given) - len(node.args.defaults) <= (given[:1] == [] or given[0].arg == "self")
+    taken = [*node.args.posonlyargs, *node.args.args]
+    return all(one.arg == "self" for one in taken[: len(taken) - len(node.args.defaults)])
 
 
 def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], own: set[str]) -> bool:
@@ -128,7 +128,7 @@ def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _alone_in_asserts(nodes: Sequence[ast.AST], own: set[str], bound: set[str]) -> set[str]:
+def _alone_in_asserts(nodes: Sequence[ast.AST], bound: set[str]) -> set[str]:
     """Names of a module's that are asked about by themselves: `compress` in "assert compress('aab') == 'a2b'".
 
     One that stands around a name of the program, or of the tests, in another assert is Python's.
