@@ -421,6 +421,7 @@ def test_an_agents_reward_may_be_numpys(folder: Path) -> None:
     ],
 )
 def test_an_agent_that_misbehaves_costs_its_episode_alone(folder: Path, how: str, said: str) -> None:
+    tokenizer_in(str(folder)).encode_chat([{"role": "user", "content": "a"}])  # the process of its template stays
     before = {process.pid for process in psutil.Process().children()}
     late = how in ("hangs", "blocks")
     played, _ = play(folder, "misbehaves", [{"how": ""}, {"how": how}, {"how": ""}], timeout=15.0 if late else 300.0)
