@@ -80,9 +80,9 @@ class Registry(Generic[T]):
             return self._from_file(path, name)
         names = self.names()
         near = difflib.get_close_matches(value, names, n=max(len(names), 1), cutoff=0.4)
-        known = [*near, *(name for name in names if name not in near), f"path/to/file.py:{self._noun}"]
-        or_ = ", or " if names else ""
-        raise ValueError(f"{self._key} = {value!r} is not known; use {', '.join(known[:-1])}{or_}{known[-1]}")
+        known = "".join(f"{name}, " for name in [*near, *(name for name in names if name not in near)])
+        known += "or " if names else ""
+        raise ValueError(f"{self._key} = {value!r} is not known; use {known}path/to/file.py:{self._noun}")
 
     def _from_file(self, path: str, name: str) -> T:
         if not os.path.isfile(path):

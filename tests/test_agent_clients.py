@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 PARAMS = SamplingParams(temperature=1.0, max_tokens=4000, stop_token_ids=(2,))
 CALL = '<tool_call>{"name": "%s", "arguments": %s}</tool_call>'
 ADD = CALL % ("add", '{"a": 2, "b": 3}')
-NAMED_ALIKE = {"openai-agents": "agents", "pydantic-ai": "pydantic_ai", "langchain": "langchain_openai"}
+MODULES = {"openai_agents": "agents", "langchain": "langchain_openai"}
 
 
 class Answer(BaseModel):
@@ -162,10 +162,11 @@ def served(folder: Path, replies: list[str]) -> Iterator[tuple[str, Session, lis
 def test_a_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: Callable[[str, str], Any], kind: str, replies: list[str]
 ) -> None:
-    library = client.__name__.replace("_", "-")
-    pytest.importorskip(NAMED_ALIKE.get(library, library), reason="launch/requirements-agents.txt is not installed")
-    for name, value in {"OPENAI_API_KEY": "x", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
+    name = client.__name__
+    pytest.importorskip(MODULES.get(name, name), reason="launch/requirements-agents.txt is not installed")
+    settings = {"OPENAI_API_KEY": "x", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
+    for variable, value in settings.items():
+        monkeypatch.setenv(variable, value)
     with served(tmp_path, replies) as (base_url, session, drawn):
         assert str(client(base_url, kind)) == "5"
         assert len(drawn) == len(replies)

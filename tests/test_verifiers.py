@@ -433,3 +433,11 @@ def test_fences_as_models_write_them(response: str, block: str | None) -> None:
     from megarl.rewards.code import last_block
 
     assert last_block(response) == block
+
+
+def test_a_case_without_tests_is_refused() -> None:
+    row = {"tests": "import unittest\nclass T(unittest.TestCase):\n    def setUp(self): f(2)"}
+    check_row = load_reward("code").check_row
+    assert check_row is not None
+    with pytest.raises(ValueError, match="needs tests in column 'tests' that run"):
+        check_row(row)

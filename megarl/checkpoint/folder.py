@@ -29,11 +29,11 @@ from megarl.checkpoint.manifest import (
     MANIFEST_FILE,
     checksum_problem,
     one_line,
-    only_file,
     read_manifest,
     size_problem,
     sync_folder,
 )
+from megarl.telemetry.lines import only_file
 
 STATE_FILE = "trainer.json"
 _WITHOUT_MANIFEST = ("metadata.json", "common.pt", ".metadata")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+
+from megarl.telemetry.lines import only_file
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
@@ -111,15 +112,6 @@ def checksum_problem(folder: str, records: Mapping[str, FileRecord], names: Iter
         if record != records[name]:
             return f"{name} is not what was written: its checksum differs"
     return None
-
-
-def only_file(path: str, flags: int) -> int:
-    """For `open`: raises OSError for a pipe, which would be waited for, and a device, which does not end."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError("it is no file")
 
 
 def sync_folder(folder: str) -> None:

@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.serialization import _get_layout
 
-from megarl.checkpoint.manifest import one_line, only_file
+from megarl.checkpoint.manifest import one_line
+from megarl.telemetry.lines import only_file
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
@@ -287,10 +288,9 @@ def _is_well_formed(what: Any) -> bool:
         return False
     if not all(isinstance(chunk, ChunkStorageMetadata) and _is_within(chunk, what.size) for chunk in what.chunks):
         return False
-    whole = sum(math.prod(chunk.sizes) for chunk in what.chunks) == math.prod(what.size)  # else memory would be read
-    return whole and len({chunk.offsets for chunk in what.chunks if math.prod(chunk.sizes)}) == sum(
-        math.prod(chunk.sizes) > 0 for chunk in what.chunks
-    )
+    parts = [(chunk.offsets, volume) for chunk in what.chunks if (volume := math.prod(chunk.sizes))]
+    whole = sum(volume for _, volume in parts) == math.prod(what.size)  # else memory would be read
+    return whole and len({offsets for offsets, _ in parts}) == len(parts)
 
 
 def _is_within(chunk: ChunkStorageMetadata, size: Iterable[int]) -> bool:

@@ -92,12 +92,12 @@ def _run_one(test: str, space: Space, entry_point: str | None, functions: list[s
     exec(compile(test, "test.py", "exec", dont_inherit=True), space)
     if entry_point is not None and callable(space.get("check")):
         space["check"](space[entry_point])
-    new = [value for value in space.values() if id(value) not in before]
+    new = {name: value for name, value in space.items() if id(value) not in before}
     if "unittest" in sys.modules:
-        _run_cases(new)
+        _run_cases(list(new.values()))
     for name in functions:
-        if any(value is space.get(name) for value in new):
-            _run_as_pytest(space[name])
+        if name in new:
+            _run_as_pytest(new[name])
 
 
 def _run_cases(values: list[Any]) -> None:

@@ -49,7 +49,7 @@ _TIME = re.compile(r"(\d{1,2}):([0-5]\d)\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE
 _BASE = re.compile(r"(\d[0-9A-Za-z]{0,199})(?:_\s*(?:\{\s*(\d{1,2})\s*\}|(\d)))?")
 _MEASURE = r"(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]{2,12})\.?"
 _COMPOUND = re.compile(rf"{_MEASURE}(?:,?\s*(?:and\s+)?{_MEASURE}){{1,3}}")
-_CHOICE = re.compile(r"\\(?:textbf|text|mathrm|mathbf)\s*\{\s*\([A-Z]\)\s*\}(?=\s*\S)")
+_CHOICE = re.compile(r"^\\(?:textbf|text|mathrm|mathbf)\s*\{\s*\([A-Z]\)\s*\}(?=\s*\S)")
 _ONE_WORD = re.compile(r"^ ([A-Za-z])(?![A-Za-z])")
 _ALL_TEXT = re.compile(r"\\(?:textbf|text|mathrm|mathbf|mbox)\s*\{\s*([-+]?\d[^{}]*)\}")
 _TUPLE_NAMED = re.compile(r"\(\s*([A-Za-z](?:\s*,\s*[A-Za-z])+)\s*\)\s*=\s*\(")
@@ -196,7 +196,7 @@ def answer_from(text: str, longest: int = _LONGEST) -> Answer | None:
         text = text[1:-1].strip()
     if (text.startswith("\\(") and text.endswith("\\)")) or (text.startswith("\\[") and text.endswith("\\]")):
         text = text[2:-2]
-    text = _CHOICE.sub("", text, count=1) if _CHOICE.match(text) else text
+    text = _CHOICE.sub("", text)
     if (whole := _ALL_TEXT.fullmatch(text)) is not None:
         text = whole[1]
     with_units = _tidy(text)

@@ -39,7 +39,8 @@ def asked_by(tests: Sequence[str], entry_point: str | None) -> Asked:
     if entry_point is not None and "check" in bound:
         return Asked([entry_point], [])
     in_front = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    free = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - bound
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    free = loaded - bound
     used = in_front | {name for node in nodes if isinstance(node, ast.Call) for name in _used_in(node)}
     own = {name for name in free if not _library(name, used, in_front)}
     own |= _alone_in_asserts(nodes, bound)
@@ -48,7 +49,6 @@ def asked_by(tests: Sequence[str], entry_point: str | None) -> Asked:
     if not own:
         raise ValueError("needs tests in column 'tests' that call something of the program: these name nothing of it")
     statements = [statement for tree in trees for statement in _statements(tree.body)]
-    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     functions = [node.name for node in statements if _is_pytest(node) and node.name not in loaded]  # type: ignore[attr-defined]
     if not _reached(statements, functions, own):
         raise ValueError(
@@ -83,7 +83,8 @@ def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], own: set[
     for statement in statements:
         for name in _bound([statement] if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)) else ast.walk(statement)):
             given.setdefault(name, []).append(statement)
-    cases = [node for node in statements if isinstance(node, ast.ClassDef) and _is_case(node, given)]
+    classes = [node for node in statements if isinstance(node, ast.ClassDef)]
+    cases = [node for node in classes if _is_case(node, given) and any(map(_is_pytest, node.body))]
     running = [
         node for node in statements if not isinstance(node, (*_IDLE, *_FUNCTIONS, ast.ClassDef)) and not _is_text(node)
     ]

@@ -14,7 +14,7 @@ from megarl.types import SamplingParams
 
 _ID = "resp_"
 _PARTS = ("input_text", "output_text", "text")
-_NAMES = {"max_output_tokens": "max_tokens"}
+_AS_IN_CHAT = {"max_output_tokens": "max_tokens", "stream": "stream"}
 
 
 def read_response_request(body: object, earlier: Mapping[str, Sequence[Message]], *drawn: SamplingParams) -> Asked:
@@ -44,9 +44,7 @@ def read_response_request(body: object, earlier: Mapping[str, Sequence[Message]]
         asked["tools"] = _tools(given["tools"])
     if "tool_choice" in given:
         asked["tool_choice"] = _choice(given["tool_choice"])
-    for name in ("max_output_tokens", "stream"):
-        if name in given:
-            asked[_NAMES.get(name, name)] = given[name]
+    asked |= {there: given[name] for name, there in _AS_IN_CHAT.items() if name in given}
     return read_request(asked, *drawn)
 
 

@@ -113,7 +113,6 @@ class Session:
         """
         self._check_open()
         if self._replies >= self._max_turns:
-            self._limited = True
             raise self._limit(
                 f"the episode has had its environment.max_turns = {self._max_turns} replies", code="max_turns"
             )
@@ -131,7 +130,7 @@ class Session:
             raise Refused(str(e), param="messages") from e
         begun = len(segment.token_ids) + len(observed)
         if begun >= self.params.max_tokens:
-            segment.at_limit = self._limited = True
+            segment.at_limit = True
             raise self._limit(
                 f"the conversation has {begun} tokens after its first messages, and data.max_response_length = "
                 f"{self.params.max_tokens} leaves no room for a reply"
@@ -237,15 +236,14 @@ class Session:
             text = f"the messages have {len(ids)} tokens, more than data.max_prompt_length = {self._max_prompt_length}"
             if not self.earlier:
                 raise Refused(text, param="messages", code=_TOO_LONG)
-            self._limited = True  # the policy has spoken, and what it said, or was told, has grown
-            raise self._limit(text)
+            raise self._limit(text)  # the policy has spoken, and what it said, or was told, has grown
         seed = seed_of(self._rollout.seed, self._made)
         self._made += 1
         self._segments.append(Segment(key=self._new_key(), seed=seed, tools=_json(asked.tools), prompt_ids=ids))
         return self._segments[-1]
 
     def _limit(self, text: str, code: str = _TOO_LONG) -> Refused:
-        self.at_limit = True
+        self._limited = self.at_limit = True
         return Refused(f"{text}; the episode is scored as it is", param="messages", code=code)
 
     def _check_open(self) -> None:

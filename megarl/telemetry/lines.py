@@ -88,18 +88,19 @@ def keep(path: str, lines: list[bytes], *, damaged: int, say: Say) -> None:
 def no_link(path: str, flags: int) -> int:
     """For `open`: raises OSError for a link, which would lead what is written into another file, and for a pipe, which
     would be waited for."""
-    return _opened(path, flags, 0o666)
+    return only_file(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def no_link_private(path: str, flags: int) -> int:
     """The same, for a file that no other user can read."""
-    descriptor = _opened(path, flags, 0o600)
+    descriptor = only_file(path, flags | os.O_NOFOLLOW, 0o600)
     os.fchmod(descriptor, 0o600)  # it may have been there
     return descriptor
 
 
-def _opened(path: str, flags: int, mode: int) -> int:
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+def only_file(path: str, flags: int, mode: int = 0o666) -> int:
+    """For `open`: raises OSError for a pipe, which would be waited for, and a device, which does not end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)

@@ -18,10 +18,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.folder import Position, checkpoints, loop_and_step
-from megarl.checkpoint.manifest import only_file
 from megarl.config.trainer import Trainer
 from megarl.data.formats import OF_FLOWS
 from megarl.evaluation.folder import write_json
+from megarl.telemetry.lines import only_file
 
 if TYPE_CHECKING:  # a command that only reads the marker does without Megatron-Core
     from megarl.parallel.groups import Groups
