@@ -83,7 +83,7 @@ def test_a_maker_that_is_killed(tmp_path: Path, tokenizer: str, file: str, waiti
     until(lambda: not any(h.is_running() and h.status() != psutil.STATUS_ZOMBIE for h in helpers))
     (left,) = entries(tmp_path / "cache")
     assert ".tmp-" in left
-    (tmp_path / "cache" / "0123.tmp-x").mkdir()  # of another entry, whose maker is gone too
+    (tmp_path / "cache" / f"{0:032x}.tmp-x").mkdir()  # of another entry, whose maker is gone too
     (tmp_path / "go").touch()
     code, found, said = outcome(start_reader(tokenizer, [file], **waiting))
     assert (code, found[0], said) == (0, 300, "")
