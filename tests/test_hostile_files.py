@@ -57,6 +57,7 @@ def test_some_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # 900 cases of `cached` start 700 processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_files_of_a_kind(tmp_path: Path, kind: str) -> None:
     run_cases(tmp_path, MANY, kind)
