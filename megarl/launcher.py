@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from megarl.host import host_memory
 from megarl.nodes import Node, Nodes, say, stay_on_interface
 from megarl.parallel.meeting import STORE_VARIABLE
 from megarl.processes import STOP_SIGNALS, adopt_orphans, children, kill_descendants
@@ -190,8 +192,7 @@ class _Job:
         if stopped:
             self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(self._code - 128).name}"
         elif code < 0:
-            why = "; if nobody sent it, the machine ran out of memory" if -code == signal.SIGKILL else ""
-            say(f"{who} was killed by {signal.Signals(-code).name}{why}")
+            say(f"{who} was killed by {signal.Signals(-code).name}{_memory() if -code == signal.SIGKILL else ''}")
         elif code > 2:  # of 1 and 2 the rank has said why
             say(f"{who} ended with exit code {code}")
 
@@ -204,3 +205,12 @@ class _Job:
     def _end_within(self, seconds: float) -> None:
         end_by = time.monotonic() + seconds
         self._end_by = end_by if self._end_by is None else min(self._end_by, end_by)
+
+
+def _memory() -> str:
+    """What is known of a killed rank: the kernel keeps the most that any child held until it was waited for."""
+    held = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    return (
+        f"; if nobody sent it, memory ran out: the rank held up to {held / 2**30:.1f} GiB of this machine's "
+        f"{host_memory() / 2**30:.1f} GiB"
+    )

@@ -314,8 +314,8 @@ def test_what_cannot_fit_and_what_would_help() -> None:
     assert cache == pytest.approx(0.9 * 80 - own - activations, abs=0.01)
     (certain,), (estimated,) = _said(job(**tight), 80 * GIB)
     assert certain == (
-        f"generate needs {12 * last + own + cache - 80:.2f} GiB more than the 80.00 GiB of a GPU of "
-        f"pipeline stage 2; actor.megatron.optimizer_offload=true frees {6 * last:.2f} GiB, "
+        f"generate needs {12 * last + own + cache - 80:.2f} GiB more than the 80.00 GiB that a rank of "
+        f"pipeline stage 2 has; actor.megatron.optimizer_offload=true frees {6 * last:.2f} GiB, "
         f"actor.megatron.grad_offload=true frees {4 * last:.2f} GiB, "
         f"actor.megatron.param_offload=true frees {2 * (last - (SHARED + 4096) / GIB):.2f} GiB, a lower "
         f"rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache"

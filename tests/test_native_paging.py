@@ -162,11 +162,15 @@ def _check_blocks(admission: Admission, running: list[Running]) -> None:
 def _blocks_on_gpu(monkeypatch: pytest.MonkeyPatch, *, free: float, total: float, share: float, **sizes: Any) -> int:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), int(total)))
+    return _blocks("cuda", share=share, **sizes)
+
+
+def _blocks(device: str, *, share: float, **sizes: Any) -> int:
     return cache_size.cache_blocks(
         ARCHITECTURES["qwen2"],
         tp_group=None,
         dtype=torch.float32,
-        device=torch.device("cuda"),
+        device=torch.device(device),
         weight_bytes=10**6,
         gpu_memory_utilization=share,
         **({"max_num_seqs": 10, "max_num_batched_tokens": 100, "max_model_len": 100} | sizes),
@@ -193,6 +197,13 @@ def test_cache_takes_what_it_can_use_or_what_is_allowed(monkeypatch: pytest.Monk
     allowed = _blocks_on_gpu(monkeypatch, free=8e9, total=1e10, share=0.5, **big)
     assert 4.7e9 < allowed * block < 5e9 - 10**6
     assert 1.7e9 < _blocks_on_gpu(monkeypatch, free=2e9, total=1e10, share=0.5, **big) * block < 2e9
+
+
+def test_a_cache_in_host_memory_takes_no_more_than_the_rank_s_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_size, "cpu_rank_memory", lambda: 10**10)
+    block = 2 * 2 * 2 * BLOCK_SIZE * 8 * 4
+    sizes = {"max_num_seqs": 100_000, "max_num_batched_tokens": 1, "max_model_len": 1600}
+    assert 4.7e9 < _blocks("cpu", share=0.5, **sizes) * block < 5e9 - 10**6
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,8 +185,8 @@ class Rollout(Section):
         0.5,
         gt=0,
         le=1,
-        description="part of a GPU's memory for the engine's own weights, activations and KV cache, "
-        "which takes no more of it than max_num_seqs sequences can fill",
+        description="part of a GPU's memory, or of a CPU rank's share of the machine's, for the engine's own weights, "
+        "activations and KV cache, which takes no more of it than max_num_seqs sequences can fill",
     )
     max_logp_gap: float | None = Field(
         None,

@@ -20,6 +20,7 @@ class Accelerator:
         token: seconds that a replica's engine takes for a token it generates, beyond reading memory.
         peer_rate: bytes/s from another GPU of the node.
         network_rate: bytes/s from another node.
+        offloads: whether what is moved to the host leaves room; on a CPU rank it is there already.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Accelerator:
     token: float
     peer_rate: float
     network_rate: float
+    offloads: bool = True
 
 
 H200 = Accelerator(

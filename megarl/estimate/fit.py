@@ -1,4 +1,4 @@
-"""Whether a run fits into a GPU's memory, and which key would help if it does not. Torch-free."""
+"""Whether a run fits into a rank's memory, and which key would help if it does not. Torch-free."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget])
         phase = max(stage.phases, key=stage.total)
         yield (
             f"{phase} needs {(stage.peak - accelerator.memory) / 2**30:.2f} GiB more than the "
-            f"{accelerator.memory / 2**30:.2f} GiB of a GPU of pipeline stage {stage.stage + 1}; "
-            f"{_what_would_help(job, stage, phase)}"
+            f"{accelerator.memory / 2**30:.2f} GiB that a rank of pipeline stage {stage.stage + 1} has; "
+            f"{_what_would_help(job, stage, phase, accelerator)}"
         )
 
 
-def _what_would_help(job: Job, stage: StageBudget, phase: Phase) -> str:
+def _what_would_help(job: Job, stage: StageBudget, phase: Phase, accelerator: Accelerator) -> str:
     """The memory modes that are off and would free memory in the phase, the largest saving first."""
+    if not accelerator.offloads:
+        return "take a smaller model, or fewer ranks on a machine"
     items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
     # without the training weights the engine needs its own copy of those that it shares
     shared = engine_elements(job.arch, job.generation.tp) - own_engine_elements(job, stage.stage)

@@ -1,4 +1,4 @@
-"""Whether a run fits into the GPUs of this machine. No Megatron: a launcher can check a run with it."""
+"""Whether a run fits into the memory of this machine's ranks. No Megatron: a launcher can check a run with it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
+from megarl.host import host_memory
 from megarl.models.architecture import Architecture
 from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.trainer.needs import needs_of, one_forward_pass
@@ -21,11 +22,11 @@ from megarl.trainer.other_models import Beside, architecture_of, beside_the_poli
 
 
 def check_memory(config: Config, arch: Architecture) -> None:
-    """Raises ValueError, with what to change, if the run cannot fit into this machine's GPUs; CPU ranks always do."""
-    if accelerator := this_accelerator():
-        job = job_of(config, arch)
-        for line in what_does_not_fit(job, accelerator, budget(job, accelerator, moved=0)):
-            raise ValueError(line)
+    """Raises ValueError, with what to change, if the run cannot fit into this machine's GPUs or, where CPU ranks train,
+    into its memory."""
+    job, accelerator = job_of(config, arch), this_accelerator() or _cpu_rank(config.trainer.n_gpus_per_node)
+    for line in what_does_not_fit(job, accelerator, budget(job, accelerator, moved=0)):
+        raise ValueError(line)
 
 
 def job_of(config: Config, arch: Architecture) -> Job:
@@ -71,3 +72,8 @@ def this_accelerator() -> Accelerator | None:
         return None
     properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
     return replace(H200, name=properties.name, memory=properties.total_memory)
+
+
+def _cpu_rank(ranks: int) -> Accelerator:
+    """One of so many CPU ranks that share this machine's memory."""
+    return replace(H200, name="CPU", memory=host_memory() / ranks, runtime=0, offloads=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megarl.host import cpu_rank_memory
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE, blocks_for, kv_bytes_per_token, most_blocks, native_activation_bytes
 
@@ -21,22 +22,24 @@ def cache_blocks(
     weight_bytes: int,
     gpu_memory_utilization: float,
 ) -> int:
-    """What all sequences can fill, or as much of it as the GPU's memory allows; the same on all ranks of a replica.
+    """What all sequences can fill, or as much of it as memory allows; the same on all ranks of a replica.
 
     Args:
         weight_bytes: the engine's own weights on this rank, which are held already.
-        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine. Less where
-            others leave less.
+        gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine, less where
+            others leave less; on a CPU rank, part of its share of the machine's memory.
 
     Raises:
         ValueError: there is no room for one sequence of `max_model_len` tokens.
     """
     tp = 1 if tp_group is None else tp_group.size()
     useful = most_blocks(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-    if device.type != "cuda":
-        return useful
-    torch.cuda.empty_cache()  # what torch keeps in reserve, it can seldom give out in blocks as large as the cache's
-    free, total = torch.cuda.mem_get_info(device)
+    if device.type == "cuda":
+        # what torch keeps in reserve, it can seldom give out in blocks as large as the cache's
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        free = total = cpu_rank_memory()
     activations = native_activation_bytes(
         arch,
         tp=tp,

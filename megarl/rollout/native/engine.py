@@ -43,8 +43,8 @@ class NativeEngine(Engine):
         max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
         max_model_len: prompt and response of a sequence at most, tokens.
         gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together, of which no
-            more is taken than `max_num_seqs` sequences of `max_model_len` fill, nor than is free on waking. CPU ranks
-            take what those sequences fill.
+            more is taken than `max_num_seqs` sequences of `max_model_len` fill, nor than is free on waking. For a CPU
+            rank, of its share of the machine's memory.
         decode: token ids to text, for stop strings.
         enforce_eager: without CUDA graphs. So decode CPU ranks, GPUs without Triton, and mixtures of experts, which
             read back how many tokens each expert gets.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.host import cpu_rank_memory
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import kv_bytes_per_token, most_blocks
 from megarl.parallel.groups import Groups
@@ -38,7 +39,8 @@ class VLLMEngine(Engine):
             positions. CPU ranks compute a prompt in one step, however long.
         max_model_len: prompt and response of a sequence at most, tokens.
         gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together, of which no
-            more is taken than `max_num_seqs` sequences can fill; CPU ranks take that much.
+            more is taken than `max_num_seqs` sequences can fill. CPU ranks take that much, or this part of their share
+            of the machine's memory.
         enforce_eager: without compiled kernels and CUDA graphs; CPU ranks always are.
         sleeps: whether `sleep` gives memory back; without it, it does nothing. CPU ranks have no sleep.
         decode: token ids to text, for stop strings.
@@ -72,6 +74,8 @@ class VLLMEngine(Engine):
         self._decoding = ExitStack()
         blocks = most_blocks(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=BLOCK_SIZE)
         kv_cache_bytes = blocks * BLOCK_SIZE * kv_bytes_per_token(arch, tp=tp, itemsize=dtype.itemsize)
+        if on_cpu:
+            kv_cache_bytes = min(kv_cache_bytes, int(gpu_memory_utilization * cpu_rank_memory()))
         with internals.undisturbed():
             internals.prepare(groups)
             from vllm import LLM
