@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megarl.config import Config, load_config
+from megarl.config import Config, ConfigError, load_config
 from megarl.config.load import with_launched_ranks, with_values
+from megarl.debugging import hush_dependencies
 from megarl.flows.registry import FLOWS
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.rewards import Reward, RewardFunction
 from megarl.trainer.checks import check_run
 from megarl.trainer.resuming.run_lock import RunLock
-from megarl.trainer.stop import StopRequest
+from megarl.trainer.stop import StopRequest, interruption
 
 if TYPE_CHECKING:
     from megarl.trainer.run import Flow
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config | str,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str],
     overrides: Sequence[str] = (),
     *,
     reward: RewardFunction | None = None,
@@ -36,8 +39,8 @@ def train(
     Every rank of the job calls it. Without a launcher (RANK is not in the environment) this process is the only rank.
 
     Args:
-        config: a configuration, or the path of a YAML file.
-        overrides: `section.key=value`, for a file.
+        config: a configuration, the path of a YAML file, or a dictionary of what such a file would hold.
+        overrides: `section.key=value`.
         reward: scores a response, instead of `reward.name`. It may be a closure, which no other process can find: so
             it is called in the ranks themselves, one response after another, and not in `reward.workers`.
         flow: what the run does, instead of `trainer.flow`: a function of a `Run`, a name, or path/to/file.py:function.
@@ -48,42 +51,69 @@ def train(
 
     Raises:
         ValueError: the run cannot work as it is configured; the message is one line that says what to change.
-        SystemExit: with 128 + signal, after a signal that a launcher sent; what was trained is saved.
+        KeyboardInterrupt: after SIGINT, in a process that nobody launched; what was trained is saved.
+        SystemExit: with 128 + signal, after any other; what was trained is saved.
         RunStopped: something went wrong that more steps would not mend; the message says what, and what is saved.
     """
-    chosen = _with_ranks(load_config(config, overrides) if isinstance(config, str) else config)
+    chosen = _with_ranks(_configuration(config, overrides))
     if flow is not None:
         chosen = with_values(chosen, "trainer", flow=flow if isinstance(flow, str) else _name(flow))
     given = None
     if reward is not None:
         given = Reward(name=_name(reward), function=reward)
         chosen = with_values(chosen, "reward", name=given.name)
-    launched, rank = "RANK" in os.environ, int(os.environ.get("RANK", "0"))
-    stop = StopRequest(rank)
-    if launched:  # in a notebook an interrupt is the notebook's
+    last: deque[Mapping[str, float]] = deque(maxlen=1)
+    told = [*callbacks, lambda loop, step, row: last.append(row)]
+    launched, stop = "RANK" in os.environ, StopRequest(int(os.environ.get("RANK", "0")))
+    if launched:
         stop.install()
-    inputs = check_run(chosen, reward=given)
+        hush_dependencies()
+        stopped_by = _run(chosen, given, flow, stop, told)
+    else:
+        with stop.borrow(), warnings.catch_warnings():
+            hush_dependencies()
+            stopped_by = _run(chosen, given, flow, stop, told)
+    if stopped_by is not None:
+        raise SystemExit(128 + stopped_by) if launched else interruption(stopped_by)
+    return dict(last[0]) if last else {}
+
+
+def _run(
+    config: Config, reward: Reward | None, flow: Flow | str | None, stop: StopRequest, callbacks: Sequence[Callback]
+) -> signal.Signals | None:
+    """The run, whose folder knows how it ended; returns the signal that stopped it, if one did."""
+    inputs = check_run(config, reward=reward)
     enable_cpu_ranks()  # before Megatron-Core is imported
     from megarl.trainer.run import run
 
-    chosen_flow = flow if callable(flow) else FLOWS.load(chosen.trainer.flow)
-    lock = RunLock(chosen.trainer.run_dir, steps=inputs.total_steps or None) if rank == 0 else None
+    chosen_flow = flow if callable(flow) else FLOWS.load(config.trainer.flow)
+    lock = RunLock(config.trainer.run_dir, steps=inputs.total_steps or None) if stop.rank == 0 else None
     ended = "failed"
-    last: deque[Mapping[str, float]] = deque(maxlen=1)
     try:
-        stopped_by = run(inputs, chosen_flow, stop, [*callbacks, lambda loop, step, row: last.append(row)])
+        stopped_by = run(inputs, chosen_flow, stop, callbacks)
         ended = "finished" if stopped_by is None else f"stopped by {stopped_by.name}"
+    except (KeyboardInterrupt, SystemExit):
+        ended = "interrupted"
+        raise
     finally:
         if lock is not None:
             lock.note_end(ended)
             lock.release()
-        if not launched and dist.is_initialized():  # the run failed: the next one makes a world of its own
+        if "RANK" not in os.environ and dist.is_initialized():  # it failed: the next one makes a world of its own
             from megarl.parallel.groups import leave_world
 
             leave_world()
-    if stopped_by is not None:
-        raise SystemExit(128 + stopped_by)
-    return dict(last[0]) if last else {}
+    return stopped_by
+
+
+def _configuration(config: Config | Mapping[str, Any] | str | os.PathLike[str], overrides: Sequence[str]) -> Config:
+    if isinstance(config, Config):
+        return load_config(config.model_dump(), overrides) if overrides else config
+    if isinstance(config, Mapping):
+        return load_config(config, overrides)
+    if isinstance(config, str | os.PathLike):
+        return load_config(os.fspath(config), overrides)
+    raise ConfigError(f"a configuration is a Config, a dictionary or a path, not {type(config).__name__}")
 
 
 def _with_ranks(config: Config) -> Config:

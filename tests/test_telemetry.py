@@ -211,10 +211,7 @@ def test_a_finished_run_fails_at_no_picture(tmp_path: Path, capsys: pytest.Captu
     assert said.startswith("megarl: warning: no learning curve is drawn: ") and said.count("\n") == 1
     report = report_of(tmp_path / "again")
     report.close()
-    path = tmp_path / "again" / "metrics.jsonl"
-    assert capsys.readouterr().err == (
-        f"megarl: warning: no learning curve is drawn: '{path}' has no rows of RL steps to draw\n"
-    )
+    assert capsys.readouterr() == ("", "")  # it ended before its first step, and something else says why
 
 
 def test_samples_are_readable(tmp_path: Path) -> None:
@@ -303,8 +300,8 @@ def test_learning_curve_is_drawn(tmp_path: Path) -> None:
 
 def test_learning_curve_needs_steps(tmp_path: Path) -> None:
     write_rows(tmp_path / "m.jsonl", [{"step": 0, "warmup/step": 1, "warmup/loss": 2.0}])
-    with pytest.raises(ValueError, match="no rows of RL steps"):
-        plot_learning_curve(str(tmp_path / "m.jsonl"), str(tmp_path / "curve.png"))
+    assert not plot_learning_curve(str(tmp_path / "m.jsonl"), str(tmp_path / "curve.png"))
+    assert not (tmp_path / "curve.png").exists()
 
 
 def write_rows(path: Path, rows: list[dict[str, float | None]]) -> None:

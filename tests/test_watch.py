@@ -192,7 +192,7 @@ def _check_names_rank_3(text: str, phase: str) -> None:
     line, *stack = text.splitlines()
     assert line.endswith(f"late: rank 3 (host d, in phase {phase})")
     assert stack[0] == "rank 3 is at"
-    assert stack[-2].endswith("in _oversleep") and stack[-1].strip() == "time.sleep(0.1)"
+    assert any(frame.endswith("in _oversleep") for frame in stack[-4:])
     assert sum("is at" in text for text in stack) == 1
 
 

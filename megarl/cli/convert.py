@@ -24,7 +24,6 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from megarl.debugging import hush_dependencies
 from megarl.telemetry.console import Output
 from megarl.trainer.subject import weights_of
 
@@ -64,7 +63,6 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         if (number := getattr(args, name, 1)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be 1 or more")
     return_freed_memory()
-    hush_dependencies()
     if args.way == "megatron-to-hf":
         args.source = weights_of(args.source, best=args.best)
     try:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from megarl.cli.words import add_words, split_words
 from megarl.config import Config, ConfigError
 from megarl.data.readers import value_at
-from megarl.debugging import hush_dependencies
 from megarl.models.families import read_architecture
 from megarl.plain import plain
 from megarl.trainer.subject import answering_config, evaluation_config, find_subject
@@ -118,7 +117,6 @@ def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
 
     from megarl.parallel.cpu import enable_cpu_ranks
 
-    hush_dependencies()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # of a job that this was started in
         os.environ.pop(name, None)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

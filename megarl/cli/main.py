@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 
+from megarl.debugging import hush_dependencies
 from megarl.plain import plain, plain_output
 
 
@@ -75,6 +76,7 @@ def _main(words: list[str]) -> int:
             _debug()
         else:  # before torch is imported: its C++ part prints stacks of what ranks and launchers say in a line
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            hush_dependencies()
         if "_ARGCOMPLETE" in os.environ:
             _complete()
         return _run(words)

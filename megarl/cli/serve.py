@@ -17,7 +17,6 @@ from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, read_config
 from megarl.cli.convert import SHARD_BYTES
 from megarl.config import Config, load_config
-from megarl.debugging import hush_dependencies
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.trainer.subject import Subject, find_subject
@@ -91,7 +90,6 @@ def _huggingface(subject: Subject, out: str | None) -> str:
                     file=sys.stderr,
                 )
             return folder
-    hush_dependencies()
     from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
 
     print(f"megarl: {subject.folder} has no Hugging Face folder; making {made}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -30,23 +30,25 @@ class ConfigError(ValueError):
     """The configuration cannot run as written; the message is one line that says what to change."""
 
 
-def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(source: str | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides (YAML values, later ones win).
 
     Args:
-        path: None: no file, so that what the overrides leave out has its default.
+        source: the file's path, or what such a file would hold; None: nothing, so that what the overrides leave out has
+            its default.
 
     Raises:
         ConfigError: unreadable file, malformed override, unknown key (nearest one named), value of the wrong type.
     """
-    if path is not None and not os.path.isfile(path):
-        raise ConfigError(f"no config file at '{path}'")
+    path = f"'{source}'" if isinstance(source, str) else "the configuration"
+    if isinstance(source, str) and not os.path.isfile(source):
+        raise ConfigError(f"no config file at {path}")
     try:
-        tree: Any = OmegaConf.create() if path is None else read_yaml(path)
+        tree: Any = read_yaml(source) if isinstance(source, str) else OmegaConf.create(dict(source or {}))
     except Exception as e:  # the parsers raise what they like: ValueError for a number of 5,000 digits, say
-        raise ConfigError(f"'{path}' is not valid YAML: {_one_line(e)}") from e
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(e)}") from e
     if not OmegaConf.is_dict(tree):
-        raise ConfigError(f"'{path}' must hold sections such as 'data:' and 'trainer:'")
+        raise ConfigError(f"{path} must hold sections such as 'data:' and 'trainer:'")
     for item in overrides:
         tree = _override(tree, item)
     try:
@@ -55,7 +57,7 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
         secrets.note_written(tree)
         secrets.note_environment()
     except Exception as e:
-        raise ConfigError(f"'{path}' with its overrides: {_one_line(e)}") from e
+        raise ConfigError(f"{path} with its overrides: {_one_line(e)}") from e
     return build_config(values)
 
 

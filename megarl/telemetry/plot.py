@@ -21,7 +21,7 @@ _ACCURACY, _REWARD, _WARMUP, _INK, _GRID = "#4269d0", "#ef9118", "#777777", "#33
 _WARMUP_WIDTH = 0.22  # of the RL steps' width
 
 
-def plot_learning_curve(metrics_file: str, out_png: str) -> None:
+def plot_learning_curve(metrics_file: str, out_png: str) -> bool:
     """Draw held-out accuracy and training reward over RL steps and, below, the seconds of each phase of a step.
 
     A run without rewards has its losses in their place, and accuracies on a scale of their own. Rows of a supervised
@@ -31,14 +31,14 @@ def plot_learning_curve(metrics_file: str, out_png: str) -> None:
         metrics_file: a run's `metrics.jsonl`.
         out_png: where the picture goes.
 
-    Raises:
-        ValueError: the file has no rows of RL steps.
+    Returns:
+        False, and no picture, if there are no rows of RL steps.
     """
     rows = [row for line in Path(metrics_file).read_bytes().splitlines() if (row := read_row(line)) is not None]
     warmup = [row for row in rows if "warmup/step" in row]
     steps = [row for row in rows if "warmup/step" not in row]
     if not steps:
-        raise ValueError(f"'{metrics_file}' has no rows of RL steps to draw")
+        return False
     figure = Figure(figsize=(10.5, 6.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     scores, times = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -57,6 +57,7 @@ def plot_learning_curve(metrics_file: str, out_png: str) -> None:
     headline = _headline(steps) if reinforced else _loss_headline(steps)
     figure.suptitle(headline, color=_INK, fontsize=14, fontweight="bold")
     figure.savefig(out_png)
+    return True
 
 
 def _series(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:

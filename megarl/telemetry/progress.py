@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal; one plain line per step where there is no terminal."""
+"""Progress of a run on the terminal, or in a notebook; one plain line per step where there is neither."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -43,6 +44,7 @@ class Progress:
         self._started = time.monotonic()
         self._latest: dict[str, str] = {}
         self._live: Live | None = None
+        self._cell: Any = None  # a notebook's output that shows the last step
         if sys.stdout.isatty():
             self._bar = Bar(
                 TextColumn("[bold]{task.description}"),
@@ -54,6 +56,10 @@ class Progress:
             )
             self._task = self._bar.add_task(description, total=total, completed=done, eta="-")
             self._live = Live(self._bar, console=Output(file=sys.stdout), refresh_per_second=4)
+        elif Output().is_jupyter:
+            from IPython.display import display
+
+            self._cell = display({"text/plain": f"{description} {done}/{total}"}, raw=True, display_id=True)
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
@@ -79,7 +85,11 @@ class Progress:
         if self._live is None:
             groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (shown, phases)]
             text = " | ".join(group for group in groups if group)
-            self.note(f"{self._description} {self._done}/{self._total} | {text} | eta {self._eta()}")
+            line = f"{self._description} {self._done}/{self._total} | {text} | eta {self._eta()}"
+            if self._cell is None:
+                self.note(line)
+            else:
+                self._cell.update({"text/plain": line}, raw=True)
             return
         self._latest.update(shown)
         self._bar.update(self._task, completed=self._done, eta=self._eta())

@@ -8,7 +8,8 @@ import signal
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ class StopRequest:
     """The signal that ends this process now, whatever its main thread does."""
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self._asked: signal.Signals | None = None
         self._timeout: float | None = None  # None: nothing to save yet
         self._saves = False
@@ -48,6 +49,29 @@ class StopRequest:
         os.register_at_fork(after_in_child=_forget_signals)
         threading.Thread(target=self._listen, args=(read, written), daemon=True, name="megarl-signals").start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the launcher blocked them
+
+    @contextmanager
+    def borrow(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM in a process of somebody else's, such as a notebook, which has them back afterwards.
+
+        Their handlers run between two bytecodes: enough for a single rank, which waits for no other. Before the loop,
+        or a second time, a signal raises its `interruption` wherever the process is.
+        """
+        if threading.current_thread() is not threading.main_thread():  # Python lets no other thread have them
+            yield
+            return
+        before = {number: signal.signal(number, self._borrowed) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _borrowed(self, number: int, frame: FrameType | None) -> None:
+        asked = signal.Signals(number)
+        if self._timeout is None or self._asked is not None:
+            raise interruption(asked)
+        self._note(asked)
 
     def defer(self, timeout: float, *, saves: bool) -> None:
         """From now on the loop asks `agreed`, and a signal ends the process only if that takes too long.
@@ -78,11 +102,15 @@ class StopRequest:
                 if self._timeout is None:
                     self._end(asked, "stopped before the first step")
                 if self._asked is None:
-                    self._asked, first = asked, time.monotonic()
-                    plan = "saving" if self._saves else "stopping"
-                    self._say(f"{asked.name}: {plan} after this step; a second signal ends the run at once")
+                    first = time.monotonic()
+                    self._note(asked)
                 elif time.monotonic() - first > RELAYED_SECONDS:
                     self._end(asked, "ended at once by a second signal")
+
+    def _note(self, asked: signal.Signals) -> None:
+        self._asked = asked
+        plan = "saving" if self._saves else "stopping"
+        self._say(f"{asked.name}: {plan} after this step; a second signal ends the run at once")
 
     def _end(self, asked: signal.Signals, why: str) -> None:
         self.ending = asked
@@ -90,9 +118,14 @@ class StopRequest:
         end_now(128 + asked)
 
     def _say(self, text: str) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             with suppress(OSError):  # nobody listens any more
                 os.write(2, f"megarl: {text}\n".encode())  # the main thread may hold the lock of sys.stderr
+
+
+def interruption(asked: signal.Signals) -> BaseException:
+    """What a signal raises in Python: KeyboardInterrupt for SIGINT, and SystemExit with 128 + signal for others."""
+    return KeyboardInterrupt() if asked is signal.SIGINT else SystemExit(128 + asked)
 
 
 def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:

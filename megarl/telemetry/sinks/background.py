@@ -112,6 +112,7 @@ class Background:
             more = more and self._fill(1 if tries else MOST_ROWS)
             if not self._waiting:
                 continue
+            leaving = self._leaving.is_set()  # a try that began before may have met a server that is back by now
             try:
                 if not self._opened:
                     self._remote.open()
@@ -121,7 +122,6 @@ class Background:
                 self._leaving.wait(PERIOD)
             except (Exception, SystemExit) as e:  # a library's, and whatever its server makes of a record
                 self._failed(f"{type(e).__name__}: {e}")
-                leaving = self._leaving.is_set()
                 if self._abandoned or (leaving and not self._opened):
                     return
                 tries += 1

@@ -44,7 +44,7 @@ class Report:
         self._failing: set[Sink] = set()  # of which a person was told
         self._files: tuple[type, ...] = ()  # classes of sinks that are files
         self._folder: HeldFolder | None = None
-        self._first_step = first_step
+        self._first_step, self._logged = first_step, False
         self._began = self._since = time.perf_counter()
 
     def begin(self) -> None:
@@ -193,18 +193,21 @@ class Report:
                 self._close_sinks([sink for sink in self._sinks if not isinstance(sink, self._files)])
                 return
         self._close_sinks(self._sinks)
-        if not self._speaks or "jsonl" not in self._trainer.logger or not trains(self._inputs.config):
+        if not self._logged or "jsonl" not in self._trainer.logger or not trains(self._inputs.config):
             return
         from megarl.telemetry.plot import plot_learning_curve  # matplotlib, which no other rank needs
 
         run_dir = self._trainer.run_dir
         picture = os.path.join(run_dir, "learning_curve.png")
         try:
-            plot_learning_curve(os.path.join(run_dir, METRICS_FILE), picture)
+            drawn = plot_learning_curve(os.path.join(run_dir, METRICS_FILE), picture)
         except Exception as e:  # matplotlib's and the disk's
             self.warn(f"no learning curve is drawn: {str(e) or type(e).__name__}".splitlines()[0])
-        else:
-            self.say(f"learning curve, metrics and sample rollouts are in {run_dir}")
+            return
+        if drawn:
+            rollouts = os.path.isdir(os.path.join(run_dir, "rollouts"))
+            what = ", metrics and sample rollouts" if rollouts else " and metrics"
+            self.say(f"learning curve{what} are in {run_dir}")
 
     def _open(self, first_step: int | None, staying: Sequence[Sink] = ()) -> None:
         if not self._speaks:
@@ -224,6 +227,7 @@ class Report:
         self._sinks = [sink for sink in self._sinks if sink not in sinks]
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._logged = self._speaks
         for sink in self._sinks:
             with self._told_once(sink, f"metrics of step {step}"):
                 sink.log(step, metrics)
