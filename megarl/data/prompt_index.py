@@ -26,12 +26,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megarl.data.encode import TooLong, encode_messages, encode_text, usable_ids
+from megarl.data.encode import Conversation, TooLong, encode_prompt, usable_ids
 from megarl.data.files import DataFile, row_prefix
 from megarl.data.json_lines import LONGEST_LINE, json_lines, too_long
 from megarl.data.readers import BATCH_ROWS, is_table, no_rows, table_batches
 from megarl.data.row_cache import Progress
-from megarl.data.scan import FIELDS, MOST_SOURCES, Conversation, Scan, Scanned, Unsettled, checks_of, open_lines
+from megarl.data.scan import FIELDS, MOST_SOURCES, Scan, Scanned, Unsettled, checks_of, open_lines
 from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
 from megarl.data.source import spool
 from megarl.data.tokenizer import Tokenizer
@@ -229,14 +229,17 @@ class _Making:
         A conversation is put into the template the first time that its roles are seen; and, with "a" for every text,
         to see how many tokens it adds. 16 more are for what may be split otherwise where its words meet the text.
         """
-        if isinstance(prompt, str) or not all(
+        if isinstance(prompt, str) or prompt.tools:
+            return False
+        messages = prompt.messages
+        if not all(
             message.keys() == {"role", "content"} and all(isinstance(text, str) for text in message.values())
-            for message in prompt
+            for message in messages
         ):
             return False
-        roles = tuple(message["role"] for message in prompt)
+        roles = tuple(message["role"] for message in messages)
         if roles in self._templates:
-            return self._asked.fits(" ".join(message["content"] for message in prompt), self._templates[roles])
+            return self._asked.fits(" ".join(message["content"] for message in messages), self._templates[roles])
         with suppress(ValueError):  # the row that comes next says so, with its name
             short = [{"role": role, "content": "a"} for role in roles]
             self._templates[roles] = len(self._tokenizer.encode_chat(short)) + 16
@@ -253,10 +256,8 @@ class _Making:
         for one in unsettled:
             if together is not None:
                 yield next(together)
-            elif isinstance(one.prompt, str):
-                yield encode_text(one.prompt, one.source, self._tokenizer)
             else:
-                yield encode_messages(one.prompt, one.source, self._tokenizer)
+                yield encode_prompt(one.prompt, one.source, self._tokenizer)
 
     def _of_jsonl(self, name: str, entry: int, source: str | bytes, *, local: bool) -> Iterator[Stretch]:
         kept = source if local or isinstance(source, bytes) else os.path.basename(source)

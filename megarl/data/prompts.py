@@ -198,8 +198,8 @@ def _kept_index(found: list[DataFile], asked: Scan, tokenizer: Tokenizer, tokeni
 def _key(found: list[DataFile], asked: Scan, tokenizer_key: str) -> str:
     """Of everything that an index depends on."""
     data = asked.data
-    names = ("prompt_key", "answer_key", "source_key", "max_prompt_length", "filter_overlong_prompts", "truncation",
-             "read_special_tokens")  # fmt: skip
+    names = ("prompt_key", "answer_key", "source_key", "tools_key", "max_prompt_length", "filter_overlong_prompts",
+             "truncation", "read_special_tokens")  # fmt: skip
     training = ("filter", "drop_duplicates", "curriculum", "source") if asked.training else ()
     code = [data.filter, data.curriculum, data.source] if asked.training else []
     parts = [

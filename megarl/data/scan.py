@@ -20,10 +20,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from megarl.config.data import Data
-from megarl.data.encode import prompt_of
+from megarl.data.encode import Conversation, prompt_of
 from megarl.data.files import row_prefix
 from megarl.data.json_lines import next_line
-from megarl.data.messages import Message, strings_in
+from megarl.data.messages import strings_in, without_nulls
 from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 from megarl.registry import Registry
@@ -52,8 +52,6 @@ MOST_SOURCES = 1000
 _ODD = np.array([2 * (i + 1) * 0x5851F42D4C957F2D + 1 & 2**64 - 1 for i in range(8)], np.uint64)
 _LETTER = re.compile("[0-9A-Za-z]")
 _FILTERS: Registry[Callable[[Mapping[str, Any]], Any]] = Registry("data.filter", "function")
-
-Conversation = list[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,14 +260,8 @@ def digest_of(columns: Mapping[str, Any]) -> int:
     """
     text = json.dumps(columns, sort_keys=True, default=str)
     if "null" in text:
-        text = json.dumps(_without_nulls(columns), sort_keys=True, default=str)
+        text = json.dumps(without_nulls(columns), sort_keys=True, default=str)
     return _number(text.encode())
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def checks_of(rows: Any) -> Any:
@@ -293,7 +285,7 @@ def source_of(columns: Mapping[str, Any], data: Data, stem: str) -> str:
 def _look_at(row: Row, asked: Scan, source: str) -> tuple[str | Conversation, float, str]:
     """Its prompt and difficulty, and why no reward could score a response to it."""
     data = asked.data
-    prompt = prompt_of(row, data.prompt_key)
+    prompt = prompt_of(row, data)
     if data.answer_key != Data().answer_key:  # misspelt, another column called "answer" would be taken for it
         require_column([row], data.answer_key, "data.answer_key")
     difficulty = _difficulty(row, asked.difficulty_key) if asked.difficulty_key else 0.0
@@ -312,7 +304,8 @@ def _difficulty(row: Row, key: str) -> float:
 def _bytes_of(prompt: str | Conversation) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode(errors="surrogatepass")
-    return json.dumps(prompt, sort_keys=True, default=str).encode()
+    said = prompt if prompt.tools else prompt.messages
+    return json.dumps(said, sort_keys=True, default=str).encode()
 
 
 def _number(raw: bytes) -> int:
