@@ -134,10 +134,14 @@ def _importer(folder: str) -> Callable[..., Any]:
     `sys.path` stays as it is: a `json.py` beside a reward must be nothing that a library imports.
     """
 
+    loaded: dict[str, ModuleType] = {}  # one that changes while the program runs stays what it was
+
     def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         file = os.path.join(folder, f"{name}.py")
-        if level == 0 and name not in sys.stdlib_module_names and os.path.isfile(file):
-            return _import_file(file)
+        if level == 0 and name not in loaded and name not in sys.stdlib_module_names and os.path.isfile(file):
+            loaded[name] = _import_file(file)
+        if level == 0 and name in loaded:
+            return loaded[name]
         return builtins.__import__(name, globals, locals, fromlist, level)
 
     return import_

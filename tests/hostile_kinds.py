@@ -292,7 +292,8 @@ def texts(folder: Path) -> Case:
 
     def use(drawn: Any) -> None:
         name, edits, before = drawn or ("rows.json", [], True)
-        pack = {".gz": gzip.compress, ".zst": zst}.get(Path(name).suffix, bytes)
+        packs: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zst}
+        pack = packs.get(Path(name).suffix, bytes)
         content = pack(spoilt(whole[name], edits)) if before else spoilt(pack(whole[name]), edits)
         (folder / name).write_bytes(content)
         _read_rows(str(folder / name), "", tokenizer)

@@ -106,7 +106,7 @@ def _table_at(buffer: bytes, place: int) -> int:
 
 
 def _field_at(buffer: bytes, table: int, number: int) -> int:
-    """Where a field of a table lies; 0 if the table does not have it."""
+    """Find a field of a table; 0 if the table does not have it."""
     fields = table - struct.unpack_from("<i", buffer, table)[0]
     (size,) = struct.unpack_from("<H", buffer, fields)
     place = 4 + 2 * number

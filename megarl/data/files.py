@@ -70,7 +70,7 @@ def stem_of(name: str) -> str:
 
 
 def row_prefix(name: str) -> str:
-    """What stands before a row's number in messages: "train.jsonl:" (17, the line), "train.csv row " (17)."""
+    """Give what stands before a row's number in messages: "train.jsonl:" (17, the line), "train.csv row " (17)."""
     kind, _ = _form_of(name)
     return f"{name}:" if kind in (None, "jsonl") else f"{name} row "
 
@@ -146,7 +146,7 @@ def _matches(pattern: str, what: str) -> list[str]:
 
 
 def _files_in(folder: str, what: str) -> list[str]:
-    """The files of rows in a folder, by name."""
+    """List the files of rows in a folder, by name."""
     if folder.rstrip("/").endswith(".parquet"):
         return sorted(glob.glob(os.path.join(glob.escape(folder), "**", "*.parquet"), recursive=True))
     try:
@@ -157,7 +157,7 @@ def _files_in(folder: str, what: str) -> list[str]:
         splits = [name for name in there if os.path.isdir(os.path.join(folder, name))]
         raise ValueError(f"{what}: '{folder}' holds the splits {', '.join(splits)[:200]}: name one, as {folder}/NAME")
     kinds = {name: kind for name in there if (kind := _form_of(name)[0])}
-    if "state.json" in kinds:  # of `save_to_disk`, which describes its rows in files of JSON
+    if "state.json" in kinds and "arrow" in kinds.values():  # of `save_to_disk`: its files of JSON hold no rows
         kinds = {name: kind for name, kind in kinds.items() if kind == "arrow"}
     if len(set(kinds.values())) != 1:
         found = f"holds files of {' and '.join(sorted(set(kinds.values())))}" if kinds else f"has no {_FORMS} in it"

@@ -64,7 +64,7 @@ def too_long(source: str, what: str) -> ValueError:
 
 
 def buffered(file: DataFile, size: int) -> BinaryIO:
-    """For reading little by little, which what a store gives cannot do by itself; raises as `DataFile.open`."""
+    """Open a file for reading little by little, as what a store gives cannot do by itself; see `DataFile.open`."""
     opened = file.open()
     return io.BufferedReader(cast(io.RawIOBase, opened), size) if file.remote else opened
 
@@ -86,14 +86,14 @@ def _of_jsonl(f: BinaryIO, name: str, what: str) -> Iterator[bytes]:
 
 
 def _of_json(f: BinaryIO, name: str, what: str) -> Iterator[bytes]:
-    """Of an array of objects, of {"data": such an array}, or of objects one after the other."""
+    """Cut an array of objects, of {"data": such an array}, or objects one after the other."""
     text, number = _Text(f), 0
     ends = ""
     if text.next() == "[":
         text.at, ends = text.at + 1, "]"
     elif found := _DATA.match(text.text, text.at):
         text.at, ends = found.end(), "]}"
-    while (found_next := text.next()) and not (ends and found_next == "]"):
+    while (character := text.next()) and not (ends and character == "]"):
         if ends and number:
             text.skip(",", f"{what}: {row_prefix(name)}{number}")
         number += 1
@@ -154,7 +154,7 @@ class _Text:
 
 
 def _of_csv(f: BinaryIO, name: str, what: str) -> Iterator[bytes]:
-    """Of rows of texts, behind one with the columns' names."""
+    """Read rows of texts, behind one with the columns' names."""
     size, number = 0, 0
 
     def lines() -> Iterator[str]:

@@ -50,6 +50,7 @@ MOST_SOURCES = 1000
 """Names of data sources that are collected: more of them are no names of sources."""
 
 _ODD = np.array([2 * (i + 1) * 0x5851F42D4C957F2D + 1 & 2**64 - 1 for i in range(8)], np.uint64)
+_encode = json.JSONEncoder(sort_keys=True, default=str).encode
 _LETTER = re.compile("[0-9A-Za-z]")
 _FILTERS: Registry[Callable[[Mapping[str, Any]], Any]] = Registry("data.filter", "function")
 
@@ -258,9 +259,9 @@ def digest_of(columns: Mapping[str, Any]) -> int:
     """`FIELDS.row`: the same however the file writes them. A column or field that is null counts as one that is not
     there, since tables fill these in.
     """
-    text = json.dumps(columns, sort_keys=True, default=str)
+    text = _encode(columns)
     if "null" in text:
-        text = json.dumps(without_nulls(columns), sort_keys=True, default=str)
+        text = _encode(without_nulls(columns))
     return _number(text.encode())
 
 
@@ -305,7 +306,7 @@ def _bytes_of(prompt: str | Conversation) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode(errors="surrogatepass")
     said = prompt if prompt.tools else prompt.messages
-    return json.dumps(said, sort_keys=True, default=str).encode()
+    return _encode(said).encode()
 
 
 def _number(raw: bytes) -> int:
