@@ -16,12 +16,14 @@ from transformers import AutoTokenizer
 
 from megarl.config import load_config
 from megarl.config.data import Data
+from megarl.data.conversations import conversation_ids
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.environments.speech import Speech
 from megarl.trainer.checks import check_run
 
 WITH_TOOLS = "{% if tools %}{% for t in tools %}{{ '<tool>' + t | tojson + '</tool>' }}{% endfor %}{% endif %}" + CHATML
-TOOL = {
+TOOL: Any = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -29,7 +31,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
     },
 }
-ASKED = [{"role": "user", "content": "Is it warm in Bern?"}]
+ASKED: Any = [{"role": "user", "content": "Is it warm in Bern?"}]
 SAID = {"role": "assistant", "content": "Yes"}
 CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {}}}]}
 
@@ -57,12 +59,12 @@ def prompts(file: str, tokenizer: Tokenizer, **keys: Any) -> PromptSet:
 def test_tools_go_into_the_template(tmp_path: Path, folders: list[str], reads: Tokenizer) -> None:
     """A list, JSON text, and Parquet's struct, in which fields that are missing are null, as transformers has them."""
     row, two = {"prompt": ASKED, "answer": "Yes"}, [TOOL, {"type": "function", "function": {"name": "now"}}]
-    library = AutoTokenizer.from_pretrained(folders[0])
+    library: Any = AutoTokenizer.from_pretrained(folders[0])
     wanted = [
         library.apply_chat_template(ASKED, tools=tools, add_generation_prompt=True)["input_ids"]
         for tools in (two, two, None, None, None)
     ]
-    rows = [{**row, "tools": tools} for tools in (two, json.dumps(two), [], None, "")]
+    rows: list[dict[str, object]] = [{**row, "tools": tools} for tools in (two, json.dumps(two), [], None, "")]
     found = prompts(write_jsonl(tmp_path / "rows.jsonl", rows), reads)
     assert [list(prompt.token_ids) for prompt in found] == wanted and wanted[0] != wanted[2]
     parquet.write_table(pa.Table.from_pylist([rows[0], rows[2]]), tmp_path / "rows.parquet")
@@ -81,6 +83,15 @@ def test_tools_of_demonstrations_and_pairs(tmp_path: Path, reads: Tokenizer) -> 
         read, learnt = (spelt(reads, turn) for turn in example.sequences[0])
         assert read.startswith("<tool>") and "weather" in read
         assert learnt == "Yes<|im_end|>"
+
+
+def test_tools_beside_an_observation_and_for_a_reward_model(reads: Tokenizer) -> None:
+    speech = Speech(reads, stop_tokens=[], role="user", limit=9)
+    observed = spelt(reads, speech.opening(ASKED, "room 1", [1], tools=[TOOL]))
+    assert observed.startswith("<tool>") and observed.count("room") == 1
+    for ended in (True, False):
+        judged = conversation_ids(ASKED, "Yes", "row 1", reads, ended=ended, tools=[TOOL])
+        assert spelt(reads, judged).startswith("<tool>") and spelt(reads, judged).endswith("Yes<|im_end|>") == ended
 
 
 def test_tools_that_would_be_lost(tmp_path: Path, folders: list[str], reads: Tokenizer) -> None:
@@ -125,7 +136,7 @@ def test_messages_as_completions(tmp_path: Path, reads: Tokenizer) -> None:
 
 def test_a_refusal_names_the_answer_inside_a_column(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    rows = [{"prompt": "2+2=", "reward_model": {"style": "rule", "ground_truth": "4"}}]
+    rows: list[dict[str, object]] = [{"prompt": "2+2=", "reward_model": {"style": "rule", "ground_truth": "4"}}]
     write_jsonl(tmp_path / "nested.jsonl", rows)
     words = [f"data.train_files={tmp_path}/nested.jsonl"]
     said = message(lambda: check_run(load_config(str(run), words)))
