@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import difflib
 import hashlib
 import importlib.util
@@ -10,7 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -118,8 +119,29 @@ def _import_file(path: str) -> ModuleType:
         module.__file__ = path
         sys.modules[name] = module  # dataclasses and pickle look a class's module up there
         try:
+            import_ = _importer(os.path.dirname(os.fsdecode(place)))
+            vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_}
             exec(compile(source, path, "exec"), vars(module))
         except BaseException:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def _importer(folder: str) -> Callable[..., Any]:
+    """An `__import__` for the files of a folder: they find each other by name, and nobody else finds them.
+
+    `sys.path` stays as it is: a `json.py` beside a reward must be nothing that a library imports.
+    """
+
+    loaded: dict[str, ModuleType] = {}  # one that changes while the program runs stays what it was
+
+    def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        file = os.path.join(folder, f"{name}.py")
+        if level == 0 and name not in loaded and name not in sys.stdlib_module_names and os.path.isfile(file):
+            loaded[name] = _import_file(file)
+        if level == 0 and name in loaded:
+            return loaded[name]
+        return builtins.__import__(name, globals, locals, fromlist, level)
+
+    return import_

@@ -251,19 +251,71 @@ def _read_rows(file: str, messages_key: str, tokenizer: Any) -> None:
 
 
 def jsonl(folder: Path) -> Case:
-    from test_chat_rows import CHATML, write_byte_tokenizer
+    from test_chat_rows import write_byte_tokenizer
+    from test_row_tools import TOOL, WITH_TOOLS
 
     from megarl.data.tokenizer import load_tokenizer
 
-    write_byte_tokenizer(folder, CHATML)
+    write_byte_tokenizer(folder, WITH_TOOLS)
     tokenizer, file = load_tokenizer(str(folder)), folder / "rows.jsonl"
+    row = {**ROW, "tools": [TOOL], "completion": CHAT[1:]}
 
     def use(drawn: Any) -> None:
         key, how = drawn or ("messages", ([], []))
-        file.write_bytes(as_json(ROW) + b"\n" + spoilt_json(ROW, how) + b"\n")
+        file.write_bytes(as_json(row) + b"\n" + spoilt_json(row, how) + b"\n")
         _read_rows(str(file), key, tokenizer)
 
     return st.tuples(KEYS, SPOILT_JSON), use
+
+
+def texts(folder: Path) -> Case:
+    """Files of text but .jsonl: spoilt as they lie there, or, if they are packed, before that."""
+    import gzip
+
+    import pyarrow as pa
+    from prompt_rows import write_tokenizer
+
+    from megarl.data.tokenizer import load_tokenizer
+
+    def zst(content: bytes) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pa.CompressedOutputStream(sink, "zstd") as f:
+            f.write(content)
+        return bytes(sink.getvalue())
+
+    tokenizer, rows = load_tokenizer(write_tokenizer(folder)), [{"prompt": f"{i}\né", "answer": "5"} for i in range(9)]
+    lines = b"".join(as_json(row) + b"\n" for row in rows)
+    csv = "prompt,answer\n" + "".join(f'"{row["prompt"]}",5\n' for row in rows)
+    whole = {
+        "rows.json": as_json(rows), "rows.csv": csv.encode(), "rows.jsonl.gz": lines, "rows.json.zst": as_json(rows)
+    }  # fmt: skip
+
+    def use(drawn: Any) -> None:
+        name, edits, before = drawn or ("rows.json", [], True)
+        packs: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zst}
+        pack = packs.get(Path(name).suffix, bytes)
+        content = pack(spoilt(whole[name], edits)) if before else spoilt(pack(whole[name]), edits)
+        (folder / name).write_bytes(content)
+        _read_rows(str(folder / name), "", tokenizer)
+
+    return st.tuples(st.sampled_from(sorted(whole)), EDITS, st.booleans()), use
+
+
+def arrow(folder: Path) -> Case:
+    from prompt_rows import write_tokenizer
+    from test_row_forms import write_stream
+
+    from megarl.data.tokenizer import load_tokenizer
+
+    tokenizer, file = load_tokenizer(write_tokenizer(folder)), folder / "rows.arrow"
+    write_stream(file, [{"prompt": "1", "answer": "2", "deep": {"a": [[1], [2, 3]], "b": [{"c": "é"}]}}] * 9)
+    whole = file.read_bytes()
+
+    def use(drawn: Any) -> None:
+        file.write_bytes(spoilt(whole, drawn or []))
+        _read_rows(str(file), "", tokenizer)
+
+    return EDITS, use
 
 
 def parquet(folder: Path) -> Case:
@@ -351,7 +403,7 @@ def cached(folder: Path) -> Case:
 KINDS: dict[str, Callable[[Path], Case]] = {
     kind.__name__: kind
     for kind in (
-        safetensors, model_folder, tokenizer_folder, sentencepiece, template, yaml, records, jsonl, parquet, manifest,
-        cached,
+        safetensors, model_folder, tokenizer_folder, sentencepiece, template, yaml, records, jsonl, texts, arrow,
+        parquet, manifest, cached,
     )
 }  # fmt: skip

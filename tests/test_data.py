@@ -94,9 +94,9 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     assert "bad.jsonl:2 is not JSON" in read("bad.jsonl")
     assert "bytes.jsonl:1 is not JSON" in read("bytes.jsonl")
     assert "list.jsonl:1 must be an object of columns, not list" in read("list.jsonl")
-    assert "is neither .jsonl nor .parquet" in read("rows.txt")
+    assert "is none of .jsonl, .json, .csv" in read("rows.txt")
     assert "is not a readable parquet file" in read("bad.parquet")
-    assert read("folder.jsonl") == f"data.val_files: '{tmp_path}/folder.jsonl' cannot be read: Is a directory"
+    assert "folder.jsonl' has no .jsonl, .json, .csv" in read("folder.jsonl")
     assert read("dangling.jsonl").endswith("dangling.jsonl' cannot be read: No such file or directory")
     assert read("deep.jsonl") == f"data.val_files: {tmp_path}/deep.jsonl:3 is nested too deeply"
 

@@ -32,6 +32,8 @@ SHORT = ("actor", "rollout", "model", "ref", "reshard")
 PLACEHOLDERS = {"key=value"}
 MISSPELT = {"data.train_bach_size"}
 """The key of the refusal that is shown."""
+COLUMNS = {"reward_model.ground_truth"}
+"""Fields of verl's rows that pages name, whose column is called as a section is."""
 
 RUN_PAGES = [
     page
@@ -64,7 +66,7 @@ def test_keys_in_the_prose_are_keys(page: Path) -> None:
         for word in re.findall(r"(?<![\w/.-])([a-z_]+(?:\.[a-z_0-9]+)+)(?![\w/(*{…])", code):
             if word.split(".")[0] in sections and not word.endswith((".py", ".json", ".jsonl", ".yaml", ".model")):
                 named.add(word)
-    assert sorted(key for key in named if not known(key)) == []
+    assert sorted(key for key in named - COLUMNS if not known(key)) == []
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=here)

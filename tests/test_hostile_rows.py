@@ -20,8 +20,9 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 import megarl.data.prompt_index
 import megarl.data.prompts
+from megarl.data.json_lines import LONGEST_LINE
 from megarl.data.prompt_index import TooLarge
-from megarl.data.readers import LONGEST_LINE, iterate_rows
+from megarl.data.readers import iterate_rows
 from megarl.data.tokenizer import load_tokenizer
 
 READER = """
@@ -87,9 +88,9 @@ def test_a_page_s_header_of_another_form(tmp_path: Path, header: bytes) -> None:
 def test_a_line_that_is_too_long_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}, {"prompt": "12"}])
     tokenizer = write_tokenizer(tmp_path)
-    monkeypatch.setattr("megarl.data.readers.LONGEST_LINE", len('{"prompt": "12"}\n'))
+    monkeypatch.setattr("megarl.data.json_lines.LONGEST_LINE", len('{"prompt": "12"}\n'))
     assert len(read(tokenizer, [file])) == 2
-    monkeypatch.setattr("megarl.data.readers.LONGEST_LINE", len('{"prompt": "12"}\n') - 1)
+    monkeypatch.setattr("megarl.data.json_lines.LONGEST_LINE", len('{"prompt": "12"}\n') - 1)
     assert "rows.jsonl:2 has more than 16 bytes" in message(lambda: read(tokenizer, [file]))
     assert "rows.jsonl:2 has more than 16 bytes" in message(lambda: list(iterate_rows([file], "x")))
 

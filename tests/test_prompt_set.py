@@ -131,10 +131,11 @@ def test_what_a_reward_refuses_is_named(tmp_path: Path, tokenizer: str, way: dic
 
 
 def test_files_that_are_no_rows(tmp_path: Path, tokenizer: str) -> None:
-    for name in ("rows.jsonl.gz", "rows.parquet.zst"):
+    for name in ("rows.jsonl.xz", "rows.parquet.zst"):
         (tmp_path / name).write_bytes(b"\x1f\x8b")
         message = refusal(lambda name=name: read(tokenizer, [f"{tmp_path}/{name}"]))  # type: ignore[misc]
-        assert message == f"data.train_files: '{tmp_path}/{name}' is neither .jsonl nor .parquet; unpack it first"
+        assert message.startswith(f"data.train_files: '{tmp_path}/{name}' is none of .jsonl,")
+        assert message.endswith("; unpack it first")
     (tmp_path / "empty.jsonl").write_text("\n")
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1"}])
     assert refusal(lambda: read(tokenizer, [rows, f"{tmp_path}/empty.jsonl"])) == (

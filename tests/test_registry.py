@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,25 @@ def test_a_users_estimator_and_loss_train(ranks: Ranks, tmp_path: Path) -> None:
         train_in(ranks, 1, config, *overrides)
         norms.append([row["actor/grad_norm"] for row in metrics_of(folder) if "actor/grad_norm" in row])
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) and min(norms[0]) > 0
+
+
+def test_files_find_their_neighbours(tmp_path: Path) -> None:
+    """Whenever they import them; nobody else does, and the standard library stays what it is."""
+    (tmp_path / "json.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "neighbour.py").write_text("import other\n\ndef late():\n    from other2 import two\n    return two\n")
+    (tmp_path / "other.py").write_text("one = 1\n")
+    (tmp_path / "other2.py").write_text("two = 2\n")
+    (tmp_path / "mine.py").write_text(
+        "import json, neighbour\nfrom other import one\n\n"
+        "def reward(response, row):\n    return json.loads('[3]') + [one, neighbour.other.one, neighbour.late()]\n"
+    )
+    code = (
+        "import sys; from megarl.registry import Registry; load = Registry('reward.name', 'function').load;"
+        f"print(load({str(tmp_path / 'mine.py')!r} + ':reward')('', {{}}), 'neighbour' in sys.modules)\n"
+        "try:\n    import neighbour\nexcept ModuleNotFoundError:\n    print('not found')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "[3, 1, 1, 2] False\nnot found\n", done.stderr
+    (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(ValueError, match=r"broken\.py' failed: ModuleNotFoundError: No module"):
+        Registry("reward.name", "function").load(f"{tmp_path}/broken.py:f")

@@ -16,8 +16,8 @@ from pyarrow import fs, parquet
 
 from megarl.config.data import Data
 from megarl.data.files import data_files
+from megarl.data.json_lines import BLOCK
 from megarl.data.load import load_examples
-from megarl.data.readers import REMOTE_BLOCK
 from megarl.data.tokenizer import load_tokenizer
 
 pytest.importorskip("moto")
@@ -106,7 +106,7 @@ def test_rows_of_a_bucket(bucket: fs.FileSystem, uri: str, tmp_path: Path, token
 
 def test_examples_of_a_bucket(bucket: fs.FileSystem, uri: str, tokenizer: str) -> None:
     """Longer than what a store is asked for at a time, so that a line is cut in two."""
-    lines = [b'{"prompt": "%d", "answer": "1"%s}\n' % (i, b" " * 200) for i in range(REMOTE_BLOCK // 200)]
+    lines = [b'{"prompt": "%d", "answer": "1"%s}\n' % (i, b" " * 200) for i in range(BLOCK // 200)]
     put(bucket, "a.jsonl", b"".join([b"\n", *lines]))
     with bucket.open_output_stream("b.parquet") as f:
         parquet.write_table(pa.table({"prompt": ["1"], "answer": ["2"]}), f)

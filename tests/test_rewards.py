@@ -27,7 +27,7 @@ def test_exact_match() -> None:
     assert score("7", {"answer": b"7"}) == score("True", {"answer": True}) == 1.0
     assert score.check_row is not None
     score.check_row({"answer": 0})
-    with pytest.raises(ValueError, match=r"^needs an answer: set data\.answer_key to one of q, solution$"):
+    with pytest.raises(ValueError, match=r"^needs an answer; there is 'solution': set data\.answer_key=solution$"):
         score.check_row({"q": "", "solution": "12"})
     with pytest.raises(ValueError, match=r"^needs an answer, and the row's is null$"):
         score.check_row({"answer": None})

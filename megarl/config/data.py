@@ -18,7 +18,9 @@ class Data(Section):
         "rejected answer, or an answer with a label; auto is what trainer.flow reads",
     )
     train_files: list[str] = Field(
-        default_factory=list, description="jsonl or parquet files: paths, globs, or URIs such as s3://bucket/x.parquet"
+        default_factory=list,
+        description="files of rows, .jsonl, .json, .csv, .parquet or .arrow, or folders of them: paths, globs, or URIs "
+        "such as s3://bucket/x.parquet",
     )
     val_files: list[str] = Field(default_factory=list, description="held-out files for validation, the same way")
     source: str = Field(
@@ -47,6 +49,11 @@ class Data(Section):
         False,
         description="special tokens that texts of the data spell, such as <|im_end|>, become these tokens, as in "
         "prompts that were put into a chat template before; default: they stay text",
+    )
+    tools_key: str = Field(
+        "tools",
+        description="column with the tools that a row offers, which go into the chat template: a list of JSON schemas "
+        "of functions, or one as JSON text; empty: the template is told of none",
     )
     source_key: str = Field(
         "data_source", description="column that names where a row comes from, for metrics and rewards"

@@ -5,9 +5,39 @@ from __future__ import annotations
 import math
 
 from megarl.config.data import Data
-from megarl.data.encode import TooLong, encode_text
-from megarl.data.readers import Row, require_column, value_at
+from megarl.data.conversations import turns_of
+from megarl.data.encode import TooLong, cut_prompt, encode_text, prompt_ids, prompt_of
+from megarl.data.examples import Turns
+from megarl.data.messages import are_messages
+from megarl.data.readers import Row, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
+
+
+def answered(row: Row, data: Data, tokenizer: Tokenizer) -> Turns:
+    """A prompt and its answer: text; or messages behind those of the prompt, of which the assistant's are learnt, as in
+    TRL's columns prompt and completion.
+
+    Raises:
+        ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.
+    """
+    key = data.answer_key
+    answer = value_or_none(row.columns, key)
+    if not are_messages(answer):
+        prompt = prompt_ids(row, data, tokenizer)
+        return prompt, answer_ids(row, key, "data.answer_key", data, tokenizer)
+    asked = prompt_of(row, data)
+    if isinstance(asked, str):
+        raise ValueError(
+            f"{row.source}: column '{key}' holds messages, so that column '{data.prompt_key}' (data.prompt_key) must "
+            "hold the messages before them"
+        )
+    messages = [*asked.messages, *answer]
+    learnt = [i for i in range(len(asked.messages), len(messages)) if messages[i]["role"] == "assistant"]
+    if not learnt:
+        raise ValueError(f"{row.source}: the messages in column '{key}' have none of the assistant")
+    first, *rest = turns_of(messages, learnt, row.source, tokenizer, tools=asked.tools)
+    fitting_answer(tuple(token for turn in rest for token in turn), key, row.source, data)
+    return (cut_prompt(first, row.source, data), *rest)
 
 
 def answer_ids(row: Row, key: str, section_key: str, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ REPLY = "megarlreply"
 """Stands for the assistant's message; nothing that a template writes by itself."""
 
 
-def turns_of(messages: Messages, learnt: Sequence[int], source: str, tokenizer: Tokenizer) -> Turns:
+def turns_of(
+    messages: Messages, learnt: Sequence[int], source: str, tokenizer: Tokenizer, *, tools: Messages = ()
+) -> Turns:
     """Tokens of a conversation in the chat template, up to the last message that is learnt.
 
     The conversation is encoded up to the reply and up to its end, for every message that is learnt: what comes between
@@ -22,6 +24,7 @@ def turns_of(messages: Messages, learnt: Sequence[int], source: str, tokenizer: 
     Args:
         learnt: which messages, in rising order; each is one of the assistant.
         source: of the row, for messages.
+        tools: that the row offers.
 
     Raises:
         ValueError: the template refuses the messages, writes nothing before or within a reply, or writes the beginning
@@ -31,8 +34,8 @@ def turns_of(messages: Messages, learnt: Sequence[int], source: str, tokenizer: 
     seen: list[int] = []
     at = 0
     for i in learnt:
-        before = encode_messages(messages[:i], source, tokenizer)
-        whole = encode_messages(messages[: i + 1], source, tokenizer, reply=False)
+        before = encode_messages(messages[:i], source, tokenizer, tools=tools)
+        whole = encode_messages(messages[: i + 1], source, tokenizer, reply=False, tools=tools)
         if before[: len(seen)] != seen or whole[: len(before)] != before:
             raise ValueError(
                 f"{source}: the chat template writes what comes before message {i + 1} otherwise than in the whole "
@@ -49,7 +52,9 @@ def turns_of(messages: Messages, learnt: Sequence[int], source: str, tokenizer: 
     return tuple(turns)
 
 
-def conversation_ids(messages: Messages, reply: str, source: str, tokenizer: Tokenizer, *, ended: bool) -> list[int]:
+def conversation_ids(
+    messages: Messages, reply: str, source: str, tokenizer: Tokenizer, *, ended: bool, tools: Messages = ()
+) -> list[int]:
     """Tokens of a conversation and the reply to it, up to where `turns_of` has a model learn it.
 
     Args:
@@ -61,14 +66,14 @@ def conversation_ids(messages: Messages, reply: str, source: str, tokenizer: Tok
         ValueError: the template refuses the messages.
     """
     messages = read_messages(messages, source)
-    whole = encode_messages([*messages, _said(reply)], source, tokenizer, reply=False)
+    whole = encode_messages([*messages, _said(reply)], source, tokenizer, reply=False, tools=tools)
     if ended:
-        before = encode_messages(messages, source, tokenizer)
+        before = encode_messages(messages, source, tokenizer, tools=tools)
         pairs = zip(before, whole, strict=False)
         start = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(before), len(whole)))
         return whole[: _end(whole, start, tokenizer.eos_id)]
-    _, _, behind = tokenizer.chat_text([*messages, _said(REPLY)], reply=False).rpartition(REPLY)
-    text = tokenizer.chat_text([*messages, _said(reply)], reply=False)
+    _, _, behind = tokenizer.chat_text([*messages, _said(REPLY)], reply=False, tools=tools).rpartition(REPLY)
+    text = tokenizer.chat_text([*messages, _said(reply)], reply=False, tools=tools)
     return tokenizer.encode_template(text.removesuffix(behind))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from megarl.config.data import Data
-from megarl.data.answers import answer_ids
+from megarl.data.answers import answered
 from megarl.data.conversations import turns_of
-from megarl.data.encode import TooLong, prompt_ids
+from megarl.data.encode import TooLong
 from megarl.data.examples import Example
 from megarl.data.messages import are_messages
 from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
+from megarl.data.tools import tools_of
 
 
 def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
@@ -20,9 +21,7 @@ def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
     """
     if data.messages_key:
         return _conversation(row, data, tokenizer)
-    prompt = prompt_ids(row, data, tokenizer)
-    answer = answer_ids(row, data.answer_key, "data.answer_key", data, tokenizer)
-    return Example(sequences=((prompt, answer),), source=row.source)
+    return Example(sequences=(answered(row, data, tokenizer),), source=row.source)
 
 
 def _conversation(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
@@ -37,7 +36,8 @@ def _conversation(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
     learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not learnt:
         raise ValueError(f"{row.source}: the conversation in column '{key}' has no message of the assistant")
-    example = Example(sequences=(turns_of(messages, learnt, row.source, tokenizer),), source=row.source)
+    turns = turns_of(messages, learnt, row.source, tokenizer, tools=tools_of(row, data.tools_key))
+    example = Example(sequences=(turns,), source=row.source)
     if example.tokens > data.max_sequence_length:
         raise TooLong(
             f"{row.source}: the conversation in column '{key}' has {example.tokens} tokens, more than "

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from megarl.config.data import Data
 from megarl.data.messages import Message, Messages, are_messages, read_messages
 from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
+from megarl.data.tools import tools_of
 
 USUAL_ROLES = ("system", "user", "assistant")
+
+
+class Conversation(NamedTuple):
+    """A prompt for the chat template: messages, and the tools that its row offers."""
+
+    messages: list[Message]
+    tools: list[Message]
 
 
 class TooLong(ValueError):
@@ -26,18 +34,27 @@ def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
         raise _refused(source, e) from e
 
 
-def encode_messages(messages: Messages, source: str, tokenizer: Tokenizer, *, reply: bool = True) -> list[int]:
+def encode_prompt(prompt: str | Conversation, source: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of what `prompt_of` gives; raises ValueError, naming the row, where that fails."""
+    if isinstance(prompt, str):
+        return encode_text(prompt, source, tokenizer)
+    return encode_messages(prompt.messages, source, tokenizer, tools=prompt.tools)
+
+
+def encode_messages(
+    messages: Messages, source: str, tokenizer: Tokenizer, *, reply: bool = True, tools: Messages = ()
+) -> list[int]:
     """`Tokenizer.encode_chat`; raises ValueError, naming the row, where that fails or would leave something out."""
     read = read_messages(messages, source)
     try:
-        check_nothing_is_left_out(read, tokenizer, reply=reply)
-        return tokenizer.encode_chat(read, reply=reply)
+        check_nothing_is_left_out(read, tokenizer, reply=reply, tools=tools)
+        return tokenizer.encode_chat(read, reply=reply, tools=tools)
     except Exception as e:  # libraries raise what they like
         raise _refused(source, e) from e
 
 
 def check_nothing_is_left_out(
-    messages: Messages, tokenizer: Tokenizer, *, reply: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    messages: Messages, tokenizer: Tokenizer, *, reply: bool = True, tools: Messages = ()
 ) -> None:
     """Raise ValueError where the template drops tools, tool calls, or messages of other roles than the usual three.
 
@@ -77,22 +94,23 @@ def _probed(call: Message, probe: Callable[[str], str], what: str) -> Message:
 
 def prompt_ids(row: Row, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Token ids of the row's prompt, cut as the section says; raises ValueError for one that cannot be used."""
-    value = prompt_of(row, data.prompt_key)
-    if isinstance(value, str):
-        ids = encode_text(value, row.source, tokenizer)
-    else:
-        ids = encode_messages(value, row.source, tokenizer)
-    return usable_ids(ids, row.source, data)
+    return usable_ids(encode_prompt(prompt_of(row, data), row.source, tokenizer), row.source, data)
 
 
-def prompt_of(row: Row, key: str) -> str | list[Message]:
+def prompt_of(row: Row, data: Data) -> str | Conversation:
     """The text or the messages in the prompt's column; raises ValueError where there are none."""
+    key = data.prompt_key
     require_column([row], key, "data.prompt_key")
-    value = value_at(row.columns, key)
+    value, tools = value_at(row.columns, key), tools_of(row, data.tools_key)
     if isinstance(value, str):
+        if tools:
+            raise ValueError(
+                f"{row.source}: tools need a prompt of messages, and column '{key}' holds text; if column "
+                f"'{data.tools_key}' is not for the chat template, set data.tools_key="
+            )
         return value
     if are_messages(value):
-        return read_messages(value, row.source)
+        return Conversation(read_messages(value, row.source), tools)
     raise ValueError(
         f"{row.source}: column '{key}' must hold text or a list of messages with role and content, "
         f"not {type(value).__name__}"

@@ -7,15 +7,21 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO, Literal, cast
+from typing import TYPE_CHECKING, BinaryIO, Literal, cast, get_args
 
 if TYPE_CHECKING:
     from pyarrow import fs
 
 REMOTE_TIMEOUT = 20.0  # seconds that a store may take to answer
+
+Kind = Literal["jsonl", "json", "csv", "parquet", "arrow"]
+_KINDS: Mapping[str, Kind] = {f".{kind}": kind for kind in get_args(Kind)}
+_TEXTS = ("jsonl", "json", "csv")
+_PACKINGS = {".gz": "gzip", ".zst": "zstd"}
+_FORMS = ".jsonl, .json, .csv (also .gz or .zst of these), .parquet and .arrow"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,20 +36,17 @@ class DataFile:
         changed: nanoseconds since 1970, of the content and of the file's entry: what is copied over another file with
             its time (`rsync -t`) has the same content's time, and another one of its entry.
         remote: it has to be fetched before rows can be read one by one.
+        packing: "gzip" or "zstd", of a file of text.
     """
 
     name: str
     place: str
     entry: int
-    kind: Literal["jsonl", "parquet"]
+    kind: Kind
     size: int
     changed: tuple[int, int]
     remote: bool = False
-
-    @property
-    def stem(self) -> str:
-        """ "train" of "data/train.jsonl"."""
-        return PurePosixPath(self.name).stem
+    packing: str = ""
 
     def open(self) -> BinaryIO:
         """For reading from its beginning; raises OSError or pyarrow's errors."""
@@ -60,23 +63,36 @@ class DataFile:
             return False
 
 
+def stem_of(name: str) -> str:
+    """ "train" of "data/train.jsonl.gz"."""
+    path = PurePosixPath(name)
+    return PurePosixPath(path.stem).stem if path.suffix in _PACKINGS else path.stem
+
+
+def row_prefix(name: str) -> str:
+    """Give what stands before a row's number in messages: "train.jsonl:" (17, the line), "train.csv row " (17)."""
+    kind, _ = _form_of(name)
+    return f"{name}:" if kind in (None, "jsonl") else f"{name} row "
+
+
 def data_files(patterns: Sequence[str], what: str) -> list[DataFile]:
     """The files that the patterns match: patterns as given, the files of one pattern sorted by name.
 
     Args:
-        patterns: paths, globs or URIs of .jsonl and .parquet files; a file that two patterns match is taken once. A
-            folder called .parquet stands for the .parquet files in it.
+        patterns: paths, globs or URIs of files, or paths of folders; a file that two patterns match is taken once. A
+            folder stands for the files of rows in it, which are of one kind; one called .parquet for those in its
+            folders, too.
         what: the configuration key that they come from, for messages.
 
     Raises:
         ValueError: no pattern, a pattern without a file, an unknown extension, a file that is not readable.
     """
     if not patterns:
-        raise ValueError(f"{what} is empty: name at least one .jsonl or .parquet file")
+        raise ValueError(f"{what} is empty: name at least one file of rows")
     found: dict[str, DataFile] = {}
     for entry, pattern in enumerate(patterns):
         remote = "://" in pattern and not pattern.startswith("file://")
-        names = _remote_matches(pattern, what) if remote else _matches(pattern.removeprefix("file://"))
+        names = _remote_matches(pattern, what) if remote else _matches(pattern.removeprefix("file://"), what)
         if not names:
             raise ValueError(f"{what}: no file matches '{_shown(pattern) if remote else pattern}'")
         for name in names:
@@ -87,16 +103,24 @@ def data_files(patterns: Sequence[str], what: str) -> list[DataFile]:
 
 def _data_file(place: str, entry: int, remote: bool, what: str) -> DataFile:
     name = _shown(place) if remote else place
-    kinds: dict[str, Literal["jsonl", "parquet"]] = {".jsonl": "jsonl", ".parquet": "parquet"}
-    kind = kinds.get(os.path.splitext(name)[1])
-    if kind is None:
-        packed = os.path.splitext(name)[1] in (".gz", ".zst", ".bz2", ".xz", ".zip")
-        raise ValueError(f"{what}: '{name}' is neither .jsonl nor .parquet{'; unpack it first' if packed else ''}")
+    kind, packing = _form_of(name)
+    if kind is None or (packing and kind not in _TEXTS):
+        packed = packing or os.path.splitext(name)[1] in (".bz2", ".xz", ".zip")
+        raise ValueError(f"{what}: '{name}' is none of {_FORMS}{'; unpack it first' if packed else ''}")
     try:
         size, changed = _size_and_times(place, remote)
     except OSError as e:
         raise ValueError(f"{what}: '{name}' cannot be read: {e.strerror or _short(e)}") from e
-    return DataFile(name=name, place=place, entry=entry, kind=kind, size=size, changed=changed, remote=remote)
+    return DataFile(
+        name=name, place=place, entry=entry, kind=kind, size=size, changed=changed, remote=remote, packing=packing
+    )
+
+
+def _form_of(name: str) -> tuple[Kind | None, str]:
+    """A file's kind and packing, by how its name ends."""
+    stem, ending = os.path.splitext(name)
+    packing = _PACKINGS.get(ending, "")
+    return _KINDS.get(os.path.splitext(stem)[1] if packing else ending), packing
 
 
 def _size_and_times(name: str, remote: bool) -> tuple[int, tuple[int, int]]:
@@ -113,19 +137,32 @@ def _size_and_times(name: str, remote: bool) -> tuple[int, tuple[int, int]]:
     return status.st_size, (status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _matches(pattern: str) -> list[str]:
+def _matches(pattern: str, what: str) -> list[str]:
     try:
         names = sorted(glob.glob(pattern, recursive=True))
     except (OSError, ValueError):  # a NUL byte, a name that the file system cannot hold
         return []
-    return [name for match in names for name in _parts(match)]
+    return [name for match in names for name in (_files_in(match, what) if os.path.isdir(match) else [match])]
 
 
-def _parts(name: str) -> Iterator[str]:
-    if name.rstrip("/").endswith(".parquet") and os.path.isdir(name):
-        yield from sorted(glob.glob(os.path.join(glob.escape(name), "**", "*.parquet"), recursive=True))
-    else:
-        yield name
+def _files_in(folder: str, what: str) -> list[str]:
+    """List the files of rows in a folder, by name."""
+    if folder.rstrip("/").endswith(".parquet"):
+        return sorted(glob.glob(os.path.join(glob.escape(folder), "**", "*.parquet"), recursive=True))
+    try:
+        there = sorted(name for name in os.listdir(folder) if name[0] not in "._")
+    except OSError as e:
+        raise ValueError(f"{what}: '{folder}' cannot be read: {e.strerror}") from e
+    if "dataset_dict.json" in there:
+        splits = [name for name in there if os.path.isdir(os.path.join(folder, name))]
+        raise ValueError(f"{what}: '{folder}' holds the splits {', '.join(splits)[:200]}: name one, as {folder}/NAME")
+    kinds = {name: kind for name in there if (kind := _form_of(name)[0])}
+    if "state.json" in kinds and "arrow" in kinds.values():  # of `save_to_disk`: its files of JSON hold no rows
+        kinds = {name: kind for name, kind in kinds.items() if kind == "arrow"}
+    if len(set(kinds.values())) != 1:
+        found = f"holds files of {' and '.join(sorted(set(kinds.values())))}" if kinds else f"has no {_FORMS} in it"
+        raise ValueError(f"{what}: the folder '{folder}' {found}; name the files")
+    return [os.path.join(folder, name) for name in kinds]
 
 
 def _remote_matches(pattern: str, what: str) -> list[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.data import Data
-from megarl.data.answers import answer_ids
-from megarl.data.encode import prompt_ids
+from megarl.data.answers import answered
 from megarl.data.examples import Example
 from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
@@ -22,6 +21,4 @@ def judged(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
         raise ValueError(
             f"{row.source}: the label in column '{data.label_key}' must be true, false, 1 or 0, not {label!r:.40}"
         )
-    prompt = prompt_ids(row, data, tokenizer)
-    answer = answer_ids(row, data.answer_key, "data.answer_key", data, tokenizer)
-    return Example(sequences=((prompt, answer),), label=float(label), source=row.source)
+    return Example(sequences=(answered(row, data, tokenizer),), label=float(label), source=row.source)

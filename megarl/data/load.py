@@ -44,7 +44,7 @@ def load_examples(
         ValueError: unreadable files, a row that cannot be used, or no row left after filtering.
     """
     seen, special, examples, spells = 0, 0, [], finder_of(tokenizer.special_tokens)
-    keys = (data.prompt_key, data.answer_key, data.messages_key, data.chosen_key, data.rejected_key)
+    keys = (data.prompt_key, data.answer_key, data.messages_key, data.tools_key, data.chosen_key, data.rejected_key)
     for row in iterate_rows(files, what):
         seen += 1
         special += any(spells(text) for key in keys for text in strings_in(value_or_none(row.columns, key)))

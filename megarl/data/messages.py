@@ -45,6 +45,13 @@ def strings_in(value: object) -> Iterator[str]:
             yield from strings_in(inner)
 
 
+def without_nulls(value: Any) -> Any:
+    """The same without the fields of objects that are null, as tables fill them in."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _message(message: Mapping[str, Any], place: str) -> Message:
     given = {key: value for key, value in message.items() if value is not None}
     role = given.get("role")

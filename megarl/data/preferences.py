@@ -12,6 +12,7 @@ from megarl.data.examples import Example, Turns
 from megarl.data.messages import Messages, are_messages
 from megarl.data.readers import Row, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
+from megarl.data.tools import tools_of
 
 
 def preference(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
@@ -54,7 +55,7 @@ def _conversation(row: Row, key: str, data: Data, tokenizer: Tokenizer) -> Turns
                 f"(data.prompt_key) must hold the messages before it"
             )
         messages = [*value_at(row.columns, data.prompt_key), *messages]
-    prompt, answer = turns_of(messages, [len(messages) - 1], row.source, tokenizer)
+    prompt, answer = turns_of(messages, [len(messages) - 1], row.source, tokenizer, tools=tools_of(row, data.tools_key))
     return cut_prompt(prompt, row.source, data), fitting_answer(answer, key, row.source, data)
 
 

@@ -4,8 +4,9 @@ An index is a folder, or is held in memory if it is small:
 
     rows.bin       `scan.FIELDS` of every row that is used, in the order of the files
     tokens.bin     int32, token ids of the prompts that were tokenised on the way
-    N.jsonl        the rows of file N, where they were fetched from a store or come from `data.source`
-    N.arrow        the same of a parquet file, so that single rows can be read
+    N.jsonl        the rows of file N, where they were fetched from a store or come from `data.source`; and of a file of
+                   text that is packed or has no lines of JSON, so that single rows can be read
+    N.arrow        the same of a table
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +26,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megarl.data.encode import TooLong, encode_messages, encode_text, usable_ids
-from megarl.data.files import DataFile
-from megarl.data.readers import BATCH_ROWS, LONGEST_LINE, no_rows, parquet_batches, too_long
+from megarl.data.encode import Conversation, TooLong, encode_prompt, usable_ids
+from megarl.data.files import DataFile, row_prefix
+from megarl.data.json_lines import LONGEST_LINE, json_lines, too_long
+from megarl.data.readers import BATCH_ROWS, is_table, no_rows, table_batches
 from megarl.data.row_cache import Progress
-from megarl.data.scan import FIELDS, MOST_SOURCES, Conversation, Scan, Scanned, Unsettled, checks_of
+from megarl.data.scan import FIELDS, MOST_SOURCES, Scan, Scanned, Unsettled, checks_of, open_lines
 from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
 from megarl.data.source import spool
 from megarl.data.tokenizer import Tokenizer
@@ -38,7 +40,7 @@ STRETCH_BYTES = 4 * 2**20
 """Of a jsonl file that a process looks at in one go."""
 
 HELD_BYTES = 512 * 2**20
-"""Of a parquet file's rows, however small the file is, that are held in memory."""
+"""Of the rows of a table or a packed file, however small the file is, that are held in memory."""
 
 ARROW_BYTES = 64 * 2**20
 """Of rows that wait to be a batch of an Arrow file."""
@@ -57,7 +59,7 @@ class Index:
     Attributes:
         rows: `scan.FIELDS`, of those that are used.
         tokens: int32, what `tokens_at` points into.
-        files: what `file` counts: name, entry of the list, kind, and path; or the bytes of a small Arrow file.
+        files: what `file` counts: name, entry of the list, kind, and path; or the bytes of a small one.
         seen: rows of the files.
         filtered, overlong, duplicates: of these, what was left out.
         special: rows whose prompt spells special tokens.
@@ -92,7 +94,7 @@ def make_index(
         folder: to write to, with other processes for the work; None: all in memory, by this one.
 
     Raises:
-        TooLarge: without a folder, the rows of a parquet file come to more than `HELD_BYTES`.
+        TooLarge: without a folder, the rows of a file come to more than `HELD_BYTES`.
         ValueError: the first row that cannot be used; a file that is none.
         OSError: the folder cannot hold it.
     """
@@ -151,15 +153,12 @@ class _Making:
             spool(self._asked.data.source, self._folder / "0.jsonl", self._asked.what, self._progress)
             yield from self._of_jsonl(self._asked.data.source, 0, str(self._folder / "0.jsonl"), local=False)
         for file in files:
-            if file.kind == "parquet":
-                yield from self._of_parquet(file)
-            elif file.remote:
-                assert self._folder is not None
-                path = self._folder / f"{len(self._index.files)}.jsonl"
-                self._fetch(file, path)
-                yield from self._of_jsonl(file.name, file.entry, str(path), local=False)
-            else:
+            if is_table(file):
+                yield from self._of_table(file)
+            elif file.kind == "jsonl" and not (file.remote or file.packing):
                 yield from self._of_jsonl(file.name, file.entry, os.path.abspath(file.name), local=True)
+            else:
+                yield from self._of_jsonl(file.name, file.entry, self._as_jsonl(file), local=False)
             if not file.unchanged():
                 raise ValueError(f"{self._asked.what}: '{file.name}' changed while it was read; start again")
 
@@ -230,14 +229,17 @@ class _Making:
         A conversation is put into the template the first time that its roles are seen; and, with "a" for every text,
         to see how many tokens it adds. 16 more are for what may be split otherwise where its words meet the text.
         """
-        if isinstance(prompt, str) or not all(
+        if isinstance(prompt, str) or prompt.tools:
+            return False
+        messages = prompt.messages
+        if not all(
             message.keys() == {"role", "content"} and all(isinstance(text, str) for text in message.values())
-            for message in prompt
+            for message in messages
         ):
             return False
-        roles = tuple(message["role"] for message in prompt)
+        roles = tuple(message["role"] for message in messages)
         if roles in self._templates:
-            return self._asked.fits(" ".join(message["content"] for message in prompt), self._templates[roles])
+            return self._asked.fits(" ".join(message["content"] for message in messages), self._templates[roles])
         with suppress(ValueError):  # the row that comes next says so, with its name
             short = [{"role": role, "content": "a"} for role in roles]
             self._templates[roles] = len(self._tokenizer.encode_chat(short)) + 16
@@ -254,32 +256,45 @@ class _Making:
         for one in unsettled:
             if together is not None:
                 yield next(together)
-            elif isinstance(one.prompt, str):
-                yield encode_text(one.prompt, one.source, self._tokenizer)
             else:
-                yield encode_messages(one.prompt, one.source, self._tokenizer)
+                yield encode_prompt(one.prompt, one.source, self._tokenizer)
 
-    def _of_jsonl(self, name: str, entry: int, path: str, *, local: bool) -> Iterator[Stretch]:
-        number = self._add_file(name, entry, "jsonl", path if local else os.path.basename(path))
+    def _of_jsonl(self, name: str, entry: int, source: str | bytes, *, local: bool) -> Iterator[Stretch]:
+        kept = source if local or isinstance(source, bytes) else os.path.basename(source)
+        number = self._add_file(name, entry, "jsonl", kept)
         try:
-            with open(path, "rb") as f:
-                for start, end, line in _stretches(f, name, self._asked.what):
+            with open_lines(source) as f:
+                for start, end, line in _stretches(f, row_prefix(name), self._asked.what):
                     self._file_of.append(number)
                     self._sizes.append(end - start)
-                    yield Stretch("jsonl", path, name, start, end, line)
+                    yield Stretch("jsonl", source, name, start, end, line)
         except OSError as e:
             if not local:
                 raise
             raise ValueError(f"{self._asked.what}: '{name}' cannot be read: {e.strerror}") from e
 
-    def _of_parquet(self, file: DataFile) -> Iterator[Stretch]:
+    def _as_jsonl(self, file: DataFile) -> str | bytes:
+        """A file's rows as lines of JSON, in the folder or in memory."""
+        lines = json_lines(file, self._asked.what)
+        if self._folder is None:
+            return b"".join(self._held(lines, file, len))
+        path = self._folder / f"{len(self._index.files)}.jsonl"
+        with open(path, "wb") as out:
+            for number, line in enumerate(lines):
+                out.write(line)
+                if number % 1000 == 0:
+                    self._progress()
+        return str(path)
+
+    def _of_table(self, file: DataFile) -> Iterator[Stretch]:
         import pyarrow
 
         path = None if self._folder is None else str(self._folder / f"{len(self._index.files)}.arrow")
         sink = pyarrow.BufferOutputStream() if path is None else pyarrow.OSFile(path, "wb")
-        given = parquet_batches(file, self._asked.what)
+        given = table_batches(file, self._asked.what)
         with sink if path else nullcontext():
-            batches = _write_arrow(given if path else self._held(given, file), sink, self._progress)
+            held = given if path else self._held(given, file, lambda batch: batch.nbytes)
+            batches = _write_arrow(held, sink, self._progress)
         source = path or sink.getvalue()
         number = self._add_file(file.name, file.entry, "arrow", os.path.basename(path) if path else source)
         step, line = 16, 1
@@ -290,19 +305,14 @@ class _Making:
             yield Stretch("arrow", source, file.name, first, min(first + step, len(batches)), line)
             line += rows
 
-    def _held(self, batches: Iterator[Any], file: DataFile) -> Iterator[Any]:
+    def _held(self, parts: Iterator[Any], file: DataFile, size_of: Callable[[Any], int]) -> Iterator[Any]:
+        """The same; raises TooLarge when they are more than memory should hold."""
         size = 0
-        for batch in batches:
-            size += batch.nbytes
+        for part in parts:
+            size += size_of(part)
             if size > HELD_BYTES:
                 raise TooLarge(f"{self._asked.what}: '{file.name}' comes to rows of more than {HELD_BYTES} bytes")
-            yield batch
-
-    def _fetch(self, file: DataFile, path: Path) -> None:
-        with open(path, "wb") as local:
-            for block in _blocks(file, self._asked.what):
-                local.write(block)
-                self._progress()
+            yield part
 
     def _add_file(self, name: str, entry: int, kind: str, path: Any) -> int:
         self._index.files.append((name, entry, kind, path))
@@ -331,7 +341,7 @@ def _mapped(path: str, dtype: np.dtype[Any]) -> Any:
     return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
-def _stretches(f: BinaryIO, name: str, what: str) -> Iterator[tuple[int, int, int]]:
+def _stretches(f: BinaryIO, prefix: str, what: str) -> Iterator[tuple[int, int, int]]:
     """(first byte, byte behind the last, number of the first line) of parts that end with a line.
 
     Raises:
@@ -344,18 +354,9 @@ def _stretches(f: BinaryIO, name: str, what: str) -> Iterator[tuple[int, int, in
             start, line = at + last, line + block.count(b"\n")
         at += len(block)
         if at - start > LONGEST_LINE:
-            raise too_long(f"{name}:{line}", what)
+            raise too_long(f"{prefix}{line}", what)
     if at > start:
         yield start, at, line
-
-
-def _blocks(file: DataFile, what: str) -> Iterator[bytes]:
-    try:
-        with file.open() as f:
-            while block := f.read(8 * 2**20):
-                yield block
-    except OSError as e:
-        raise ValueError(f"{what}: '{file.name}' cannot be read: {' '.join(str(e).split())[:300]}") from e
 
 
 def _write_arrow(batches: Iterator[Any], sink: Any, progress: Progress) -> list[int]:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from megarl.config.data import Data
 from megarl.data.curriculum import load_curriculum
 from megarl.data.encode import prompt_ids, special_remark
-from megarl.data.files import DataFile, data_files
+from megarl.data.files import DataFile, data_files, stem_of
 from megarl.data.prompt_index import Index, TooLarge, make_index, meta_of_index, open_index
 from megarl.data.readers import Row
 from megarl.data.row_cache import Progress, cache_folder, entry, meta_of
@@ -33,7 +33,7 @@ SMALL_BYTES = 16 * 2**20
 OPEN_FILES = 64
 """At a time: there may be more files of rows than a process can have open."""
 
-_FORMAT = 3  # of an index: those of another one are made again
+_FORMAT = 4  # of an index: those of another one are made again
 
 
 def load_prompts(
@@ -107,7 +107,7 @@ class PromptSet(Sequence[Prompt]):
         self._file = lru_cache(OPEN_FILES)(lambda number: open_file(*index.files[number]))
         for number in range(min(len(index.files), OPEN_FILES)):  # what replaces one of these is not read
             self._file(number)
-        self._stems = [PurePosixPath(name).stem for name, *_ in index.files]
+        self._stems = [stem_of(name) for name, *_ in index.files]
         self.remarks = _remarks(index, asked)
 
     def __len__(self) -> int:
@@ -198,8 +198,8 @@ def _kept_index(found: list[DataFile], asked: Scan, tokenizer: Tokenizer, tokeni
 def _key(found: list[DataFile], asked: Scan, tokenizer_key: str) -> str:
     """Of everything that an index depends on."""
     data = asked.data
-    names = ("prompt_key", "answer_key", "source_key", "max_prompt_length", "filter_overlong_prompts", "truncation",
-             "read_special_tokens")  # fmt: skip
+    names = ("prompt_key", "answer_key", "source_key", "tools_key", "max_prompt_length", "filter_overlong_prompts",
+             "truncation", "read_special_tokens")  # fmt: skip
     training = ("filter", "drop_duplicates", "curriculum", "source") if asked.training else ()
     code = [data.filter, data.curriculum, data.source] if asked.training else []
     parts = [

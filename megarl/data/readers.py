@@ -1,28 +1,24 @@
-"""Rows of jsonl and parquet files. Torch-free."""
+"""Rows of files. Torch-free."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.data.files import DataFile, data_files
+from megarl.data.arrow_batches import arrow_batches
+from megarl.data.files import DataFile, data_files, row_prefix
+from megarl.data.json_lines import buffered, json_lines
 from megarl.data.parquet_pages import MOST_BYTES, MOST_TIMES, rows_at_a_time
 
 if TYPE_CHECKING:
     import pyarrow
 
 _NESTED = 100  # levels of a row
+_ANSWERS = ("answer", "ground_truth", "solution", "completion", "target")
 BATCH_ROWS = 1024
-"""Rows of a parquet file that are Python objects at a time."""
-
-LONGEST_LINE = 64 * 2**20
-"""Bytes of a line of a jsonl file, with its end."""
-
-REMOTE_BLOCK = 2**20
-"""Bytes that a store is asked for at a time."""
+"""Rows of a table that are Python objects at a time."""
 
 
 class Row(NamedTuple):
@@ -91,8 +87,24 @@ def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
     """
     for row in rows:
         if not has(row.columns, key):
-            columns = ", ".join(str(name) for name in row.columns)
-            raise ValueError(f"{section_key} = '{key}': no such column in {row.source}; columns: {columns}")
+            columns = ", ".join(column_names(row.columns))
+            hint = answer_hint(row.columns) if section_key == "data.answer_key" else ""
+            raise ValueError(f"{section_key} = '{key}': no such column in {row.source}; columns: {columns}{hint}")
+
+
+def column_names(columns: Mapping[str, Any]) -> list[str]:
+    """As keys of the configuration name them: "prompt", and "reward_model.ground_truth" for a field of a column."""
+    names: list[str] = []
+    for column, value in columns.items():
+        inner = value if isinstance(value, Mapping) else {}
+        names += [f"{column}.{field}" for field in inner] or [str(column)]
+    return names
+
+
+def answer_hint(columns: Mapping[str, Any]) -> str:
+    """What to set `data.answer_key` to, behind a refusal; empty if no column is called as answers mostly are."""
+    names = [name for name in column_names(columns) if name.rpartition(".")[2] in _ANSWERS]
+    return f"; there is '{names[0]}': set data.answer_key={names[0]}" if names else ""
 
 
 def no_rows(name: str, what: str) -> ValueError:
@@ -125,7 +137,17 @@ def _deeper(value: Any, levels: int) -> bool:
     return levels == 0 or any(isinstance(part, list | dict) and _deeper(part, levels - 1) for part in parts)
 
 
-def parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
+def is_table(file: DataFile) -> bool:
+    """Whether its columns have types; else it is text."""
+    return file.kind in ("parquet", "arrow")
+
+
+def table_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
+    """A table's rows, at most `BATCH_ROWS` at a time; raises ValueError for a file that is malformed."""
+    return arrow_batches(file, what, BATCH_ROWS) if file.kind == "arrow" else _parquet_batches(file, what)
+
+
+def _parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
     """A parquet file's rows without dictionaries, `BATCH_ROWS` at a time, or fewer where these could be large.
 
     Raises:
@@ -138,7 +160,7 @@ def parquet_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
     try:
         with (
             file.open() as f,
-            _buffered(file, 2**14) as headers,
+            buffered(file, 2**14) as headers,
             parquet.ParquetFile(f, pre_buffer=False, buffer_size=2**20) as opened,
         ):
             for i in range(opened.num_row_groups):
@@ -161,36 +183,13 @@ def _plain(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
     return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
-def _buffered(file: DataFile, size: int) -> BinaryIO:
-    """For reading little by little, which what a store gives cannot do by itself; raises as `DataFile.open`."""
-    opened = file.open()
-    return io.BufferedReader(cast(io.RawIOBase, opened), size) if file.remote else opened
-
-
-def next_line(f: BinaryIO, source: str, what: str) -> bytes:
-    """The next line of a jsonl file, empty at its end; raises ValueError, naming it, for one that is too long."""
-    line = f.readline(LONGEST_LINE + 1)
-    if len(line) > LONGEST_LINE:
-        raise too_long(source, what)
-    return line
-
-
-def too_long(source: str, what: str) -> ValueError:
-    return ValueError(f"{what}: {source} has more than {LONGEST_LINE} bytes; a row can have no more")
-
-
 def rows_of_file(file: DataFile, what: str) -> Iterator[Row]:
     """Its rows, one after the other; raises ValueError for a file that is malformed."""
-    if file.kind == "parquet":
-        rows = (columns for batch in parquet_batches(file, what) for columns in batch.to_pylist())
+    if is_table(file):
+        rows = (columns for batch in table_batches(file, what) for columns in batch.to_pylist())
         yield from (Row(f"{file.name} row {number}", columns) for number, columns in enumerate(rows, start=1))
         return
-    try:
-        with _buffered(file, REMOTE_BLOCK) as f:
-            number = 1
-            while line := next_line(f, source := f"{file.name}:{number}", what):
-                if line.strip():
-                    yield Row(source, parse(line, source, what))
-                number += 1
-    except OSError as e:
-        raise ValueError(f"{what}: '{file.name}' cannot be read: {e.strerror or e}") from e
+    prefix = row_prefix(file.name)
+    for number, line in enumerate(json_lines(file, what), start=1):
+        if line.strip():
+            yield Row(source := f"{prefix}{number}", parse(line, source, what))

@@ -7,8 +7,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from megarl.data.files import row_prefix
 from megarl.data.readers import BATCH_ROWS, parse
-from megarl.data.scan import checks_of, digest_of, digest_of_columns
+from megarl.data.scan import checks_of, digest_of
 
 
 class RowsChanged(RuntimeError):
@@ -45,24 +46,30 @@ def check_fields(fields: Any, tokens: Any, folder: str) -> None:
 
 
 class JsonlFile:
-    """Lines by their bytes, each compared with what it was."""
+    """Lines of a file, or of its bytes in memory, by their places, each compared with what it was."""
 
-    def __init__(self, name: str, path: str) -> None:
-        self._name = name
-        self._descriptor = os.open(path, os.O_RDONLY)  # a file that is put in its place later is another one
+    def __init__(self, name: str, source: str | bytes) -> None:
+        self._name, self._prefix, self._source = name, row_prefix(name), source
+        if isinstance(source, str):
+            self._descriptor = os.open(source, os.O_RDONLY)  # a file that is put in its place later is another one
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
     def read(self, fields: Any) -> tuple[str, Mapping[str, Any]]:
-        source = f"{self._name}:{fields['line']}"
-        line = os.pread(self._descriptor, int(fields["size"]), int(fields["at"]))
-        if digest_of(line) != int(fields["row"]):
+        source, size, at = f"{self._prefix}{fields['line']}", int(fields["size"]), int(fields["at"])
+        given = self._source
+        line = given[at : at + size] if isinstance(given, bytes) else os.pread(self._descriptor, size, at)
+        try:
+            columns = parse(line, source, "data")
+        except ValueError:
+            columns = {}
+        if digest_of(columns) != int(fields["row"]):
             raise RowsChanged(
                 f"{source} is no longer what it was when the run began; put the file back and start again to go on"
             )
-        return source, parse(line, source, "data")
+        return source, columns
 
 
 class ArrowFile:
@@ -88,7 +95,7 @@ class ArrowFile:
             (columns,) = row.to_pylist()
         except (pyarrow.ArrowException, OSError, ValueError) as e:
             raise self._refusal(source) from e
-        if digest_of_columns(columns) != int(fields["row"]):
+        if digest_of(columns) != int(fields["row"]):
             raise self._refusal(source)
         return source, columns
 

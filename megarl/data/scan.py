@@ -8,20 +8,23 @@ tokenised when they are drawn: two gigabytes of short questions are looked at in
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from megarl.config.data import Data
-from megarl.data.encode import prompt_of
-from megarl.data.messages import Message, strings_in
-from megarl.data.readers import BATCH_ROWS, Row, has, next_line, parse, require_column, value_at, value_or_none
+from megarl.data.encode import Conversation, prompt_of
+from megarl.data.files import row_prefix
+from megarl.data.json_lines import next_line
+from megarl.data.messages import strings_in, without_nulls
+from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 from megarl.registry import Registry
 from megarl.rewards.parts import Scorers, refusal_of
@@ -34,7 +37,7 @@ FIELDS = np.dtype(
         ("size", "<u4"),  # bytes of the line; 0 in an Arrow file
         ("line", "<u4"),  # for people, from 1
         ("prompt", "<u8"),  # digest of the prompt's column
-        ("row", "<u8"),  # digest of the line or, in an Arrow file, of the columns
+        ("row", "<u8"),  # digest of the columns
         ("tokens_at", "<i8"),  # where its tokens begin among those that are stored; -1: none are
         ("tokens", "<u4"),
         ("check", "<u4"),  # checksum of the other fields and of the stored tokens
@@ -47,10 +50,9 @@ MOST_SOURCES = 1000
 """Names of data sources that are collected: more of them are no names of sources."""
 
 _ODD = np.array([2 * (i + 1) * 0x5851F42D4C957F2D + 1 & 2**64 - 1 for i in range(8)], np.uint64)
+_encode = json.JSONEncoder(sort_keys=True, default=str).encode
 _LETTER = re.compile("[0-9A-Za-z]")
 _FILTERS: Registry[Callable[[Mapping[str, Any]], Any]] = Registry("data.filter", "function")
-
-Conversation = list[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +156,11 @@ class Scanned:
 
 
 class Placed(NamedTuple):
-    """A row, and where it lies."""
+    """A row, and where it lies; `size` as in `FIELDS`."""
 
     at: int
     line: int
-    raw: bytes
+    size: int
     row: Row
 
 
@@ -203,30 +205,33 @@ def scan(rows: Iterable[Placed], asked: Scan, stem: str) -> Scanned:
                 out.unsettled.append(Unsettled(len(found), placed.row.source, prompt, refusal))
             elif refusal:
                 raise ValueError(refusal)
-            size = len(placed.raw)
-            if size > 2**32 - 1:
-                raise ValueError(f"{placed.row.source} has {size} bytes; a row can have 4 GiB")
-            of_row = digest_of(placed.raw) if placed.raw else digest_of_columns(placed.row.columns)
-            digests = _number(_bytes_of(prompt)), of_row
-            found.append((out.seen - 1, 0, placed.at, size, placed.line, *digests, -1, 0, 0, difficulty))
+            digests = _number(_bytes_of(prompt)), digest_of(placed.row.columns)
+            found.append((out.seen - 1, 0, placed.at, placed.size, placed.line, *digests, -1, 0, 0, difficulty))
     except ValueError as e:
         out.refusal = str(e)
     out.rows = np.array(found, dtype=FIELDS)
     return out
 
 
-def lines_of(path: str, name: str, start: int, end: int, line: int, what: str) -> Iterator[Placed]:
+def lines_of(source: str | bytes, name: str, start: int, end: int, line: int, what: str) -> Iterator[Placed]:
     """The rows of a stretch of a jsonl file that begins and ends with a line.
 
     Args:
+        source: the file's path, or its bytes.
         line: number of its first line.
     """
-    with open(path, "rb", buffering=2**20) as f:
+    prefix = row_prefix(name)
+    with open_lines(source) as f:
         f.seek(start)
-        while start < end and (raw := next_line(f, source := f"{name}:{line}", what)):
+        while start < end and (raw := next_line(f, place := f"{prefix}{line}", what)):
             if raw.strip():
-                yield Placed(start, line, raw, Row(source, parse(raw, source, what)))
+                yield Placed(start, line, len(raw), Row(place, parse(raw, place, what)))
             start, line = start + len(raw), line + 1
+
+
+def open_lines(source: str | bytes) -> BinaryIO:
+    """A jsonl file by its path, or in memory; raises OSError."""
+    return io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb", buffering=2**20)
 
 
 def arrow_rows(source: Any, name: str, first: int, last: int, line: int) -> Iterator[Placed]:
@@ -241,7 +246,7 @@ def arrow_rows(source: Any, name: str, first: int, last: int, line: int) -> Iter
     with pyarrow.ipc.open_file(pyarrow.memory_map(source) if isinstance(source, str) else source) as opened:
         for number in range(first, last):
             for i, columns in enumerate(opened.get_batch(number).to_pylist()):
-                yield Placed(number * BATCH_ROWS + i, line, b"", Row(f"{name} row {line}", columns))
+                yield Placed(number * BATCH_ROWS + i, line, 0, Row(f"{name} row {line}", columns))
                 line += 1
 
 
@@ -250,14 +255,14 @@ def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any
     return {**columns, "answer": value_at(columns, answer_key)} if has(columns, answer_key) else columns
 
 
-def digest_of(raw: bytes) -> int:
-    """`FIELDS.row` of a line."""
-    return _number(raw)
-
-
-def digest_of_columns(columns: Mapping[str, Any]) -> int:
-    """`FIELDS.row` of a row in an Arrow file."""
-    return _number(json.dumps(columns, sort_keys=True, default=str).encode())
+def digest_of(columns: Mapping[str, Any]) -> int:
+    """`FIELDS.row`: the same however the file writes them. A column or field that is null counts as one that is not
+    there, since tables fill these in.
+    """
+    text = _encode(columns)
+    if "null" in text:
+        text = _encode(without_nulls(columns))
+    return _number(text.encode())
 
 
 def checks_of(rows: Any) -> Any:
@@ -281,7 +286,7 @@ def source_of(columns: Mapping[str, Any], data: Data, stem: str) -> str:
 def _look_at(row: Row, asked: Scan, source: str) -> tuple[str | Conversation, float, str]:
     """Its prompt and difficulty, and why no reward could score a response to it."""
     data = asked.data
-    prompt = prompt_of(row, data.prompt_key)
+    prompt = prompt_of(row, data)
     if data.answer_key != Data().answer_key:  # misspelt, another column called "answer" would be taken for it
         require_column([row], data.answer_key, "data.answer_key")
     difficulty = _difficulty(row, asked.difficulty_key) if asked.difficulty_key else 0.0
@@ -300,7 +305,8 @@ def _difficulty(row: Row, key: str) -> float:
 def _bytes_of(prompt: str | Conversation) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode(errors="surrogatepass")
-    return json.dumps(prompt, sort_keys=True, default=str).encode()
+    said = prompt if prompt.tools else prompt.messages
+    return _encode(said).encode()
 
 
 def _number(raw: bytes) -> int:

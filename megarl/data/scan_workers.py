@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import cycle
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, NamedTuple
 
+from megarl.data.files import stem_of
 from megarl.data.scan import Scan, Scanned, arrow_rows, lines_of, scan
 from megarl.processes import die_with_parent
 
@@ -29,7 +30,7 @@ class Stretch(NamedTuple):
     """Part of a file.
 
     Attributes:
-        source: path, or the bytes of an Arrow file.
+        source: path, or the bytes of a small file.
         name: what people call the file.
         start, end: bytes of a jsonl file, from the beginning of a line; batches of an Arrow file.
         line: number of the first line, or row.
@@ -45,7 +46,7 @@ class Stretch(NamedTuple):
 
 def look_at(stretch: Stretch, asked: Scan) -> Scanned:
     """`scan` of a part of a file; a file that cannot be read is its refusal."""
-    stem = PurePosixPath(stretch.name).stem
+    stem = stem_of(stretch.name)
     try:
         if stretch.kind == "arrow":
             rows = arrow_rows(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line)

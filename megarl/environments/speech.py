@@ -30,16 +30,24 @@ class Speech:
         self.tokenizer, self._stop_tokens, self._role, self._limit = tokenizer, frozenset(stop_tokens), role, limit
         self._cut = tokenizer.encode(_CUT)[:limit]
 
-    def opening(self, prompt: object, observation: str | Sequence[int], prompt_ids: Sequence[int]) -> list[int]:
+    def opening(
+        self,
+        prompt: object,
+        observation: str | Sequence[int],
+        prompt_ids: Sequence[int],
+        *,
+        tools: Sequence[Message] = (),
+    ) -> list[int]:
         """Token ids of a prompt with what an environment says at first behind it.
 
         Args:
             prompt: the row's: text or messages.
+            tools: that the row offers.
         """
         if are_messages(prompt) and isinstance(observation, str):
             assert isinstance(prompt, list)
             message = {"role": self._role, "content": self._shortened(observation)}
-            return self.tokenizer.encode_chat([*read_messages(prompt, "the prompt"), message])
+            return self.tokenizer.encode_chat([*read_messages(prompt, "the prompt"), message], tools=tools)
         return [*prompt_ids, *self._plain(observation)]
 
     def answer(self, observation: str | Sequence[int], *, chat: bool, last: int) -> list[int]:

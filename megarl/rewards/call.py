@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megarl.rewards import trl_signature
 from megarl.rewards.judge import Judged, NoScore, Response, judged_value, shown
-from megarl.rewards.registry import Reward, RewardFunction
+from megarl.rewards.registry import Reward, RewardFunction, parameters_of
 from megarl.rewards.verl_signature import MANY, arguments, asked_of, list_arguments, numbers_of
 
 OF_THE_RESPONSE = ("tokens", "finish_reason")
@@ -21,37 +22,61 @@ class Caller:
 
     def __init__(self, reward: Reward, args: Mapping[str, Any]) -> None:
         self._function, self._args = reward.function, dict(args)
-        parameters = _parameters(reward.function)
+        parameters = parameters_of(reward.function)
         self._of_response = [name for name in OF_THE_RESPONSE if name in parameters]
-        self._verl = asked_of(parameters)
+        self._verl, self._parameters = asked_of(parameters), parameters
+        self._as_trl = trl_signature.is_trl(parameters)
 
     def one(self, response: Response, row: Mapping[str, Any]) -> Any:
-        """What the function returns; of an `async def` a coroutine."""
+        """What the function returns; of an `async def` a coroutine. Raises NoScore where a list has not one value."""
+        if self._as_trl:
+            values, logged = self._called_as_trl([response], [row])
+            return _then(values, lambda given: trl_signature.value_of(_as_list(given, 1)[0], logged))
         own = {name: getattr(response, name) for name in self._of_response}
         if not self._verl:
             return self._function(response.text, row, **self._args, **own)
-        value = self._function(**arguments(self._verl, response, row), **self._args, **own)
-        return _numbers(value) if inspect.isawaitable(value) else numbers_of(value)
+        return _then(self._function(**arguments(self._verl, response, row), **self._args, **own), numbers_of)
 
     def many(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[Judged]:
         """What a function of lists returns for each of them; raises NoScore unless that is as many values."""
+        if self._as_trl:
+            values, logged = self._called_as_trl(responses, rows)
+            return [judged_value(trl_signature.value_of(one, logged)) for one in _as_list(values, len(responses))]
         own = {name: [getattr(response, name) for response in responses] for name in self._of_response}
         if self._verl:
             values = self._function(**list_arguments(self._verl, responses, rows), **self._args, **own)
         else:
             values = self._function([response.text for response in responses], list(rows), **self._args, **own)
-        if not isinstance(values, str | bytes | Mapping) and isinstance(values, Iterable):
-            values = list(values)
-        if not isinstance(values, list):
-            raise NoScore(f"returned {shown(values)}, a {type(values).__name__}, for a list of responses")
-        if len(values) != len(responses):
-            counts = [f"{n} {of}{'s' * (n != 1)}" for n, of in ((len(values), "score"), (len(responses), "response"))]
-            raise NoScore(f"returned {counts[0]} for a list of {counts[1]}, and not one for each")
-        return [judged_value(numbers_of(value) if self._verl else value) for value in values]
+        return [judged_value(numbers_of(value) if self._verl else value) for value in _as_list(values, len(responses))]
+
+    def _called_as_trl(
+        self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]
+    ) -> tuple[Any, dict[str, Any]]:
+        """What the function returns, and where the metrics are that it logs."""
+        logged: dict[str, Any] = {}
+        given = trl_signature.arguments(self._parameters, responses, rows, logged.__setitem__)
+        return self._function(**{**given, **self._args}), logged
 
 
-async def _numbers(value: Awaitable[Any]) -> Any:
-    return numbers_of(await value)
+def _as_list(values: Any, count: int) -> list[Any]:
+    """What a function of lists returned, as a list; raises NoScore unless there are so many values."""
+    if not isinstance(values, str | bytes | Mapping) and isinstance(values, Iterable):
+        values = list(values)
+    if not isinstance(values, list):
+        raise NoScore(f"returned {shown(values)}, a {type(values).__name__}, for a list of responses")
+    if len(values) != count:
+        counts = [f"{n} {of}{'s' * (n != 1)}" for n, of in ((len(values), "score"), (count, "response"))]
+        raise NoScore(f"returned {counts[0]} for a list of {counts[1]}, and not one for each")
+    return values
+
+
+def _then(value: Any, turn: Callable[[Any], Any]) -> Any:
+    """The value turned into another; of an awaitable a coroutine that does so."""
+
+    async def later() -> Any:
+        return turn(await value)
+
+    return later() if inspect.isawaitable(value) else turn(value)
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -61,7 +86,7 @@ def is_async(function: RewardFunction) -> bool:
 
 def takes_lists(function: RewardFunction) -> bool | None:
     """Whether a function that is called as verl calls them takes lists; None for any other function."""
-    asked = asked_of(_parameters(function))
+    asked = asked_of(parameters_of(function))
     return asked[0] == MANY[0] if asked else None
 
 
@@ -71,14 +96,14 @@ def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
     Args:
         key: the configuration key that they are values of, "reward.args".
     """
-    parameters = _parameters(reward.function)
+    parameters = parameters_of(reward.function)
     if not parameters:  # of an extension's function nothing is known
         return
-    taken, as_verl = list(parameters.values()), asked_of(parameters)
+    taken, as_verl, as_trl = list(parameters.values()), asked_of(parameters), trl_signature.is_trl(parameters)
     positional = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not as_verl and len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in taken):
+    if not (as_verl or as_trl) and len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in taken):
         raise ValueError(f"reward {reward.name} takes ({', '.join(parameters)}) and not (response, row)")
-    first = set(as_verl) or {p.name for p in positional[:2]}
+    first = {"prompts", "completions"} if as_trl else set(as_verl) or {p.name for p in positional[:2]}
     free = {p.name: p for p in taken if p.kind in _NAMED and p.name not in first}
     for name in args:
         if name in OF_THE_RESPONSE:
@@ -86,7 +111,9 @@ def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
         if name not in free and (name in first or not any(p.kind is p.VAR_KEYWORD for p in taken)):
             known = [other for other in free if other not in OF_THE_RESPONSE]
             raise ValueError(f"{key}: {reward.name} takes no argument {name!r}; it takes {', '.join(known) or 'none'}")
-    given = {*args, *OF_THE_RESPONSE}
+    if as_trl:  # what else it needs are columns
+        trl_signature.check_parameters(parameters, args, reward.name)
+    given = {*(free if as_trl else args), *OF_THE_RESPONSE}
     missing = [name for name, p in free.items() if p.default is p.empty and name not in given]
     if missing:
         raise ValueError(f"{key}: {reward.name} needs {', '.join(missing)}")
@@ -95,10 +122,3 @@ def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
             reward.check_args(**args)
         except ValueError as e:
             raise ValueError(f"{key}: {e}") from e
-
-
-def _parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}

@@ -49,7 +49,7 @@ class InRank:
             those = submitted[i : i + size]
             for (key, _, _), result in zip(those, self._results(those), strict=True):
                 results[key] = result
-                if isinstance(result, Failure) and self._settings.on_error == "fail":
+                if isinstance(result, Failure) and not result.left_out and self._settings.on_error == "fail":
                     return results
         return results
 

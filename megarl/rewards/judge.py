@@ -47,11 +47,13 @@ class Response:
         text: the decoded response.
         tokens: how many it has.
         finish_reason: "stop" or "length".
+        prompt: what it answers, as the row has it: text or messages.
     """
 
     text: str
     tokens: int = 0
     finish_reason: str = "stop"
+    prompt: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +65,14 @@ class Judged:
         metrics: further numbers that the function returned, by name.
         wrong: "raised ...", "returned ...", "took longer than ...": a predicate to the reward's name.
         frames: where in the user's code it happened, as in a traceback; empty for a value that is no score.
+        applies: false: the function says that the response is not its own to score; its score of 0 counts for nothing.
     """
 
     score: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     wrong: str = ""
     frames: str = ""
+    applies: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +101,13 @@ class Failure:
     Attributes:
         reason: one line.
         frames: where in the user's code it happened, as in a traceback; empty for a value that is no score.
+        left_out: nothing failed: no function says that the response is its own to score.
         seconds, retried: as `Scored` has them.
     """
 
     reason: str
     frames: str = ""
+    left_out: bool = False
     seconds: tuple[float, ...] = field(default=(), compare=False)
     retried: int = field(default=0, compare=False)
 
@@ -111,6 +117,10 @@ class Failure:
 
 class NoScore(Exception):
     """A value is no score; the message is a predicate: "returned ..."."""
+
+
+NOT_APPLICABLE = object()
+"""In a score's place: the response is not the function's to score."""
 
 
 def judged(call: Callable[[], Any], *failures: type[BaseException]) -> Judged:
@@ -127,6 +137,8 @@ def judged(call: Callable[[], Any], *failures: type[BaseException]) -> Judged:
 
 def judged_value(value: Any) -> Judged:
     """A number, or a mapping with "score" and further numbers."""
+    if value is NOT_APPLICABLE:
+        return Judged(score=0.0, applies=False)
     try:
         if not isinstance(value, Mapping):
             return Judged(score=number(value))
@@ -143,7 +155,9 @@ def judged_value(value: Any) -> Judged:
 
 
 def judged_error(error: BaseException) -> Judged:
-    """Of an exception that left the user's function."""
+    """Of an exception that left the user's function, or that says what is wrong with its value."""
+    if isinstance(error, NoScore):
+        return Judged(wrong=str(error))
     try:
         lines = traceback.TracebackException(type(error), error, None).format_exception_only()
         said = " ".join("".join(lines)[:10_000].split())

@@ -183,14 +183,18 @@ def combined(
         if one.score is None:
             reason = f"{part.key} = {part.reward.name} {one.wrong}{at}"
             return Failure(reason=reason, frames=one.frames, seconds=seconds, retried=retried)
-    scores = {part.label: one.score for part, one in zip(parts, found, strict=True) if one.score is not None}
+    pairs = [(part, one) for part, one in zip(parts, found, strict=True) if one.applies]
+    scores = {part.label: one.score for part, one in pairs if one.score is not None}
+    if not scores:
+        said = f"{parts[0].key} = {parts[0].reward.name}" if len(parts) == 1 else "reward.parts"
+        return Failure(reason=f"{said} returned None{at}", left_out=True, seconds=seconds, retried=retried)
     try:
-        total = finite(sum(part.weight * scores[part.label] for part in parts), "add up to ")
+        total = finite(sum(part.weight * scores[part.label] for part, _ in pairs), "add up to ")
     except NoScore as e:
         return Failure(reason=f"reward.parts {e}{at}", seconds=seconds, retried=retried)
     metrics = {
         f"part/{part.label}/{name}" if part.label else name: value
-        for part, one in zip(parts, found, strict=True)
+        for part, one in pairs
         for name, value in one.metrics.items()
     }
     return Scored(score=total, parts=scores, metrics=metrics, seconds=seconds, retried=retried)

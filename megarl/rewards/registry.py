@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.registry import Registry
+from megarl.rewards import trl_signature
 from megarl.rewards.arguments import check_types
 
 BY_MODEL = "model"
@@ -18,7 +19,8 @@ RewardFunction = Callable[..., Any]
 
 The row holds the reference answer under "answer". Further parameters are the configuration's `reward.args`, and, if
 they are called so, `tokens` (of the response) and `finish_reason` ("stop" or "length"). It may be an `async def`; with
-`reward.batch_size` it is handed lists and returns one.
+`reward.batch_size` it is handed lists and returns one. Functions of verl and TRL are called as these call them:
+`verl_signature`, `trl_signature`.
 """
 
 ArgsCheck = Callable[..., None]
@@ -78,6 +80,14 @@ def _defaults(function: RewardFunction) -> dict[str, Any]:
     return {p.name: p.default for p in named if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
 
 
+def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    """Those in its signature, by name; empty for an extension's function, of which nothing is known."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
 def is_registered(name: str) -> bool:
     """Whether the function comes with MegaRL."""
     return name in _FUNCTIONS.names()
@@ -100,7 +110,9 @@ def load_reward(name: str) -> Reward:
         given = {**_defaults(function), **args}
         own_row_check(row, **{key: value for key, value in given.items() if key in taken})
 
-    if known:
+    if trl_signature.is_trl(parameters := parameters_of(function)):
+        known = {"check_row": lambda row, **args: trl_signature.check_row(row, parameters, args)}
+    elif known:
         known = {**known, "check_args": check_args, "check_row": check_row if own_row_check is not None else None}
     return Reward(name=name, function=function, named=True, **known)
 

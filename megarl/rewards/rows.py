@@ -7,11 +7,14 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.data.readers import answer_hint, column_names
+
 
 def check_answer(row: Mapping[str, Any]) -> None:
     """Raises ValueError for a row without a reference answer that a response could give."""
     if "answer" not in row:
-        raise ValueError(f"needs an answer: set data.answer_key to one of {', '.join(row)}")
+        hint = answer_hint(row) or f"; set data.answer_key to one of {', '.join(column_names(row))}"
+        raise ValueError(f"needs an answer{hint}")
     if row["answer"] is None:
         raise ValueError("needs an answer, and the row's is null")
     answer_of(row)

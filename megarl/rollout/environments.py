@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from megarl.data.readers import value_or_none
+from megarl.data.readers import Row, value_or_none
+from megarl.data.tools import tools_of
 from megarl.environments.calls import Answer, Calls
 from megarl.environments.environment import Environment, MakeEnvironment, Turn
 from megarl.environments.speech import Speech
@@ -72,6 +73,7 @@ class WithEnvironments:
 
     Args:
         prompt_key: column of the prompts, which says whether they are chats.
+        tools_key: column of the tools that a row offers.
     """
 
     def __init__(
@@ -83,9 +85,10 @@ class WithEnvironments:
         speech: Speech,
         rules: Rules,
         prompt_key: str,
+        tools_key: str = "",
     ) -> None:
         self._params, self._make, self._speech, self._rules = params, make, speech, rules
-        self._prompt_key = prompt_key
+        self._prompt_key, self._tools_key = prompt_key, tools_key
         self._calls = Calls(threads=rules.threads, timeout=rules.timeout)
         self._to_begin = deque(rollouts.items())
         self._open: dict[int, _Open] = {}
@@ -160,7 +163,8 @@ class WithEnvironments:
             _check_observation(observation)
         if observation:
             asked = value_or_none(prompt.row, self._prompt_key)
-            ids = self._speech.opening(asked, observation, prompt.token_ids)
+            tools = tools_of(Row(prompt.source, prompt.row), self._tools_key)
+            ids = self._speech.opening(asked, observation, prompt.token_ids, tools=tools)
             if len(ids) > self._rules.max_prompt_length:
                 raise ValueError(
                     f"begins with an observation that makes the prompt {len(ids)} tokens long, more than "

@@ -41,7 +41,8 @@ def build_episodes(inputs: Inputs, groups: Groups) -> Episodes | None:
     make = environment_of(settings.name, settings.args)
 
     def begin(mine: Mapping[int, Rollout], params: SamplingParams) -> Source:
-        return WithEnvironments(mine, params, make=make, speech=speech, rules=rules, prompt_key=data.prompt_key)
+        keys = {"prompt_key": data.prompt_key, "tools_key": data.tools_key}
+        return WithEnvironments(mine, params, make=make, speech=speech, rules=rules, **keys)
 
     return Episodes(groups, begin)
 

@@ -7,8 +7,9 @@ from functools import partial
 
 from megarl.data.conversations import conversation_ids
 from megarl.data.messages import are_messages
-from megarl.data.readers import value_at
+from megarl.data.readers import Row, value_at
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tools import tools_of
 from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
 from megarl.roles.frozen import Judge
@@ -64,13 +65,14 @@ def encoded_anew(rollouts: Rollouts, inputs: Inputs, groups: Groups, tokenizer: 
 
     Every rank encodes every world-size-th of them.
     """
-    world, key = groups.train.world_size, inputs.config.data.prompt_key
+    world, data = groups.train.world_size, inputs.config.data
     mine: list[list[int]] = []
     for rollout in rollouts[groups.rank :: world]:
-        prompt, source = value_at(rollout.prompt.row, key), rollout.prompt.source
+        prompt, source = value_at(rollout.prompt.row, data.prompt_key), rollout.prompt.source
         response, ended = inputs.tokenizer.decode(rollout.token_ids), rollout.finish_reason == "stop"
         if are_messages(prompt):
-            mine.append(conversation_ids(prompt, response, source, tokenizer, ended=ended))
+            tools = tools_of(Row(source, rollout.prompt.row), data.tools_key)
+            mine.append(conversation_ids(prompt, response, source, tokenizer, ended=ended, tools=tools))
         else:
             mine.append([*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended])
     gathered = groups.all_gather(mine, "the texts for the reward model")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
+from megarl.data.readers import value_or_none
 from megarl.parallel.groups import Groups
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
@@ -53,7 +54,12 @@ class Scorer:
         assert self._judge is not None, "the first rank of each replica scores"
         assert rollout.finish_reason is not None
         text = self._inputs.tokenizer.decode(rollout.token_ids)
-        response = Response(text=text, tokens=len(rollout.token_ids), finish_reason=rollout.finish_reason)
+        response = Response(
+            text=text,
+            tokens=len(rollout.token_ids),
+            finish_reason=rollout.finish_reason,
+            prompt=value_or_none(rollout.prompt.row, self._inputs.config.data.prompt_key),
+        )
         self._judge.submit(_key(rollout), response, rollout.prompt, rollout.prompt.data_source)
 
     def __call__(self, rollouts: Rollouts) -> Rollouts:
@@ -95,7 +101,7 @@ class Scorer:
                 mine = self._judge.collect()
         except RewardError as e:
             wrong = str(e)
-        failure = next((result for result in mine.values() if isinstance(result, Failure)), None)
+        failure = next((one for one in mine.values() if isinstance(one, Failure) and not one.left_out), None)
         if failure is not None and self._inputs.config.reward.on_error == "fail":
             wrong = f"{failure}\n(reward.on_error=drop leaves out the responses that cannot be scored)"
         gathered: list[Results | str] = self._groups.all_gather(mine if wrong is None else wrong, "all scores")
