@@ -252,6 +252,41 @@ def test_a_reward_model_scores(ranks: Ranks, tmp_path: Path) -> None:
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_reward_model_is_a_part_of_the_score(ranks: Ranks, tmp_path: Path, filtered: bool) -> None:
+    """Beside a rule, whose scores alone tell which groups are left out; of some data sources it is the whole score."""
+    (tmp_path / "reward.py").write_text(FINGERPRINT)
+    write_run(tmp_path)
+    judge = {"model": {"path": _model_folder(tmp_path / "judge", tmp_path, scalar=True)}}
+    rule = {"name": f"{tmp_path / 'reward.py'}:score", "weight": 2.0}
+    parts = {"rule": rule if filtered else {**rule, "data_sources": ["sum"]}, "style": {"name": "model", "weight": 0.5}}
+    keys: dict[str, Any] = {**QUIET, "reward__parts": parts, "reward_model": judge, "trainer__test_freq": 2}
+    keys |= {"trainer__n_gpus_per_node": 2, "actor_rollout_ref__rollout__n": 4}
+    if filtered:
+        keys["algorithm__filter_groups"] = {"enable": True, "metric": "score", "max_num_gen_batches": 2}
+    config = write_run(tmp_path, **keys)
+    for name in ("train", "val"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        sources = ("sum", "chat")
+        rows = [row | {"data_source": sources[i % 2]} for i, row in enumerate(rows)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended, said = ranks.run(2, run_here, str(config))[0]
+    assert ended == "", said
+    rows = metrics_of(tmp_path)
+    assert {"val/part/rule", "val/part/style"} <= rows[-1].keys()
+    samples = [json.loads(line) for file in (tmp_path / "run" / "rollouts").iterdir() for line in file.open()]
+    assert {len(sample["parts"]) for sample in samples} == ({2} if filtered else {1, 2})
+    for sample in samples:
+        found = sample["parts"]
+        weighted = 2.0 * found.get("part/rule", 0) + 0.5 * found["part/style"]
+        assert sample["reward"] == pytest.approx(weighted, abs=2e-4)  # parts are written with four digits
+    if not filtered:
+        for row in rows[1:]:
+            means = [row[f"reward/source/{source}/mean"] for source in sources]
+            assert row["reward/mean"] == pytest.approx(sum(means) / 2, abs=0.3) and row["reward/part/style"] != 0
+
+
 def _other_tokenizer(folder: Path) -> Path:
     """One whose ids are in another order."""
     import sentencepiece

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,8 @@ from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import parts_of
 from megarl.rewards.pool import RewardPool
 from megarl.trainer.experience.reward_workers import Host, workers_of
-from megarl.trainer.records.score_metrics import score_metrics
+from megarl.trainer.records.score_metrics import call_metrics, part_metrics, parts_by_name
+from megarl.types import Prompt, Rollout, Rollouts
 
 ROOT = Path(__file__).parents[1]
 
@@ -468,7 +469,7 @@ def test_a_retry_comes_after_a_pause(file: str, tmp_path: Path) -> None:
         assert failure.reason.split(" ", 3)[3] == "raised OSError: the judge is out; row train.jsonl:0, response 'x'"
         times = [float(line) for line in (tmp_path / "never").read_text().split()]
         assert len(times) == 3 and times[1] - times[0] >= 1 and times[2] - times[1] >= 2
-    assert score_metrics([scored, failure], ["", ""])["retried"] == 3.0
+    assert call_metrics([scored, failure])["retried"] == 3.0
 
 
 # ------------------------------------------------------------------------------------------------ what a score is
@@ -506,12 +507,29 @@ def test_parts_are_weighed_and_belong_to_data_sources(file: str) -> None:
     assert [one.score for one in chat if isinstance(one, Scored)] == [3.0, 3.0]
     assert isinstance(failure, Failure)
     assert failure.reason.startswith(f"reward.parts.judge.name = {file}:asks raised KeyError: 'no'; row train.jsonl:0,")
-    metrics = score_metrics([*math.values(), *chat, failure], ["gsm8k", "gsm8k", "chat", "", "chat"])
+    results = [*math.values(), *chat, failure]
+    metrics = call_metrics(results) | part_metrics(_rollouts(results, ["gsm8k", "gsm8k", "chat", "", "chat"]))
     assert metrics["part/length"] == (2 + 4 + 2 + 6) / 4 and metrics["part/told"] == 3.5
     assert metrics["part/judge"] == pytest.approx(8 / 3) and metrics["part/told/number"] == 0.5
     assert metrics["source/gsm8k/mean"] == 1.0 and metrics["source/chat/mean"] == 3.0
     assert metrics["source/gsm8k/accuracy"] == 0.5 and metrics["source/chat/accuracy"] == 1.0
     assert metrics["latency_max_s"] >= metrics["latency_p95_s"] >= metrics["latency_mean_s"] > 0.05
+
+
+def _rollouts(results: Sequence[Scored | Failure], sources: Sequence[str]) -> Rollouts:
+    """Responses that were scored so, to rows of these data sources."""
+    return Rollouts(
+        items=tuple(
+            Rollout(
+                prompt=Prompt(index=i, token_ids=(5,), row={}, data_source=source),
+                group=i,
+                seed=i,
+                reward=one.score if isinstance(one, Scored) else None,
+                parts=parts_by_name(one) if isinstance(one, Scored) else {},
+            )
+            for i, (one, source) in enumerate(zip(results, sources, strict=True))
+        )
+    )
 
 
 def test_a_worker_begins_without_what_no_function_needs() -> None:
@@ -585,7 +603,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"parts": {"a": {"name": "model"}}},
-        "reward.parts.a.name=model: a reward model scores alone, as reward.name=model without parts",
+        "reward.parts: a reward model without a function beside it is reward.name=model without parts",
+    ),
+    (
+        {"parts": {"a": {"name": "exact_match"}, "b": {"name": "model"}, "c": {"name": "model"}}},
+        "reward.parts: 2 parts have the name model, and there is one reward model",
+    ),
+    (
+        {"parts": {"a": {"name": "exact_match"}, "b": {"name": "model", "args": {"x": 1}}}},
+        "reward.parts.b.args are a function's, and a reward model is none; leave them off",
     ),
     (
         {"parts": {"a": {"name": "exact_match"}}, "name": "reasoning_gym"},

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from megarl.config.fields import NonEmpty, Section, Size, Whole
 
+BY_MODEL = "model"
+"""The name that leaves scoring, or a part of it, to a reward model."""
+
 
 class OverlongBuffer(Section):
     """The soft penalty for long responses (DAPO, arXiv 2503.14476, eq. 13)."""
@@ -20,7 +23,7 @@ class OverlongBuffer(Section):
 class RewardPart(Section):
     """A function with its weight in the score."""
 
-    name: NonEmpty = Field(description="a registered verifier, or path/to/file.py:function")
+    name: NonEmpty = Field(description="a registered verifier, path/to/file.py:function, or model")
     weight: float = Field(1.0, ge=-1e6, le=1e6, description="the score is the sum of weight x part")
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     data_sources: list[str] = Field(
@@ -60,3 +63,8 @@ class Reward(Section):
     concurrency: Size = Field(
         64, ge=1, description="calls of an async def that a worker has under way, such as requests to a judge"
     )
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that scores: the parts, or what `reward.name` says."""
+        return [part.name for part in self.parts.values()] or [self.name]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
 
+from megarl.config.reward import BY_MODEL
 from megarl.config.reward import Reward as Settings
 from megarl.rewards.call import check_arguments, is_async, takes_lists
 from megarl.rewards.judge import Failure, Judged, NoScore, Scored, cut, finite, shown
-from megarl.rewards.registry import BY_MODEL, Reward, RowCheck, is_registered, load_reward
+from megarl.rewards.registry import Reward, RowCheck, is_registered, load_reward
 
 Scorers = tuple[tuple[str, tuple[str, ...], str], ...]
 """Of named functions: (`reward.name`, the data sources that it scores; empty: all, JSON of its arguments)."""
@@ -23,7 +24,7 @@ _LABEL = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A function with its weight in the score.
+    """A function, or a reward model, with its weight in the score.
 
     Attributes:
         label: its name in the metrics; empty for a reward without parts.
@@ -44,8 +45,25 @@ class Part:
         """The configuration key of the function's name."""
         return f"reward.parts.{self.label}.name" if self.label else "reward.name"
 
+    @property
+    def by_model(self) -> bool:
+        """Whether a reward model gives it, and no function."""
+        return self.reward.name == BY_MODEL
+
     def applies_to(self, source: str) -> bool:
         return not self.data_sources or source in self.data_sources
+
+
+def functions_of(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Those that a reward model does not give."""
+    return tuple(part for part in parts if not part.by_model)
+
+
+def _asked_of_functions(response: str, row: Mapping[str, Any]) -> float:
+    raise AssertionError("a reward model is asked in another way")
+
+
+_MODEL = Reward(name=BY_MODEL, function=_asked_of_functions, named=True)
 
 
 def scorers_of(parts: Sequence[Part]) -> Scorers:
@@ -75,12 +93,12 @@ def refusal_of(row: Mapping[str, Any], source: str, scorers: Scorers) -> str:
 
 @cache
 def _row_check(name: str, args: str) -> RowCheck | None:
-    check_row = load_reward(name).check_row
+    check_row = None if name == BY_MODEL else load_reward(name).check_row
     return None if check_row is None else partial(check_row, **json.loads(args))
 
 
 def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...]:
-    """What scores a response; empty if a reward model does.
+    """What scores a response.
 
     Args:
         given: a program's own function, instead of `reward.name`.
@@ -98,7 +116,7 @@ def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...
     if given is None and settings.name == BY_MODEL:
         if settings.args:
             raise ValueError("reward.args are a function's, and reward.name=model is none; leave them off")
-        return ()
+        return (Part(reward=_MODEL),)
     reward = given or load_reward(settings.name)
     _check_json(settings.args, "reward.args")
     check_arguments(reward, settings.args, "reward.args")
@@ -112,6 +130,10 @@ def _several(settings: Settings) -> tuple[Part, ...]:
         raise ValueError("reward.batch_size hands lists to the function of reward.name; with reward.parts, unset it")
     if not any(part.weight for part in settings.parts.values()):
         raise ValueError("reward.parts: every weight is 0, and so is every score; set one to another number")
+    if (models := settings.names.count(BY_MODEL)) > 1:
+        raise ValueError(f"reward.parts: {models} parts have the name model, and there is one reward model")
+    if set(settings.names) == {BY_MODEL}:
+        raise ValueError("reward.parts: a reward model without a function beside it is reward.name=model without parts")
     return tuple(_part(label, part) for label, part in settings.parts.items())
 
 
@@ -120,13 +142,11 @@ def _part(label: str, settings: Any) -> Part:
         raise ValueError(f"reward.parts: {shown(label)} is no label; use letters, digits, '_', '.' and '-'")
     key = f"reward.parts.{label}"
     if settings.name == BY_MODEL:
-        raise ValueError(f"{key}.name=model: a reward model scores alone, as reward.name=model without parts")
-    try:
-        reward = load_reward(settings.name)
-    except ValueError as e:
-        raise ValueError(f"{key}.name{str(e).removeprefix('reward.name')}") from e
-    _check_json(settings.args, f"{key}.args")
-    check_arguments(reward, settings.args, f"{key}.args")
+        if settings.args:
+            raise ValueError(f"{key}.args are a function's, and a reward model is none; leave them off")
+        reward = _MODEL
+    else:
+        reward = _function(settings, key)
     return Part(
         label=label,
         reward=reward,
@@ -135,6 +155,16 @@ def _part(label: str, settings: Any) -> Part:
         data_sources=tuple(settings.data_sources),
         kind="async" if is_async(reward.function) else "plain",
     )
+
+
+def _function(settings: Any, key: str) -> Reward:
+    try:
+        reward = load_reward(settings.name)
+    except ValueError as e:
+        raise ValueError(f"{key}.name{str(e).removeprefix('reward.name')}") from e
+    _check_json(settings.args, f"{key}.args")
+    check_arguments(reward, settings.args, f"{key}.args")
+    return reward
 
 
 def _kind(reward: Reward, settings: Settings) -> Kind:

@@ -11,9 +11,6 @@ from megarl.registry import Registry
 from megarl.rewards import trl_signature
 from megarl.rewards.arguments import check_types
 
-BY_MODEL = "model"
-"""The value of `reward.name` that leaves scoring to a reward model."""
-
 RewardFunction = Callable[..., Any]
 """(decoded response, the prompt's row) -> score: a number, or a mapping with "score" and further numbers.
 

@@ -10,6 +10,7 @@ from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
 from megarl.config.refusal import is_refusal
+from megarl.config.reward import BY_MODEL
 from megarl.data.formats import OF_FLOWS, check_format, generates, trains
 from megarl.data.prompts import PromptSet
 from megarl.evaluation.folder import is_finished
@@ -19,7 +20,6 @@ from megarl.parallel.from_config import check_megatron, generation_layout, train
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
 from megarl.rewards.parts import refusal_of, scorers_of
-from megarl.rewards.registry import BY_MODEL
 from megarl.rollout.build import ENGINES
 from megarl.rollout.vllm.checks import check_vllm, check_vllm_temperature, check_vllm_tp
 from megarl.telemetry.sinks import SINKS
@@ -237,7 +237,11 @@ def _check_dynamic_sampling(config: Config) -> None:
             f"{filtering.max_num_gen_batches} draws of data.gen_batch_size = {data.gen_batch_size} prompts are fewer "
             f"than data.train_batch_size = {data.train_batch_size}; raise one of the two"
         )
-    if filtering.enable and config.reward.name == BY_MODEL:
+    if config.environment.answers and BY_MODEL in config.reward.names and len(config.reward.names) > 1:
+        raise ValueError(
+            "reward.parts: of an episode functions read the end, a reward model all of it; have one of the two score"
+        )
+    if filtering.enable and config.reward.names == [BY_MODEL]:
         raise ValueError(
             "algorithm.filter_groups leaves out groups of equal scores, which a reward model does not give; "
             "set algorithm.filter_groups.enable=false"

@@ -10,11 +10,11 @@ from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_co
 from megarl.config import Config
 from megarl.config.other_models import Critic, OtherModel, RewardModel, Teacher
 from megarl.config.policy import Batching, Megatron
+from megarl.config.reward import BY_MODEL
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE
 from megarl.parallel.from_config import check_megatron, train_layout
-from megarl.rewards.registry import BY_MODEL
 from megarl.trainer.resuming.digests import tokenizer_digest
 
 
@@ -50,7 +50,7 @@ def beside_the_policy(config: Config, needs: Needs) -> Iterator[Beside]:
         yield Beside(role="critic", settings=config.critic, scalar=True)
     if needs.teacher:
         yield Beside(role="teacher", settings=config.teacher, scalar=False)
-    if config.reward.name == BY_MODEL:
+    if BY_MODEL in config.reward.names:
         yield Beside(role="reward_model", settings=config.reward_model, scalar=True)
 
 

@@ -15,6 +15,7 @@ from megarl.hybrid.residency import Residency
 from megarl.parallel.from_config import train_layout
 from megarl.parallel.groups import Groups, add_layout
 from megarl.phases import Phase
+from megarl.rewards.parts import functions_of
 from megarl.roles.frozen import FrozenModel
 from megarl.roles.model import MegatronModel
 from megarl.roles.trained import TrainedModel
@@ -96,7 +97,7 @@ class Run:
         if trains(self.config):  # else a signal ends the process: there is no step to wait for
             stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
         # before any model is built: importing what scores takes seconds meanwhile
-        self._scorer = Scorer(inputs, groups, report.say) if inputs.rewards else None
+        self._scorer = Scorer(inputs, groups, report.say) if functions_of(inputs.rewards) else None
 
     def begin(self) -> None:
         """Take the run's folder; every rank calls it, once nothing can refuse the run any more: a fresh one at once,
@@ -185,7 +186,7 @@ class Run:
         return self._scorer.submit
 
     def score_metrics(self) -> dict[str, float]:
-        """Of what was scored since the last time: parts, data sources, seconds; nothing without a reward function."""
+        """Of the calls of reward functions since the last time: seconds and further tries; else nothing."""
         return self._scorer.metrics() if self._scorer is not None else {}
 
     def steps(

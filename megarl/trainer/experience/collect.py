@@ -15,9 +15,10 @@ from megarl.rewards.judge import RewardError
 from megarl.rollout.replicas import Quota
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.dynamic_sampling import fill_batch
+from megarl.trainer.experience.judging import Scoring
 from megarl.trainer.experience.overlong import overlong_penalties
-from megarl.trainer.experience.scoring import Score
 from megarl.trainer.records.first_step import remarks_on
+from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, response_metrics, reward_metrics, spread_metrics
 from megarl.trainer.session import Run
 from megarl.types import Batch, Rollout, Rollouts
@@ -27,14 +28,15 @@ def collect(
     run: Run,
     generation: Generation,
     sampler: PromptSampler,
-    score: Score,
+    score: Scoring,
     *,
     greedy: bool,
     carry_over: CarryOver | None = None,
 ) -> Batch:
     """Responses to the next prompts, with their rewards.
 
-    With `algorithm.filter_groups` they are scored while the engine is awake, so that more prompts can be drawn.
+    With `algorithm.filter_groups` functions score them while the engine is awake, so that more prompts can be drawn; a
+    reward model's part is added to what is trained on.
 
     Args:
         greedy: generate and score a greedy response to each prompt too.
@@ -55,7 +57,7 @@ def collect(
     best_guess = None
     with generation.phase(verify=run.checks_agreement):
         if config.algorithm.filter_groups.enable:
-            rollouts, drawn = fill_batch(draw, score, run)
+            rollouts, drawn = fill_batch(draw, score.functions, run)
         elif carry_over is not None:
             rollouts = carry_over.next_batch(sampler.next, go_on, step)
             run.log("carry_over", carry_over.metrics())
@@ -68,7 +70,9 @@ def collect(
     with run.phase(Phase.REWARD):
         if not config.algorithm.filter_groups.enable:
             rollouts = drawn = score(rollouts)
-        details = run.score_metrics()
+        elif score.model is not None:
+            rollouts = drawn = score.model(rollouts)
+        details = {**part_metrics(drawn.responses()), **run.score_metrics()}
         if best_guess is not None:
             best_guess = score(best_guess)
             run.score_metrics()  # what is logged is of the samples

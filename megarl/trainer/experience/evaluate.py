@@ -17,6 +17,7 @@ from megarl.rollout.replicas import OnFinished
 from megarl.trainer.experience.episodes import score_episodes
 from megarl.trainer.experience.scoring import Score
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, reward_metrics
 from megarl.trainer.resuming.digests import digest
 from megarl.trainer.session import Run
@@ -31,17 +32,14 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
 
     Returns:
         val/reward, val/accuracy, val/failed, as `reward_metrics` has them, and below val/ what `metrics` says of data
-        sources and of several samples, and `score_metrics` of parts; of episodes val/turns, their mean.
+        sources and of several samples, and `part_metrics` of parts; of episodes val/turns, their mean.
     """
     rollouts = answered(run, generation, judge)
     records = records_of(rollouts, run.inputs, run.groups)
     run.report.validation(run.row, records)
     overall, episodes = reward_metrics(rollouts.responses()), episode_metrics(rollouts)
-    parts = {
-        f"val/{name}": value
-        for name, value in run.score_metrics().items()
-        if not name.startswith(("latency_", "source/"))
-    }
+    details = {**part_metrics(rollouts.responses()), **run.score_metrics()}
+    parts = {f"val/{name}": value for name, value in details.items() if not name.startswith(("latency_", "source/"))}
     return {
         "val/reward": overall["mean"],
         "val/accuracy": overall["accuracy"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 from megarl.data.conversations import conversation_ids
@@ -12,6 +13,7 @@ from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.tools import tools_of
 from megarl.parallel.groups import Groups
 from megarl.rewards.judge import RewardError
+from megarl.rewards.parts import Part, functions_of
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
 from megarl.trainer.experience.episodes import score_episodes
@@ -22,17 +24,53 @@ from megarl.trainer.session import Run
 from megarl.types import Batch, Rollouts, batch_of
 
 
-def scorer(run: Run) -> Score:
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What scores rollouts, itself a `Score`.
+
+    Attributes:
+        functions: gives all scores, or those to which `model` adds. A reward model that scores alone stands here, too.
+        model: adds a reward model's part; None: there is none.
+    """
+
+    functions: Score
+    model: Score | None = None
+
+    def __call__(self, rollouts: Rollouts) -> Rollouts:
+        rollouts = self.functions(rollouts)
+        return rollouts if self.model is None else self.model(rollouts)
+
+
+def scorer(run: Run) -> Scoring:
     """How rollouts are scored; a reward model joins the run."""
-    if run.inputs.rewards:
-        judged: Score = run.score
-    else:
+    parts = run.inputs.rewards
+    by_function, by_model = bool(functions_of(parts)), next((part for part in parts if part.by_model), None)
+    judged: Score = run.score
+    if by_model is not None:
         judge, folder = run.add("reward_model", build_judge(run)), own_tokenizer(run.config)
         judged = partial(score_by_model, run=run, judge=judge, tokenizer=_tokenizer(run, folder) if folder else None)
-    if not run.config.environment.answers:
-        return judged
-    by_function = bool(run.inputs.rewards)
-    return partial(score_episodes, score=judged, config=run.config, say=run.report.say, last_turn=by_function)
+        if by_function:
+            return Scoring(functions=run.score, model=partial(add_part, part=by_model, judged=judged))
+    if run.config.environment.answers:
+        judged = partial(score_episodes, score=judged, config=run.config, say=run.report.say, last_turn=by_function)
+    return Scoring(functions=judged)
+
+
+def add_part(rollouts: Rollouts, *, part: Part, judged: Score) -> Rollouts:
+    """The same rollouts with a reward model's part in the scores of those that have one and that it applies to.
+
+    Args:
+        judged: gives the model's scores.
+    """
+    asked = [i for i, one in enumerate(rollouts) if one.reward is not None and part.applies_to(one.prompt.data_source)]
+    if not asked:
+        return rollouts
+    rewards, parts = list(rollouts.rewards), [rollout.parts for rollout in rollouts]
+    for i, one in zip(asked, judged(rollouts.of(rollouts[i] for i in asked)).rewards, strict=True):
+        before = rewards[i]
+        assert before is not None and one is not None
+        rewards[i], parts[i] = before + part.weight * one, {**parts[i], f"part/{part.label}": one}
+    return rollouts.scored(rewards, parts)
 
 
 def _tokenizer(run: Run, folder: str) -> Tokenizer:

@@ -10,10 +10,11 @@ from megarl.data.readers import value_or_none
 from megarl.parallel.groups import Groups
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
+from megarl.rewards.parts import functions_of
 from megarl.rewards.pool import RewardPool
 from megarl.trainer.experience.reward_workers import host_here, workers_of
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.records.score_metrics import parts_by_name, score_metrics
+from megarl.trainer.records.score_metrics import call_metrics, parts_by_name
 from megarl.types import Rollout, Rollouts
 
 Score = Callable[[Rollouts], Rollouts]
@@ -35,23 +36,26 @@ class Scorer:
         Args:
             say: shows how many responses could not be scored.
         """
-        assert inputs.rewards, "a reward model scores by itself"
+        self._functions = functions_of(inputs.rewards)
+        assert self._functions, "a reward model scores by itself"
         self._inputs, self._groups, self._say = inputs, groups, say
         self._leaders = [groups.generation.ranks(replica)[0] for replica in range(groups.generation.replicas)]
-        self._noted: list[tuple[Scored | Failure, str]] = []
+        self._noted: list[Scored | Failure] = []
         self._early: Results = {}
         hosts = groups.all_gather(host_here(scores=groups.rank in self._leaders), "the CPU cores of the ranks")
         settings, workers = inputs.config.reward, workers_of(groups.rank, hosts, inputs.config.reward.workers)
         self._judge: RewardPool | InRank | None = None
-        if workers and all(part.reward.named for part in inputs.rewards):
-            self._judge = RewardPool(inputs.rewards, settings, workers)
+        if workers and all(part.reward.named for part in self._functions):
+            self._judge = RewardPool(self._functions, settings, workers)
         elif workers:
-            self._judge = InRank(inputs.rewards[0], settings)
+            self._judge = InRank(self._functions[0], settings)
 
     def submit(self, place: int, rollout: Rollout) -> None:
         """Have a finished response scored while others are being generated: an `OnFinished`."""
         del place
         assert self._judge is not None, "the first rank of each replica scores"
+        if not self._reads(rollout):
+            return
         assert rollout.finish_reason is not None
         text = self._inputs.tokenizer.decode(rollout.token_ids)
         response = Response(
@@ -72,7 +76,7 @@ class Scorer:
             RewardError: a response could not be scored, with `reward.on_error=fail`, or none at all could.
         """
         found = self._early | self._collect()
-        missing = [rollout for rollout in rollouts if _key(rollout) not in found]
+        missing = [rollout for rollout in rollouts if self._reads(rollout) and _key(rollout) not in found]
         if missing:
             if self._judge is not None:
                 for rollout in missing[self._leaders.index(self._groups.rank) :: len(self._leaders)]:
@@ -80,12 +84,18 @@ class Scorer:
             found |= self._collect()
         wanted = {_key(rollout) for rollout in rollouts}
         self._early = {key: result for key, result in found.items() if key not in wanted}
-        return self._with_rewards(rollouts, [found[_key(rollout)] for rollout in rollouts])
+        nothing = Scored(score=0.0)
+        results = [found[_key(rollout)] if self._reads(rollout) else nothing for rollout in rollouts]
+        return self._with_rewards(rollouts, results)
+
+    def _reads(self, rollout: Rollout) -> bool:
+        """Whether a function does; else a reward model alone does."""
+        return any(part.applies_to(rollout.prompt.data_source) for part in self._functions)
 
     def metrics(self) -> dict[str, float]:
-        """Of what was scored since the last time: see `score_metrics`."""
+        """Of the calls since the last time: see `call_metrics`."""
         noted, self._noted = self._noted, []
-        return score_metrics([result for result, _ in noted], [source for _, source in noted])
+        return call_metrics(noted)
 
     def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -119,8 +129,7 @@ class Scorer:
         if failures:
             first = failures[0].reason
             self._say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {first}")
-        sources = [rollout.prompt.data_source for rollout in rollouts]
-        self._noted += zip(results, sources, strict=True)
+        self._noted += results
         return rollouts.scored(
             [None if isinstance(one, Failure) else one.score for one in results],
             [{} if isinstance(one, Failure) else parts_by_name(one) for one in results],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from megarl.rewards.judge import Failure, Scored
 from megarl.trainer.records.step_metrics import quantile
+from megarl.types import Rollouts
 
 MOST_SOURCES = 64
 """Data sources with metrics of their own: a column that is different in every row names none."""
@@ -17,34 +18,38 @@ def parts_by_name(scored: Scored) -> dict[str, float]:
     return {f"part/{label}": score for label, score in scored.parts.items() if label} | {**scored.metrics}
 
 
-def score_metrics(results: Sequence[Scored | Failure], sources: Sequence[str]) -> dict[str, float]:
-    """Numbers about scores, the same on every rank.
-
-    Args:
-        sources: data source of each response.
+def part_metrics(rollouts: Rollouts) -> dict[str, float]:
+    """Numbers about what scores are made of, the same on every rank.
 
     Returns:
         part/{label}, and what functions returned beside their scores: means over the responses that have them.
         source/{source}/mean, source/{source}/accuracy: of the responses of a data source, if there are several.
+    """
+    values: dict[str, list[float]] = {}
+    several = 1 < len({rollout.prompt.data_source for rollout in rollouts}) <= MOST_SOURCES
+    for rollout in rollouts:
+        if rollout.reward is None:
+            continue
+        found = dict(rollout.parts)
+        if several:
+            found[f"source/{rollout.prompt.data_source}/mean"] = rollout.reward
+            found[f"source/{rollout.prompt.data_source}/accuracy"] = float(rollout.reward >= 1.0)
+        for name, value in found.items():
+            values.setdefault(name, []).append(value)
+    return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def call_metrics(results: Sequence[Scored | Failure]) -> dict[str, float]:
+    """Numbers about the calls of reward functions, the same on every rank.
+
+    Returns:
         retried: further tries.
         latency_mean_s, latency_p50_s, latency_p95_s, latency_max_s: seconds of the calls.
     """
-    if not results:
-        return {}
-    values: dict[str, list[float]] = {}
-    several = 1 < len(set(sources)) <= MOST_SOURCES
-    for result, source in zip(results, sources, strict=True):
-        if isinstance(result, Failure):
-            continue
-        found = parts_by_name(result)
-        if several:
-            found[f"source/{source}/mean"] = result.score
-            found[f"source/{source}/accuracy"] = float(result.score >= 1.0)
-        for name, value in found.items():
-            values.setdefault(name, []).append(value)
     seconds = sorted(second for result in results for second in result.seconds)
+    if not seconds:
+        return {}
     return {
-        **{name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)},
         "retried": float(sum(result.retried for result in results)),
         "latency_mean_s": math.fsum(seconds) / len(seconds),
         "latency_p50_s": quantile(seconds, 0.5),
