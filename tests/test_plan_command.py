@@ -93,7 +93,11 @@ def test_a_run_with_a_critic(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _of_answers(llama: str, flow: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, list[str]]]:
-    words = ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "data.train_batch_size=64", "trainer.test_freq=-1"]
+    words = [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "data.train_batch_size=64",
+        "trainer.test_freq=-1",
+    ]
     assert main(["plan", llama, "--mfu", "0.01", "--gpus", "8", f"trainer.flow={flow}", *words]) == 0
     out = capsys.readouterr().out
     rows: dict[str, list[str]] = {}

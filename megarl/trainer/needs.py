@@ -10,8 +10,10 @@ from megarl.data.formats import format_of, generates, trains
 
 
 def needs_of(config: Config) -> Needs:
-    """Of the advantage estimator, the policy loss and the keys of the KL, or of the loss on answers that the data holds;
-    raises ValueError if one is unknown. Nothing where nothing is trained."""
+    """Of the advantage estimator, the policy loss and the keys of the KL, or of the loss on the data's own answers.
+
+    Nothing where nothing is trained. Raises ValueError if one of them is unknown.
+    """
     if not trains(config):
         return Needs()
     if not generates(config):
