@@ -91,8 +91,7 @@ def read_written(words: Sequence[str], source: str = "verl") -> Written:
     values |= options
     if not values:
         raise ValueError(
-            "no configuration: name a YAML file, a shell script, or key=value settings; a command's options come after "
-            "--, and --from says whose they are"
+            "no configuration: name a YAML file, a shell script, or key=value settings (--from says whose they are)"
         )
     return values
 
