@@ -1,4 +1,4 @@
-"""Configurations of verl and TRL as ones of MegaRL: every key has an entry, and what comes out loads and is planned."""
+"""Configurations of other programs as ones of MegaRL: every key has an entry, and what comes out is planned."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_key_of_the_shipped_scripts_has_an_entry() -> None:
     assert (kinds["carried"] + kinds["translated"]) / 6077 >= 0.97, kinds
 
 
-@pytest.mark.parametrize("source", ["verl", "trl"])
+@pytest.mark.parametrize("source", ["verl", "trl", "openrlhf"])
 def test_entries_say_what_becomes_of_a_key(source: str) -> None:
     known, seen = set(all_keys()), set()
     for entry in entries(source):
@@ -71,7 +71,7 @@ def test_entries_say_what_becomes_of_a_key(source: str) -> None:
 
 
 def test_the_first_entry_that_matches_is_not_hidden_by_a_pattern() -> None:
-    for source in ("verl", "trl"):
+    for source in ("verl", "trl", "openrlhf"):
         for entry in entries(source):
             found = entry_of(entry.key.replace("*", "x.y"), source)
             assert found is not None
@@ -88,8 +88,6 @@ def test_whole_runs_are_planned(file: str, tmp_path: Path, capsys: pytest.Captur
     code = migrate(parser.parse_args([*source, "--out", str(out), str(SHIPPED / file)]))
     said = capsys.readouterr()
     assert said.out == "" and code == (1 if "refused: these" in said.err else 0)
-    if load_config(str(out)).trainer.flow != "ppo":  # nothing is predicted of others
-        return
     assert main(["plan", str(out)]) in (0, 1)  # 1: the GPUs' memory is too small, as that script's is
     assert "parameters, on" in capsys.readouterr().out
 
@@ -223,7 +221,7 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize("source", ["verl", "trl"])
+@pytest.mark.parametrize("source", ["verl", "trl", "openrlhf"])
 def test_any_value_of_any_key_is_carried_translated_or_refused(source: str) -> None:
     rng = random.Random(0)
     for entry in entries(source):
@@ -265,11 +263,13 @@ def test_steps_of_trl_are_counted_in_generated_batches() -> None:
     """Sixteen processes on two machines; a batch of 512 responses serves 2 x 2 optimizer steps."""
     words = ["num_processes=16", "num_machines=2", "per_device_train_batch_size=16", "num_generations=8"]
     words += ["num_iterations=2", "steps_per_generation=2", "max_steps=200", "save_steps=40", "eval_steps=3"]
+    (refused,) = convert(read_written(words, "trl"), "trl").of("refused")
+    assert refused.key == "eval_steps" and refused.why.endswith("in data.val_files, and set trainer.test_freq=1")
     made = _migrated(*words, source="trl")
     trainer, actor = made.trainer, made.actor_rollout_ref.actor
     assert (trainer.nnodes, trainer.n_gpus_per_node) == (2, 8)
     assert (made.data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_epochs) == (64, 32, 2)
-    assert (trainer.total_training_steps, trainer.save_freq, trainer.test_freq) == (50, 10, 1)
+    assert (trainer.total_training_steps, trainer.save_freq) == (50, 10)
     same = _migrated(*words[:-4], "generation_batch_size=512", source="trl")
     assert (same.data.train_batch_size, same.actor_rollout_ref.actor.ppo_mini_batch_size) == (64, 32)
 
@@ -387,10 +387,32 @@ def test_trl_in_python() -> None:
     assert by_command["learning_rate"] == 3e-6 and by_command["num_generations"] == 8
 
 
+def test_what_a_file_tells_a_trainer_of_trl_is_named(tmp_path: Path) -> None:
+    text = """
+rows, others = load_dataset("trl/a"), load_dataset("trl/b")
+training_args.seed = 4
+tokenizer.pad_token = "x"
+GRPOTrainer(args.model, ref, train_dataset=rows, eval_dataset=rows["test"], tools=[search], args=training_args)
+"""
+    (tmp_path / "grpo.py").write_text(text)
+    words = [str(tmp_path / "grpo.py"), "--learning_rate", "5e-7", "--model_name_or_path", "m"]
+    written = read_written(words, "trl")
+    made = convert(written, "trl")
+    refused = {change.key: change.why for change in made.of("refused")}
+    assert sorted(refused) == ["dataset_name", "datasets", "eval_dataset", "tools"]
+    assert "data.val_files" in refused["eval_dataset"] and "environment.agent" in refused["tools"]
+    assert (written["seed"], written["learning_rate"], made.tree["actor_rollout_ref"]["model"]["path"]) == (
+        4,
+        5e-7,
+        "m",
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("GRPOConfig(", "is not valid Python"),
+        (f"x = {'-' * 100_000}1", "is not valid Python"),
         ("a = 1", "no configuration"),
         ("SFTConfig(seed=1)\nDPOConfig(seed=1)", "has several trainers: dpo, sft; leave one in it"),
     ],
@@ -466,6 +488,12 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=32 $ARGS $MORE "${LIST[@]
 def test_a_command_after_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "migrate", "--from", "trl", "--", "trl", "dpo", "--learning_rate", "5e-7"]) == 0
     assert "lr: 5.0e-07" in capsys.readouterr().out
+    assert main(["config", "migrate", "--from", "trl", "dpo.py", "--learning_rate", "5e-7", "--quiet"]) == 0
+    assert "lr: 5.0e-07" in capsys.readouterr().out
+    yaml = str(SHIPPED / "trl_grpo.yaml")
+    assert read_written([yaml, "--learning_rate", "5e-7", "--new", "1"], "trl")["learning_rate"] == 5e-7
+    assert main(["config", "migrate", "data.seed=1", "--quite"]) == 2
+    assert capsys.readouterr().err == "megarl: error: unrecognized arguments: --quite\n"
 
 
 def test_units_of_verl() -> None:

@@ -92,6 +92,33 @@ def test_a_run_with_a_critic(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(rows[phase]) for phase in ("values", "update_critic")] == [1, 1]  # their times
 
 
+def _of_answers(llama: str, flow: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, list[str]]]:
+    words = [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "data.train_batch_size=64",
+        "trainer.test_freq=-1",
+    ]
+    assert main(["plan", llama, "--mfu", "0.01", "--gpus", "8", f"trainer.flow={flow}", *words]) == 0
+    out = capsys.readouterr().out
+    rows: dict[str, list[str]] = {}
+    for name, *cells in _cells(out):
+        rows.setdefault(name, []).extend(cells)
+    return out, rows
+
+
+def test_runs_that_learn_from_answers(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No engine; a reference where the loss has one, and twice as many sequences of pairs."""
+    out, sft = _of_answers(llama, "sft", capsys)
+    assert "training TP2 x PP1 x DP4, 64 sequences a step" in out
+    assert sft[""][0] == "update" and "KV cache" not in sft and "reference weights" not in sft
+    out, pairs = _of_answers(llama, "preference", capsys)
+    assert "128 sequences a step" in out and pairs[""][:2] == ["ref", "update"]
+    assert pairs["reference weights"] == pairs["training weights"] == 2 * sft["training weights"]
+    assert float(pairs["update"][0].split()[0]) == pytest.approx(2 * float(sft["update"][0].split()[0]), rel=0.1)
+    _, judged = _of_answers(llama, "kto", capsys)
+    assert judged[""][:3] == ["log_probs", "ref", "update"] and "reference weights" in judged
+
+
 def _cells(out: str) -> list[list[str]]:
     """The cells of all tables' rows; a column that is too narrow ends its text with "…"."""
     lines = (re.split("[│┃]", line)[1:-1] for line in out.splitlines())
@@ -108,6 +135,7 @@ def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str
     [
         (["--gpus", "6"], "6 ranks cannot be split into tensor x pipeline x context = 2 x 2 x 1; use a multiple of 4"),
         (["--gpus", "12"], "--gpus 12 is no multiple of 8; set --gpus-per-node"),
+        (["trainer.flow=eval"], "megarl plan predicts steps of training, and trainer.flow = eval has none"),
         (["data.train_bach_size=64"], "unknown key 'data.train_bach_size'; did you mean 'data.train_batch_size'?"),
         (["actor_rollout_ref.rollout.n=1"], "rollout.n = 1 leaves nothing to compare within a group"),
         (["actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path: no config.json in '/nowhere'"),

@@ -12,7 +12,7 @@ def reference(source: str) -> str:
     """A table of each kind.
 
     Args:
-        source: the other program, "verl" or "trl".
+        source: the other program: "verl", "trl" or "openrlhf".
     """
     parts = []
     for kind, heading in _WORDS.items():

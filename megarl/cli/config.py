@@ -4,7 +4,7 @@ print CONFIG [key=value ...]   the resolved configuration, every key written out
 explain KEY                    type, default, unit and meaning of a key, or the keys of a section
 diff A [B]                     what differs between two files or run folders; one alone: from the defaults
 keys                           a table of all keys
-migrate FILE [key=value ...]   a verl or TRL configuration in this program's keys; also `megarl config --migrate`
+migrate FILE [key=value ...]   a verl, TRL or OpenRLHF configuration in these keys; also `megarl config --migrate`
 """
 
 from __future__ import annotations

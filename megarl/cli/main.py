@@ -139,7 +139,8 @@ def _run(words: Sequence[str]) -> int:
     parser, module = parser_for(words)
     args, rest = parser.parse_known_args(words)  # argparse leaves out overrides that follow an option
     command = COMMANDS[args.command]
-    if unknown := [word for word in rest if word.startswith("-") or not command.takes_keys]:
+    refused = rest if not command.takes_keys else [word for word in rest if word.startswith("-")]
+    if unknown := [] if getattr(args, "any_options", False) else refused:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     assert module is not None
     code: int = module.run(args, rest)

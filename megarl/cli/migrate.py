@@ -15,8 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config import build_config
-from megarl.config.migration import Change, Migrated, convert, read_written
+from megarl.config.migration import Change, Migrated, convert, hydra, read_written
 from megarl.config.migration.entry import Kind
+from megarl.config.migration.tables import TABLES
 from megarl.telemetry.sinks import SINKS
 
 TITLES: dict[Kind, str] = {
@@ -28,15 +29,16 @@ TITLES: dict[Kind, str] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--from", dest="source", choices=["verl", "trl"], default="verl", help="whose configuration")
+    parser.set_defaults(any_options=True)
+    parser.add_argument("--from", dest="source", choices=list(TABLES), default="verl", help="whose configuration")
     parser.add_argument("--out", help="the YAML file to write; default stdout")
     parser.add_argument("--quiet", action="store_true", help="report refused keys only")
     parser.add_argument(
         "written",
         nargs="+",
         metavar="FILE | key=value",
-        help="YAML files, shell scripts and overrides, as they start a run, later ones count; TRL's also after a `--` "
-        "the command's words, or a Python file",
+        help="YAML files, shell scripts and overrides, as they start a run, later ones count; TRL's and OpenRLHF's "
+        "may be the words of a command, and TRL's a Python file",
     )
 
 
@@ -51,6 +53,8 @@ def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
         ValueError: an unreadable file, or nothing that sets a key.
     """
     words = [*args.written, *after_options]
+    if args.source == "verl" and (unknown := [word for word in after_options if _is_no_option(word)]):
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}")
     written = read_written(words, args.source)
     migrated = convert(written, args.source, loggers=SINKS.names())
     build_config(migrated.tree)
@@ -68,6 +72,10 @@ def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
     for line in [*report(migrated, args.source, quiet=args.quiet), *written.remarks]:
         print(line, file=sys.stderr)
     return 1 if migrated.of("refused") else 0
+
+
+def _is_no_option(word: str) -> bool:
+    return word.startswith("-") and word.partition("=")[0] not in hydra.OPTIONS
 
 
 def report(migrated: Migrated, source: str, *, quiet: bool = False) -> list[str]:
@@ -88,9 +96,9 @@ def report(migrated: Migrated, source: str, *, quiet: bool = False) -> list[str]
 
 def _line(change: Change) -> str:
     if change.kind == "carried":
-        return _values(change) or f"{change.key}: {change.why}"
+        return _values(change) or f"{_shown(change.key)}: {change.why}"
     new = _values(change) or ("nothing to set" if change.kind == "translated" else "left out")
-    return f"{change.key}={_shown(change.value)} -> {new}: {change.why}"
+    return f"{_shown(change.key)}={_shown(change.value)} -> {new}: {change.why}"
 
 
 def _values(change: Change) -> str:

@@ -21,7 +21,14 @@ from megarl.estimate.budget import CacheRoom, budget, cache_room
 from megarl.estimate.budget_table import predicted_table, size
 from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
 from megarl.estimate.job import Job, parameter_count
-from megarl.estimate.prediction import Lengths, between_nodes, layout_warnings, reshard_of_some_ranks, step_seconds
+from megarl.estimate.prediction import (
+    Lengths,
+    between_nodes,
+    layout_warnings,
+    most_received,
+    reshard_of_some_ranks,
+    step_seconds,
+)
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.console import plain_output
@@ -63,10 +70,10 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         ValueError: the run cannot work; what to change, in one line.
     """
     config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
-    from megarl.data.formats import generates
+    from megarl.data.formats import trains
 
-    if not generates(config):
-        raise ValueError(f"megarl plan predicts runs that generate, and trainer.flow = {config.trainer.flow} does not")
+    if not trains(config):
+        raise ValueError(f"megarl plan predicts steps of training, and trainer.flow = {config.trainer.flow} has none")
     from megarl.trainer.checks import check_layouts  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.memory import job_of
 
@@ -78,14 +85,15 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         response=args.response_tokens or config.data.max_response_length,
     )
     traffic = reshard_of_some_ranks(job)
-    cache = cache_room(job, accelerator)
-    stages = budget(job, accelerator, moved=job.itemsize * max(moved.received.total() for moved in traffic.values()))
+    cache = cache_room(job, accelerator) if job.generates else None
+    stages = budget(job, accelerator, moved=most_received(job, traffic))
 
     console = plain_output()
     console.print(_headline(job))
     print_table(predicted_table(job, stages, accelerator))
-    console.print(_cache_line(job, cache))
-    print_table(_traffic_table(job, traffic))
+    if cache is not None:
+        console.print(_cache_line(job, cache))
+        print_table(_traffic_table(job, traffic))
     print_table(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
     console.print(_assumptions(job, accelerator, lengths))
     for line in (*unsafe_remarks(config), *layout_warnings(job, lengths, cache)):
@@ -140,10 +148,12 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
 
 def _headline(job: Job) -> str:
     train, generation = job.train, job.generation
+    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.world_size} GPUs"
+    if not job.generates:
+        return f"{model}: training {train}, {job.sequences} sequences a step"
     return (
-        f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.world_size} GPUs: "
-        f"training {train}, generation TP{generation.tp} x "
-        f"{generation.replicas} replicas ({job.config.actor_rollout_ref.rollout.name})"
+        f"{model}: training {train}, generation TP{generation.tp} x {generation.replicas} replicas "
+        f"({job.config.actor_rollout_ref.rollout.name})"
     )
 
 
@@ -184,9 +194,14 @@ def _time_table(seconds: dict[Phase, float]) -> Table:
 
 def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
     flops = accelerator.flops[job.config.actor_rollout_ref.model.dtype]
-    return (
+    assumed = (
         f"Assumed: {lengths.prompt:g} + {lengths.response:g} tokens per sequence; {flops / 1e12:g} TFLOP/s, MFU "
-        f"{accelerator.mfu:g} without bubbles; {accelerator.memory_rate / 1e9:,.0f} GB/s memory, and "
+        f"{accelerator.mfu:g} without bubbles"
+    )
+    if not job.generates:
+        return f"{assumed}."
+    return (
+        f"{assumed}; {accelerator.memory_rate / 1e9:,.0f} GB/s memory, and "
         f"{1e6 * accelerator.token:g} us of an engine per token; {accelerator.peer_rate / 1e9:g} GB/s from the node's "
         f"GPUs, {accelerator.network_rate / 1e9:g} GB/s from other nodes. reshard is a lower bound."
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from megarl.checkpoint.folder import is_checkpoint_name
-from megarl.config.load import CONFIG_FILE, YAML_LOADER, check_yaml
+from megarl.config.load import CONFIG_FILE, YAML_LOADER, yaml_text
 from megarl.evaluation.folder import EVAL_FILE
 from megarl.plain import plain
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
@@ -158,9 +158,7 @@ def _config(file: str) -> dict[str, Any]:
     import yaml
 
     try:
-        check_yaml(file)
-        with open(file, encoding="utf-8") as f:
-            tree = yaml.load(f, Loader=YAML_LOADER)
+        tree = yaml.load(yaml_text(file), Loader=YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return tree if isinstance(tree, dict) else {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from megarl.config import secrets
@@ -62,13 +64,13 @@ def load_config(source: str | Mapping[str, Any] | None, overrides: Sequence[str]
 
 
 def read_yaml(path: str) -> Any:
-    """The file as OmegaConf has it; raises as `check_yaml`, and whatever OmegaConf's parsers do."""
-    check_yaml(path)
-    return OmegaConf.load(path)
+    """The file as OmegaConf has it; raises as `yaml_text`, and whatever OmegaConf's parsers do."""
+    return OmegaConf.load(io.StringIO(yaml_text(path)))
 
 
-def check_yaml(path: str) -> None:
-    """Raises ValueError, or YAMLError, for a file that parsers would run out of memory with, or out of their stack.
+def yaml_text(path: str) -> str:
+    """The file's text. Raises ValueError, or YAMLError, if parsers would run out of memory with it, or out of their
+    stack.
 
     Aliases stand for copies: 300 letters can be a million million nodes.
     """
@@ -76,34 +78,44 @@ def check_yaml(path: str) -> None:
         raise ValueError("it is no file")
     if os.path.getsize(path) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} bytes")
+    with open(path, encoding="utf-8") as f:
+        text = f.read()
+    _check_nodes(text)
+    return text
+
+
+def _check_nodes(text: str) -> None:
     sizes: dict[str | None, int] = {}
     open_nodes: list[tuple[str | None, int]] = [(None, 0)]  # the anchor of each, and its nodes so far
-    with open(path, "rb") as f:
-        for event in yaml.parse(f, Loader=YAML_LOADER):
-            if isinstance(event, yaml.CollectionStartEvent):
-                open_nodes.append((event.anchor, 1))
-                if len(open_nodes) > DEEPEST:
-                    raise ValueError(f"it is nested more than {DEEPEST} deep")
-                continue
-            if isinstance(event, yaml.AliasEvent):
-                size = sizes.get(event.anchor, LARGEST)  # of what is not there, or a part of itself
-            elif isinstance(event, yaml.ScalarEvent):
-                size = sizes[event.anchor] = 1
-                if event.value.count("${") > MOST_INTERPOLATIONS:
-                    raise ValueError(f"a value has more than {MOST_INTERPOLATIONS} interpolations")
-            elif isinstance(event, yaml.CollectionEndEvent):
-                anchor, size = open_nodes.pop()
-                sizes[anchor] = size
-            else:
-                continue
-            anchor, before = open_nodes.pop()
-            open_nodes.append((anchor, before + size))
-            if before + size > LARGEST:
-                raise ValueError(f"it stands for more than {LARGEST} nodes, its aliases written out")
+    for event in yaml.parse(text, Loader=YAML_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1))
+            if len(open_nodes) > DEEPEST:
+                raise ValueError(f"it is nested more than {DEEPEST} deep")
+            continue
+        if isinstance(event, yaml.AliasEvent):
+            size = sizes.get(event.anchor, LARGEST)  # of what is not there, or a part of itself
+        elif isinstance(event, yaml.ScalarEvent):
+            size = sizes[event.anchor] = 1
+            if event.value.count("${") > MOST_INTERPOLATIONS:
+                raise ValueError(f"a value has more than {MOST_INTERPOLATIONS} interpolations")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_nodes.pop()
+            sizes[anchor] = size
+        else:
+            continue
+        anchor, before = open_nodes.pop()
+        open_nodes.append((anchor, before + size))
+        if before + size > LARGEST:
+            raise ValueError(f"it stands for more than {LARGEST} nodes, its aliases written out")
 
 
-def check_interpolations(tree: Any) -> None:
-    """Raises ValueError for a tree that its interpolations, each of which stands for a copy, make too large."""
+def check_interpolations(tree: Any, *, dangling: bool = False) -> None:
+    """Raises ValueError for a tree that its interpolations, each of which stands for a copy, make too large.
+
+    Args:
+        dangling: pass over those that refer to what is not there, instead of raising what OmegaConf does.
+    """
     left, resolve = LARGEST, Container.resolve_parse_tree
 
     def counted(self: Container, *args: Any, **kwargs: Any) -> Any:
@@ -114,14 +126,22 @@ def check_interpolations(tree: Any) -> None:
             raise ValueError(_INTERPOLATED)
         return value
 
+    def value_of(node: Any, key: Any) -> Any:
+        try:
+            return node[key]
+        except OmegaConfBaseException:
+            if left < 0 or not dangling:
+                raise
+            return None
+
     Container.resolve_parse_tree = counted  # type: ignore[method-assign]
     try:
-        _nodes(tree, {})
+        _nodes(tree, {}, value_of)
     finally:
         Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
 
 
-def _nodes(tree: Any, known: dict[int, int]) -> int:
+def _nodes(tree: Any, known: dict[int, int], value_of: Callable[[Any, Any], Any]) -> int:
     """Of a tree with its interpolations written out."""
     if not OmegaConf.is_config(tree):
         return 1
@@ -129,7 +149,7 @@ def _nodes(tree: Any, known: dict[int, int]) -> int:
         known[id(tree)] = LARGEST  # of a part of itself
         count = 1
         for key in list(tree) if OmegaConf.is_dict(tree) else range(len(tree)):
-            count += 1 if OmegaConf.is_missing(tree, key) else _nodes(tree[key], known)
+            count += 1 if OmegaConf.is_missing(tree, key) else _nodes(value_of(tree, key), known, value_of)
         if count > LARGEST:
             raise ValueError(_INTERPOLATED)
         known[id(tree)] = count

@@ -17,6 +17,9 @@ OF_FLOWS: Mapping[str, Format] = {
 }
 """What the flows read that learn from answers which the data holds. Every other flow reads prompts."""
 
+SEQUENCES: Mapping[Format, int] = {"demonstrations": 1, "preferences": 2, "judged": 1}
+"""Sequences of a row that comes with its answers."""
+
 EVAL = "eval"
 """The flow that trains nothing: it answers held-out prompts."""
 

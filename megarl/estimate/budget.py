@@ -74,7 +74,7 @@ def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudge
     Args:
         moved: bytes that a rank receives in a reshard; the most of any rank.
     """
-    cache = cache_room(job, accelerator).bytes
+    cache = cache_room(job, accelerator).bytes if job.generates else 0
     return [_stage_budget(job, accelerator, stage, moved, cache) for stage in range(job.train.pp)]
 
 
@@ -99,20 +99,22 @@ def host_bytes(job: Job, stage: int) -> int:
 def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, cache_bytes: int) -> StageBudget:
     context = {"CUDA context, NCCL": int(accelerator.runtime)}
     state, modes = _state(job, stage), memory_modes(job)
-    weights = {"engine weights": job.itemsize * own_engine_elements(job, stage)}
-    cache = {"KV cache": cache_bytes}
-    awake = {} if job.config.actor_rollout_ref.rollout.free_cache_engine else weights | cache
+    engine, awake = {}, {}
+    if job.generates:
+        weights = {"engine weights": job.itemsize * own_engine_elements(job, stage)}
+        cache = {"KV cache": cache_bytes}
+        awake = {} if job.config.actor_rollout_ref.rollout.free_cache_engine else weights | cache
+        engine = {
+            Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
+            Phase.GENERATE: weights | cache | {"engine activations": engine_activations(job)},
+        }
     passes = {
         **({Phase.LOG_PROBS: forward(job.actor, stage)} if job.log_probs else {}),
         **({Phase.REF: forward(job.actor, stage)} if job.reference else {}),
         **dict(passes_beside(job)),
         Phase.UPDATE: forward_and_backward(job.actor, stage),
     }
-    phases = {
-        Phase.RESHARD: awake | weights | {"reshard buffers": reshard_buffers(job, moved)},
-        Phase.GENERATE: weights | cache | {"engine activations": engine_activations(job)},
-        **{phase: awake | items for phase, items in passes.items()},
-    }
+    phases = engine | {phase: awake | items for phase, items in passes.items()}
 
     def held(phase: Phase) -> Items:
         absent = {mode.item for mode in modes if mode.on and phase in mode.without}

@@ -22,6 +22,8 @@ ESTIMATES = {
 def what_does_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
     """What cannot fit, one line each, estimates left out: such a run would not get through its first step."""
     yield from _too_much(job, accelerator, [_certain(job, stage) for stage in stages])
+    if not job.generates:
+        return
     share = job.config.actor_rollout_ref.rollout.gpu_memory_utilization * accelerator.memory
     weights = job.itemsize * max(own_engine_elements(job, stage.stage) for stage in stages)
     if share < weights + _sequence(job):
@@ -31,7 +33,7 @@ def what_does_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[Stage
 def what_may_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
     """What does not fit if the estimates are right, one line each."""
     yield from _too_much(job, accelerator, stages)
-    if cache_room(job, accelerator).sequences == 0:
+    if job.generates and cache_room(job, accelerator).sequences == 0:
         yield _no_sequence(job)
 
 
@@ -52,9 +54,10 @@ def _what_would_help(job: Job, stage: StageBudget, phase: Phase, accelerator: Ac
     if not accelerator.offloads:
         return "take a smaller model, or fewer ranks on a machine"
     items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
-    # without the training weights the engine needs its own copy of those that it shares
-    shared = engine_elements(job.arch, job.generation.tp) - own_engine_elements(job, stage.stage)
-    without_shared = {"training weights": job.itemsize * shared}
+    without_shared: dict[str, int] = {}
+    if job.generates:  # without the training weights the engine needs its own copy of those that it shares
+        shared = engine_elements(job.arch, job.generation.tp) - own_engine_elements(job, stage.stage)
+        without_shared = {"training weights": job.itemsize * shared}
     saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
     advice = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(saved.items(), key=lambda x: -x[1]) if n > 0]
     if phase is Phase.GENERATE and job.config.actor_rollout_ref.rollout.name == "vllm":

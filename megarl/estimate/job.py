@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.config import Config
+from megarl.data.formats import SEQUENCES, format_of, generates
 from megarl.estimate.model import ModelJob
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement, engine_placements, training_placements
@@ -26,8 +27,8 @@ class Job:
         arch, train, generation: of the policy.
         beside: the models beside it that have a layout of their own.
         reference: whether there is a reference, in the policy's layout.
-        log_probs: whether the log-probabilities before an update are a pass of their own. They are also in the steps
-            that train the critic alone, which are not predicted.
+        log_probs: whether log-probabilities before an update are a pass of their own. They are also in the steps that
+            train the critic alone, which are not predicted.
     """
 
     config: Config
@@ -42,7 +43,7 @@ class Job:
     def actor(self) -> ModelJob:
         """The policy in its training layout."""
         actor = self.config.actor_rollout_ref.actor
-        sequences = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        sequences = actor.ppo_mini_batch_size * self._sequences_per_row if self.generates else self.sequences
         return ModelJob(
             config=self.config,
             role="actor",
@@ -52,13 +53,23 @@ class Job:
             batching=actor,
             forward_batch=sequences,
             mini_batch=sequences,
-            epochs=actor.ppo_epochs,
+            epochs=actor.ppo_epochs if self.generates else 1,
         )
+
+    @property
+    def generates(self) -> bool:
+        """Whether it trains on responses of its own; otherwise on answers that the data holds."""
+        return generates(self.config)
 
     @property
     def sequences(self) -> int:
         """Of a step."""
-        return self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return self.config.data.train_batch_size * self._sequences_per_row
+
+    @property
+    def _sequences_per_row(self) -> int:
+        row = format_of(self.config)
+        return self.config.actor_rollout_ref.rollout.n if row == "prompts" else SEQUENCES[row]
 
     @property
     def gpus_per_node(self) -> int:

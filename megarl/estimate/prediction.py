@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.estimate.accelerator import Accelerator
@@ -47,13 +47,21 @@ class Lengths:
 
 
 def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
-    """Traffic of ranks spread over first, middle and last stage, tensor-parallel ranks and replicas, by rank."""
+    """Traffic of ranks spread over first, middle and last stage, tensor-parallel ranks and replicas, by rank; none of a
+    run that generates nothing."""
+    if not job.generates:
+        return {}
     train = job.train
     stages = sorted({0, train.pp // 2, train.pp - 1})
     tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
     places = [(stage, tp) for stage in stages for tp in tp_ranks]
     ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
     return {rank: reshard_traffic(job.layouts, rank, places=shared_of_first_layers(job, rank)) for rank in ranks}
+
+
+def most_received(job: Job, traffic: Mapping[int, Traffic]) -> int:
+    """Bytes that one of the ranks receives in a reshard at most; 0 where there is none."""
+    return job.itemsize * max((moved.received.total() for moved in traffic.values()), default=0)
 
 
 def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:
@@ -158,17 +166,23 @@ def _flops(job: Job, accelerator: Accelerator) -> float:
 
 
 def step_seconds(
-    job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom, traffic: dict[int, Traffic]
+    job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom | None, traffic: Mapping[int, Traffic]
 ) -> dict[Phase, float]:
-    """Seconds of each phase of a step."""
+    """Seconds of each phase of a step.
+
+    Args:
+        cache: of the engine, if there is one.
+        traffic: as `reshard_of_some_ranks` has it.
+    """
+    seconds = {Phase.UPDATE: update_seconds(job, job.actor, accelerator, lengths)}
+    if cache is not None:
+        seconds[Phase.RESHARD] = max(reshard_seconds(job, accelerator, *moved) for moved in traffic.items())
+        seconds[Phase.GENERATE] = generation_seconds(job, accelerator, lengths, cache)
     log_probs = forward_seconds(job, job.actor, accelerator, lengths)
-    seconds = {
-        Phase.RESHARD: max(reshard_seconds(job, accelerator, rank, moved) for rank, moved in traffic.items()),
-        Phase.GENERATE: generation_seconds(job, accelerator, lengths, cache),
-        **({Phase.LOG_PROBS: log_probs} if job.log_probs else {}),
-        **({Phase.REF: log_probs} if job.reference else {}),
-        Phase.UPDATE: update_seconds(job, job.actor, accelerator, lengths),
-    }
+    if job.log_probs:
+        seconds[Phase.LOG_PROBS] = log_probs
+    if job.reference:  # KTO's log-probabilities are of mismatched answers, which the reference reads as well
+        seconds[Phase.REF] = log_probs * (2 if job.log_probs and not job.generates else 1)
     for model in job.beside:
         seconds[FORWARD[model.role]] = forward_seconds(job, model, accelerator, lengths)
         if model.mini_batch is not None:
@@ -176,18 +190,24 @@ def step_seconds(
     return {phase: seconds[phase] for phase in Phase if phase in seconds}
 
 
-def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom) -> list[str]:
-    """What works, but wastes GPUs, one line each."""
-    train, generation, rollout = job.train, job.generation, job.config.actor_rollout_ref.rollout
+def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list[str]:
+    """What works, but wastes GPUs, one line each.
+
+    Args:
+        cache: of the engine, if there is one.
+    """
+    generation, rollout = job.generation, job.config.actor_rollout_ref.rollout
     warnings = []
     others = ((model.name, model.layout.tp) for model in job.beside)
-    for what, tp in (("training", train.tp), ("generation", generation.tp), *others):
-        if job.gpus_per_node % tp and train.world_size > job.gpus_per_node:
+    for what, tp in (("training", job.train.tp), ("generation", generation.tp), *others):
+        if job.gpus_per_node % tp and job.train.world_size > job.gpus_per_node:
             warnings.append(
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )
     for model in (job.actor, *job.beside):
         warnings += _pipeline_warnings(model, lengths)
+    if cache is None:
+        return warnings
     if generation.replicas > job.config.data.train_batch_size:
         warnings.append(
             f"{generation.replicas} generation replicas share data.train_batch_size = "

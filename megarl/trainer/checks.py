@@ -52,7 +52,7 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         check_megatron_core()
         inputs = read_inputs(config, reward=reward)
         _check_shapes(config, inputs.arch)
-        if generates(config) and trains(config):
+        if trains(config):
             check_memory(config, inputs.arch)
         _check_model_files(inputs)
         if generates(config):

@@ -9,6 +9,7 @@ import torch
 
 from megarl.config import Config
 from megarl.config.other_models import Critic
+from megarl.data.formats import format_of, generates
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
@@ -30,7 +31,7 @@ def check_memory(config: Config, arch: Architecture) -> None:
 
 
 def job_of(config: Config, arch: Architecture) -> Job:
-    """The job of a run that generates.
+    """The job of a run that trains.
 
     Raises:
         ValueError: the ranks cannot be split as the configuration asks.
@@ -38,12 +39,12 @@ def job_of(config: Config, arch: Architecture) -> Job:
     needs = needs_of(config)
     return Job(
         config=config,
-        arch=arch,
+        arch=arch.with_scalar_output() if config.trainer.flow == "reward_model" else arch,
         train=train_layout(config),
         generation=generation_layout(config),
         beside=tuple(_model_job(beside, config, arch) for beside in beside_the_policy(config, needs)),
         reference=needs.reference,
-        log_probs=not one_forward_pass(config, needs),
+        log_probs=not one_forward_pass(config, needs) if generates(config) else format_of(config) == "judged",
     )
 
 

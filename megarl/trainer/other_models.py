@@ -11,6 +11,7 @@ from megarl.config import Config
 from megarl.config.other_models import Critic, OtherModel, RewardModel, Teacher
 from megarl.config.policy import Batching, Megatron
 from megarl.config.reward import BY_MODEL
+from megarl.data.formats import generates
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE
@@ -45,7 +46,9 @@ class Beside:
 
 
 def beside_the_policy(config: Config, needs: Needs) -> Iterator[Beside]:
-    """Those of a run that generates, in the order in which they are made."""
+    """Those of a run that generates, in the order in which they are made; there are none in another."""
+    if not generates(config):
+        return
     if needs.critic:
         yield Beside(role="critic", settings=config.critic, scalar=True)
     if needs.teacher:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from megarl.config.load import all_keys
-from megarl.config.migration.entry import Computed, Kind, Made, Settings
+from megarl.config.migration.entry import Computed, Kind, Made, Settings, asks_for
 from megarl.config.migration.tables import TABLES, entry_of
 from megarl.config.schema import Config
 
 LOGGERS = ("console", "jsonl", "csv", "tensorboard")
 """Those that come with every installation."""
+
+_LONGEST = 300
+"""Letters of a key whose sections are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +59,12 @@ def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequenc
 
     Args:
         values: the other program's, by dotted key.
-        source: that program: "verl" or "trl".
+        source: that program: "verl", "trl" or "openrlhf".
         loggers: names that `trainer.logger` knows.
     """
     table = TABLES[source]
-    settings = Settings(values, table.defaults, loggers)
-    changes = [_change(key, settings, source) for key in settings]
+    settings = Settings(values, table.defaults, loggers, table.canonical)
+    changes = [_change(key, value, settings, source) for key, value in values.items()]
     made: dict[str, Any] = {}
     for change in changes:
         made |= change.values
@@ -69,18 +72,22 @@ def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequenc
     added = {key: pair for key, pair in table.complete(settings, made).items() if key not in made}
     made |= {key: value for key, (value, _) in added.items()}
     wrong += _impossible(made)
+    if made.get("trainer.test_freq", -1) > 0 and not made.get("data.val_files"):
+        freq = made.pop("trainer.test_freq")
+        wrong.append(("trainer.test_freq", f"name held-out rows in data.val_files, and set trainer.test_freq={freq}"))
     for key, why in wrong:
         changes = [_without(change, key, why) for change in changes]
+    changes = [_excused(change, settings, source) for change in changes]
     added = {key: pair for key, pair in added.items() if key in made}
     tree = _tree(made)
     more = [Change(key="", value=None, kind="translated", values={k: v}, why=why) for k, (v, why) in added.items()]
     return Migrated(tree=tree, changes=tuple(changes), added=tuple(more))
 
 
-def _change(key: str, settings: Settings, source: str) -> Change:
-    entry, value = entry_of(key, source), settings[key]
+def _change(written: str, value: Any, settings: Settings, source: str) -> Change:
+    entry, key = entry_of(written, source), TABLES[source].canonical(written)
     if isinstance(value, Computed) and (entry is None or entry.to):
-        made = Made(kind="refused", why=f"it is computed: say what it comes to, {key}=...")
+        made = Made(kind="refused", why=f"it is computed: say what it comes to, {written}=...")
     elif entry is not None:
         try:
             made = entry.rule(key, value, settings)
@@ -90,7 +97,26 @@ def _change(key: str, settings: Settings, source: str) -> Change:
         made = Made(kind="carried", values={key: value})
     else:
         made = Made(kind="refused", why=f"{source}'s key is not known here; leave it out, or set what it stands for")
-    return Change(key=key, value=value, kind=made.kind, values=made.values, why=made.why)
+    return Change(key=written, value=value, kind=made.kind, values=made.values, why=made.why)
+
+
+def _excused(change: Change, settings: Settings, source: str) -> Change:
+    """A refused setting that asks for nothing: it is empty, a part of what is off, or the other program's default."""
+    if change.kind != "refused" or change.values or isinstance(change.value, Computed):
+        return change
+    table, key = TABLES[source], TABLES[source].canonical(change.key)
+    sections = [key[:at] for at, letter in enumerate(key[:_LONGEST]) if letter == "."]
+    off = next((one for one in sections if any(settings.of(f"{one}.{x}") is False for x in ("enable", "enabled"))), "")
+    unknown = entry_of(change.key, source) is None
+    if change.value in (None, "", [], {}) or (unknown and not asks_for(change.value)):
+        why = "asks for nothing"
+    elif off:
+        why = f"a part of {off}, which is off"
+    elif table.is_usual(key, change.value):
+        why = f"{source}'s default, for which nothing need be set"
+    else:
+        return change
+    return replace(change, kind="translated", why=why)
 
 
 def _without(change: Change, key: str, why: str) -> Change:

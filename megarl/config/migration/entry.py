@@ -8,8 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Kind = Literal["carried", "translated", "refused"]
-NOTHING: tuple[Any, ...] = (None, False, "", 0, -1)
+NOTHING: tuple[Any, ...] = (None, False, "", 0, 0.0, -1, [], {})
 """Values that ask for nothing."""
+
+
+def asks_for(value: Any, nothing: Sequence[Any] = NOTHING) -> bool:
+    """Whether it is none of these values, types included."""
+    return not any(value is one or (type(value) is type(one) and value == one) for one in nothing)
 
 
 class Computed(str):
@@ -21,12 +26,21 @@ class Settings(Mapping[str, Any]):
 
     Attributes:
         loggers: names that `trainer.logger` knows.
+        written: the keys as they were written, of which an older one may have another name by now.
     """
 
     def __init__(
-        self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, loggers: Sequence[str] = ()
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        loggers: Sequence[str] = (),
+        canonical: Callable[[str], str] = lambda key: key,
     ) -> None:
-        self._values, self._defaults, self.loggers = dict(values), dict(defaults or {}), tuple(loggers)
+        self._values: dict[str, Any] = {}
+        for key, value in values.items():
+            if value is not None or canonical(key) not in self._values:
+                self._values[canonical(key)] = value
+        self._defaults, self.loggers, self.written = dict(defaults), tuple(loggers), tuple(values)
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -125,9 +139,20 @@ def refused(key: str, why: str, *, nothing: Sequence[Any] = NOTHING) -> Entry:
     """A key that cannot be honoured; values that ask for nothing are left out."""
 
     def rule(_: str, value: Any, settings: Settings) -> Made:
-        if any(value is one or (type(value) is type(one) and value == one) for one in nothing):
+        if not asks_for(value, nothing):
             return Made(kind="translated", why="asks for nothing")
         return Made(kind="refused", why=why)
+
+    return Entry(key=key, kind="refused", why=why, rule=rule)
+
+
+def part_of(key: str, switches: Sequence[str], why: str) -> Entry:
+    """A key that is read only where one of some others asks for something; it is refused there."""
+
+    def rule(_: str, value: Any, settings: Settings) -> Made:
+        if any(asks_for(settings.of(switch)) for switch in switches):
+            return Made(kind="refused", why=why)
+        return Made(kind="translated", why=f"a part of {switches[0]}, which is off")
 
     return Entry(key=key, kind="refused", why=why, rule=rule)
 
@@ -140,6 +165,16 @@ def ruled(key: str, kind: Kind, to: str, why: str, rule: Callable[[Any, Settings
         return made if isinstance(made, Made) else Made(kind=kind, values=made, why=why)
 
     return Entry(key=key, kind=kind, to=to, why=why, rule=whole)
+
+
+def derived(key: str, to: str, why: str, of: Callable[[Settings], Mapping[str, Any]]) -> Entry:
+    """A key that comes to values only together with others."""
+    return ruled(key, "translated", to, why, lambda _, settings: of(settings))
+
+
+def switch(key: str, to: str, why: str) -> Entry:
+    """A key that switches another on."""
+    return ruled(key, "translated", to, why, lambda value, _: {to: True} if value else {})
 
 
 def worded(key: str, to: str, words: Mapping[Any, Any], why: str) -> Entry:

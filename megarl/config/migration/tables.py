@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
-from megarl.config.migration import trl, verl, verl_models, verl_policy, verl_rollout, verl_run
+from megarl.config.migration import (
+    openrlhf,
+    openrlhf_learning,
+    openrlhf_names,
+    openrlhf_options,
+    trl,
+    verl,
+    verl_models,
+    verl_names,
+    verl_policy,
+    verl_rollout,
+    verl_run,
+    verl_sft,
+    verl_usual,
+)
 from megarl.config.migration.entry import Entry, Settings
 
 
@@ -18,20 +33,48 @@ class Table:
         entries: the first that matches a key is its own.
         defaults: the program's, of keys that rules look at.
         complete: keys here -> (value, why) that the other program has by default, or that must be set with others.
+        canonical: the name that the entries have for a key.
+        usual: values that ask for nothing, since the other program has them by default, by patterns of keys.
     """
 
     entries: Sequence[Entry]
     defaults: Mapping[str, Any]
     complete: Callable[[Settings, Mapping[str, Any]], Mapping[str, tuple[Any, str]]]
+    canonical: Callable[[str], str] = lambda key: key
+    usual: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def is_usual(self, key: str, value: Any) -> bool:
+        """Whether the other program has the value by default, as far as that is noted."""
+        of_patterns = (values for pattern, values in self.usual.items() if fnmatchcase(key, pattern))
+        return any(type(value) is type(one) and value == one for values in of_patterns for one in values)
+
+
+def _complete_verl(settings: Settings, made: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    return (verl_sft if verl.is_sft(settings) else verl).complete(settings, made)
 
 
 TABLES: Mapping[str, Table] = {
     "verl": Table(
-        entries=(*verl_run.ENTRIES, *verl_policy.ENTRIES, *verl_rollout.ENTRIES, *verl_models.ENTRIES),
+        entries=(
+            *verl_sft.ENTRIES,
+            *verl_run.ENTRIES,
+            *verl_policy.ENTRIES,
+            *verl_rollout.ENTRIES,
+            *verl_models.ENTRIES,
+        ),
         defaults=verl.DEFAULTS,
-        complete=verl.complete,
+        complete=_complete_verl,
+        canonical=verl_names.canonical,
+        usual=verl_usual.USUAL,
     ),
     "trl": Table(entries=trl.ENTRIES, defaults=trl.DEFAULTS, complete=trl.complete),
+    "openrlhf": Table(
+        entries=(*openrlhf_options.ENTRIES, *openrlhf_learning.ENTRIES),
+        defaults=openrlhf.DEFAULTS,
+        complete=openrlhf.complete,
+        canonical=openrlhf_names.canonical,
+        usual=openrlhf.USUAL,
+    ),
 }
 
 
@@ -41,5 +84,6 @@ def entries(source: str = "verl") -> list[Entry]:
 
 
 def entry_of(key: str, source: str = "verl") -> Entry | None:
-    """The entry of a key."""
-    return next((entry for entry in TABLES[source].entries if entry.matches(key)), None)
+    """The entry of a key, by whichever of its names."""
+    name = TABLES[source].canonical(key)
+    return next((entry for entry in TABLES[source].entries if entry.matches(name)), None)

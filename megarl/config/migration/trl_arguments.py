@@ -109,6 +109,36 @@ def _model_and_rows() -> list[Entry]:
     ]
 
 
+def _of_calls() -> list[Entry]:
+    """What a Python file tells a trainer beside its configuration."""
+    tools = "environment.name=path/to/file.py:class has tools; environment.agent=path/to/file.py:function plays on"
+    source = "data.source=path/to/file.py:function gives rows of your own"
+    own = "its own, of its folder"
+    return [
+        refused("tools", tools),
+        refused("environment_factory", tools),
+        refused("rollout_func", tools),
+        refused("eval_dataset", "held-out rows are files: data.val_files=[x.jsonl] or parquet"),
+        met("train_dataset", f"rows are data.train_files; {source}"),
+        refused("formatting_func", source),
+        met("data_collator", "sequences are packed, not padded"),
+        met("processing_class", f"the tokenizer is {own}"),
+        met("tokenizer", f"the tokenizer is {own}"),
+        met("reward_processing_classes", f"a reward model's tokenizer is {own}"),
+        refused("reward_model", "reward.name=model has reward_model.model.path score"),
+        refused("value_model", "critic.model.path; without it the critic begins as the policy"),
+        refused("ref_model", "the reference is the policy as it begins"),
+        refused("ref_policy", "the reference is the policy as it begins"),
+        refused("callbacks", "trainer.logger=path/to/file.py:class is told every step's metrics"),
+        refused("compute_metrics", "validation has its metrics; megarl eval has others"),
+        refused("preprocess_logits_for_metrics", "validation has its metrics"),
+        refused("compute_loss_func", "algorithms of your own are path/to/file.py:name: megarl algorithms lists where"),
+        refused("optimizers", "the optimizer is AdamW"),
+        refused("optimizer_cls_and_kwargs", "the optimizer is AdamW"),
+        refused("quantization_config", "weights are not quantized"),
+    ]
+
+
 def _optimizer() -> list[Entry]:
     rows = "prompts of a step, over all ranks"
     return [
@@ -205,4 +235,4 @@ def _run() -> list[Entry]:
     ]
 
 
-ENTRIES: tuple[Entry, ...] = (*_started(), *_model_and_rows(), *_optimizer(), *_run())
+ENTRIES: tuple[Entry, ...] = (*_started(), *_model_and_rows(), *_of_calls(), *_optimizer(), *_run())

@@ -10,14 +10,12 @@ from typing import Any
 
 from megarl.config.migration.entry import Computed
 from megarl.config.migration.trl_trainers import TRAINER, TRAINERS
-from megarl.config.migration.values import of_yaml, read_text, value_of
+from megarl.config.migration.values import of_yaml, options_of, read_text
 
+NAME = "TRL"
 _CLASS = re.compile(r"^(GRPO|RLOO|PPO|DPO|ORPO|CPO|KTO|SFT|Reward)(Config|Trainer)$")
 _ARGUMENTS = ("ModelConfig", "ScriptArguments", "GRPOScriptArguments")
-_OF_TRAINERS = ("model", "reward_funcs", "peft_config")
-"""What a Trainer's call says beside its configuration."""
 _LAUNCHED = {"num_processes": "num_processes", "num_machines": "num_machines", "nnodes": "num_machines"}
-_OVERRIDE = re.compile(r"^[a-z]\w*=")
 _OPERATOR = re.compile(r"^(\d?>|[|&;])")
 
 
@@ -42,12 +40,12 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
     elif words[start] == "trl":
         values[TRAINER], own = words[start + 1], words[start + 2 : end]
     else:
-        values, own = _launched(_options(words[:start])), words[start + 1 : end]
+        values, own = _launched(options_of(words[:start])), words[start + 1 : end]
         if (named := _named(words[start])) is not None:
             values[TRAINER] = named
         if os.path.isfile(words[start]):
             values |= of_python(words[start])
-    options = _options(own)
+    options = options_of(own)
     values |= _launched(options)
     options = {name: value for name, value in options.items() if name not in ("config_file", *_LAUNCHED)}
     file = options.pop("config", None)
@@ -57,42 +55,62 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
 
 
 def of_python(path: str) -> dict[str, Any]:
-    """What the calls of TRL's configurations, trainers and `load_dataset` in a Python file say.
+    """What the calls of TRL's configurations, trainers and `load_dataset` in a Python file say, and what is assigned to
+    a configuration's fields.
 
     Raises:
         ValueError: it cannot be read, or has several trainers.
     """
     text = read_text(path)
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError) as e:
+        return _of_tree(ast.parse(text), path)
+    except (SyntaxError, RecursionError, MemoryError) as e:
         raise ValueError(f"'{path}' is not valid Python: {e}") from e
+
+
+def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
     known = _constants(tree)
     values: dict[str, Any] = {}
     trainers: set[str] = set()
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        name = ast.unparse(call.func).rpartition(".")[2]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            values |= {name: _value(node.value, known) for target in node.targets for name in _field(target)}
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func).rpartition(".")[2]
         found = _CLASS.match(name)
         if found:
             trainers.add(found[1].lower())
         if name in _ARGUMENTS or (found and found[2] == "Config"):
-            values |= {_name(keyword): _value(keyword.value, known) for keyword in call.keywords}
+            values |= {_name(keyword): _value(keyword.value, known) for keyword in node.keywords}
         elif found:
-            said = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg in _OF_TRAINERS}
-            said |= {"model": call.args[0]} if call.args else {}
-            for key, node in said.items():
-                value = _value(node, known)
-                if key == "reward_funcs":  # functions, by their names
-                    values[key] = [ast.unparse(one) for one in getattr(node, "elts", [node])]
-                elif key != "model":
-                    values[key] = value
-                elif not isinstance(value, Computed):  # else it was loaded from what another call names
-                    values["model_name_or_path"] = value
-        elif name == "load_dataset" and call.args:
-            values.setdefault("dataset_name", _value(call.args[0], known))
+            values |= _of_trainer(node, known)
+        elif name == "load_dataset" and node.args:
+            dataset = _value(node.args[0], known)
+            values["dataset_name" if values.get("dataset_name", dataset) == dataset else "datasets"] = dataset
     if len(trainers) > 1:
         raise ValueError(f"'{path}' has several trainers: {', '.join(sorted(trainers))}; leave one in it")
     return values | ({TRAINER: trainers.pop()} if trainers else {})
+
+
+def _of_trainer(call: ast.Call, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trainer is told beside its configuration; functions, by their names."""
+    nodes = {"model": call.args[0]} if call.args else {}
+    nodes |= {_name(keyword): keyword.value for keyword in call.keywords if keyword.arg != "args"}
+    values = {name: _value(node, known) for name, node in nodes.items()}
+    for name in ("reward_funcs", "tools"):
+        if name in nodes:
+            values[name] = [ast.unparse(one) for one in getattr(nodes[name], "elts", [nodes[name]])]
+    if "model" in values:
+        values["model_name_or_path"] = values.pop("model")
+    return values
+
+
+def _field(target: ast.expr) -> list[str]:
+    """The field of a configuration that is assigned to: `training_args.seed = 1`."""
+    if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
+        return []
+    return [target.attr] if re.search(r"(args|config)$", target.value.id) else []
 
 
 def _start(words: Sequence[str]) -> int | None:
@@ -108,27 +126,6 @@ def _named(script: str) -> str | None:
     """`examples/scripts/dpo_online.py` is DPO's."""
     name = re.split(r"[_.]", os.path.basename(script))[0]
     return name if name in TRAINERS else None
-
-
-def _options(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value`, `--name a b` (a list), `--name` (true) and `--no_name` (false)."""
-    options: dict[str, Any] = {}
-    at: str | None = None
-    for word in words:
-        if word.startswith("--"):
-            name, given, text = word[2:].partition("=")
-            at = name.replace("-", "_")
-            options[at] = [text] if given else []
-        elif at is not None and not _OVERRIDE.match(word):
-            options[at].append(word)
-    values: dict[str, Any] = {}
-    for name, texts in options.items():
-        if not texts and name.startswith("no_"):
-            values[name.removeprefix("no_")] = False
-        else:
-            read = [value_of(text) for text in texts]
-            values[name] = True if not read else read[0] if len(read) == 1 else read
-    return values
 
 
 def _launched(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from megarl.config.migration.entry import Settings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 C, J = "critic", "reward_model"
+MODULE = "-m"
+"""The setting that names which of verl's trainers a command starts, if it is not PPO's."""
 
 DEFAULTS: Mapping[str, Any] = {
     "algorithm.adv_estimator": "gae",
@@ -28,13 +30,22 @@ DEFAULTS: Mapping[str, Any] = {
 _SPREAD = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
 
 
+def is_sft(settings: Settings) -> bool:
+    """Whether it is a trainer of demonstrations, which the sections tell that it alone has."""
+    heads = ("model.", "optim.", "engine.")
+    return "sft" in str(settings.of(MODULE)) or any(key.startswith(heads) for key in settings.written)
+
+
 def needs_critic(settings: Settings) -> bool:
     """Whether the estimator has a critic."""
-    return str(settings.of("algorithm.adv_estimator")) == "gae"
+    return not is_sft(settings) and str(settings.of("algorithm.adv_estimator")) == "gae"
 
 
 def updates(settings: Settings, model: str) -> int:
     """Optimizer steps of a training step; a critic's keys are the policy's where they are not written."""
+
+    if is_sft(settings):
+        return 1
 
     def own(key: str, default: int) -> int:
         return settings.number(f"{model}.{key}", settings.number(f"{A}.{key}", default))
@@ -45,6 +56,8 @@ def updates(settings: Settings, model: str) -> int:
 
 def longest(settings: Settings) -> int:
     """Tokens of a prompt and its response."""
+    if whole := settings.number("data.max_length", 0):
+        return whole
     return settings.number("data.max_prompt_length") + settings.number("data.max_response_length")
 
 

@@ -10,16 +10,16 @@ from megarl.config.migration.verl import C, J, budget
 from megarl.config.migration.verl_policy import (
     FROM_HF,
     FSDP,
-    LORA,
     PACKED,
     REMOTE,
+    adapters,
     batching,
     fsdp,
     optimizer,
-    overridden,
     profiles,
     sharded,
 )
+from megarl.config.migration.verl_transformer import overridden
 
 CHECKPOINTED = "actor_rollout_ref.model.enable_gradient_checkpointing is for all models"
 FORWARD = "its scores come from a forward pass on the training ranks: there is no server of it"
@@ -44,8 +44,7 @@ def _model(section: str) -> list[Entry]:
         met(f"{own}.use_shm", FROM_HF),
         refused(f"{own}.trust_remote_code", REMOTE),
         refused(f"{own}.external_lib", "extensions are files that keys name: path/to/file.py:function"),
-        refused(f"{own}.lora*", LORA, nothing=(None, 0, False, "")),
-        refused(f"{own}.target_modules", LORA, nothing=(None,)),
+        *adapters(own),
         refused(f"{own}.override_config.*", "a model is what its folder's config.json says; change the field there"),
         met(f"{own}.input_tokenizer", "responses reach it in the policy's tokens, or anew in its own"),
     ]

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Made, Settings, carried, met, met_by, refused, renamed, ruled, worded
+from megarl.config.migration.entry import (
+    Entry,
+    Made,
+    Settings,
+    carried,
+    met,
+    met_by,
+    part_of,
+    refused,
+    renamed,
+    ruled,
+    worded,
+)
 from megarl.config.migration.verl import A, F, budget, experts_over, layout, updates
+from megarl.config.migration.verl_transformer import overridden
 
 M = "actor_rollout_ref.model"
 OVERRIDES = "actor_rollout_ref.actor.megatron.override_transformer_config"
@@ -38,7 +51,6 @@ REMOVED = (
     "watches the gap"
 )
 FROM_HF = "every rank reads its slices of model.path's safetensors files itself; no converted copy is needed"
-UNEVEN = "stages differ by one layer at most where they do not divide, and the last one has the fewer"
 
 
 def _spread(model: str) -> Callable[[Any, Settings], Made | Mapping[str, Any]]:
@@ -115,6 +127,7 @@ def batching(model: str) -> list[Entry]:
         ruled(f"{model}.ppo_micro_batch_size", "translated", to, why, _tokens(model)),
         ruled(to, "carried", to, "times the ranks that share a sequence", _tokens(model)),
         met(f"{model}.use_dynamic_bsz", "micro-batches are filled up to a number of tokens"),
+        met(f"{model}.rollout_n", "actor_rollout_ref.rollout.n"),
         met(f"{model}.forward_max_token_len_per_gpu", ONE_BUDGET),
         met(f"{model}.forward_micro_batch_size_per_gpu", ONE_BUDGET),
         met(f"{model}.forward_micro_batch_size", ONE_BUDGET),
@@ -136,6 +149,7 @@ def optimizer(model: str) -> list[Entry]:
         met(f"{own}.total_training_steps", "the schedule ends with the run"),
         met_by(f"{own}.optimizer", ("AdamW", "adam", "Adam", "adamw"), "always AdamW", "the optimizer is AdamW"),
         met_by(f"{own}.optimizer_impl", ("torch.optim",), "Megatron-Core's AdamW", "the optimizer is Megatron-Core's"),
+        met(f"{own}.muon_*", "of the optimizer muon, which is not here"),
         refused(f"{own}.override_optimizer_config.*", cpu),
         refused(f"{own}.*", "the schedule is lr_warmup_steps or lr_warmup_steps_ratio, lr_decay_style and min_lr"),
     ]
@@ -258,40 +272,13 @@ def profiles(model: str) -> list[Entry]:
     ]
 
 
-def overridden(section: str) -> list[Entry]:
-    """Fields of Megatron-Core's TransformerConfig."""
-    fused = "the program chooses the fused kernels that there are"
+def adapters(model: str) -> list[Entry]:
+    """Keys of a model's adapters."""
+    switches = [f"{model}.{name}" for name in ("lora_rank", "lora.rank", "lora_adapter_path", "lora.adapter_path")]
+    parts = ("lora_*", "lora.*", "target_modules", "exclude_modules")
     return [
-        met_by(f"{section}.gradient_accumulation_fusion", (True,), "always on", "it is always on"),
-        met_by(
-            f"{section}.moe_router_dtype", ("fp32",), "the router always computes in float32", "it computes in float32"
-        ),
-        met(f"{section}.apply_rope_fusion", fused),
-        met(f"{section}.masked_softmax_fusion", fused),
-        met(f"{section}.bias_activation_fusion", fused),
-        met(f"{section}.bias_dropout_fusion", "there is no dropout"),
-        met_by(f"{section}.deallocate_pipeline_outputs", (True,), "always, on GPUs", "they are always given back"),
-        met(
-            f"{section}.moe_token_dispatcher_type",
-            "no expert-parallel ranks: tokens are not sent to other ranks' experts",
-        ),
-        met(f"{section}.moe_enable_deepep", "no expert-parallel ranks: tokens are not sent to other ranks' experts"),
-        refused(f"{section}.moe_grouped_gemm", "experts are computed one after the other"),
-        met_by(
-            f"{section}.moe_aux_loss_coeff",
-            (0, 0.0),
-            "no loss but the one that is asked for",
-            "no auxiliary loss is added",
-        ),
-        refused(f"{section}.moe_shared_expert_overlap", "the families here have no shared experts"),
-        refused(f"{section}.attention_backend", "Transformer Engine chooses the attention kernels"),
-        met(f"{section}.account_for_embedding_in_pipeline_split", UNEVEN),
-        met(f"{section}.account_for_loss_in_pipeline_split", UNEVEN),
-        met(f"{section}.num_layers_in_first_pipeline_stage", UNEVEN),
-        met(f"{section}.num_layers_in_last_pipeline_stage", UNEVEN),
-        *carried(
-            f"{section}.*", why="as Megatron-Core has it; what the model or the layout decides is refused before a run"
-        ),
+        *(refused(switch, LORA) for switch in switches),
+        *(part_of(f"{model}.{part}", switches, LORA) for part in parts),
     ]
 
 
@@ -307,9 +294,7 @@ def _model() -> list[Entry]:
         refused(f"{M}.trust_remote_code", REMOTE),
         refused(f"{M}.external_lib", "extensions are files that keys name: path/to/file.py:function"),
         refused(f"{M}.enable_activation_offload", "activations are recomputed instead: enable_gradient_checkpointing"),
-        refused(f"{M}.lora*", LORA, nothing=(None, 0, False, "")),
-        refused(f"{M}.target_modules", LORA, nothing=(None,)),
-        refused(f"{M}.exclude_modules", LORA, nothing=(None,)),
+        *adapters(M),
         refused(f"{M}.mtp.*", "further-token prediction is not trained: the model's main head is"),
         refused(f"{M}.override_config.*", "a model is what its folder's config.json says; change the field there"),
         met(f"{M}.use_liger", CHUNKED),
@@ -360,6 +345,7 @@ def _reference() -> list[Entry]:
         met(f"{F}.megatron.dist_checkpointing_path", FROM_HF),
         met(f"{F}.megatron.*", AS_ACTOR),
         met(f"{F}.ulysses_sequence_parallel_size", AS_ACTOR),
+        met(f"{F}.rollout_n", "actor_rollout_ref.rollout.n"),
         *(met(f"{F}.log_prob_{name}", ONE_BUDGET) for name in ("micro_batch_size", "micro_batch_size_per_gpu")),
         *(met(f"{F}.log_prob_{name}", ONE_BUDGET) for name in ("max_token_len_per_gpu", "use_dynamic_bsz")),
         *fsdp(f"{F}.fsdp_config", f"{F}.megatron", frozen=True),

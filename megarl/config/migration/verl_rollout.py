@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Made, Settings, carried, met, met_by, refused, renamed, ruled
+from megarl.config.migration.entry import Entry, Made, Settings, carried, met, met_by, part_of, refused, renamed, ruled
 from megarl.config.migration.verl import R
 from megarl.config.migration.verl_policy import ONE_BUDGET, REMOVED
 
@@ -22,7 +22,7 @@ MILLION = 2**20
 def _engine(value: Any, settings: Settings) -> Made:
     if value in ("vllm", None):
         return Made(kind="carried", values={f"{R}.name": "vllm"})
-    if value in ("sglang", "trtllm", "hf"):
+    if value in ("sglang", "trtllm", "hf", "sglang_async", "vllm_async"):
         why = f"{value} is not an engine here; vllm and native are"
         return Made(kind="translated", values={f"{R}.name": "vllm"}, why=why)
     return Made(kind="refused", why="an engine of your own is rollout.name=path/to/file.py:class")
@@ -152,7 +152,7 @@ def _engine_settings() -> list[Entry]:
         refused(f"{R}.prometheus.*", "the engine has no server of its own; trainer.logger says where the metrics go"),
         met(f"{R}.trace.token2text", "sample rollouts are written as text: trainer.log_rollouts"),
         refused(f"{R}.trace.backend", "sample rollouts are written to the run folder: trainer.log_rollouts"),
-        refused(f"{R}.trace.*", "sample rollouts are written to the run folder: trainer.log_rollouts"),
+        part_of(f"{R}.trace.*", [f"{R}.trace.backend"], "sample rollouts are written to the run folder"),
         refused(f"{R}.profiler.*", "profiles are of the whole run: profiler.tool, profiler.steps and profiler.ranks"),
     ]
 

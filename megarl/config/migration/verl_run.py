@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Made, Settings, carried, met, met_by, refused, renamed, ruled, worded
+from megarl.config.migration.entry import (
+    Entry,
+    Made,
+    Settings,
+    carried,
+    met,
+    met_by,
+    part_of,
+    refused,
+    renamed,
+    ruled,
+    worded,
+)
+from megarl.config.migration.hydra import INCLUDED, NAME
 from megarl.config.migration.verl import A, R, needs_critic
 
 KL = {"kl": "k1", "low_var_kl": "k3", "mse": "k2", "low_var_kl+": "k3+", "kl+": "k1+", "full": None}
@@ -35,6 +48,13 @@ def _files(to: str, key: str) -> Entry:
         return Made(kind="carried", values={} if value is None else {to: value})
 
     return ruled(key, "carried", to, "one file is a list of one", rule)
+
+
+def _no_images(value: Any, settings: Settings) -> Made:
+    listed = (settings.of("data.image_key"), settings.of("data.video_key")) == ("images", "videos")
+    if value is None or listed:
+        return Made(kind="translated", why="verl's own names of columns" if listed else "asks for nothing")
+    return Made(kind="refused", why=_IMAGES)
 
 
 def _kl_loss(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
@@ -153,9 +173,7 @@ def _data() -> list[Entry]:
             "data.trust_remote_code",
             "no code of a model's or tokenizer's folder is run; the tokenizer must load as it is",
         ),
-        refused("data.image_key", _IMAGES, nothing=(None,)),
-        refused("data.video_key", _IMAGES, nothing=(None,)),
-        refused("data.audio_key", _IMAGES, nothing=(None,)),
+        *(ruled(f"data.{name}_key", "refused", "", _IMAGES, _no_images) for name in ("image", "video", "audio")),
         met("data.return_multi_modal_inputs", "rows are of text"),
         refused("data.custom_cls.path", _ROWS),
         refused("data.custom_cls.name", _ROWS),
@@ -214,9 +232,7 @@ def _algorithm() -> list[Entry]:
             "algorithm.use_pf_ppo",
             "there is no resampling by score (PF-PPO); algorithm.filter_groups leaves groups out",
         ),
-        refused(
-            "algorithm.pf_ppo.*", "there is no resampling by score (PF-PPO); algorithm.filter_groups leaves groups out"
-        ),
+        part_of("algorithm.pf_ppo.*", ["algorithm.use_pf_ppo"], "there is no resampling by score (PF-PPO)"),
     ]
 
 
@@ -287,6 +303,14 @@ def _trainer() -> list[Entry]:
         met("trainer.rollout_data_dir", _ROLLOUTS),
         met("trainer.validation_data_dir", _ROLLOUTS),
         met("trainer.use_legacy_worker_impl", "there is one implementation"),
+        met("trainer.use_v1", "there is one trainer"),
+        met_by(
+            "trainer.v1.trainer_mode",
+            ("sync",),
+            "responses are generated, then trained on",
+            "rollout.carry_over goes on with unfinished responses in the next step; there is no other asynchrony",
+        ),
+        met("trainer.v1.*", "of another trainer.v1.trainer_mode"),
         refused("trainer.val_only", "an evaluation is a command: megarl eval PATH CONFIG"),
         refused("trainer.default_hdfs_dir", "checkpoints are written to trainer.default_local_dir"),
         refused("trainer.del_local_ckpt_after_load", "trainer.max_ckpt_to_keep deletes older checkpoints"),
@@ -301,7 +325,12 @@ def _trainer() -> list[Entry]:
         ),
         renamed("trainer.profile_steps", "profiler.steps", profiles),
         renamed("global_profiler.steps", "profiler.steps", profiles),
-        refused("global_profiler.*", profiles),
+        refused("global_profiler.tool", profiles),
+        part_of("global_profiler.*", ["global_profiler.tool"], profiles),
+        met_by("model_engine", ("megatron",), "always Megatron", "there is no FSDP: the layout is actor.megatron.*"),
+        refused(NAME, "there is no such file from the script's folder up: name it before the script"),
+        refused(INCLUDED, "these files are not beside the one that includes them: name them before it"),
+        met("hydra.*", "Hydra's own: where it runs and logs"),
         met("ray_kwargs.*", _RAY),
         met("ray_init.*", _RAY),
         refused("transfer_queue.*", "data stay in the ranks' memory: there is no queue to set up"),

@@ -12,11 +12,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megarl.config.migration import trl_written
+from megarl.config.migration import hydra, openrlhf_written, trl_written
 from megarl.config.migration.entry import Computed
-from megarl.config.migration.values import flat, of_yaml, read_text, value_of
+from megarl.config.migration.values import flat, of_yaml, options_of, read_text, value_of
+from megarl.config.migration.verl import MODULE
 
 _KEY = re.compile(r"^(?:~[A-Za-z_]\w*(?:\.[\w@/\-]+)*(?:=|$)|\+{0,2}[A-Za-z_]\w*(?:\.[\w@/\-]+)+=)")
+_BARE = re.compile(r"^[~+]*(?=\w*[a-z])[A-Za-z_]\w*(?:@[\w.]+)?=")
+"""A key without a section; NAME=value is an environment's."""
+_MODULE = re.compile(r"\bverl[./]trainer[./](\w+?)(?:\.py)?$")
+_RANKS = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
+"""torchrun's options."""
 _ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(?!\()(.*)$")
 _ARRAY = re.compile(
     r"(?:^|;|&&|\b(?:then|else|do)\b)[ \t]*([A-Za-z_]\w*)\+?=\(((?:[^()'\"]|'[^']*'|\"[^\"]*\"|\$\(\([^)]*\)\))*)\)",
@@ -34,7 +40,12 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_QUOTED = re.compile(r"\s-m\s+\S+\s+--\w")
+"""A command in one word, as `bash -c` has it."""
 _MOST = 2**63
+
+_COMMANDS = {"trl": trl_written, "openrlhf": openrlhf_written}
+"""What reads the commands of a program whose settings are its options."""
 
 
 class Written(dict[str, Any]):
@@ -54,33 +65,54 @@ def read_written(words: Sequence[str], source: str = "verl") -> Written:
 
     Args:
         words: files (.yaml, .yml, .sh) and overrides: `key=value`, `+key=value`, `++key=value`, `~key`; other words of
-            a command line, such as `python3 -m verl.trainer.main_ppo`, are passed over. TRL's may also be a command
-            with `--name value`, or a Python file.
-        source: whose they are: "verl" or "trl".
+            a command line, such as `python3`, are passed over. TRL's and OpenRLHF's may also be a command with
+            `--name value`, and TRL's a Python file.
+        source: whose they are: "verl", "trl" or "openrlhf".
 
     Raises:
         ValueError: a file that cannot be read, or nothing that sets a key.
     """
-    values = Written({})
-    if source == "trl" and trl_written.is_command(words):
-        values |= trl_written.of_command(words)
-        words = [word for word in words if "=" in word]
-    for word in words:
-        if re.search(r"\.(ya?ml|sh|bash)$", word) and not _KEY.match(word):
+    values, options = Written({}), dict[str, Any]()
+    if source == "verl":
+        values |= _started(words, "")
+    elif (reader := _COMMANDS[source]).is_command(words):
+        values |= reader.of_command(words)
+        words = [word for word in words if "=" in word and not word.startswith("-")]
+    else:
+        first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+        words, options = words[:first], options_of(words[first:])
+    for before, word in zip(["", *words], words, strict=False):
+        if re.search(r"\.(ya?ml|sh|bash)$", word) and "=" not in word and before not in hydra.OPTIONS:
             read = _of_file(word, source)
             values |= read
             values.remarks += read.remarks
         elif _KEY.match(word) or ("=" in word and not word.startswith("-")):
             _override(values, word)
+    values |= options
     if not values:
         raise ValueError(
-            "no configuration: name a YAML file, a shell script, or key=value settings (TRL's: --from trl)"
+            "no configuration: name a YAML file, a shell script, or key=value settings (--from says whose they are)"
         )
     return values
 
 
 def _of_file(path: str, source: str) -> Written:
-    return Written(of_yaml(path)) if path.endswith(("yaml", "yml")) else _of_script(read_text(path), path, source)
+    if not path.endswith(("yaml", "yml")):
+        return _of_script(read_text(path), path, source)
+    return Written(hydra.of_file(path) if source == "verl" else of_yaml(path))
+
+
+def _started(words: Sequence[str], script: str) -> dict[str, Any]:
+    """What a command of verl's says before its keys: which trainer it is, if not PPO's, on how many ranks, and what is
+    in the file that it names."""
+    start = next((i for i, word in enumerate(words) if _MODULE.search(word)), None)
+    if start is None:
+        return hydra.of_command(words, script) if any(map(_KEY.match, words)) else {}
+    module = _MODULE.search(words[start])[1]  # type: ignore[index]
+    launched = options_of(words[:start])
+    values = {} if module.startswith("main_ppo") else {MODULE: module}
+    values |= {key: launched[option] for option, key in _RANKS.items() if option in launched}
+    return values | hydra.of_command(words, script)
 
 
 def _override(values: dict[str, Any], word: str) -> None:
@@ -107,16 +139,19 @@ def _of_script(text: str, path: str, source: str) -> Written:
         f"{path} sets {name} more than once, in branches of an if, say: its last value, {variables[name]!r}, is taken"
         for name in again
     ]
-    if source == "trl":
-        started = [found for words in commands if trl_written.is_command(found := _split(words, variables))]
+    if reader := _COMMANDS.get(source):
+        split = (_split(words, variables) for words in commands)
+        started = [words for words in split if words and words[0][0:1] != "-" and reader.is_command(words)]
         if len(started) != 1:
-            raise ValueError(f"'{path}' starts {len(started)} of TRL's trainers: leave one command in it")
-        return Written(trl_written.of_command(started[0]), remarks)
+            raise ValueError(f"'{path}' starts {len(started)} of {reader.NAME}'s trainers: leave one command in it")
+        return Written(reader.of_command(started[0]), remarks)
     values = Written({}, remarks)
-    for words in commands:
-        own: dict[str, Any] = {}
-        for word in _split(words, variables):
-            if _KEY.match(word):
+    for command in commands:
+        words = _split(command, variables)
+        own = _started(words, path)
+        starts = bool(own) or any(map(_KEY.match, words)) or any(map(_MODULE.search, words))
+        for word in words:
+            if _KEY.match(word) or (starts and _BARE.match(word)):
                 _override(own, word)
         for key in [key for key in own if key in values and own[key] != values[key]]:
             values.remarks.append(
@@ -133,7 +168,7 @@ def _split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     found: list[str] = []
     for word in words:
         value = _expanded(word, variables)
-        found += _words(value, "") if _VARIABLE.fullmatch(word) else [value]
+        found += _words(value, "") if _VARIABLE.fullmatch(word) or _QUOTED.search(word) else [value]
     return found
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.config import Config
-from megarl.data.formats import generates, trains
+from megarl.data.formats import trains
 from megarl.estimate.budget import StageBudget, budget
 from megarl.estimate.budget_file import write_budget
 from megarl.estimate.budget_table import measured_table, predicted_table
 from megarl.estimate.fit import what_may_not_fit
-from megarl.estimate.prediction import reshard_of_some_ranks
+from megarl.estimate.prediction import most_received, reshard_of_some_ranks
 from megarl.models.architecture import Architecture
 from megarl.parallel.groups import Groups
 from megarl.phases import Phase
@@ -22,19 +22,19 @@ class MemoryReport:
     """Compares what a run uses with what was predicted. On CPU ranks it does nothing.
 
     Attributes:
-        predicted: of every pipeline stage; empty on CPU ranks, and for a run that generates nothing.
+        predicted: of every pipeline stage; empty on CPU ranks, and for a run that trains nothing.
     """
 
     def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
         self._groups, self._report = groups, report
         self._run_dir, self._steps = config.trainer.run_dir, 0
         self._accelerator = this_accelerator()
-        predicts = self._accelerator and generates(config) and trains(config)
+        predicts = self._accelerator and trains(config)
         self._job = job_of(config, arch) if predicts else None
         self.predicted: list[StageBudget] = []
         if self._accelerator and self._job:
-            received = max(moved.received.total() for moved in reshard_of_some_ranks(self._job).values())
-            self.predicted = budget(self._job, self._accelerator, moved=self._job.itemsize * received)
+            moved = most_received(self._job, reshard_of_some_ranks(self._job))
+            self.predicted = budget(self._job, self._accelerator, moved=moved)
 
     def predict(self) -> None:
         """Print the table, and what may turn out to be too much."""
@@ -56,8 +56,8 @@ class MemoryReport:
     def measured(self, ranks: Sequence[Mapping[str, int]]) -> dict[str, float]:
         """Metrics of a step; every rank calls it.
 
-        Prints those of the second step that generates and updates the policy beside the prediction: Adam's moments come
-        with the first update, and a warm-up's sequences may be short.
+        Prints those of the second step that updates the policy, on its own responses if it generates, beside the
+        prediction: Adam's moments come with the first update, and a warm-up's sequences may be short.
 
         Args:
             ranks: what each rank told: bytes in use at most, by phase.
@@ -72,7 +72,8 @@ class MemoryReport:
             for name, nbytes in of_rank.items():
                 phase = Phase(name)
                 most[phase] = max(most.get(phase, 0), nbytes)
-        if {Phase.GENERATE, Phase.UPDATE} <= most.keys():
+        whole = {Phase.GENERATE, Phase.UPDATE} if self._job and self._job.generates else {Phase.UPDATE}
+        if whole <= most.keys():
             self._steps += 1
             if self._steps == 2 and self.predicted:
                 self._report.show(measured_table(self.predicted, most, self._accelerator))

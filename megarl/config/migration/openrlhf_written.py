@@ -1,0 +1,37 @@
+"""OpenRLHF's settings as people write them: the words of a command that starts one of its trainers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.config.migration.openrlhf_names import TRAINER, canonical
+from megarl.config.migration.values import options_of
+
+NAME = "OpenRLHF"
+_MODULE = re.compile(r"(?:^|[./])train_([a-z]+)(?:_ray)?(?:\.py)?$")
+_OPERATOR = re.compile(r"^(\d?>|[|&;])")
+
+
+def is_command(words: Sequence[str]) -> bool:
+    """Whether the words are a command that starts one of OpenRLHF's trainers, or its options."""
+    return _start(words) is not None or (bool(words) and words[0].startswith("--"))
+
+
+def of_command(words: Sequence[str]) -> dict[str, Any]:
+    """`[deepspeed --module] openrlhf.cli.train_sft --name value ...`; the key of an account is left out."""
+    start = _start(words)
+    values: dict[str, Any] = {}
+    if start is not None:
+        values[TRAINER] = _MODULE.search(words[start])[1]  # type: ignore[index]
+        launched = options_of(words[:start])
+        ranks = launched.get("nproc_per_node", launched.get("num_gpus"))
+        values |= {} if ranks is None else {"num_gpus": ranks}
+    end = next((i for i, word in enumerate(words) if i > (start or 0) and _OPERATOR.match(word)), len(words))
+    options = options_of(words[0 if start is None else start + 1 : end])
+    return values | {name: True if canonical(name) == "logger.wandb.key" else one for name, one in options.items()}
+
+
+def _start(words: Sequence[str]) -> int | None:
+    return next((i for i, word in enumerate(words) if _MODULE.search(word) and not word.startswith("-")), None)

@@ -1,0 +1,59 @@
+"""verl's keys that have several names: those of the PPO trainer, and those of its other trainers and newer versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.migration.verl import A
+
+M, OPTIM = "actor_rollout_ref.model", f"{A}.optim"
+_NAMES: Mapping[str, str] = {
+    "model.partial_pretrain": f"{M}.path",
+    "optim.warmup_steps_ratio": f"{OPTIM}.lr_warmup_steps_ratio",
+    "optim.lr_scheduler": f"{OPTIM}.lr_scheduler_type",
+    "engine.ulysses_sequence_parallel_size": f"{A}.ulysses_sequence_parallel_size",
+    "ulysses_sequence_parallel_size": f"{A}.ulysses_sequence_parallel_size",
+    "use_remove_padding": f"{M}.use_remove_padding",
+    "engine.use_remove_padding": f"{M}.use_remove_padding",
+    "engine.strategy": f"{A}.strategy",
+    "data.micro_batch_size_per_gpu": f"{A}.ppo_micro_batch_size_per_gpu",
+    "data.micro_batch_size": f"{A}.ppo_micro_batch_size",
+    "data.use_dynamic_bsz": f"{A}.use_dynamic_bsz",
+    "data.max_token_len_per_gpu": f"{A}.ppo_max_token_len_per_gpu",
+    "data.multiturn.messages_key": "data.messages_key",
+    "data.multiturn.tools_key": "data.tools_key",
+    "data.response_key": "data.answer_key",
+    "trainer.seed": "data.seed",
+    "trainer.resume_path": "trainer.resume_from_path",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.reward_model.model_path": "reward_model.model.path",
+}
+_SECTIONS: Mapping[str, str] = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_model.": "reward_model.",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "model.fsdp_config.": f"{A}.fsdp_config.",
+    "model.": f"{M}.",
+    "optim.": f"{OPTIM}.",
+    "profiler.": f"{A}.profiler.",
+    "checkpoint.": f"{A}.checkpoint.",
+    "trainer.checkpoint.": f"{A}.checkpoint.",
+}
+_OF_FSDP = (
+    "fsdp_size", "wrap_policy", "offload_policy", "reshard_after_forward", "forward_prefetch", "model_dtype", "qat",
+    "use_orig_params", "mixed_precision", "turbo_config", "full_determinism", "use_torch_compile", "pad_to_length",
+    "pad_to_length_bucket", "entropy_from_logits_chunk_size", "use_no_sync_for_gradient_accumulation", "forward_only",
+)  # fmt: skip
+
+
+def canonical(key: str) -> str:
+    """A key of the trainers of demonstrations, or of a newer version, by the name that the tables have; others stay as
+    they are."""
+    if key in _NAMES:
+        return _NAMES[key]
+    section, _, rest = key.partition(".")
+    if section == "engine" and rest:
+        return f"{A}.{'fsdp_config' if rest.split('.')[0] in _OF_FSDP else 'megatron'}.{rest}"
+    head = next((head for head in _SECTIONS if key.startswith(head)), "")
+    return _SECTIONS[head] + key.removeprefix(head) if head else key

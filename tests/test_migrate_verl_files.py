@@ -1,0 +1,153 @@
+"""verl's scripts with the YAML files that they name, its trainers of demonstrations, and files of its defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Config, build_config
+from megarl.config.migration import convert, read_written
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+PPO = "python3 -m verl.trainer.main_ppo"
+
+
+def _written(folder: Path, text: str) -> dict[str, Any]:
+    script = folder / "examples" / "turns" / "run.sh"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(text)
+    return read_written([str(script)])
+
+
+def _refused(written: dict[str, Any]) -> dict[str, str]:
+    return {change.key: change.why for change in convert(written).of("refused")}
+
+
+def _migrated(*words: str) -> Config:
+    return build_config(convert(read_written(words)).tree)
+
+
+def _files(folder: Path) -> None:
+    config = folder / "examples" / "turns" / "config"
+    (config / "actor").mkdir(parents=True)
+    (config / "turns.yaml").write_text(
+        "hydra: {searchpath: [file://verl/trainer/config]}\n"
+        "defaults: [ppo_trainer, base, actor@actor_rollout_ref.actor: mine, override model_engine: megatron, _self_]\n"
+        "data: {train_batch_size: 64}\n"
+        "actor_rollout_ref: {rollout: {multi_turn: {enable: true, max_assistant_turns: 5}}}\n"
+    )
+    (config / "base.yaml").write_text("data: {train_batch_size: 8, max_prompt_length: 99}\n")
+    (config / "actor" / "mine.yaml").write_text("clip_ratio: 0.1\n")
+
+
+def test_the_file_that_a_script_names_is_read_with_what_it_includes(tmp_path: Path) -> None:
+    _files(tmp_path)
+    start = 'PROJECT="$(pwd)"\nCONFIG="$PROJECT/examples/turns/config"\n'
+    written = _written(
+        tmp_path,
+        f"{start}{PPO} --config-path=\"$CONFIG\" --config-name='turns' data.max_prompt_length=7 trainer.nnodes=2",
+    )
+    assert written == {
+        "data.train_batch_size": 64,
+        "data.max_prompt_length": 7,
+        "actor_rollout_ref.actor.clip_ratio": 0.1,
+        f"{TURNS}.enable": True,
+        f"{TURNS}.max_assistant_turns": 5,
+        "model_engine": "megatron",
+        "trainer.nnodes": 2,
+    }
+    assert list(_refused(written)) == [f"{TURNS}.enable"]
+    as_file = read_written([str(tmp_path / "examples" / "turns" / "config" / "turns.yaml"), "trainer.nnodes=2"])
+    assert as_file == written | {"data.max_prompt_length": 99}
+
+
+def test_files_that_a_script_names_and_that_are_not_there(tmp_path: Path) -> None:
+    _files(tmp_path)
+    missing = _refused(_written(tmp_path, f"{PPO} --config-path config --config-name other data.seed=1"))
+    assert list(missing) == ["--config-name"] and "name it before the script" in missing["--config-name"]
+    (tmp_path / "examples" / "turns" / "config" / "base.yaml").write_text(
+        "defaults: [rollout: gone]\ndata: {seed: 3}\n"
+    )
+    assert "defaults" in _refused(_written(tmp_path, f"{PPO} --config-path config --config-name turns"))
+    for own in ("ppo_trainer", "ppo_megatron_trainer.yaml"):  # verl's defaults
+        assert _written(tmp_path, f"{PPO} --config-path=config --config-name={own} data.seed=1") == {"data.seed": 1}
+
+
+def test_a_file_that_includes_itself(tmp_path: Path) -> None:
+    (tmp_path / "loop.yaml").write_text("defaults: [loop]\ndata: {seed: 1}\n")
+    with pytest.raises(ValueError, match="includes more than 32 files, or itself"):
+        read_written([str(tmp_path / "loop.yaml")])
+
+
+def test_bare_keys_are_named(tmp_path: Path) -> None:
+    text = f"HYDRA_FULL_ERROR=1 {PPO} model_engine=veomni data.seed=1 +mode=fast hydra.run.dir=x\nother=1 command\n"
+    written = _written(tmp_path, text)
+    assert written == {"model_engine": "veomni", "data.seed": 1, "mode": "fast", "hydra.run.dir": "x"}
+    assert list(_refused(written)) == ["model_engine", "mode"]
+
+
+OLD = "-m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet"
+
+
+def test_demonstrations_are_no_ppo(tmp_path: Path) -> None:
+    text = f"""torchrun --standalone --nnodes=1 --nproc_per_node=4 {OLD} \\
+    data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] \\
+    +data.response_dict_keys=['answer'] optim.lr=1e-4 data.micro_batch_size_per_gpu=4 data.max_length=2048 \\
+    model.partial_pretrain=models/qwen ulysses_sequence_parallel_size=2 use_remove_padding=true \\
+    model.fsdp_config.model_dtype=bf16 trainer.default_hdfs_dir=null
+"""
+    made = convert(_written(tmp_path, text))
+    config = build_config(made.tree)
+    assert made.of("refused") == [] and config.trainer.flow == "sft"
+    data, roles = config.data, config.actor_rollout_ref
+    assert (data.prompt_key, data.answer_key) == ("extra_info.question", "extra_info.answer")
+    assert (data.max_prompt_length, data.max_response_length, data.train_batch_size) == (1024, 1024, 256)
+    assert (roles.model.path, roles.actor.optim.lr, roles.actor.optim.lr_warmup_steps_ratio) == (
+        "models/qwen",
+        1e-4,
+        0.1,
+    )
+    assert roles.actor.ppo_max_token_len_per_gpu == 4 * 2048
+    assert roles.actor.megatron.tensor_model_parallel_size == 2 and config.trainer.n_gpus_per_node == 4
+    assert "critic" not in made.tree and "algorithm" not in made.tree
+
+
+def test_the_newer_trainer_of_demonstrations() -> None:
+    words = "-m verl.trainer.sft_trainer engine=megatron optim=megatron optim.betas=[0.9,0.95] optim.min_lr=1e-6"
+    words += " engine.tensor_model_parallel_size=2 engine.pipeline_model_parallel_size=2 model.path=m data.pad_mode=x"
+    words += " data.max_token_len_per_gpu=8192 data.use_dynamic_bsz=True trainer.total_epochs=2 trainer.seed=4"
+    made = convert(read_written(words.split()))
+    config = build_config(made.tree)
+    actor = config.actor_rollout_ref.actor
+    assert made.of("refused") == [] and (config.trainer.flow, config.data.messages_key) == ("sft", "messages")
+    assert (actor.megatron.pipeline_model_parallel_size, actor.ppo_max_token_len_per_gpu) == (2, 8192)
+    assert (actor.optim.adam_beta2, actor.optim.min_lr, config.data.seed) == (0.95, 1e-6, 4)
+
+
+def test_a_command_that_trains_nothing() -> None:
+    assert "megarl eval" in _refused(read_written(["-m", "verl.trainer.main_eval", "data.path=x"]))["-m"]
+
+
+def test_what_is_off_or_verl_s_own_default_is_no_wish() -> None:
+    actor, model = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+    words = [f"{actor}.fsdp_config.qat.enable=False", f"{actor}.fsdp_config.qat.mode=w4a16", f"{actor}.strategy=fsdp"]
+    words += [f"{model}.lora_rank=0", f"{model}.lora_alpha=16", f"{model}.lora.type=lora", "distillation.enabled=false"]
+    words += ["distillation.distillation_loss.topk=32", "data.image_key=images", "data.video_key=videos"]
+    words += ["algorithm.rollout_correction.rollout_rs_threshold=null", "nobody.knows_this=null"]
+    assert _refused(read_written(words)) == {}
+    wishes = [f"{actor}.fsdp_config.qat.enable=True", f"{actor}.fsdp_config.qat.mode=w4a16", f"{actor}.strategy=fsdp2"]
+    wishes += [f"{model}.lora_rank=8", f"{model}.lora_alpha=16", "distillation.distillation_loss.topk=32"]
+    assert list(_refused(read_written(wishes))) == [word.partition("=")[0] for word in wishes]
+
+
+def test_newer_places_of_rewards() -> None:
+    words = [
+        "reward.custom_reward_function.path=r.py",
+        "reward.custom_reward_function.name=score",
+        "reward.num_workers=4",
+    ]
+    made = convert(read_written([*words, "reward.reward_manager.name=dapo"]))
+    reward = build_config(made.tree).reward
+    assert (made.of("refused"), reward.name, reward.workers) == ([], "r.py:score", 4)
