@@ -64,4 +64,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Formulas and drawings, without any script or further file; tables that narrow screens can show, too."""
-    return cells.labelled(figures.inline(formulas.as_mathml(html), HERE / "drawings"))
+    return cells.fitted(figures.inline(formulas.as_mathml(html), HERE / "drawings"))

@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from megarl.config import Config
 from megarl.config.describe import default_of
 from megarl.config.load import all_keys
-from megarl_docs.tables import code, long_code, plain
+from megarl_docs.tables import code, plain
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 _NAMED = {2**31 - 1: "2³¹ − 1", 2**20: "2²⁰", 2**40: "2⁴⁰"}
@@ -97,4 +97,4 @@ def _entry(key: str, field: FieldInfo) -> str:
     link = f'<a class="headerlink" href="#{key}" title="Permanent link">¶</a>'
     holds = [kind(field.annotation), limits(field.metadata), f"default {code(default(field))}" * bool(default(field))]
     facts, meaning = ", ".join(filter(None, holds)), plain(field.description or "")
-    return f'<h3 class="key" id="{key}">{long_code(key)}{link}</h3>\n\n{facts}\n\n{meaning}\n'
+    return f'<h3 class="key" id="{key}">{code(key)}{link}</h3>\n\n{facts}\n\n{meaning}\n'
