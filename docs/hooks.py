@@ -37,6 +37,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "commands": commands.reference,
     "endpoint": endpoint.parameters,
     "keys": keys.reference,
+    "methods": algorithms.methods,
     "metrics": metrics.reference,
     "migration": migration.reference,
     "plans": plans.table,
