@@ -19,6 +19,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from megarl_docs import (  # noqa: E402
     algorithms,
+    cells,
     commands,
     endpoint,
     figures,
@@ -36,6 +37,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     "commands": commands.reference,
     "endpoint": endpoint.parameters,
     "keys": keys.reference,
+    "methods": algorithms.methods,
     "metrics": metrics.reference,
     "migration": migration.reference,
     "plans": plans.table,
@@ -62,5 +64,5 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Formulas and drawings, without any script or further file."""
-    return figures.inline(formulas.as_mathml(html), HERE / "drawings")
+    """Formulas and drawings, without any script or further file; tables that narrow screens can show, too."""
+    return cells.fitted(figures.inline(formulas.as_mathml(html), HERE / "drawings"))

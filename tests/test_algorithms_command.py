@@ -9,14 +9,22 @@ from typing import Any
 import pytest
 
 from megarl.algorithms.declaration import about_of
+from megarl.algorithms.methods import METHODS
 from megarl.cli.algorithms import REGISTRIES, first_line
 from megarl.cli.main import main
-from megarl.config.load import all_keys
+from megarl.config.load import all_keys, load_config
+from megarl.flows.registry import FLOWS
 from megarl.rewards import load_reward
 from megarl.rewards.registry import names
+from megarl.trainer.needs import needs_of
 
 ALL = [(key, name) for key, registry in REGISTRIES.items() for name in registry.names()]
 KEYS = set(all_keys())
+
+
+def known(key: str) -> bool:
+    """Also without "actor_rollout_ref."."""
+    return key in KEYS or f"actor_rollout_ref.{key}" in KEYS
 
 
 def load(key: str, name: str) -> Any:
@@ -30,13 +38,12 @@ def test_it_says_what_it_is_and_where_it_comes_from(key: str, name: str) -> None
     assert 10 < len(first_line(algorithm)) < 120
     about = about_of(algorithm)
     assert any(part.replace(".", "").isdigit() for part in about.paper.replace(",", "").replace(";", "").split())
-    unknown = [named for named in about.keys if named not in KEYS and f"actor_rollout_ref.{named}" not in KEYS]
-    assert not unknown
+    assert all(map(known, about.keys))
 
 
 @pytest.mark.parametrize("key", REGISTRIES)
 def test_the_keys_that_name_algorithms_exist(key: str) -> None:
-    assert key in KEYS or f"actor_rollout_ref.{key}" in KEYS
+    assert known(key)
 
 
 def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +55,30 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         for text in (first_line(load(key, name)), about.paper, *about.keys, *about.needs.words()):
             assert text in line
     assert "2 samples per prompt" in "\n".join(lines)
+
+
+def test_methods_are_listed_with_what_chooses_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, method in METHODS.items():
+        (line,) = [line for line in lines if line.startswith(f"│ {name} ")]
+        assert f"│ {method.what} " in line and f"│ {' '.join(method.settings)} " in line
+    assert not set(METHODS) & {*names(), *(name for _, name in ALL)}
+    assert main(["algorithms", "kto"]) == 0
+    assert capsys.readouterr().out == (
+        "trainer.flow=kto\n\nLearning from single answers that are said to be good or bad, without pairs.\n\n"
+        "paper: KTO, arXiv 2402.01306, eq. 8\n"
+        f"keys: {', '.join(METHODS['kto'].about.keys)}\n"
+        "needs: reference\n"
+    )
+
+
+def test_methods_are_every_flow_and_their_settings_are_configurations() -> None:
+    chosen = {name: load_config(None, [s.replace("=N", "=8") for s in m.settings]) for name, m in METHODS.items()}
+    assert {config.trainer.flow for config in chosen.values()} == set(FLOWS.names())
+    assert chosen["dapo"].algorithm.filter_groups.enable and needs_of(chosen["distillation"]).teacher
+    unknown = [key for method in METHODS.values() for key in method.about.keys if not known(key)]
+    assert unknown == []
 
 
 def test_one_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

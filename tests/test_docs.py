@@ -8,19 +8,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from documents import DOCS, PAGES, ROOT, TEXTS
 from pydantic import BaseModel
+from screens import needs_chromium, outside, screen
 
 pytest.importorskip("mkdocs", reason="launch/requirements-docs.txt is not installed")
 
+from megarl.algorithms.methods import METHODS
 from megarl.config import Config
 from megarl.config.load import all_keys
 from megarl.rewards.registry import names
 from megarl.telemetry.metrics import METRICS
-from megarl_docs import algorithms, commands, formulas, keys, migration, plans, tables
+from megarl_docs import algorithms, cells, commands, formulas, keys, migration, plans, tables
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def test_every_key_has_its_place_and_a_description(site: Path) -> None:
     reference = page(site, "reference/keys.html")
     lacking = [key for key in all_keys() if f'id="{key}"' not in reference]
     assert lacking == []
-    assert reference.count("<a id=") == len(list(all_keys()))
+    assert reference.count('<h3 class="key"') == len(list(all_keys()))
     assert [key for key in all_keys() if not _description(key)] == []
     for text in ("<code>dpo</code>", "≥ 1, ≤ 2²⁰", "a class with __len__ and __getitem__"):
         assert text in reference
@@ -75,7 +78,7 @@ def _description(key: str) -> str | None:
 
 
 def test_every_metric_is_shown(site: Path) -> None:
-    shown = html.unescape(page(site, "reference/metrics.html"))
+    shown = html.unescape(page(site, "reference/metrics.html").replace("<wbr>", ""))
     assert [metric.name for metric in METRICS if f"<code>{metric.name}</code>" not in shown] == []
 
 
@@ -97,11 +100,17 @@ def test_every_algorithm_has_a_page(site: Path) -> None:
     there = {str(path.relative_to(DOCS / "algorithms")) for path in (DOCS / "algorithms").glob("*/*.md")}
     assert there == wanted
     for key, name in algorithms.known():
-        shown = html.unescape(page(site, f"algorithms/{algorithms.FOLDERS[key]}/{name}.html"))
+        shown = html.unescape(page(site, f"algorithms/{algorithms.FOLDERS[key]}/{name}.html").replace("<wbr>", ""))
         assert f"{key}={name}" in shown
         assert "<math" in shown and "When to use it" in shown
         assert "https://arxiv.org/abs/" in shown or "Williams 1992" in shown
         assert ">def</span>" in shown  # its source
+
+
+def test_every_method_is_listed_with_what_chooses_it(site: Path) -> None:
+    shown = html.unescape(page(site, "algorithms/index.html").replace("<wbr>", ""))
+    lacking = [setting for method in METHODS.values() for setting in method.settings if f">{setting}<" not in shown]
+    assert lacking == [] and "DAPO" in shown and 'href="flows/kto.html"' in shown
 
 
 def test_an_algorithm_s_keys_link_to_the_reference(site: Path) -> None:
@@ -126,6 +135,62 @@ def test_drawings_are_those_of_the_script(site: Path, tmp_path: Path, monkeypatc
         assert (DOCS / "drawings" / f"{name}.svg").read_text(encoding="utf-8") == svg
         shown = page(site, f"concepts/{name}.html")
         assert svg.partition("<rect")[2] in shown and 'class="drawing" role="img" aria-label="' in shown
+
+
+# -------------------------------------------------------------------------------------- in a browser, without a server
+
+CLOSED = ".md-sidebar--primary, .md-search"  # what a narrow screen shows when it is opened
+WHOLE = ".md-typeset__scrollwrap, .language-bash pre > code, .language-console pre > code"  # what need not be scrolled
+CUT = f"[...document.querySelectorAll('{WHOLE}')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.innerText)"
+SCHEME = "document.body.dataset.mdColorScheme"
+SWITCH = "document.querySelector('[data-md-component=palette] label:not([hidden])')"
+
+
+def waited_for(browser: Any, expression: str) -> Any:
+    """Its value, when there is one: neither null nor an empty list."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, 120).until(lambda _: browser.execute_script(f"return {expression}"))
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "every"), [("default", 1), ("slate", 8)])
+def test_pages_fit_a_narrow_screen(browser: Any, site: Path, scheme: str, every: int) -> None:
+    with screen(browser, 390, 844):
+        for path in PAGES[::every]:
+            browser.get((site / path.relative_to(DOCS)).with_suffix(".html").as_uri())
+            if browser.execute_script(f"return {SCHEME}") != scheme:
+                waited_for(browser, SWITCH)
+                browser.execute_script(f"{SWITCH}.click()")
+            assert browser.execute_script(f"return {SCHEME}") == scheme
+            assert outside(browser, closed=CLOSED) == [], path
+            assert browser.execute_script(f"return {CUT}") == [], path
+
+
+@needs_chromium
+@pytest.mark.slow
+def test_a_narrow_screen_shows_cards_whole_commands_and_readable_drawings(browser: Any, site: Path) -> None:
+    with screen(browser, 390, 844):
+        browser.get((site / "troubleshooting.html").as_uri())
+        label = browser.execute_script("return getComputedStyle(document.querySelector('td'), '::before').content")
+        assert label == '"symptom: "'
+        browser.get((site / "concepts" / "step.html").as_uri())
+        assert browser.execute_script("return document.querySelector('.drawing').getBoundingClientRect().width") >= 720
+        browser.get((site / "howto" / "offline.html").as_uri())
+        shown = browser.execute_script("return document.querySelector('.language-bash code').innerText")
+        assert shown.rstrip() in (DOCS / "howto" / "offline.md").read_text(encoding="utf-8")  # what copying gives
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["data.answer_key", "answer_key"])
+def test_the_search_finds_a_key_without_a_server(browser: Any, site: Path, words: str) -> None:
+    browser.get("about:blank")
+    browser.get((site / "index.html").as_uri())
+    browser.find_element("css selector", "input.md-search__input").send_keys(words)
+    hits = waited_for(browser, "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)")
+    assert "reference/keys.html" in hits[0] and hits[1].endswith("#data.answer_key")
 
 
 def test_plans_fit_and_are_called_predictions(site: Path) -> None:
@@ -176,6 +241,17 @@ def test_text_of_the_code_is_not_marked_up() -> None:
     assert tables.code("a|b<c") == "<code>a&#124;b&lt;c</code>"
 
 
+def test_cells_name_their_column_and_may_be_broken() -> None:
+    table = (
+        "<table><tr><th>a <em>b</em></th><th></th></tr><tr><td>1</td><td class='x'><code>reward.overlong_buffer</code>"
+    )
+    assert cells.fitted(f"<td>{table}</td></tr></table>") == (
+        "<td><table><tr><th>a <em>b</em></th><th></th></tr>"
+        '<tr><td data-label="a b">1</td><td data-label="" class=\'x\'>'
+        "<code>reward.<wbr>overlong_<wbr>buffer</code></td></tr></table>"
+    )
+
+
 def test_formulas_become_mathml() -> None:
     drawn = formulas.as_mathml(r'<p>x <span class="arithmatex">\(a &lt; b_t\)</span></p>')
     assert drawn.startswith("<p>x <math") and "<msub>" in drawn and "arithmatex" not in drawn
@@ -202,7 +278,7 @@ def test_migration_has_a_table_of_each_kind() -> None:
     assert same.startswith("the same here\n\n| verl's key | what is different, or why |\n")
     assert other.startswith("another key here\n\n| verl's key | here | what is different, or why |\n")
     assert none.startswith("none here\n\n| verl's key | what is different, or why |\n")
-    assert "<code>data.<wbr>train_<wbr>files</code>" in same
+    assert "<code>data.train_files</code>" in same
 
 
 def test_every_test_that_the_security_page_names_exists() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,27 +19,10 @@ from typing import Any
 import pytest
 from ranks import free_port
 from report_runs import rollout, write_folder, write_rollouts
+from screens import needs_chromium, outside, screen
 from tiny_run import ROOT
 
 from megarl.cli.main import main
-
-NO_CHROMIUM = next((f"needs {n}" for n in ("chromium", "chromedriver") if shutil.which(n) is None), "")
-needs_chromium = pytest.mark.skipif(bool(NO_CHROMIUM), reason=NO_CHROMIUM)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(shutil.which("chromium"))
-    for word in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1440,900"):
-        options.add_argument(f"--{word}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
-    driver.set_script_timeout(60)
-    yield driver
-    driver.quit()
 
 
 class Page:
@@ -232,6 +214,29 @@ def test_timeline_memory_and_settings(browser: Any, two: str) -> None:
     assert page.js("document.documentElement.dataset.theme") == "dark"
     page.press("t")
     assert page.errors() == []
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_tab_fits_a_narrow_screen(browser: Any, two: str, theme: str) -> None:
+    with screen(browser, 390, 844):
+        for tab in ("curves", "rollouts", "timeline", "memory", "configuration"):
+            page = Page(browser, two, tab)
+            if page.js("document.documentElement.dataset.theme") != theme:
+                page.js(f"{one('#theme')}.click()")
+            assert page.js("document.documentElement.dataset.theme") == theme
+            assert page.js("document.querySelectorAll('#tabs button, #theme, #help').length") == 7
+            assert outside(browser) == [], tab
+        page.press("?")
+        assert outside(browser) == []
+        page.js(f"{one('#dialog button')}.click()")
+        page.pick("#settings-only", "all")
+        cells = f"[...{one('#settings')}.rows].find(r => r.innerText.includes('data.seed')).innerText.split('\\n')"
+        assert page.js(cells) == ["data.seed", "1", "1", "7"]
+        label = f"getComputedStyle({one('#settings td:last-child')}, '::before').content"
+        assert page.js(label) == '"second: "'
+        assert page.errors() == []
 
 
 @needs_chromium

@@ -1,4 +1,4 @@
-"""What an algorithm declares of itself: source, keys, needs, and its code."""
+"""What an algorithm declares of itself: source, keys, needs, and its code; the methods that are several of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from megarl.algorithms.bradley_terry import BradleyTerry
 from megarl.algorithms.declaration import about_of
 from megarl.algorithms.kto import kto
+from megarl.algorithms.methods import METHODS
 from megarl.cli.algorithms import REGISTRIES, first_line
 from megarl_docs.keys import anchor
 from megarl_docs.tables import code, plain, table
@@ -25,6 +26,20 @@ FOLDERS = {
     "trainer.flow": "flows",
 }
 """Configuration key -> the folder of docs/algorithms with a page for each of its values."""
+
+PAGES = {
+    "ppo": "../concepts/step.md",
+    "dapo": "corrections.md#dapo",
+    "distillation": "estimators/on_policy_distillation.md",
+    "tis": "corrections.md#rollout-correction",
+    "warmup": "../howto/offline.md#warmup",
+    "sft": "../howto/offline.md",
+    "preference": "../howto/offline.md",
+    "kto": "flows/kto.md",
+    "reward_model": "flows/reward_model.md",
+    "eval": "../howto/evaluation.md",
+}
+"""Method -> where docs/algorithms/index.md sends its readers."""
 
 
 def known() -> list[tuple[str, str]]:
@@ -64,6 +79,20 @@ def listed(key: str) -> str:
         if of == key
     ]
     return table(["name", "what it is", "source"], rows)
+
+
+def methods() -> str:
+    """Flows and sets of keys, with links to their pages."""
+    rows = [
+        [
+            f"[{code(name)}]({PAGES[name]})",
+            plain(method.what),
+            " ".join(code(setting) for setting in method.settings),
+            with_links(method.about.paper),
+        ]
+        for name, method in METHODS.items()
+    ]
+    return table(["name", "what it does", "chosen by", "source"], rows)
 
 
 def with_links(paper: str) -> str:

@@ -13,6 +13,7 @@ def inline(page: str, folder: Path) -> str:
 
     def drawn(found: re.Match[str]) -> str:
         svg = (folder / f"{found[2]}.svg").read_text(encoding="utf-8")
-        return svg.replace("<svg ", f'<svg class="drawing" role="img" aria-label="{found[1]}" ', 1)
+        svg = svg.replace("<svg ", f'<svg class="drawing" role="img" aria-label="{found[1]}" ', 1)
+        return f'<span class="scroll">{svg}</span>'
 
     return _IMAGE.sub(drawn, page)

@@ -14,14 +14,14 @@ from pydantic_core import PydanticUndefined
 from megarl.config import Config
 from megarl.config.describe import default_of
 from megarl.config.load import all_keys
-from megarl_docs.tables import code, plain, table
+from megarl_docs.tables import code, plain
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "length ≥"}
 _NAMED = {2**31 - 1: "2³¹ − 1", 2**20: "2²⁰", 2**40: "2⁴⁰"}
 
 
 def reference() -> str:
-    """Every section with a table of its keys."""
+    """Every section with its keys, each below a heading of its own: so the search finds it by its full name."""
     return "\n".join(_section(name, section) for name, section in sections())
 
 
@@ -88,14 +88,13 @@ def _own(section: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _section(name: str, section: type[BaseModel]) -> str:
-    rows = [
-        [
-            f'<a id="{name}.{field_name}"></a>{code(field_name)}',
-            ", ".join(filter(None, (kind(field.annotation), limits(field.metadata)))),
-            code(default(field)),
-            plain(field.description or ""),
-        ]
-        for field_name, field in _own(section).items()
-    ]
     doc = " ".join((section.__doc__ or "").split())
-    return f"## {name}\n\n{doc}\n\n{table(['key', 'type', 'default', 'meaning'], rows)}"
+    entries = (_entry(f"{name}.{field_name}", field) for field_name, field in _own(section).items())
+    return "\n".join([f"## {name}\n\n{doc}\n", *entries])
+
+
+def _entry(key: str, field: FieldInfo) -> str:
+    link = f'<a class="headerlink" href="#{key}" title="Permanent link">¶</a>'
+    holds = [kind(field.annotation), limits(field.metadata), f"default {code(default(field))}" * bool(default(field))]
+    facts, meaning = ", ".join(filter(None, holds)), plain(field.description or "")
+    return f'<h3 class="key" id="{key}">{code(key)}{link}</h3>\n\n{facts}\n\n{meaning}\n'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.migration import entries
-from megarl_docs.tables import long_code, plain, table
+from megarl_docs.tables import code, plain, table
 
 _WORDS = {"carried": "the same here", "translated": "another key here", "refused": "none here"}
 
@@ -18,7 +18,7 @@ def reference(source: str) -> str:
     for kind, heading in _WORDS.items():
         found = [e for e in entries(source) if e.kind == kind]
         differ = any(e.to not in ("", e.key) for e in found)
-        rows = [[long_code(e.key), *[long_code(e.to)] * differ, plain(e.why)] for e in found]
+        rows = [[code(e.key), *[code(e.to)] * differ, plain(e.why)] for e in found]
         columns = [f"{source}'s key", *["here"] * differ, "what is different, or why"]
         if rows:
             parts.append(f"### {source}: {heading}\n\n{table(columns, rows)}")

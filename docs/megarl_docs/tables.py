@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
@@ -24,11 +23,6 @@ def code(text: str) -> str:
         return ""
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;")
     return f"<code>{escaped}</code>"
-
-
-def long_code(text: str) -> str:
-    """Code of which a line may end after a dot or an underscore."""
-    return re.sub(r"([._])", r"\1<wbr>", code(text))
 
 
 def plain(text: str) -> str:

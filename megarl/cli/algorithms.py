@@ -1,4 +1,4 @@
-"""List the algorithms and rewards that a configuration can name, as the code declares them."""
+"""List the methods, algorithms and rewards that a configuration can choose, as the code declares them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from megarl.algorithms.declaration import About, about_of
+from megarl.algorithms.methods import METHODS
 from megarl.algorithms.registry import ESTIMATORS, LOSSES, PREFERENCES
 from megarl.registry import Registry
 from megarl.rewards import registry as rewards
@@ -46,26 +47,30 @@ def algorithms(name: str | None) -> int:
         ValueError: no algorithm has the name.
     """
     if name is None:
-        for key, registry in REGISTRIES.items():
-            if registry.names():
-                print_table(_table(key, registry))
-        print_table(_rewards())
+        for table in (_methods(), *(_table(key, registry) for key, registry in REGISTRIES.items()), _rewards()):
+            print_table(table)
         return 0
     if name in rewards.names():
         reward = rewards.load_reward(name).function
         plain_output().print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
         plain_output().print(f"\nreward.args: {arguments_of(reward) or 'none'}")
         return 0
-    found = {key: registry.load(name) for key, registry in REGISTRIES.items() if name in registry.names()}
-    if not found:
-        names = sorted({*rewards.names(), *(known for registry in REGISTRIES.values() for known in registry.names())})
+    shown = [
+        (f"{key}={name}", inspect.getdoc(registry.load(name)), about_of(registry.load(name)))
+        for key, registry in REGISTRIES.items()
+        if name in registry.names()
+    ]
+    if name in METHODS:
+        shown.append((" ".join(METHODS[name].settings), METHODS[name].what, METHODS[name].about))
+    if not shown:
+        registered = (known for registry in REGISTRIES.values() for known in registry.names())
+        names = sorted({*METHODS, *rewards.names(), *registered})
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
         raise ValueError(f"no algorithm is called {name!r}; {rest}")
     console = plain_output()
-    for key, algorithm in found.items():
-        about = about_of(algorithm)
-        console.print(f"{key}={name}\n\n{inspect.getdoc(algorithm)}\n")
+    for selected_by, text, about in shown:
+        console.print(f"{selected_by}\n\n{text}\n")
         console.print("\n".join(f"{label}: {text}" for label, text in _declared(about).items() if text))
     return 0
 
@@ -75,10 +80,23 @@ def first_line(algorithm: Any) -> str:
     return (inspect.getdoc(algorithm) or "").partition("\n")[0]
 
 
+def _methods() -> Table:
+    table = _empty("methods: flows, and sets of keys", "what it does", "chosen by")
+    for name, method in METHODS.items():
+        table.add_row(name, method.what, " ".join(method.settings))
+    return table
+
+
+def _empty(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", show_lines=False)
+    table.add_column("name", no_wrap=True)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
 def _table(key: str, registry: Registry[Any]) -> Table:
-    table = Table(title=key, title_justify="left", show_lines=False)
-    for column in ("name", "what it is", *_declared(About())):
-        table.add_column(column, no_wrap=column == "name")
+    table = _empty(key, "what it is", *_declared(About()))
     for name in registry.names():
         algorithm = registry.load(name)
         table.add_row(name, first_line(algorithm), *_declared(about_of(algorithm)).values())
@@ -97,9 +115,7 @@ def arguments_of(reward: RewardFunction) -> str:
 
 
 def _rewards() -> Table:
-    table = Table(title="reward.name", title_justify="left", show_lines=False)
-    for column in ("name", "what it is", "reward.args"):
-        table.add_column(column, no_wrap=column == "name")
+    table = _empty("reward.name", "what it is", "reward.args")
     for name in rewards.names():
         reward = rewards.load_reward(name).function
         table.add_row(name, first_line(reward), arguments_of(reward))

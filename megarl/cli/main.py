@@ -53,7 +53,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "Look things up": (
         Command(name="config", help="print, explain and compare configurations", takes_keys=True),
-        Command(name="algorithms", help="advantage estimators, losses and rewards, with what they need"),
+        Command(name="algorithms", help="flows, methods, advantage estimators, losses and rewards: what they need"),
         Command(name="doctor", help="what is installed here, what is missing, and how to get it"),
         Command(name="completion", help="print what completes these commands in bash or zsh"),
     ),

@@ -28,20 +28,19 @@ const Memory = {
       return { phase, peak: values.reduce((a, b) => Math.max(a, b), 0), last: values.at(-1), predicted, items };
     });
     const most = Math.max(capacity, ...rows.map((row) => Math.max(row.peak, row.predicted ?? 0)));
+    const sizes = (row) => ({ peak: row.peak, "last step": row.last, predicted: row.predicted,
+      "peak − predicted": row.predicted === null ? null : row.peak - row.predicted });
     const gib = (value) => value === null || value === undefined ? "–" : `${value.toFixed(2)} GiB`;
     return el("div", { class: "panel", "data-run": run.name }, el("h2", {}, run.name,
       budget ? `: ${budget.accelerator}, ${gib(capacity)}` : ""),
-    el("table", { class: "plain" }, el("tr", {}, ["phase", "", "peak", "last step", "predicted",
-      "peak − predicted"].map((name, i) =>
-      el("th", { class: i > 1 ? "num" : "" }, name))),
+    el("table", { class: "plain stacked" }, el("tr", {}, el("th", {}, "phase"), el("th"),
+      Object.keys(sizes(rows[0])).map((name) => el("th", { class: "num" }, name))),
     rows.map((row) => el("tr", { title: row.items ? Object.entries(row.items).sort((a, b) => b[1] - a[1])
       .map(([name, bytes]) => `${name}: ${gib(bytes / GIB)}`).join("\n") : "" },
-    el("td", {}, row.phase), el("td", { style: { width: "45%" } }, el("div", { class: "gauge" },
+    el("td", {}, row.phase), el("td", {}, el("div", { class: "gauge" },
       el("b", { style: { "--c": phaseColor(row.phase), width: `${100 * row.peak / most}%` } }),
       row.predicted === null ? "" : el("u", { style: { left: `calc(${100 * row.predicted / most}% - 1px)` } }))),
-    el("td", { class: "num" }, gib(row.peak)), el("td", { class: "num" }, gib(row.last)),
-    el("td", { class: "num" }, gib(row.predicted)),
-    el("td", { class: "num" }, row.predicted === null ? "–" : gib(row.peak - row.predicted))))),
+    Object.entries(sizes(row)).map(([name, value]) => el("td", { class: "num", "data-label": name }, gib(value)))))),
     el("div", { class: "legend" }, el("span", {}, budget
       ? "Bars: the fullest GPU's peak over all steps, of its memory. Line: predicted."
       : "Bars: the fullest GPU's peak over all steps. The run folder has no prediction.")));

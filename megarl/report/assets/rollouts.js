@@ -68,7 +68,7 @@ const Rollouts = {
     this.count = el("span", { class: "count", id: "count" });
     this.heads = el("div", { class: "heads" });
     main.replaceChildren(el("div", { class: "fill" }, this.filters(),
-      el("div", { class: "split" }, el("div", { class: "pane" }, this.heads, this.rows), this.detail)));
+      el("div", { class: "split" }, el("div", { class: "pane scroll" }, this.heads, this.rows), this.detail)));
     new ResizeObserver(() => this.paint()).observe(this.rows);
     this.apply();
     if (this.at < 0 && this.order.length) this.open(0, false); else this.detailOf(this.opened ?? this.order[0]);

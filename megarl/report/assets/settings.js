@@ -31,12 +31,13 @@ const Settings = {
     const notes = runs.filter((run) => unreadable[run.place]).map((run) =>
       el("p", {}, el("span", { class: "note" }, `${run.name}: ${unreadable[run.place]}`)));
     const legend = runs.length > 1 ? el("div", { class: "legend" }, "Shaded: the runs differ.") : "";
-    this.body.replaceChildren(...notes, legend, el("table", { class: "plain", id: "settings" },
+    this.body.replaceChildren(...notes, legend, el("table", { class: "plain stacked", id: "settings" },
       el("tr", {}, el("th", {}, "key"), el("th", {}, "default"), runs.map((run) => el("th", {}, run.name))),
       kept.map(([key, description, value, values, differs]) => el("tr", { title: description,
         class: new Set(runs.map((run) => values[run.place])).size > 1 ? "differs" : "" },
-        el("td", {}, el("code", {}, breakable(key))), el("td", {}, el("code", {}, breakable(value ?? "–"))),
-        runs.map((run) => el("td", { class: differs[run.place] ? "changed" : "" }, el("code", {},
-          breakable(values[run.place] ?? "–"))))))));
+        el("td", {}, el("code", {}, breakable(key))),
+        el("td", { "data-label": "default" }, el("code", {}, breakable(value ?? "–"))),
+        runs.map((run) => el("td", { class: differs[run.place] ? "changed" : "", "data-label": run.name },
+          el("code", {}, breakable(values[run.place] ?? "–"))))))));
   },
 };

@@ -187,7 +187,7 @@ const Timeline = {
       ? "No rank keeps the others waiting for more than 2% of the time."
       : `Rank ${late} is the one that others wait for: it waited ${fmtSeconds(lag)} less than they did, ` +
         `of ${fmtSeconds(span)}.`;
-    return [el("p", { id: "straggler", class: late < 0 ? "" : "note" }, verdict), el("div", { class: "panel" },
+    return [el("p", { id: "straggler", class: late < 0 ? "" : "note" }, verdict), el("div", { class: "panel scroll" },
       el("table", { class: "plain", id: "rank-table" },
         el("tr", {}, el("th", {}, "rank"), columns.map((i) => el("th", { class: "num" }, phases[i]))),
         order.map((rank) => el("tr", { class: rank === late ? "straggler" : "", "data-rank": rank },
