@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from megarl.checkpoint.folder import STATE_FILE
-from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, read_config
+from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, end_tokens, read_config
 from megarl.cli.convert import SHARD_BYTES
 from megarl.config import Config, load_config
 from megarl.debugging import hush_dependencies
@@ -95,14 +95,15 @@ def _huggingface(subject: Subject, out: str | None) -> str:
     from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
 
     print(f"megarl: {subject.folder} has no Hugging Face folder; making {made}", file=sys.stderr)
-    megatron_to_huggingface(
+    for remark in megatron_to_huggingface(
         subject.folder,
         made,
         model_files=subject.folder,
         max_shard_bytes=SHARD_BYTES,
         check=True,
         advance=lambda done, total: None,
-    )
+    ):
+        print(f"megarl: {remark}", file=sys.stderr)
     return made
 
 
@@ -127,13 +128,16 @@ def _remarks(folder: str, config: Config | None, chat_template: str | None) -> l
         remarks.append("no chat template: ask /v1/completions, or give one with --chat-template")
     if config is not None and (told := config.data.apply_chat_template_kwargs):
         remarks.append(f"the run told its chat template more: ask with chat_template_kwargs={json.dumps(told)}")
-    if config is not None and (rollout := config.actor_rollout_ref.rollout).stop_token_ids:
-        remarks.append(
-            f"the run ended responses with other tokens, too: ask with stop_token_ids={rollout.stop_token_ids}"
-        )
+    if config is not None and (others := _other_ends(folder, config)):
+        remarks.append(f"the run ended responses with other tokens, too: ask with stop_token_ids={others}")
     if config is not None and config.actor_rollout_ref.rollout.stop:
         remarks.append(f"the run ended responses with strings: ask with stop={config.actor_rollout_ref.rollout.stop}")
     return remarks
+
+
+def _other_ends(folder: str, config: Config) -> list[int]:
+    there = end_tokens(folder, read_architecture(folder).vocab_size)
+    return [i for i in config.actor_rollout_ref.rollout.stop_token_ids if i not in there]
 
 
 def _has_chat_template(folder: str) -> bool:

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
 from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
 
+_FAST = ("tokenizer.json", "tokenizer_config.json")
+_SENTENCEPIECE = "tokenizer.model"
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back.
@@ -16,12 +19,15 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: ids are below this; the model's embedding may be padded beyond it.
         eos_id: ends a response.
+        bos_id, pad_id: the tokens for a beginning and for padding; None where there is none.
         special_tokens: ids by the names that the vocabulary has for them. In texts the names stay text, unless the
             tokenizer was opened with `read_special_tokens`.
     """
 
     vocab_size: int
     eos_id: int
+    bos_id: int | None
+    pad_id: int | None
     special_tokens: Mapping[str, int]
 
     def encode(self, text: str) -> list[int]:
@@ -77,6 +83,11 @@ class Tokenizer(Protocol):
         """One token as the vocabulary spells it, special ones too; empty for ids from vocab_size on."""
 
 
+def has_tokenizer(path: str) -> bool:
+    """Whether `load_tokenizer` has something to open there."""
+    return os.path.isfile(path) or any(os.path.isfile(os.path.join(path, name)) for name in (*_FAST, _SENTENCEPIECE))
+
+
 def load_tokenizer(
     path: str, template_arguments: Mapping[str, Any] | None = None, *, read_special_tokens: bool = False
 ) -> Tokenizer:
@@ -90,11 +101,11 @@ def load_tokenizer(
         ValueError: nothing there, nothing that can be read, or no chat template that reads such arguments.
     """
     if os.path.isdir(path):
-        if any(os.path.isfile(os.path.join(path, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
+        if any(os.path.isfile(os.path.join(path, name)) for name in _FAST):
             return HuggingFaceTokenizer(path, template_arguments or {}, read_special_tokens=read_special_tokens)
-        model = os.path.join(path, "tokenizer.model")
+        model = os.path.join(path, _SENTENCEPIECE)
         if not os.path.isfile(model):
-            raise ValueError(f"'{path}' holds no tokenizer.json, tokenizer_config.json or tokenizer.model")
+            raise ValueError(f"'{path}' holds no {', '.join(_FAST)} or {_SENTENCEPIECE}")
     elif os.path.isfile(path):
         model = path
     else:
