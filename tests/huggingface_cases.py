@@ -35,7 +35,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor], files: int = 1) -> N
     if files == 1:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(files):
         file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
         part = dict(list(weights.items())[i::files])

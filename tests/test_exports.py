@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from megarl.checkpoint.exported_files import export_model_files
 from megarl.checkpoint.verify import compare_answers, megatron_model
-from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_place
 from megarl.models.families import read_architecture
 from tools.convert import main
 from tools.prepare_reasoning_gym import train_tokenizer
@@ -99,7 +99,7 @@ def model_folder(folder: Path, family: str, kind: str, **config: Any) -> Path:
 
 def assert_read_alike(ours: Tokenizer, folder: Path, texts: list[str]) -> None:
     """Ids, texts and special tokens, in transformers' own words."""
-    theirs = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(tokenizer_place(str(folder)))
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
     for text in texts:
         ids = ours.encode(text)
@@ -150,7 +150,8 @@ def test_every_option_of_sentencepiece(tmp_path: Path, model_type: str, rule: st
 
 def greedy(folder: Path, prompt: str, length: int) -> tuple[list[int], str]:
     """The answer of transformers by the folder alone: token ids, the end token among them, and text."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_place(str(folder)))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
     answer = model.generate(**ids, max_new_tokens=length, do_sample=False)[0, ids["input_ids"].shape[1] :]
     return answer.tolist(), tokenizer.decode(answer, skip_special_tokens=True)
@@ -169,7 +170,7 @@ FAMILY_AND_KIND = [
     for i, family in enumerate(CONFIGS)
     for kind, one in ([(kind, False) for kind in KINDS] if family in ("llama", "mistral", "qwen2") else [("", True)])
 ]
-"""Every kind where transformers has a tokenizer class of the family's own, and one elsewhere."""
+"""Every kind for families whose own tokenizers are of several, and one elsewhere."""
 
 
 @pytest.mark.slow
@@ -182,7 +183,8 @@ def test_transformers_answers_as_megarl_generate(
     assert "compared: 4 greedy answers are the same in transformers" in said
     assert ("add_special_tokens=false" in said) == (kind == "byte_level")
     (tmp_path / "prompts.txt").write_text("3 + 5 =\n the  quick fox\n")
-    done = megarl("generate", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt"), "--raw", "--max-tokens", "9")
+    asked = ["--prompts", str(tmp_path / "prompts.txt"), "--raw", "--max-tokens", "9"]
+    done = megarl("generate", str(checkpoint), "actor_rollout_ref.model.dtype=float32", *asked)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
         row = json.loads(line)
@@ -201,6 +203,20 @@ def test_other_weights_are_said(tmp_path: Path) -> None:
     arch = read_architecture(str(folders[0]))
     with pytest.raises(ValueError, match=r"transformers answers 'x' with the ids \[.*\], the checkpoint with \[.*\]$"):
         compare_answers(str(folders[0]), str(tmp_path / "checkpoint"), arch, {"x": [3, 4]}, [])
+
+
+def test_a_tokenizer_that_transformers_reads_as_the_familys_is_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the quickstart's: beside a config.json of qwen2 every tokenizer is Qwen2's. Both lists of ids are named."""
+    checkpoint, folder = exported(tmp_path, "qwen2", "quickstart")
+    said = capsys.readouterr().out
+    assert "of 'a' transformers makes [], training made [2]; it is in tokenizer/: give that folder to Auto" in said
+    with pytest.raises((KeyError, ValueError)):
+        AutoTokenizer.from_pretrained(folder)
+    assert_read_alike(load_tokenizer(str(checkpoint)), folder, TEXTS)
+    assert main(["hf-to-megatron", str(folder), str(tmp_path / "again")]) == 0
+    assert load_tokenizer(str(tmp_path / "again")).encode("1 + 2") == load_tokenizer(str(folder)).encode("1 + 2")
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,8 +270,10 @@ def test_lm_eval_scores_as_the_checkpoint(tmp_path: Path, monkeypatch: pytest.Mo
     lm_eval = pytest.importorskip("lm_eval", reason="launch/requirements-exports.txt is not installed")
     from lm_eval.tasks import TaskManager
 
-    checkpoint, folder = exported(tmp_path, "qwen2", "quickstart")
-    rows = [{"prompt": f"{a} + {b} =", "label": (a + b) % 3} for a in range(1, 5) for b in range(1, 5)]
+    checkpoint, folder = exported(tmp_path, "qwen3", "quickstart")
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"{a} + {b} =", "label": (a + b) % 3} for a in range(1, 5) for b in range(1, 5)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "sums.yaml").write_text(TASK.replace("FILE", str(tmp_path / "rows.jsonl")))

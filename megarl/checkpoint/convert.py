@@ -28,6 +28,7 @@ from megarl.checkpoint.manifest import (
 )
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
 from megarl.checkpoint.verify import compare_answers
+from megarl.data.tokenizer import tokenizer_place
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.fill import fill
@@ -76,7 +77,7 @@ def huggingface_to_megatron(
 
     with new_folder(target) as partial:
         write_megatron(partial, ranks, write, max_file_bytes=max_file_bytes)
-        copy_model_files(source, source, partial, dtype=dtype_name(dtype))
+        copy_model_files(source, tokenizer_place(source), partial, dtype=dtype_name(dtype))
         write_manifest(partial, record_files(partial, files_of(partial), sync=True))
 
 

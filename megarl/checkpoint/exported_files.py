@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from megarl.checkpoint.huggingface_folder import TokenIds, copy_model_files, end_tokens, read_config
-from megarl.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from megarl.checkpoint.huggingface_folder import TokenIds, copy_model_files, end_tokens, move_tokenizer, read_config
+from megarl.data.tokenizer import APART, Tokenizer, has_tokenizer, load_tokenizer, tokenizer_place
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
 from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
 from megarl.data.tokenizer_sentencepiece_export import write_huggingface_tokenizer
@@ -27,6 +27,7 @@ TEXTS = (
 CONVERSATION = ({"role": "user", "content": "What is 7 times 8?"},)
 ASKED = 4
 """Of them, those whose answers are compared."""
+ASK_APART = "give that folder to AutoTokenizer, and as --tokenizer to vLLM"
 MOST_SPECIAL = 32
 """Special tokens that are compared; some models have hundreds in reserve."""
 
@@ -55,6 +56,7 @@ def export_model_files(
     Raises:
         ValueError: the tokenizer cannot be written so, or a text's ids differ; names the text and both.
     """
+    tokenizer = tokenizer_place(tokenizer)
     if not has_tokenizer(tokenizer):
         copy_model_files(source, tokenizer, target, dtype=dtype, classifier=classifier)
         return []
@@ -63,16 +65,17 @@ def export_model_files(
     copy_model_files(source, tokenizer, target, dtype=dtype, token_ids=ids, classifier=classifier)
     if isinstance(ours, SentencePieceTokenizer):
         write_huggingface_tokenizer(ours, target)
-    theirs = load_tokenizer(target)
-    assert isinstance(theirs, HuggingFaceTokenizer)
-    _compare(ours, theirs)
+    try:
+        theirs, remarks = _compared(ours, target), []
+    except ValueError as e:
+        theirs, remarks = _compared(ours, move_tokenizer(target, APART)), [f"{e}; it is in {APART}/: {ASK_APART}"]
     alone = theirs.encode_alone(TEXTS[0])
-    if alone == ours.encode(TEXTS[0]):
-        return []
-    return [
-        f"transformers and vLLM read {TEXTS[0]!r} as {list(map(theirs.token, alone))}, with tokens that training did "
-        f"not put there: ask for plain texts with add_special_tokens=false (a chat template says its own)"
-    ]
+    if alone != ours.encode(TEXTS[0]):
+        remarks.append(
+            f"transformers and vLLM read {TEXTS[0]!r} as {list(map(theirs.token, alone))}, with tokens that training "
+            f"did not put there: ask for plain texts with add_special_tokens=false (a chat template says its own)"
+        )
+    return remarks
 
 
 def prompts_of(folder: str, arch: Architecture) -> tuple[dict[str, list[int]], list[int]]:
@@ -80,7 +83,8 @@ def prompts_of(folder: str, arch: Architecture) -> tuple[dict[str, list[int]], l
     sequences of ids."""
     stop_tokens = end_tokens(folder, arch.vocab_size)
     if not has_tokenizer(folder):
-        return {f"the ids {ids}": ids for ids in ([3, 1, 2], [5, 8, 13, 21, 34])}, stop_tokens
+        asked = [[i % arch.vocab_size for i in ids] for ids in ([3, 1, 2], [5, 8, 13, 21, 34])]
+        return {f"the ids {ids}": ids for ids in asked}, stop_tokens
     tokenizer = load_tokenizer(folder)
     return {text: tokenizer.encode(text) for text in TEXTS[:ASKED]}, stop_tokens
 
@@ -102,7 +106,7 @@ def token_ids(
     def named(role: str, i: int | None) -> int | None:
         """The tokenizer's; where it names none and lies beside the configuration, what that says."""
         there = config.get(role)
-        return there if i is None and own and isinstance(there, int) and there < tokenizer.vocab_size else i
+        return there if i is None and own and isinstance(there, int) and 0 <= there < tokenizer.vocab_size else i
 
     return {
         "bos_token_id": named("bos_token_id", tokenizer.bos_id),
@@ -111,7 +115,10 @@ def token_ids(
     }
 
 
-def _compare(ours: Tokenizer, theirs: HuggingFaceTokenizer) -> None:
+def _compared(ours: Tokenizer, folder: str) -> HuggingFaceTokenizer:
+    """The tokenizer of a folder; raises ValueError if it does not make the same of texts as ours."""
+    theirs = load_tokenizer(folder)
+    assert isinstance(theirs, HuggingFaceTokenizer)
     special = [ours.token(ours.eos_id), *theirs.special_tokens][:MOST_SPECIAL]
     for text in (*TEXTS, *(f"a{name}b" for name in special)):
         ids = _ids(ours, text)
@@ -121,8 +128,9 @@ def _compare(ours: Tokenizer, theirs: HuggingFaceTokenizer) -> None:
     try:
         chat = ours.encode_chat(CONVERSATION)
     except ValueError:
-        return  # no chat template, or one for other conversations
+        return theirs  # no chat template, or one for other conversations
     _require_same(f"the conversation {list(CONVERSATION)}", theirs.encode_chat(CONVERSATION), chat)
+    return theirs
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int] | None:
@@ -136,6 +144,6 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int] | None:
 def _require_same(what: str, theirs: object, ours: object) -> None:
     if theirs != ours:
         raise ValueError(
-            f"the export would not be read as the model was trained: of {what} transformers makes {theirs!r}, training "
-            f"made {ours!r}; nothing is exported, and megarl generate and eval read the checkpoint itself"
+            f"the tokenizer would not be read as in training: of {what} transformers makes {theirs!r}, training made "
+            f"{ours!r}"
         )

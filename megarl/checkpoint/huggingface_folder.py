@@ -183,6 +183,17 @@ def copy_model_files(
             shutil.copyfile(os.path.join(tokenizer, name), os.path.join(target, name))
 
 
+def move_tokenizer(folder: str, name: str) -> str:
+    """Into a new folder within; returns that. In its place is a tokenizer.json that nothing reads: of no file at all
+    transformers makes an empty tokenizer for some families."""
+    apart = os.path.join(folder, name)
+    os.mkdir(apart)
+    for file in filter(_OF_TOKENIZERS.fullmatch, sorted(os.listdir(folder))):
+        os.rename(os.path.join(folder, file), os.path.join(apart, file))
+    _write_config(folder, "tokenizer.json", {"error": f"the tokenizer of this model is in {name}/"})
+    return apart
+
+
 def _write_config(folder: str, name: str, values: Mapping[str, Any]) -> None:
     with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
         f.write(json.dumps(values, indent=2) + "\n")

@@ -47,6 +47,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     _check(arch, tp, length, args.chat_template)
     if "model_type" not in read_config(subject.folder):
         raise ValueError(f"vLLM needs the field model_type in '{subject.folder}/{CONFIG}' (qwen2, say): add it")
+    from megarl.data.tokenizer import tokenizer_place
+
     folder = _huggingface(subject, args.out)
     values = read_config(folder)
     words = ["vllm", "serve", os.path.abspath(folder), "--served-model-name", subject.name]
@@ -56,7 +58,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         words += ["--override-generation-config", json.dumps(sampling)]
     if args.chat_template:
         words += ["--chat-template", os.path.abspath(args.chat_template)]
-    for remark in _remarks(folder, config, args.chat_template):
+    tokenizer = tokenizer_place(folder)
+    if tokenizer != folder:
+        words += ["--tokenizer", os.path.abspath(tokenizer)]
+    for remark in _remarks(folder, tokenizer, config, args.chat_template):
         print(f"megarl: {remark}", file=sys.stderr)
     print(shlex.join(words))
     return 0
@@ -119,12 +124,12 @@ def _sampling(config: Config) -> dict[str, float]:
     return {name: value for name, value in wanted.items() if value != usual[name] or name == "temperature"}
 
 
-def _remarks(folder: str, config: Config | None, chat_template: str | None) -> list[str]:
+def _remarks(folder: str, tokenizer: str, config: Config | None, chat_template: str | None) -> list[str]:
     """What the command cannot say."""
-    remarks, names = [], os.listdir(folder)
+    remarks, names = [], os.listdir(tokenizer)
     if not any(name in names for name in _FAST_TOKENIZERS):
         remarks.append("the tokenizer is a SentencePiece file alone, which vLLM may not read: add a tokenizer.json")
-    if not chat_template and not _has_chat_template(folder):
+    if not chat_template and not _has_chat_template(tokenizer):
         remarks.append("no chat template: ask /v1/completions, or give one with --chat-template")
     if config is not None and (told := config.data.apply_chat_template_kwargs):
         remarks.append(f"the run told its chat template more: ask with chat_template_kwargs={json.dumps(told)}")

@@ -11,6 +11,8 @@ from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
 
 _FAST = ("tokenizer.json", "tokenizer_config.json")
 _SENTENCEPIECE = "tokenizer.model"
+APART = "tokenizer"
+"""Folder for the tokenizer within a model's, where transformers would read another one beside its `config.json`."""
 
 
 class Tokenizer(Protocol):
@@ -85,7 +87,14 @@ class Tokenizer(Protocol):
 
 def has_tokenizer(path: str) -> bool:
     """Whether `load_tokenizer` has something to open there."""
-    return os.path.isfile(path) or any(os.path.isfile(os.path.join(path, name)) for name in (*_FAST, _SENTENCEPIECE))
+    place = tokenizer_place(path)
+    return os.path.isfile(place) or any(os.path.isfile(os.path.join(place, name)) for name in (*_FAST, _SENTENCEPIECE))
+
+
+def tokenizer_place(path: str) -> str:
+    """The folder that has the tokenizer's files: `path`, or the one within it; a file is its own place."""
+    apart = os.path.join(path, APART)
+    return apart if os.path.isdir(apart) else path
 
 
 def load_tokenizer(
@@ -100,6 +109,7 @@ def load_tokenizer(
     Raises:
         ValueError: nothing there, nothing that can be read, or no chat template that reads such arguments.
     """
+    path = tokenizer_place(path)
     if os.path.isdir(path):
         if any(os.path.isfile(os.path.join(path, name)) for name in _FAST):
             return HuggingFaceTokenizer(path, template_arguments or {}, read_special_tokens=read_special_tokens)

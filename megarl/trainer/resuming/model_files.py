@@ -10,6 +10,7 @@ from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.export_huggingface import export_weights
 from megarl.checkpoint.exported_files import export_model_files, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
+from megarl.data.tokenizer import tokenizer_place
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
 from megarl.roles.model import MegatronModel
@@ -27,7 +28,7 @@ def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str
     if trained is None:
         return
     config, model = inputs.config, inputs.config.actor_rollout_ref.model
-    tokenizer = model.tokenizer_path or model.path
+    tokenizer = tokenizer_place(model.tokenizer_path or model.path)
     huggingface = os.path.join(folder, "huggingface")
     control = trained.groups.control
 
