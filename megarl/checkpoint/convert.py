@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.checkpoint.agreement import os_error
 from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
-from megarl.checkpoint.exported_files import export_model_files, prompts_of
+from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, prompts_of
 from megarl.checkpoint.folder import STATE_FILE, check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
@@ -77,7 +77,9 @@ def huggingface_to_megatron(
 
     with new_folder(target) as partial:
         write_megatron(partial, ranks, write, max_file_bytes=max_file_bytes)
-        copy_model_files(source, tokenizer_place(source), partial, dtype=dtype_name(dtype))
+        tokenizer = tokenizer_place(source)
+        copy_model_files(source, tokenizer, partial, dtype=dtype_name(dtype))
+        keep_tokenizer(source, tokenizer, partial)
         write_manifest(partial, record_files(partial, files_of(partial), sync=True))
 
 

@@ -78,6 +78,13 @@ def export_model_files(
     return remarks
 
 
+def keep_tokenizer(source: str, tokenizer: str, target: str) -> None:
+    """Put the tokenizer that `copy_model_files` has copied into a folder of its own, if it is not that of `source`:
+    beside that one's `config.json` it could be read as another."""
+    if os.path.isdir(tokenizer) and not os.path.samefile(source, tokenizer):
+        move_tokenizer(target, APART)
+
+
 def prompts_of(folder: str, arch: Architecture) -> tuple[dict[str, list[int]], list[int]]:
     """Token ids of texts to compare answers to, by text, and the ids that end one; of a folder without tokenizer two
     sequences of ids."""
@@ -101,7 +108,7 @@ def token_ids(
     if stop_tokens is None:
         vocab_size = read_architecture(source).vocab_size
         stop_tokens = tuple(dict.fromkeys((tokenizer.eos_id, *end_tokens(source, vocab_size))))
-    own = os.path.realpath(source) == os.path.realpath(tokenizer_path)
+    own = os.path.samefile(source, tokenizer_path)
 
     def named(role: str, i: int | None) -> int | None:
         """The tokenizer's; where it names none and lies beside the configuration, what that says."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.export_huggingface import export_weights
-from megarl.checkpoint.exported_files import export_model_files, token_ids
+from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.data.tokenizer import tokenizer_place
 from megarl.models.placements import training_placements
@@ -36,6 +36,7 @@ def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str
         if dist.get_rank() == 0:
             ids = token_ids(model.path, tokenizer, inputs.tokenizer, inputs.stop_tokens)
             copy_model_files(model.path, tokenizer, folder, token_ids=ids)
+            keep_tokenizer(model.path, tokenizer, folder)
             if config.checkpoint.save_hf:
                 os.makedirs(huggingface)
                 write_exported_files(inputs, huggingface, classifier=trained.scalar_output)
