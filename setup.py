@@ -39,6 +39,7 @@ setup(
         "matplotlib>=3.9",
         "numpy>=2.0",
         "nvidia-ml-py>=12.560",
+        "protobuf>=4.25",  # SentencePiece's models, for an export
         "psutil>=5.9",  # Megatron-Core's checkpoint writer
         "pyarrow>=17",
         "reasoning-gym>=0.1.19",
@@ -47,6 +48,7 @@ setup(
         "safetensors>=0.4.3",
         "sentencepiece>=0.2.0",
         "tensorboard>=2.17",
+        "tokenizers>=0.21",
         "transformers>=4.56",
     ],
     extras_require={

@@ -11,20 +11,22 @@ from typing import Any
 import torch
 from full_weights import random_weights
 from safetensors.torch import load_file, save_file
-from tiny_families import ARCHITECTURES, CONFIGS
+from tiny_families import CONFIGS
 from torch import Tensor
 from training_cases import Case
 
+from megarl.models.families import read_architecture
 from megarl.types import Batch, batch_of
 
 
-def write_folder(folder: Path, name: str, *, dtype: torch.dtype = torch.float32, files: int = 1) -> Path:
-    """A tiny model's folder with `random_weights`, in one or several files."""
+def write_folder(
+    folder: Path, name: str, *, dtype: torch.dtype = torch.float32, files: int = 1, seed: int = 1, **config: Any
+) -> Path:
+    """A tiny model's folder with `random_weights`, in one or several files; `config`: fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    write_weights(
-        folder, {key: value.to(dtype) for key, value in random_weights(ARCHITECTURES[name], 1).items()}, files
-    )
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | config))
+    weights = random_weights(read_architecture(str(folder)), seed)
+    write_weights(folder, {key: value.to(dtype) for key, value in weights.items()}, files)
     return folder
 
 
@@ -33,7 +35,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor], files: int = 1) -> N
     if files == 1:
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i in range(files):
         file = f"model-{i + 1:05d}-of-{files:05d}.safetensors"
         part = dict(list(weights.items())[i::files])
@@ -60,7 +62,6 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     import torch.distributed as dist
 
     from megarl.config.policy import ActorRolloutRef
-    from megarl.models.families import read_architecture
     from megarl.parallel.groups import build_groups, destroy_groups
     from megarl.parallel.layout import GenerationLayout, TrainLayout
     from megarl.roles.model import MegatronModel

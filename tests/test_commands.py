@@ -321,8 +321,11 @@ def test_the_line_for_vllm(small: TrainedRun, tmp_path: Path, capsys: pytest.Cap
         (["--chat-template", "no.jinja"], "--chat-template: no file at 'no.jinja'"),
     ):
         assert said in lines_of(capsys, "serve", str(source), *options, code=2)[0]
-    said = lines_of(capsys, "serve", str(small.folder / "run"), code=2)[0]
+    said = lines_of(capsys, "serve", str(small.folder), code=2)[0]
     assert "vLLM needs the field model_type" in said
+    (line,) = lines_of(capsys, "serve", str(small.folder / "run"))
+    exported = small.checkpoint(2) / "huggingface"
+    assert shlex.split(line)[2] == str(exported) and line.endswith(f"--tokenizer {exported / 'tokenizer'}")
 
 
 def test_the_line_for_vllm_has_the_run_s_sampling(

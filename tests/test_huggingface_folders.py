@@ -272,7 +272,8 @@ def test_a_run_exports_what_another_imports(tmp_path: Path, ranks: Ranks, traine
     """Four ranks write huggingface/ with their checkpoint; the next run starts from it and answers the same."""
     checkpoint = trained.checkpoint(4)
     exported = checkpoint / "huggingface"
-    assert {file.name for file in exported.iterdir()} == {"config.json", "model.safetensors", "tokenizer.model"}
+    configs = {"config.json", "generation_config.json", "tokenizer.json"}
+    assert {file.name for file in exported.iterdir()} == {"model.safetensors", "tokenizer"} | configs
     assert json.loads((exported / "config.json").read_text())["dtype"] == "float32"
 
     config = write_run(
@@ -289,4 +290,4 @@ def test_a_run_exports_what_another_imports(tmp_path: Path, ranks: Ranks, traine
 
     assert convert(["megatron-to-hf", str(checkpoint), str(tmp_path / "converted"), "--verify"]) == 0
     assert_same_weights(read_weights(exported), read_weights(tmp_path / "converted"))
-    assert (tmp_path / "converted" / "tokenizer.model").is_file()
+    assert (tmp_path / "converted" / "tokenizer" / "tokenizer.model").is_file()

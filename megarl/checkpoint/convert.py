@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.checkpoint.agreement import os_error
 from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
+from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, prompts_of
 from megarl.checkpoint.folder import STATE_FILE, check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
@@ -26,10 +27,16 @@ from megarl.checkpoint.manifest import (
     write_manifest,
 )
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
+from megarl.checkpoint.verify import compare_answers
+from megarl.data.tokenizer import tokenizer_place
+from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.fill import fill
 from megarl.models.tensors import Box, LogicalTensor, logical_tensors, volume
 from megarl.parallel.layout import TrainLayout
+
+ANSWERS_BELOW = 8.0
+"""GB of weights in float32."""
 
 Advance = Callable[[int, int], None]
 """Called with the elements done so far and in all."""
@@ -70,21 +77,35 @@ def huggingface_to_megatron(
 
     with new_folder(target) as partial:
         write_megatron(partial, ranks, write, max_file_bytes=max_file_bytes)
-        copy_model_files(source, source, partial, dtype=dtype_name(dtype))
+        tokenizer = tokenizer_place(source)
+        copy_model_files(source, tokenizer, partial, dtype=dtype_name(dtype))
+        keep_tokenizer(source, tokenizer, partial)
         write_manifest(partial, record_files(partial, files_of(partial), sync=True))
 
 
 def megatron_to_huggingface(
-    source: str, target: str, *, model_files: str, max_shard_bytes: int, check: bool, advance: Advance
-) -> None:
+    source: str,
+    target: str,
+    *,
+    model_files: str,
+    max_shard_bytes: int,
+    check: bool,
+    answers_below: float = ANSWERS_BELOW,
+    advance: Advance,
+) -> list[str]:
     """Write a Hugging Face folder from the actor's weights in a checkpoint, in the type that they have there.
 
     Args:
         model_files: folder with the model's `config.json` and tokenizer; a checkpoint has its own.
         check: compare every file of the checkpoint with its manifest first.
+        answers_below: GB; greedy answers are compared with those of transformers if the weights, in float32, take less.
+
+    Returns:
+        lines that say what was compared, what was not, and what readers of the folder should know.
 
     Raises:
-        ValueError: the source is no checkpoint of that model, is damaged or not finite, or the target is already there.
+        ValueError: the source is no checkpoint of that model, is damaged or not finite, the target is already there, or
+            transformers would read it in another way.
     """
     if check:
         check_contents(source)
@@ -94,6 +115,7 @@ def megatron_to_huggingface(
     total, done = sum(volume(tensor.box) for tensor in tensors.values()), 0
     files = plan_files(tensors.values(), weights.dtype.itemsize, max_shard_bytes)
     with new_folder(target) as partial:
+        remarks = export_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
         for file in files:
             writer = open_file(partial, file, weights.dtype)
             for tensor in file.tensors:
@@ -103,7 +125,23 @@ def megatron_to_huggingface(
                 done += volume(tensor.box)
                 advance(done, total)
         write_index(partial, files, weights.dtype.itemsize)
-        copy_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
+        remarks.append(_compared(partial, source, arch, 4 * total, answers_below * 1e9))
+    return remarks
+
+
+def _compared(folder: str, source: str, arch: Architecture, needed: int, limit: float) -> str:
+    """Compare what transformers makes of a whole folder with the checkpoint, where that fits; says what was.
+
+    Args:
+        needed: bytes of the weights in float32.
+    """
+    if arch.output == "scalar":
+        return "not compared: what transformers makes of it (a model of scores)"
+    if needed > limit or needed > psutil.virtual_memory().available:
+        return f"not compared: answers; one model in float32 takes {needed / 1e9:.1f} GB of memory (--answers-below)"
+    prompts, stop_tokens = prompts_of(folder, arch)
+    count = compare_answers(folder, source, arch, prompts, stop_tokens)
+    return f"compared: {count} greedy answers are the same in transformers"
 
 
 def check_contents(folder: str) -> None:

@@ -14,11 +14,12 @@ import mmap
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, read_header
 from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
 from megarl.models.tensors import EMBEDDING, OUTPUT, SCORE, logical_tensors
 
 CONFIG = "config.json"
@@ -27,8 +28,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")  # buffers that old files hold and every model computes
-_COMPANIONS = re.compile(
-    r"(generation_config|special_tokens_map|added_tokens|vocab|chat_template)\.json|tokenizer.*\.(json|model)"
+_OF_TOKENIZERS = re.compile(
+    r"(special_tokens_map|added_tokens|vocab|chat_template)\.json|tokenizer.*\.(json|model)"
     r"|spiece\.model|merges\.txt|vocab\.txt|chat_template\.jinja"
 )
 
@@ -105,9 +106,9 @@ def weight_entries(folder: str) -> dict[str, Entry]:
     return {name: entry for file in files for name, entry in read_header(os.path.join(folder, file)).items()}
 
 
-def read_config(folder: str) -> dict[str, Any]:
-    """The folder's `config.json`; raises ValueError if it is no JSON object."""
-    file = os.path.join(folder, CONFIG)
+def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
+    """The folder's `config.json`, or another of its files; raises ValueError if it is no JSON object."""
+    file = os.path.join(folder, name)
     try:
         with open(file, encoding="utf-8") as f:
             config: Any = json.load(f)
@@ -132,11 +133,7 @@ def end_tokens(folder: str, vocab_size: int) -> list[int]:
         file = os.path.join(folder, name)
         if not os.path.isfile(file):
             continue
-        try:
-            with open(file, encoding="utf-8") as f:
-                ids = json.load(f).get("eos_token_id")
-        except (ValueError, AttributeError, RecursionError, OSError) as e:
-            raise ValueError(f"'{file}' is not a JSON object: {e}") from e
+        ids = read_config(folder, name).get("eos_token_id")
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if not all(type(i) is int for i in listed):
             raise ValueError(f"'{file}': eos_token_id must be a token id or a list of them, not {ids!r:.80}")
@@ -144,31 +141,62 @@ def end_tokens(folder: str, vocab_size: int) -> list[int]:
     return list(found)
 
 
+TokenIds = Mapping[str, int | list[int] | None]
+"""`eos_token_id` and the like, as `config.json` and `generation_config.json` have them."""
+
+
 def copy_model_files(
-    source: str, tokenizer: str, target: str, *, dtype: str | None = None, classifier: bool = False
+    source: str,
+    tokenizer: str,
+    target: str,
+    *,
+    dtype: str | None = None,
+    token_ids: TokenIds | None = None,
+    classifier: bool = False,
 ) -> None:
     """Copy all but the weights: `config.json`, the tokenizer and the generation settings.
 
     Args:
-        tokenizer: folder of the tokenizer, or a SentencePiece .model file.
+        tokenizer: folder of the tokenizer, or a SentencePiece .model file; with another one, that of `source` stays
+            behind.
         dtype: of the weights, such as "bfloat16", to be written into `config.json`; None leaves what is there.
+        token_ids: to be written into both configurations; None leaves what is there.
         classifier: the target is a sequence classifier with one label, whatever the source is.
     """
-    config = read_config(source)
+    config = {**read_config(source), **(token_ids or {})}
+    config.setdefault("model_type", read_architecture(source).family)  # without it transformers and vLLM read nothing
     if classifier:
         names = config.get("architectures") or []
         config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    with open(os.path.join(target, CONFIG), "w", encoding="utf-8") as f:
-        f.write(json.dumps(config, indent=2) + "\n")
+    _write_config(target, CONFIG, config)
+    there = os.path.isfile(os.path.join(source, GENERATION_CONFIG))
+    if there or token_ids is not None:
+        generation = read_config(source, GENERATION_CONFIG) if there else {}
+        _write_config(target, GENERATION_CONFIG, {**generation, **(token_ids or {})})
     if os.path.isfile(tokenizer):
         shutil.copyfile(tokenizer, os.path.join(target, "tokenizer.model"))
-    for folder in {source: None, tokenizer: None}:  # the tokenizer's own files last: they win
-        for name in os.listdir(folder) if os.path.isdir(folder) else ():
-            if _COMPANIONS.fullmatch(name):
-                shutil.copyfile(os.path.join(folder, name), os.path.join(target, name))
+    for name in os.listdir(tokenizer) if os.path.isdir(tokenizer) else ():
+        if _OF_TOKENIZERS.fullmatch(name):
+            shutil.copyfile(os.path.join(tokenizer, name), os.path.join(target, name))
+
+
+def move_tokenizer(folder: str, name: str) -> str:
+    """Into a new folder within; returns that. In its place is a tokenizer.json that nothing reads: of no file at all
+    transformers makes an empty tokenizer for some families."""
+    apart = os.path.join(folder, name)
+    os.mkdir(apart)
+    for file in filter(_OF_TOKENIZERS.fullmatch, sorted(os.listdir(folder))):
+        os.rename(os.path.join(folder, file), os.path.join(apart, file))
+    _write_config(folder, "tokenizer.json", {"error": f"the tokenizer of this model is in {name}/"})
+    return apart
+
+
+def _write_config(folder: str, name: str, values: Mapping[str, Any]) -> None:
+    with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
+        f.write(json.dumps(values, indent=2) + "\n")
 
 
 def _no_weights(folder: str) -> str:

@@ -10,6 +10,10 @@ itself it needs two to three times the memory of the largest parameter, however 
 
 A checkpoint's files are compared with its manifest first, and weights that are not finite are refused.
 
+An export is read with `transformers` before it gets its name: its tokenizer must make the ids of training of some
+texts, and the model, in float32, must give the checkpoint's greedy answers. These are compared if the weights take less
+than --answers-below and than the memory that is free; one model at a time is held.
+
 --verify reads the result back and compares every weight with the source's, bit for bit; --verify=logits also runs both
 models, ours and that of `transformers`, in float32 on a few sequences, for which both must fit into memory in turn.
 """
@@ -53,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out = ways.add_parser("megatron-to-hf", parents=[common], help="export")
     out.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
     out.add_argument("--no-check", action="store_true", help="do not compare SRC's files with its manifest first")
+    out.add_argument(
+        "--answers-below",
+        metavar="GB",
+        default=8.0,
+        type=float,
+        help="compare greedy answers with transformers' if the weights take less in float32 (default 8; 0: never)",
+    )
     out.add_argument("--model", help="folder with config.json and tokenizer; default SRC, which has them")
 
 
@@ -87,6 +98,7 @@ def convert(args: argparse.Namespace) -> None:
 
     from megarl.checkpoint.convert import huggingface_to_megatron, megatron_to_huggingface
 
+    remarks: list[str] = []
     with progress(f"{args.way} {os.path.basename(os.path.abspath(args.source))}") as advance:
         if args.way == "hf-to-megatron":
             huggingface_to_megatron(
@@ -99,15 +111,18 @@ def convert(args: argparse.Namespace) -> None:
                 advance=advance,
             )
         else:
-            megatron_to_huggingface(
+            remarks = megatron_to_huggingface(
                 args.source,
                 args.target,
                 model_files=args.model or args.source,
                 max_shard_bytes=args.max_shard_bytes,
                 check=not args.no_check,
+                answers_below=args.answers_below,
                 advance=advance,
             )
     print(f"wrote {args.target} from {args.source}")
+    for remark in remarks:
+        print(remark)
 
 
 def verify(args: argparse.Namespace) -> None:

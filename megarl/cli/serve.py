@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from megarl.checkpoint.folder import STATE_FILE
-from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, read_config
+from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, end_tokens, read_config
 from megarl.cli.convert import SHARD_BYTES
 from megarl.config import Config, load_config
 from megarl.models.architecture import Architecture
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     _check(arch, tp, length, args.chat_template)
     if "model_type" not in read_config(subject.folder):
         raise ValueError(f"vLLM needs the field model_type in '{subject.folder}/{CONFIG}' (qwen2, say): add it")
+    from megarl.data.tokenizer import tokenizer_place
+
     folder = _huggingface(subject, args.out)
     values = read_config(folder)
     words = ["vllm", "serve", os.path.abspath(folder), "--served-model-name", subject.name]
@@ -55,7 +57,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         words += ["--override-generation-config", json.dumps(sampling)]
     if args.chat_template:
         words += ["--chat-template", os.path.abspath(args.chat_template)]
-    for remark in _remarks(folder, config, args.chat_template):
+    tokenizer = tokenizer_place(folder)
+    if tokenizer != folder:
+        words += ["--tokenizer", os.path.abspath(tokenizer)]
+    for remark in _remarks(folder, tokenizer, config, args.chat_template):
         print(f"megarl: {remark}", file=sys.stderr)
     print(shlex.join(words))
     return 0
@@ -93,14 +98,15 @@ def _huggingface(subject: Subject, out: str | None) -> str:
     from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
 
     print(f"megarl: {subject.folder} has no Hugging Face folder; making {made}", file=sys.stderr)
-    megatron_to_huggingface(
+    for remark in megatron_to_huggingface(
         subject.folder,
         made,
         model_files=subject.folder,
         max_shard_bytes=SHARD_BYTES,
         check=True,
         advance=lambda done, total: None,
-    )
+    ):
+        print(f"megarl: {remark}", file=sys.stderr)
     return made
 
 
@@ -116,22 +122,25 @@ def _sampling(config: Config) -> dict[str, float]:
     return {name: value for name, value in wanted.items() if value != usual[name] or name == "temperature"}
 
 
-def _remarks(folder: str, config: Config | None, chat_template: str | None) -> list[str]:
+def _remarks(folder: str, tokenizer: str, config: Config | None, chat_template: str | None) -> list[str]:
     """What the command cannot say."""
-    remarks, names = [], os.listdir(folder)
+    remarks, names = [], os.listdir(tokenizer)
     if not any(name in names for name in _FAST_TOKENIZERS):
         remarks.append("the tokenizer is a SentencePiece file alone, which vLLM may not read: add a tokenizer.json")
-    if not chat_template and not _has_chat_template(folder):
+    if not chat_template and not _has_chat_template(tokenizer):
         remarks.append("no chat template: ask /v1/completions, or give one with --chat-template")
     if config is not None and (told := config.data.apply_chat_template_kwargs):
         remarks.append(f"the run told its chat template more: ask with chat_template_kwargs={json.dumps(told)}")
-    if config is not None and (rollout := config.actor_rollout_ref.rollout).stop_token_ids:
-        remarks.append(
-            f"the run ended responses with other tokens, too: ask with stop_token_ids={rollout.stop_token_ids}"
-        )
+    if config is not None and (others := _other_ends(folder, config)):
+        remarks.append(f"the run ended responses with other tokens, too: ask with stop_token_ids={others}")
     if config is not None and config.actor_rollout_ref.rollout.stop:
         remarks.append(f"the run ended responses with strings: ask with stop={config.actor_rollout_ref.rollout.stop}")
     return remarks
+
+
+def _other_ends(folder: str, config: Config) -> list[int]:
+    there = end_tokens(folder, read_architecture(folder).vocab_size)
+    return [i for i in config.actor_rollout_ref.rollout.stop_token_ids if i not in there]
 
 
 def _has_chat_template(folder: str) -> bool:

@@ -9,6 +9,11 @@ from typing import Any, Protocol
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
 from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
 
+_FAST = ("tokenizer.json", "tokenizer_config.json")
+_SENTENCEPIECE = "tokenizer.model"
+APART = "tokenizer"
+"""Folder for the tokenizer within a model's, where transformers would read another one beside its `config.json`."""
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back.
@@ -16,12 +21,15 @@ class Tokenizer(Protocol):
     Attributes:
         vocab_size: ids are below this; the model's embedding may be padded beyond it.
         eos_id: ends a response.
+        bos_id, pad_id: the tokens for a beginning and for padding; None where there is none.
         special_tokens: ids by the names that the vocabulary has for them. In texts the names stay text, unless the
             tokenizer was opened with `read_special_tokens`.
     """
 
     vocab_size: int
     eos_id: int
+    bos_id: int | None
+    pad_id: int | None
     special_tokens: Mapping[str, int]
 
     def encode(self, text: str) -> list[int]:
@@ -77,6 +85,18 @@ class Tokenizer(Protocol):
         """One token as the vocabulary spells it, special ones too; empty for ids from vocab_size on."""
 
 
+def has_tokenizer(path: str) -> bool:
+    """Whether `load_tokenizer` has something to open there."""
+    place = tokenizer_place(path)
+    return os.path.isfile(place) or any(os.path.isfile(os.path.join(place, name)) for name in (*_FAST, _SENTENCEPIECE))
+
+
+def tokenizer_place(path: str) -> str:
+    """The folder that has the tokenizer's files: `path`, or the one within it; a file is its own place."""
+    apart = os.path.join(path, APART)
+    return apart if os.path.isdir(apart) else path
+
+
 def load_tokenizer(
     path: str, template_arguments: Mapping[str, Any] | None = None, *, read_special_tokens: bool = False
 ) -> Tokenizer:
@@ -89,12 +109,13 @@ def load_tokenizer(
     Raises:
         ValueError: nothing there, nothing that can be read, or no chat template that reads such arguments.
     """
+    path = tokenizer_place(path)
     if os.path.isdir(path):
-        if any(os.path.isfile(os.path.join(path, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
+        if any(os.path.isfile(os.path.join(path, name)) for name in _FAST):
             return HuggingFaceTokenizer(path, template_arguments or {}, read_special_tokens=read_special_tokens)
-        model = os.path.join(path, "tokenizer.model")
+        model = os.path.join(path, _SENTENCEPIECE)
         if not os.path.isfile(model):
-            raise ValueError(f"'{path}' holds no tokenizer.json, tokenizer_config.json or tokenizer.model")
+            raise ValueError(f"'{path}' holds no {', '.join(_FAST)} or {_SENTENCEPIECE}")
     elif os.path.isfile(path):
         model = path
     else:

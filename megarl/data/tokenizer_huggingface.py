@@ -16,6 +16,18 @@ from megarl.data.tokenizer_growth import check_growth
 _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "tokenize")
 
 
+@contextmanager
+def no_panic(what: str) -> Iterator[None]:
+    """What the library gives up at inside becomes a ValueError of `what`; its own error is not even an Exception."""
+    try:
+        yield
+    except BaseException as e:
+        if (type(e).__module__, type(e).__name__) != ("pyo3_runtime", "PanicException"):
+            raise
+        reason = " ".join(str(e).split())[:200]
+        raise ValueError(f"{what} failed: {reason}") from e
+
+
 class HuggingFaceTokenizer:
     """See `megarl.data.tokenizer.Tokenizer`. Reads local files only and runs no Python that comes with them.
 
@@ -37,7 +49,7 @@ class HuggingFaceTokenizer:
         check_growth(directory)
         self._directory = directory
         try:
-            with self._no_panic():
+            with no_panic(f"the tokenizer in '{self._directory}'"):
                 self._tokenizer = AutoTokenizer.from_pretrained(
                     directory, local_files_only=True, trust_remote_code=False
                 )
@@ -49,6 +61,8 @@ class HuggingFaceTokenizer:
         if eos_id is None:
             raise ValueError(f"the tokenizer in '{directory}' has no eos_token: responses could never end")
         self.eos_id = int(eos_id)
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.pad_id: int | None = self._tokenizer.pad_token_id
         self._arguments = dict(template_arguments)
         for name in self._arguments:
             if name in _OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
@@ -70,11 +84,16 @@ class HuggingFaceTokenizer:
             return self._encoded(text)
         return self._checked(self._encoded(text, split=self._special.in_text(text)))
 
+    def encode_alone(self, text: str) -> list[int]:
+        """Token ids as whoever asks transformers for no more gets them: with what the files put around every text."""
+        with self._lock, no_panic(f"the tokenizer in '{self._directory}'"):
+            return list(self._tokenizer(text)["input_ids"])
+
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
         if not texts:
             return []
         keys = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-        with self._lock, self._no_panic():
+        with self._lock, no_panic(f"the tokenizer in '{self._directory}'"):
             encoded = list(self._tokenizer(list(texts), **keys)["input_ids"])
         if self._reads_special_tokens:
             return encoded
@@ -132,7 +151,7 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]
         # whatever the tokenizer's files say: "x = [ 1 , 2 ]" is what the policy wrote, and not "x = [ 1, 2 ]"
-        with self._no_panic():
+        with no_panic(f"the tokenizer in '{self._directory}'"):
             return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token(self, id: int) -> str:
@@ -143,19 +162,8 @@ class HuggingFaceTokenizer:
         return self._checked(self._encoded(text, split=self._special.in_text(text)))
 
     def _encoded(self, text: str, *, split: bool = False) -> list[int]:
-        with self._lock, self._no_panic():
+        with self._lock, no_panic(f"the tokenizer in '{self._directory}'"):
             return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split))
-
-    @contextmanager
-    def _no_panic(self) -> Iterator[None]:
-        """What the library gives up at inside becomes a ValueError; its own error is not even an Exception."""
-        try:
-            yield
-        except BaseException as e:
-            if (type(e).__module__, type(e).__name__) != ("pyo3_runtime", "PanicException"):
-                raise
-            reason = " ".join(str(e).split())[:200]
-            raise ValueError(f"the tokenizer in '{self._directory}' failed: {reason}") from e
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The same; raises ValueError if a special token has come out of a text."""

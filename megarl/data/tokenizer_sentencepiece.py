@@ -29,6 +29,15 @@ class SentencePieceTokenizer:
         if self.eos_id < 0:
             raise ValueError(f"'{model_file}' has no end-of-sequence token: responses could never end")
 
+        bos_id, pad_id = self._processor.bos_id(), self._processor.pad_id()
+        self.bos_id: int | None = bos_id if bos_id >= 0 else None
+        self.pad_id: int | None = pad_id if pad_id >= 0 else None
+
+    @property
+    def model_proto(self) -> bytes:
+        """The model as its file has it."""
+        return bytes(self._processor.serialized_model_proto())
+
     def encode(self, text: str) -> list[int]:
         return list(self._processor.encode(text))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
 import torch
 
 from megarl.algorithms.declaration import Needs
@@ -29,6 +32,7 @@ from megarl.trainer.inputs import Inputs, read_inputs, read_model
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import check_other_files, check_other_layouts
+from megarl.trainer.resuming.model_files import write_exported_files
 from megarl.trainer.resuming.resume import expected_start
 from megarl.trainer.resuming.run_folder import check_run_folder
 from megarl.trainer.telemetry_checks import check_telemetry
@@ -60,6 +64,8 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         _check_rows(inputs)
         if generates(config):
             check_conversations(inputs)
+        if config.checkpoint.save_hf and config.trainer.save_freq != 0 and trains(config):
+            inputs = _check_export(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
     except ValueError as e:
         if not is_refusal(e):
@@ -374,6 +380,17 @@ def _check_model_files(inputs: Inputs) -> None:
             check_weights(model.path, arch.with_scalar_output() if scores else arch)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
+
+
+def _check_export(inputs: Inputs) -> Inputs:
+    """Write what `huggingface/` will hold beside the weights: a save must not be the first to find that it cannot be
+    read. Returns the inputs with what is said of it."""
+    with TemporaryDirectory() as folder:
+        try:
+            remarks = write_exported_files(inputs, folder)
+        except OSError as e:
+            raise ValueError(f"checkpoint.save_hf: {e}; set it to false") from e
+    return replace(inputs, remarks=(*inputs.remarks, *(f"remark: {remark}" for remark in remarks)))
 
 
 def _check_rows(inputs: Inputs) -> None:

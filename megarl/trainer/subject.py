@@ -21,7 +21,7 @@ from megarl.trainer.resuming.best import best_checkpoint
 USUAL_CONTEXT = 4096
 """Tokens of prompt and response together, where the model has so many positions and nobody asks for more."""
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer/tokenizer.json")
 
 
 @dataclass(frozen=True, kw_only=True)

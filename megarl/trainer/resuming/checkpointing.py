@@ -211,7 +211,7 @@ class Checkpointing:
                     write_arrays(file_of(folder, name), joined.arrays())
 
         on_every_rank(self._groups.control, write)
-        write_model_files(self._config, exported, folder)
+        write_model_files(self._inputs, exported, folder)
 
     def _check_name(self, name: str) -> None:
         if name in self.models or name in self._states or name in RESERVED:

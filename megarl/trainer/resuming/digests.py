@@ -6,9 +6,12 @@ import hashlib
 import os
 from collections.abc import Iterable
 
+from megarl.data.tokenizer import tokenizer_place
+
 
 def tokenizer_digest(path: str) -> str:
     """Of a SentencePiece model file, or of the tokenizer's files in a folder."""
+    path = tokenizer_place(path)
     if os.path.isfile(path):
         return file_digest(path) or ""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []

@@ -8,14 +8,16 @@ import torch.distributed as dist
 
 from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.export_huggingface import export_weights
+from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
-from megarl.config import Config
+from megarl.data.tokenizer import tokenizer_place
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
 from megarl.roles.model import MegatronModel
+from megarl.trainer.inputs import Inputs
 
 
-def write_model_files(config: Config, trained: MegatronModel | None, folder: str) -> None:
+def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str) -> None:
     """Configuration and tokenizer into a checkpoint's folder; on request `huggingface/`, with the weights, too.
 
     Every rank calls it. Raises RankFailed, on all of them, if one cannot write.
@@ -25,22 +27,43 @@ def write_model_files(config: Config, trained: MegatronModel | None, folder: str
     """
     if trained is None:
         return
-    model = config.actor_rollout_ref.model
-    tokenizer = model.tokenizer_path or model.path
+    config, model = inputs.config, inputs.config.actor_rollout_ref.model
+    tokenizer = tokenizer_place(model.tokenizer_path or model.path)
     huggingface = os.path.join(folder, "huggingface")
     control = trained.groups.control
 
     def copy() -> None:
         if dist.get_rank() == 0:
-            copy_model_files(model.path, tokenizer, folder)
+            ids = token_ids(model.path, tokenizer, inputs.tokenizer, inputs.stop_tokens)
+            copy_model_files(model.path, tokenizer, folder, token_ids=ids)
+            keep_tokenizer(model.path, tokenizer, folder)
             if config.checkpoint.save_hf:
                 os.makedirs(huggingface)
-                scores = trained.scalar_output
-                copy_model_files(model.path, tokenizer, huggingface, dtype=model.dtype, classifier=scores)
+                write_exported_files(inputs, huggingface, classifier=trained.scalar_output)
 
     on_every_rank(control, copy)
     if config.checkpoint.save_hf:
         on_every_rank(control, lambda: _export(trained, huggingface))
+
+
+def write_exported_files(inputs: Inputs, folder: str, *, classifier: bool = False) -> list[str]:
+    """All but the weights of `huggingface/` into an empty folder; returns remarks.
+
+    Raises:
+        OSError: it cannot be written, or would not be read as the model was trained.
+    """
+    model = inputs.config.actor_rollout_ref.model
+    try:
+        return export_model_files(
+            model.path,
+            model.tokenizer_path or model.path,
+            folder,
+            dtype=model.dtype,
+            stop_tokens=inputs.stop_tokens,
+            classifier=classifier,
+        )
+    except ValueError as e:
+        raise OSError(str(e)) from e  # as a full disk: it is said, and the run goes on
 
 
 def _export(model: MegatronModel, folder: str) -> None:
