@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -13,8 +14,10 @@ from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.data.tokenizer import tokenizer_place
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
-from megarl.roles.model import MegatronModel
 from megarl.trainer.inputs import Inputs
+
+if TYPE_CHECKING:  # checks of a run do without Megatron-Core
+    from megarl.roles.model import MegatronModel
 
 
 def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str) -> None:
