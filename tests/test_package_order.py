@@ -8,6 +8,7 @@ from pathlib import Path
 ORDER = [
     "plain",
     "processes",
+    "host",
     "debugging",
     "phases",
     "isolation",
@@ -46,6 +47,7 @@ TORCH_FREE = [
     "plain.py",
     "loopback.py",
     "processes.py",
+    "host.py",
     "debugging.py",
     "phases.py",
     "registry.py",

@@ -11,12 +11,12 @@ from megarl.data.arrow_batches import arrow_batches
 from megarl.data.files import DataFile, data_files, row_prefix
 from megarl.data.json_lines import buffered, json_lines
 from megarl.data.parquet_pages import MOST_BYTES, MOST_TIMES, rows_at_a_time
+from megarl.rewards.rows import answer_hint, column_names
 
 if TYPE_CHECKING:
     import pyarrow
 
 _NESTED = 100  # levels of a row
-_ANSWERS = ("answer", "ground_truth", "solution", "completion", "target")
 BATCH_ROWS = 1024
 """Rows of a table that are Python objects at a time."""
 
@@ -90,21 +90,6 @@ def require_column(rows: Sequence[Row], key: str, section_key: str) -> None:
             columns = ", ".join(column_names(row.columns))
             hint = answer_hint(row.columns) if section_key == "data.answer_key" else ""
             raise ValueError(f"{section_key} = '{key}': no such column in {row.source}; columns: {columns}{hint}")
-
-
-def column_names(columns: Mapping[str, Any]) -> list[str]:
-    """As keys of the configuration name them: "prompt", and "reward_model.ground_truth" for a field of a column."""
-    names: list[str] = []
-    for column, value in columns.items():
-        inner = value if isinstance(value, Mapping) else {}
-        names += [f"{column}.{field}" for field in inner] or [str(column)]
-    return names
-
-
-def answer_hint(columns: Mapping[str, Any]) -> str:
-    """What to set `data.answer_key` to, behind a refusal; empty if no column is called as answers mostly are."""
-    names = [name for name in column_names(columns) if name.rpartition(".")[2] in _ANSWERS]
-    return f"; there is '{names[0]}': set data.answer_key={names[0]}" if names else ""
 
 
 def no_rows(name: str, what: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""What most rewards need of a row."""
+"""The columns of a row, and what most rewards need of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,22 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.data.readers import answer_hint, column_names
+_ANSWERS = ("answer", "ground_truth", "solution", "completion", "target")
+
+
+def column_names(columns: Mapping[str, Any]) -> list[str]:
+    """As keys of the configuration name them: "prompt", and "reward_model.ground_truth" for a field of a column."""
+    names: list[str] = []
+    for column, value in columns.items():
+        inner = value if isinstance(value, Mapping) else {}
+        names += [f"{column}.{field}" for field in inner] or [str(column)]
+    return names
+
+
+def answer_hint(columns: Mapping[str, Any]) -> str:
+    """What to set `data.answer_key` to, behind a refusal; empty if no column is called as answers mostly are."""
+    names = [name for name in column_names(columns) if name.rpartition(".")[2] in _ANSWERS]
+    return f"; there is '{names[0]}': set data.answer_key={names[0]}" if names else ""
 
 
 def check_answer(row: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megarl.data.messages import are_messages
 from megarl.rewards.judge import NOT_APPLICABLE, Response, number
 
 Parameters = Mapping[str, inspect.Parameter]
@@ -79,4 +78,4 @@ def check_row(row: Mapping[str, Any], parameters: Parameters, args: Mapping[str,
 
 
 def _completion(response: Response) -> Any:
-    return [{"role": "assistant", "content": response.text}] if are_messages(response.prompt) else response.text
+    return [{"role": "assistant", "content": response.text}] if isinstance(response.prompt, list) else response.text
