@@ -45,7 +45,7 @@ def test_the_quickstart() -> None:
     done = megarl("plan", QUICKSTART)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(
-        "qwen2, 101 thousand parameters, on 4 GPUs: training TP2 x PP2 x DP1, generation TP2 x 2 replicas (native)\n"
+        "qwen3, 101 thousand parameters, on 4 GPUs: training TP2 x PP2 x DP1, generation TP2 x 2 replicas (native)\n"
     )
     for said in ("training weights", "KV cache of a replica: 8,192 tokens, 256 sequences of 22", "received", "update"):
         assert said in done.stdout
