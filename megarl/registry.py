@@ -119,7 +119,7 @@ def _import_file(path: str) -> ModuleType:
         module.__file__ = path
         sys.modules[name] = module  # dataclasses and pickle look a class's module up there
         try:
-            import_ = _importer(os.path.dirname(os.fsdecode(place)))
+            import_ = _importer(os.fsdecode(place))
             vars(module)["__builtins__"] = {**vars(builtins), "__import__": import_}
             exec(compile(source, path, "exec"), vars(module))
         except BaseException:
@@ -128,17 +128,19 @@ def _import_file(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def _importer(folder: str) -> Callable[..., Any]:
-    """An `__import__` for the files of a folder: they find each other by name, and nobody else finds them.
+def _importer(path: str) -> Callable[..., Any]:
+    """An `__import__` for a file, which finds the others of its folder by name, and nobody else finds them.
 
-    `sys.path` stays as it is: a `json.py` beside a reward must be nothing that a library imports.
+    `sys.path` stays as it is: a `json.py` beside a reward must be nothing that a library imports. Nor does a file find
+    itself: an `agents.py` imports the package of that name.
     """
 
     loaded: dict[str, ModuleType] = {}  # one that changes while the program runs stays what it was
 
     def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        file = os.path.join(folder, f"{name}.py")
-        if level == 0 and name not in loaded and name not in sys.stdlib_module_names and os.path.isfile(file):
+        file = os.path.join(os.path.dirname(path), f"{name}.py")
+        known = name in loaded or name in sys.stdlib_module_names or file == path
+        if level == 0 and not known and os.path.isfile(file):
             loaded[name] = _import_file(file)
         if level == 0 and name in loaded:
             return loaded[name]

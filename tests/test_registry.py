@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 from ranks import Ranks
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, train_in, write_run
 
@@ -261,6 +262,8 @@ def test_files_find_their_neighbours(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == "[3, 1, 1, 2] False\nnot found\n", done.stderr
+    (tmp_path / "pydantic.py").write_text("from pydantic import BaseModel\nclass Mine(BaseModel): pass\n")
+    assert issubclass(Registry("reward.name", "class").load(f"{tmp_path}/pydantic.py:Mine"), BaseModel)
     (tmp_path / "broken.py").write_text("import nowhere_at_all\n")
     with pytest.raises(ValueError, match=r"broken\.py' failed: ModuleNotFoundError: No module"):
         Registry("reward.name", "function").load(f"{tmp_path}/broken.py:f")
