@@ -222,7 +222,8 @@ def batches(draw: st.DrawFn, scores: st.SearchStrategy[float] = SCORES) -> list[
 
         rewards = [noise.choice([0.0, x]) for x in column()]
         if True in mask:
-            rewards[len(mask) - 1 - mask[::-1].index(True)] += score
+            last = len(mask) - 1 - mask[::-1].index(True)
+            rewards[last] = float32(rewards[last] + score)  # else the batch has another number than the references
         response = Response(
             group=draw(st.integers(0, 3)),
             prompt=draw(st.integers(1, 3)),
