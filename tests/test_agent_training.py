@@ -111,10 +111,12 @@ async def pydantic_ai_typed(base_url, row):
     import pydantic_ai
 
     agent = pydantic_ai.Agent(_pydantic_model(base_url), output_type=int)
-    try:  # a policy that has not learnt to answer so is asked once more, and then given up
-        return worth((await agent.run(row["question"])).output, row)
-    except pydantic_ai.UnexpectedModelBehavior as e:
-        return worth(getattr(e, "body", "") or "", row)
+    with pydantic_ai.capture_run_messages() as messages:
+        try:  # a policy that has not learnt to answer so is asked once more, and then given up
+            return worth((await agent.run(row["question"])).output, row)
+        except pydantic_ai.UnexpectedModelBehavior:
+            said = [part.content for message in messages for part in message.parts if part.part_kind == "text"]
+            return worth("".join(said), row)
 
 
 def _langchain_model(base_url):
@@ -166,9 +168,9 @@ def run_of(folder: Path, agent: str) -> Path:
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = yaml.safe_load(config.read_text())
-    values["data"] |= {"val_files": [], "max_prompt_length": 16_000, "max_response_length": 60, "train_batch_size": 4}
+    values["data"] |= {"val_files": [], "max_prompt_length": 16_000, "max_response_length": 60, "train_batch_size": 2}
     values["actor_rollout_ref"]["actor"] |= {"ppo_mini_batch_size": 2, "ppo_max_token_len_per_gpu": 20_000}
-    values["actor_rollout_ref"]["rollout"] |= {"n": 4, "max_num_seqs": 16}
+    values["actor_rollout_ref"]["rollout"] |= {"n": 3, "max_num_seqs": 6}
     values["environment"] = {"agent": f"{folder / 'agents.py'}:{agent}", "workers": 1, "timeout": 300}
     config.write_text(yaml.safe_dump(values))
     return config
