@@ -65,6 +65,7 @@ async def smolagents_code(base_url, row):
 
     model = smolagents.OpenAIServerModel("policy", api_base=base_url, api_key="x")
     agent = smolagents.CodeAgent(tools=[], model=model, max_steps=1, verbosity_level=0)
+    agent.prompt_templates["system_prompt"] = "Multiply."  # its own has 10,000 letters, each a token here
     return worth(await asyncio.to_thread(agent.run, row["question"]), row)
 
 
