@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -67,12 +68,9 @@ def train(
     launched, stop = "RANK" in os.environ, StopRequest(int(os.environ.get("RANK", "0")))
     if launched:
         stop.install()
+    with nullcontext() if launched else stop.borrow(), warnings.catch_warnings():
         hush_dependencies()
         stopped_by = _run(chosen, given, flow, stop, told)
-    else:
-        with stop.borrow(), warnings.catch_warnings():
-            hush_dependencies()
-            stopped_by = _run(chosen, given, flow, stop, told)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by) if launched else interruption(stopped_by)
     return dict(last[0]) if last else {}

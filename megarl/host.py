@@ -8,12 +8,13 @@ from contextlib import suppress
 
 import psutil
 
-_GROUPS = "/sys/fs/cgroup"
+from megarl.isolation.memory_group import own_groups
 
 
 def host_memory() -> int:
     """Bytes that this process and those beside it can hold: the machine's, or less where a control group says so."""
-    return min([psutil.virtual_memory().total, *_limits()])
+    limits = (limit for group in own_groups() for limit in _limits_above(*group))
+    return min([psutil.virtual_memory().total, *limits])
 
 
 def cpu_rank_memory() -> int:
@@ -21,18 +22,8 @@ def cpu_rank_memory() -> int:
     return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def _limits() -> Iterator[int]:
-    """What this process's control group and those above it allow; both versions of control groups."""
-    with suppress(OSError), open("/proc/self/cgroup") as f:
-        for line in f:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if "memory" in controllers.split(","):
-                yield from _limits_above(f"{_GROUPS}/memory", path, "memory.limit_in_bytes")
-            elif not controllers:
-                yield from _limits_above(_GROUPS, path, "memory.max")
-
-
 def _limits_above(root: str, path: str, name: str) -> Iterator[int]:
+    """What a control group and those that it is in allow."""
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts) + 1):
         with suppress(OSError, ValueError), open(os.path.join(root, *parts[:depth], name)) as f:

@@ -23,7 +23,7 @@ from types import FrameType
 from megarl.host import host_memory
 from megarl.nodes import Node, Nodes, say, stay_on_interface
 from megarl.parallel.meeting import STORE_VARIABLE
-from megarl.processes import STOP_SIGNALS, adopt_orphans, children, kill_descendants
+from megarl.processes import STOP_SIGNALS, adopt_orphans, children, kill_descendants, signals_handled
 
 POLL_SECONDS = 0.1
 STOP_GRACE = 30.0  # ranks that stop together end at different times: rank 0 still draws the learning curve
@@ -99,12 +99,8 @@ def _noted_signals() -> Iterator[list[signal.Signals]]:
     def note(number: int, frame: FrameType | None) -> None:
         noted.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
+    with signals_handled(STOP_SIGNALS, note):
         yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _start(command: Sequence[str], place: Mapping[str, str], node: Node) -> list[subprocess.Popen[bytes]]:

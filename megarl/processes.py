@@ -7,8 +7,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import NoReturn
 
 import psutil
@@ -28,6 +29,19 @@ def module_command(module: str) -> list[str]:
     found = f"import sys; sys.path[:] = [path for path in sys.path if path] + [{here!r}]"
     run = f"from runpy import run_module; run_module({module!r}, run_name='__main__', alter_sys=True)"
     return [sys.executable, "-c", f"{found}; {run}"]
+
+
+@contextmanager
+def signals_handled(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Have these signals handled so inside; what handled them before has them back afterwards. Main thread only."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
         from megarl.trainer.checks import check_run
         from megarl.trainer.resuming.run_lock import RunLock
 
+        hush_dependencies()  # checks of overrides import Megatron-Core
         inputs = check_run(config)
-        hush_dependencies()
         enable_cpu_ranks()  # before Megatron-Core is imported, which a flow does
         flow = FLOWS.load(config.trainer.flow)
         lock = RunLock(config.trainer.run_dir, steps=inputs.total_steps or None) if rank == 0 else None

@@ -8,10 +8,10 @@ from pathlib import Path
 ORDER = [
     "plain",
     "processes",
-    "host",
     "debugging",
     "phases",
     "isolation",
+    "host",
     "workers",
     "registry",
     "config",

@@ -35,9 +35,6 @@ from megarl.models.fill import fill
 from megarl.models.tensors import Box, LogicalTensor, logical_tensors, volume
 from megarl.parallel.layout import TrainLayout
 
-ANSWERS_BELOW = 8.0
-"""GB of weights in float32."""
-
 Advance = Callable[[int, int], None]
 """Called with the elements done so far and in all."""
 
@@ -90,7 +87,7 @@ def megatron_to_huggingface(
     model_files: str,
     max_shard_bytes: int,
     check: bool,
-    answers_below: float = ANSWERS_BELOW,
+    answers_below: float,
     advance: Advance,
 ) -> list[str]:
     """Write a Hugging Face folder from the actor's weights in a checkpoint, in the type that they have there.

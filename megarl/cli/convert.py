@@ -33,6 +33,8 @@ from megarl.trainer.subject import weights_of
 
 EXAMPLE = "megarl convert megatron-to-hf runs/math/run/checkpoints/global_step_20 exported --verify"
 SHARD_BYTES = 5 * 10**9
+ANSWERS_BELOW = 8.0
+"""GB of weights in float32, below which an export's answers are compared."""
 M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
@@ -60,9 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--answers-below",
         metavar="GB",
-        default=8.0,
+        default=ANSWERS_BELOW,
         type=float,
-        help="compare greedy answers with transformers' if the weights take less in float32 (default 8; 0: never)",
+        help="compare greedy answers with transformers' if the weights take less in float32 (default "
+        f"{ANSWERS_BELOW:g}; 0: never)",
     )
     out.add_argument("--model", help="folder with config.json and tokenizer; default SRC, which has them")
 

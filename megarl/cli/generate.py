@@ -24,6 +24,7 @@ from megarl.config import Config, ConfigError
 from megarl.data.readers import value_at
 from megarl.models.families import read_architecture
 from megarl.plain import plain
+from megarl.processes import signals_handled
 from megarl.trainer.subject import answering_config, evaluation_config, find_subject
 
 if TYPE_CHECKING:
@@ -280,11 +281,8 @@ def _noted_interrupt() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         noted.append(number)
 
-    before = signal.signal(signal.SIGINT, note)
-    try:
+    with signals_handled([signal.SIGINT], note):
         yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _prompts(args: argparse.Namespace, column: str) -> list[str]:

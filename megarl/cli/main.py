@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 
-from megarl.debugging import hush_dependencies
 from megarl.plain import plain, plain_output
 
 
@@ -76,7 +75,6 @@ def _main(words: list[str]) -> int:
             _debug()
         else:  # before torch is imported: its C++ part prints stacks of what ranks and launchers say in a line
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-            hush_dependencies()
         if "_ARGCOMPLETE" in os.environ:
             _complete()
         return _run(words)
@@ -143,6 +141,9 @@ def _run(words: Sequence[str]) -> int:
     if unknown := [] if getattr(args, "any_options", False) else refused:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     assert module is not None
+    from megarl.debugging import hush_dependencies  # not for `_complete`, which answers while somebody types
+
+    hush_dependencies()
     code: int = module.run(args, rest)
     sys.stdout.flush()  # as Python ends, a reader that has gone would be another exit code
     return code

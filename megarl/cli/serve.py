@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, end_tokens, read_config
-from megarl.cli.convert import SHARD_BYTES
+from megarl.cli.convert import ANSWERS_BELOW, SHARD_BYTES
 from megarl.config import Config, load_config
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -104,6 +104,7 @@ def _huggingface(subject: Subject, out: str | None) -> str:
         model_files=subject.folder,
         max_shard_bytes=SHARD_BYTES,
         check=True,
+        answers_below=ANSWERS_BELOW,
         advance=lambda done, total: None,
     ):
         print(f"megarl: {remark}", file=sys.stderr)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 
-_ROOT = "/sys/fs/cgroup"
+_ROOT, _LIMIT = "/sys/fs/cgroup", "memory.max"
 _numbers = itertools.count()
 
 
@@ -51,22 +52,30 @@ class MemoryGroup:
 def memory_group(limit: int) -> MemoryGroup | None:
     """A group of at most `limit` bytes; None where none can be made."""
     name = f"megarl-{os.getpid()}-{next(_numbers)}"
-    with suppress(OSError), open("/proc/self/cgroup") as f:
-        for line in f:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if controllers == "memory":
-                parent, events = f"{_ROOT}/memory{path}", "memory.oom_control"
-                limits = {"memory.limit_in_bytes": str(limit)}
-            elif not controllers and os.path.exists(f"{_ROOT}{path}/memory.max"):
-                parent, limits, events = f"{_ROOT}{path}", {"memory.max": str(limit)}, "memory.events"
-                limits["memory.swap.max"] = "0"
-            else:
-                continue
+    with suppress(OSError):
+        for root, path, file in own_groups():
+            parent, limits, events = f"{root}{path}", {file: str(limit)}, "memory.oom_control"
+            if file == _LIMIT:
+                if not os.path.exists(f"{parent}/{file}"):
+                    continue
+                limits["memory.swap.max"], events = "0", "memory.events"
             if name.endswith("-0"):
                 _remove_old(parent)
             with suppress(OSError):
                 return MemoryGroup(os.path.join(parent, name), limits, events)
     return None
+
+
+def own_groups() -> Iterator[tuple[str, str, str]]:
+    """The control groups in which this process's memory counts, of either version: where such groups are, its path
+    there, and the name of the file with its limit."""
+    with suppress(OSError), open("/proc/self/cgroup") as f:
+        for line in f:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "memory":
+                yield f"{_ROOT}/memory", path, "memory.limit_in_bytes"
+            elif not controllers:
+                yield _ROOT, path, _LIMIT
 
 
 def _remove_old(parent: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import regex
+
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""Kinds of parameters that a value is given to by name."""
 
 
 def check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:

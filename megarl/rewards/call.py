@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.rewards import trl_signature
+from megarl.rewards.arguments import NAMED
 from megarl.rewards.judge import Judged, NoScore, Response, judged_value, shown
 from megarl.rewards.registry import Reward, RewardFunction, parameters_of
 from megarl.rewards.verl_signature import MANY, arguments, asked_of, list_arguments, numbers_of
 
 OF_THE_RESPONSE = ("tokens", "finish_reason")
 """Parameters that a function is given if its signature names them."""
-
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Caller:
@@ -104,7 +103,7 @@ def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
     if not (as_verl or as_trl) and len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in taken):
         raise ValueError(f"reward {reward.name} takes ({', '.join(parameters)}) and not (response, row)")
     first = {"prompts", "completions"} if as_trl else set(as_verl) or {p.name for p in positional[:2]}
-    free = {p.name: p for p in taken if p.kind in _NAMED and p.name not in first}
+    free = {p.name: p for p in taken if p.kind in NAMED and p.name not in first}
     for name in args:
         if name in OF_THE_RESPONSE:
             raise ValueError(f"{key}: {name} is the response's own, and is given to every function that names it")

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megarl.rewards.arguments import NAMED
 from megarl.rewards.judge import NOT_APPLICABLE, Response, number
 
 Parameters = Mapping[str, inspect.Parameter]
@@ -59,11 +60,10 @@ def check_parameters(parameters: Parameters, args: Mapping[str, Any], name: str)
 
 def needed(parameters: Parameters, args: Mapping[str, Any]) -> list[str]:
     """The parameters that only columns can be given for."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [
         name
         for name, p in parameters.items()
-        if p.kind in named and p.default is p.empty and name not in (*_OF_TRL, *args)
+        if p.kind in NAMED and p.default is p.empty and name not in (*_OF_TRL, *args)
     ]
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megarl.processes import STOP_SIGNALS, end_now
+from megarl.processes import STOP_SIGNALS, end_now, signals_handled
 
 if TYPE_CHECKING:  # a rank takes signals before it has imported torch
     from megarl.parallel.groups import Groups
@@ -60,12 +60,8 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():  # Python lets no other thread have them
             yield
             return
-        before = {number: signal.signal(number, self._borrowed) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signals_handled((signal.SIGINT, signal.SIGTERM), self._borrowed):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _borrowed(self, number: int, frame: FrameType | None) -> None:
         asked = signal.Signals(number)

@@ -21,8 +21,6 @@ from megarl.trainer.resuming.best import best_checkpoint
 USUAL_CONTEXT = 4096
 """Tokens of prompt and response together, where the model has so many positions and nobody asks for more."""
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer/tokenizer.json")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -110,11 +108,13 @@ def evaluation_config(
     Raises:
         ConfigError: see `load_config`.
     """
+    from megarl.data.tokenizer import has_tokenizer  # imports SentencePiece
+
     tree = load_config(file, overrides).model_dump()
     model = tree["actor_rollout_ref"]["model"]
     model |= {"checkpoint": subject.folder if subject.is_checkpoint else "", "random_init": False}
     if not any(item.startswith("actor_rollout_ref.model.tokenizer_path=") for item in overrides):
-        own = any(os.path.isfile(os.path.join(subject.folder, name)) for name in _TOKENIZERS)
+        own = has_tokenizer(subject.folder)
         model["tokenizer_path"] = subject.folder if own else model["tokenizer_path"] or model["path"]
     if not subject.is_checkpoint or os.path.isfile(os.path.join(subject.folder, CONFIG)):
         model["path"] = subject.folder

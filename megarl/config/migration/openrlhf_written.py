@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config.migration.openrlhf_names import TRAINER, canonical
-from megarl.config.migration.values import options_of
+from megarl.config.migration.values import end_of_command, options_of
 
 NAME = "OpenRLHF"
 _MODULE = re.compile(r"(?:^|[./])train_([a-z]+)(?:_ray)?(?:\.py)?$")
-_OPERATOR = re.compile(r"^(\d?>|[|&;])")
 
 
 def is_command(words: Sequence[str]) -> bool:
@@ -28,7 +27,7 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
         launched = options_of(words[:start])
         ranks = launched.get("nproc_per_node", launched.get("num_gpus"))
         values |= {} if ranks is None else {"num_gpus": ranks}
-    end = next((i for i, word in enumerate(words) if i > (start or 0) and _OPERATOR.match(word)), len(words))
+    end = end_of_command(words, start or 0)
     options = options_of(words[0 if start is None else start + 1 : end])
     return values | {name: True if canonical(name) == "logger.wandb.key" else one for name, one in options.items()}
 

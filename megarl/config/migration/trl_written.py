@@ -10,13 +10,12 @@ from typing import Any
 
 from megarl.config.migration.entry import Computed
 from megarl.config.migration.trl_trainers import TRAINER, TRAINERS
-from megarl.config.migration.values import of_yaml, options_of, read_text
+from megarl.config.migration.values import end_of_command, of_yaml, options_of, read_text
 
 NAME = "TRL"
 _CLASS = re.compile(r"^(GRPO|RLOO|PPO|DPO|ORPO|CPO|KTO|SFT|Reward)(Config|Trainer)$")
 _ARGUMENTS = ("ModelConfig", "ScriptArguments", "GRPOScriptArguments")
 _LAUNCHED = {"num_processes": "num_processes", "num_machines": "num_machines", "nnodes": "num_machines"}
-_OPERATOR = re.compile(r"^(\d?>|[|&;])")
 
 
 def is_command(words: Sequence[str]) -> bool:
@@ -33,7 +32,7 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
     A script that is there is read, too; what the options say counts.
     """
     start = _start(words)
-    end = next((i for i, word in enumerate(words) if i > (start or 0) and _OPERATOR.match(word)), len(words))
+    end = end_of_command(words, start or 0)
     values: dict[str, Any] = {}
     if start is None:
         own = words[:end]

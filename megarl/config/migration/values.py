@@ -13,6 +13,7 @@ from megarl.config.load import LARGEST, check_interpolations, read_yaml
 from megarl.config.migration.entry import Computed
 
 _OVERRIDE = re.compile(r"^[a-z]\w*=")
+_OPERATOR = re.compile(r"^(\d?>|[|&;])")
 
 
 def value_of(text: str) -> Any:
@@ -44,6 +45,11 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
             read = [Computed(text) if "$" in text else value_of(text) for text in texts]
             values[name] = True if not read else read[0] if len(read) == 1 else read
     return values
+
+
+def end_of_command(words: Sequence[str], start: int) -> int:
+    """The place behind a command's last word: of a pipe, a redirection or the end."""
+    return next((i for i, word in enumerate(words) if i > start and _OPERATOR.match(word)), len(words))
 
 
 def read_text(path: str) -> str:
