@@ -65,7 +65,7 @@ def test_the_wheel_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> N
     assert output(sys.executable, script, "--version") == f"megarl {megarl.__version__}\n"
     model = f"actor_rollout_ref.model.path={ROOT / 'configs' / 'models' / 'tiny_qwen'}"
     said = output(sys.executable, script, "plan", str(ROOT / "configs" / "quickstart.yaml"), model)
-    assert said.startswith("qwen2, 101 thousand parameters, on 4 GPUs: training TP2 x PP2 x DP1")
+    assert said.startswith("qwen3, 101 thousand parameters, on 4 GPUs: training TP2 x PP2 x DP1")
     assert "grpo_passk" in output(sys.executable, script, "algorithms")
 
 
