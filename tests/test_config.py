@@ -49,8 +49,13 @@ def test_overrides_are_yaml_and_later_ones_win(file: str) -> None:
             "actor_rollout_ref.actor.use_kl_loss=true",
             "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null",
             "trainer.default_local_dir=/tmp/x",
+            "environment.name=calculator",
+            "environment.args={digits: 3}",
+            "environment.args={}",
+            "environment.name=",
         ],
     )
+    assert (config.environment.name, config.environment.args) == ("", {})
     actor = config.actor_rollout_ref.actor
     assert config.data.train_batch_size == 32 and config.data.val_files == ["b.jsonl", "c.jsonl"]
     assert (actor.clip_low, actor.clip_high) == (0.2, 0.28)

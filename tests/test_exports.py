@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from megarl.checkpoint.exported_files import export_model_files
 from megarl.checkpoint.verify import compare_answers, megatron_model
 from megarl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_place
+from megarl.data.tokenizer_sentencepiece_export import _model_proto
 from megarl.models.families import read_architecture
 from tools.convert import main
 from tools.prepare_reasoning_gym import train_tokenizer
@@ -217,6 +218,16 @@ def test_a_tokenizer_that_transformers_reads_as_the_familys_is_apart(
     assert_read_alike(load_tokenizer(str(checkpoint)), folder, TEXTS)
     assert main(["hf-to-megatron", str(folder), str(tmp_path / "again")]) == 0
     assert load_tokenizer(str(tmp_path / "again")).encode("1 + 2") == load_tokenizer(str(folder)).encode("1 + 2")
+
+
+def test_a_protobuf_that_is_too_old_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other libraries pin one; nothing else of a run needs it."""
+    monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
+    monkeypatch.delattr("sentencepiece.sentencepiece_model_pb2", raising=False)
+    with pytest.raises(
+        ValueError, match=r"^the SentencePiece model cannot be read with the protobuf that is installed"
+    ):
+        _model_proto()
 
 
 def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

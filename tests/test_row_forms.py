@@ -228,6 +228,9 @@ def test_arrow_files_that_expand(tmp_path: Path) -> None:
     }
     for kind, array in kinds.items():
         assert f"'x' is of the type {kind}" in arrow_refusal(file, pa.table({"x": array}))
+    views = pa.table({"x": kinds["string_view"]})
+    assert arrow_refusal(file, views).endswith("which is not read; write texts as large_string (polars: "
+                                               "compat_level=pl.CompatLevel.oldest())")  # fmt: skip
     wide = pa.table({str(i): [1] for i in range(10_001)})
     assert arrow_refusal(file, wide) == "it has 10001 columns and fields of these; 10000 can be read"
 
@@ -242,6 +245,21 @@ def test_places_in_an_arrow_file_that_are_elsewhere(tmp_path: Path) -> None:
     assert "is not a readable Arrow file" in refusal(file, content.replace(offsets, wrong))
     assert refusal(file, content[:4]).startswith("is not a readable Arrow file")
     assert refusal(file, b"").startswith("is not a readable Arrow file")
+
+
+def test_an_arrow_file_is_read_by_its_footer(tmp_path: Path) -> None:
+    """As polars writes them: what stands before the record batches is no message."""
+    table = pa.table({"x": ["a", "b", "c"], "n": [1, 2, 3]})
+    file = tmp_path / "rows.arrow"
+    with pa.ipc.new_file(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    content = bytearray(file.read_bytes())
+    first = int.from_bytes(content[12:16], "little")
+    content[8 : 16 + first] = bytes(8 + first)
+    file.write_bytes(content)
+    assert [row.columns for row in read_rows([str(file)], "x")] == table.to_pylist()
+    for cut in (len(content) - 4, 40):
+        assert "is not a readable Arrow file" in refusal(file, bytes(content[:cut]))
 
 
 def test_folders(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def compare(a: str, b: str, request: Request) -> int:
         check_unused(request.out)
     for one in unfinished:
         check(one, file, request)
+    if len(unfinished) == 2 and file and not request.file:
+        print(f"megarl: both answer with the settings in {file}", file=sys.stderr)
     folder = new_folder(request.out or _place(sides), exact=request.out is not None)
     for i, side in enumerate(sides):
         if isinstance(side, Subject):

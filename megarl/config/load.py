@@ -33,7 +33,9 @@ class ConfigError(ValueError):
 
 
 def load_config(source: str | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides (YAML values, later ones win).
+    """Read a YAML file and apply `section.key=value` overrides: YAML values, of which later ones win.
+
+    `key=` is the empty text, and `key={}` empties a mapping.
 
     Args:
         source: the file's path, or what such a file would hold; None: nothing, so that what the overrides leave out has
@@ -219,12 +221,15 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
 
 
 def _override(tree: Any, item: str) -> Any:
-    key, sep, _ = item.partition("=")
+    key, sep, value = item.partition("=")
     shown = f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key) else secrets.hide(item)
     if not sep or not key:
         raise ConfigError(f"override '{_cut(shown)}' is not of the form key=value")
     try:
-        return OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
+        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist([item if value else f"{key}=''"]))
+        if value == "{}":  # else it would add nothing to a mapping that is there
+            OmegaConf.update(merged, key, {}, merge=False)
+        return merged
     except Exception as e:
         reason = secrets.HIDDEN if shown != item else _one_line(e)  # it may quote the item
         raise ConfigError(f"override '{_cut(shown)}' does not work: {reason}") from e

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,13 @@ if TYPE_CHECKING:
     import pyarrow
 
 _MAGIC = b"ARROW1\0\0"
+_END = struct.Struct("<i6s")
+"""Length of the footer, and the magic number again."""
+_BLOCK_BYTES = 24
 _MOST_FIELDS = 10_000
+_CURES = dict.fromkeys(
+    ("string_view", "binary_view"), "; write texts as large_string (polars: compat_level=pl.CompatLevel.oldest())"
+)
 
 
 def arrow_batches(file: DataFile, what: str, most: int) -> Iterator[pyarrow.RecordBatch]:
@@ -29,9 +36,12 @@ def arrow_batches(file: DataFile, what: str, most: int) -> Iterator[pyarrow.Reco
     rows = 0
     try:
         with file.open() if file.remote else pyarrow.memory_map(file.place) as f:
-            f.seek(len(_MAGIC) if f.read(len(_MAGIC)) == _MAGIC else 0)
-            messages = iter(ipc.MessageReader.open_stream(f))
-            schema = ipc.read_schema(next(messages))
+            if f.read(len(_MAGIC)) == _MAGIC:
+                schema, messages = ipc.open_file(f).schema, _file_messages(f)
+            else:
+                f.seek(0)
+                messages = iter(ipc.MessageReader.open_stream(f))
+                schema = ipc.read_schema(next(messages))
             if (count := sum(_fields(schema))) > _MOST_FIELDS:
                 raise ValueError(f"it has {count} columns and fields of these; {_MOST_FIELDS} can be read")
             for message in messages:
@@ -53,6 +63,26 @@ def arrow_batches(file: DataFile, what: str, most: int) -> Iterator[pyarrow.Reco
         raise ValueError(f"{what}: '{file.name}' is not a readable Arrow file: {reason}") from e
 
 
+def _file_messages(f: Any) -> Iterator[Any]:
+    """The record batches of the file format, which its footer lists; some writers begin with no message that is whole."""
+    from pyarrow import ipc
+
+    f.seek(-_END.size, os.SEEK_END)
+    end = f.tell()
+    length, _ = _END.unpack(f.read(_END.size))
+    f.seek(end - length)
+    footer = f.read(length)
+    blocks = _field_at(footer, _table_at(footer, 0), 3)
+    if not blocks:
+        return
+    place = _table_at(footer, blocks)
+    (count,) = struct.unpack_from("<I", footer, place)
+    for i in range(count):
+        (start,) = struct.unpack_from("<q", footer, place + 4 + _BLOCK_BYTES * i)
+        f.seek(start)
+        yield ipc.read_message(f)
+
+
 def _fields(of: Any) -> Iterator[int]:
     """1 for every column, and for every field and element within; raises ValueError for types that multiply bytes."""
     from pyarrow import types
@@ -67,7 +97,9 @@ def _fields(of: Any) -> Iterator[int]:
         elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
             yield from _fields([kind.value_field])
         elif not (types.is_primitive(kind) or types.is_null(kind) or types.is_decimal(kind) or _is_text(kind)):
-            raise ValueError(f"column or field '{field.name}' is of the type {kind}, which is not read")
+            raise ValueError(
+                f"column or field '{field.name}' is of the type {kind}, which is not read{_CURES.get(str(kind), '')}"
+            )
 
 
 def _is_text(kind: Any) -> bool:

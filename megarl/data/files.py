@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 REMOTE_TIMEOUT = 20.0  # seconds that a store may take to answer
 
 Kind = Literal["jsonl", "json", "csv", "parquet", "arrow"]
-_KINDS: Mapping[str, Kind] = {f".{kind}": kind for kind in get_args(Kind)}
+_KINDS: Mapping[str, Kind] = {**{f".{kind}": kind for kind in get_args(Kind)}, ".ndjson": "jsonl"}
 _TEXTS = ("jsonl", "json", "csv")
 _PACKINGS = {".gz": "gzip", ".zst": "zstd"}
-_FORMS = ".jsonl, .json, .csv (also .gz or .zst of these), .parquet and .arrow"
+_FORMS = ".jsonl, .json, .csv, .ndjson (also .gz or .zst of these), .parquet and .arrow"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE, Unigram
 from tokenizers.pre_tokenizers import Split
@@ -28,7 +27,7 @@ def write_huggingface_tokenizer(source: SentencePieceTokenizer, folder: str) -> 
     Raises:
         ValueError: the model does what no tokenizer.json can say.
     """
-    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto = _model_proto()
     proto.ParseFromString(source.model_proto)
     trainer, spec = proto.trainer_spec, proto.normalizer_spec
     if trainer.model_type not in (_UNIGRAM, _BPE, _CHAR):
@@ -53,6 +52,14 @@ def write_huggingface_tokenizer(source: SentencePieceTokenizer, folder: str) -> 
     }
     with open(os.path.join(folder, "tokenizer_config.json"), "w", encoding="utf-8") as f:
         f.write(json.dumps(config, indent=2) + "\n")
+
+
+def _model_proto() -> Any:
+    try:  # here, since protobuf may be one that nothing else of a run would notice
+        from sentencepiece import sentencepiece_model_pb2
+    except Exception as e:  # protobuf's own, which it does not export
+        raise ValueError(f"the SentencePiece model cannot be read with the protobuf that is installed: {e}") from e
+    return sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
 
 
 def _tokenizer(proto: Any, names: Sequence[str]) -> Tokenizer:

@@ -68,18 +68,20 @@ def environment_of(name: str, args: Mapping[str, Any]) -> MakeEnvironment:
     """Makes environments as a configuration names them.
 
     Raises:
-        ValueError: unknown, or it cannot be made with these arguments; one is made to see.
+        ValueError: unknown, or it cannot be made with these arguments; one is made and closed to see.
     """
     make = partial(ENVIRONMENTS.load(name), **args)
+    what = "made"
     try:
         made = make()
         missing = [call for call in ("reset", "step", "close") if not callable(getattr(made, call, None))]
         if missing:
             raise TypeError(f"it has no method {', '.join(missing)}")
+        what = "closed before an episode has begun"
         made.close()
     except (Exception, SystemExit) as e:  # a user's class can fail in any way
         said = " ".join(f"{type(e).__name__}: {e}".split())
         raise ValueError(
-            f"environment.name = {name!r} cannot be made with environment.args = {dict(args)}: {said}"
+            f"environment.name = {name!r} cannot be {what} with environment.args = {dict(args)}: {said}"
         ) from e
     return make

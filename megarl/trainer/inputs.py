@@ -182,7 +182,7 @@ def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> d
     remarks = train.remarks if train is not None else ()
     if held_out is not None:
         remarks += held_out.remarks
-    if held_out is not None and train is not None:
+    if held_out is not None and train is not None and not config.environment.answers:  # which may read other columns
         remarks += _remarks(held_out.in_common(train), len(held_out), "prompts")
     demonstrations = _demonstrations(config, tokenizer) if config.warmup.total_training_steps else Loaded([], ())
     return {

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
+from megarl.config import Config
 from megarl.data.readers import value_or_none
 from megarl.evaluation.answers import AnswerOf, answer_in
 from megarl.evaluation.records import Record
@@ -21,7 +22,7 @@ from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, reward_metrics
 from megarl.trainer.resuming.digests import digest
 from megarl.trainer.session import Run
-from megarl.types import Rollout, Rollouts
+from megarl.types import Prompt, Rollout, Rollouts
 
 
 def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> dict[str, float]:
@@ -83,6 +84,12 @@ def _score(run: Run, rollouts: Rollouts) -> Rollouts:
     return score_episodes(rollouts, score=run.score, config=run.config, say=run.report.say)
 
 
+def _row_digest(prompt: Prompt, config: Config) -> str:
+    """Tells prompts apart; an environment or an agent may read any column of the row."""
+    read = dict(prompt.row) if config.environment.answers else value_or_none(prompt.row, config.data.prompt_key)
+    return digest([json.dumps(read, sort_keys=True, default=str).encode()])
+
+
 def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Record]:
     """The responses as text, the same on every rank; rank r decodes every world-size-th."""
     rollouts = rollouts.responses()
@@ -96,8 +103,7 @@ def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Recor
     texts = [gathered[i % world][i // world] for i in range(len(rollouts))]
     prompts = {rollout.group: text[0] for rollout, text in zip(rollouts, texts, strict=True) if rollout.sample == 0}
     first = [rollout for rollout in rollouts if rollout.sample == 0]
-    key = inputs.config.data.prompt_key
-    rows = {r.group: digest([json.dumps(value_or_none(r.prompt.row, key), sort_keys=True).encode()]) for r in first}
+    rows = {rollout.group: _row_digest(rollout.prompt, inputs.config) for rollout in first}
     return [
         Record(
             index=rollout.prompt.index,

@@ -26,7 +26,9 @@ def remarks_on(rollouts: Rollouts, inputs: Inputs) -> Iterator[str]:
         seen = sorted(set().union(*groups))
         scores = f"{seen[0]:g}" if len(seen) == 1 else f"{seen[0]:g} to {seen[-1]:g}"
         where = "in every group all" if needs.samples > 1 else "all"
+        environment, reward = inputs.config.environment, f"reward.name = {inputs.config.reward.name}"
+        scorer = f"what {environment.agent or environment.name} returns" if environment.answers else reward
         yield (
             f"{where} responses scored the same ({scores}), so there is nothing to learn from; look at rollouts/ in "
-            f"the run's folder, at reward.name = {inputs.config.reward.name}, and at how hard the prompts are"
+            f"the run's folder, at {scorer}, and at how hard the prompts are"
         )

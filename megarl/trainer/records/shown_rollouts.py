@@ -43,11 +43,11 @@ class ShownRollouts:
 
     @cached_property
     def _texts(self) -> list[Sample]:
-        prompts: dict[int, str] = {}
-        for _, rollout in self._chosen:
-            if rollout.group not in prompts:
-                prompts[rollout.group] = self._tokenizer.decode(rollout.prompt.token_ids)
-        return [self._sample(rollout, prompts[rollout.group]) for _, rollout in self._chosen]
+        asked = {
+            rollout.prompt.token_ids for _, rollout in self._chosen
+        }  # not the row's where a conversation began anew
+        prompts = {token_ids: self._tokenizer.decode(token_ids) for token_ids in asked}
+        return [self._sample(rollout, prompts[rollout.prompt.token_ids]) for _, rollout in self._chosen]
 
     def _sample(self, rollout: Rollout, prompt: str) -> Sample:
         decode, turns, turn_lengths, error = self._tokenizer.decode, None, None, None
