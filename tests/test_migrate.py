@@ -637,15 +637,15 @@ def test_a_file_that_takes_options_says_so(tmp_path: Path) -> None:
     assert not convert(read_written(words, "trl"), "trl").of("refused")
 
 
-def _of_trl(words: str) -> tuple[Config, list[str]]:
-    made = convert(read_written(words.split(), "trl"), "trl")
+def _of_trl(words: str, *more: str) -> tuple[Config, list[str]]:
+    made = convert(read_written([*words.split(), *more], "trl"), "trl")
     return build_config(made.tree), [change.key for change in made.of("refused")]
 
 
 def test_trl_in_its_units() -> None:
     config, refused = _of_trl(
-        "trl sft --max_length 4096 --lr_scheduler_type cosine_with_min_lr --learning_rate 1e-5 "
-        "--lr_scheduler_kwargs {min_lr_rate:0.1}"
+        "trl sft --max_length 4096 --lr_scheduler_type cosine_with_min_lr --learning_rate 1e-5 --lr_scheduler_kwargs",
+        '{"min_lr_rate": 0.1}',
     )
     assert not refused
     assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 2048)
