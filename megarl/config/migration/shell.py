@@ -100,8 +100,9 @@ def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str
                 own.setdefault(name, set()).add(value)
             if branches.runs is None:
                 doubtful.add(name)
-            home = variables.get("HOME", "~")
-            variables[name] = re.sub(r"^~(?=/|$)", lambda _, to=home: to, _expanded(value, variables))
+            value = _expanded(value, variables)
+            of_home = re.match(r"~(/|$)", value)
+            variables[name] = variables.get("HOME", "~") + value[1:] if of_home else value
             continue
         if (words := words_of(line)) and words[0] not in ("echo", "printf"):
             commands.append(words)
