@@ -599,3 +599,67 @@ def test_a_misspelt_place_of_the_answer(tmp_path: Path) -> None:
         ValueError, match=r"data\.answer_key = 'reward_model\.truth': no such column in .*train\.jsonl:1"
     ):
         check_run(load_config(str(run)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["python bco.py --beta 1", "python examples/dpo_online.py --beta 1", "trl distillation --lr 1", "trl gkd --lr 1"],
+)
+def test_other_trainers_of_trl_are_none_of_ours(words: str) -> None:
+    with pytest.raises(ValueError, match="has no counterpart here; those that have: ppo"):
+        convert(read_written(words.split(), "trl"), "trl")
+
+
+def test_classes_of_trl_that_are_others_or_inherited(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from trl.experimental.a import AsyncGRPOConfig, AsyncGRPOTrainer\n"
+        "t = AsyncGRPOTrainer(model='m', args=AsyncGRPOConfig(max_steps=2))\n"
+    )
+    with pytest.raises(ValueError, match="'AsyncGRPO' has no counterpart"):
+        convert(read_written([str(script)], "trl"), "trl")
+    script.write_text(
+        "from trl import GRPOConfig, GRPOTrainer as Base\n"
+        "class Mine(GRPOConfig): pass\n"
+        "class Trainer(Base): pass\n"
+        "t = Trainer(policy='m', config=Mine(epsilon=0.3, **more))\n"
+    )
+    written = read_written([str(script)], "trl")
+    assert dict(written) == {"trainer": "grpo", "model_name_or_path": "m", "epsilon": 0.3, "**more": "more"}
+
+
+def test_a_file_that_takes_options_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "sft.py"
+    script.write_text("args = TrlParser((SFTConfig,)).parse_args_and_config()\nt = SFTTrainer(model, args=args)\n")
+    alone = convert(read_written([str(script)], "trl"), "trl")
+    assert "name them behind it" in {one.key: one.why for one in alone.of("refused")}["command_line"]
+    words = ["CUDA_VISIBLE_DEVICES=1", "python", str(script), "--learning_rate", "1e-6", "--model_name_or_path", "m"]
+    assert not convert(read_written(words, "trl"), "trl").of("refused")
+
+
+def _of_trl(words: str, *more: str) -> tuple[Config, list[str]]:
+    made = convert(read_written([*words.split(), *more], "trl"), "trl")
+    return build_config(made.tree), [change.key for change in made.of("refused")]
+
+
+def test_trl_in_its_units() -> None:
+    config, refused = _of_trl(
+        "trl sft --max_length 4096 --lr_scheduler_type cosine_with_min_lr --learning_rate 1e-5 --lr_scheduler_kwargs",
+        '{"min_lr_rate": 0.1}',
+    )
+    assert not refused
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 2048)
+    optim = config.actor_rollout_ref.actor.optim
+    assert (optim.lr_decay_style, optim.min_lr) == ("cosine", pytest.approx(1e-6))
+    config, refused = _of_trl("trl dpo --max_length 1000 --max_prompt_length 300")
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (300, 700)
+    config, refused = _of_trl("trl rloo --rloo_k 4 --per_device_train_batch_size 16 --sft_model_path m")
+    assert (config.data.train_batch_size, config.actor_rollout_ref.rollout.n) == (4, 4)
+    config, refused = _of_trl("trl ppo --sft_model_path policy --model_name_or_path tokenizer")
+    assert config.actor_rollout_ref.model.path == "policy"
+
+
+def test_what_trl_has_and_nothing_here_is() -> None:
+    assert _of_trl("trl grpo --scale_rewards mean")[1] == ["scale_rewards"]
+    assert _of_trl("trl cpo --learning_rate 1e-6")[1] == ["trainer"]
+    assert _of_trl("trl cpo --loss_type simpo")[1] == []

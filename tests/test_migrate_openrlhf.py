@@ -155,3 +155,47 @@ def test_trainers_without_a_counterpart(tmp_path: Path) -> None:
         _migrated("openrlhf.cli.train_kd --pretrain m")
     with pytest.raises(ValueError, match="starts 0 of OpenRLHF's trainers: leave one command in it"):
         _converted(tmp_path, "python -m openrlhf.cli.serve_rm --port 5000\n")
+
+
+def test_a_text_in_a_variable_is_one_command_and_other_programs_are_named(tmp_path: Path) -> None:
+    text = """read -r -d '' rewards <<EOF
+openrlhf.cli.batch_inference
+   --eval_task rm
+EOF
+read -r -d '' commands <<EOF
+../train_sft.py \\
+   --pretrain m \\
+   --load_model sft.pt
+   --max_epochs 2 \\
+   --learning_rate 1e-6
+EOF
+echo $commands
+deepspeed $rewards
+deepspeed --num_gpus 4 $commands
+"""
+    (tmp_path / "run.sh").write_text(text)
+    written = read_written([str(tmp_path / "run.sh")], "openrlhf")
+    own = {"pretrain": "m", "load_model": "sft.pt", "max_epochs": 2, "learning_rate": 1e-6}
+    assert written == {"trainer": "sft", "num_gpus": 4, **own}
+    (remark,) = written.remarks
+    assert "also runs batch_inference, which trains nothing" in remark
+
+
+def test_a_command_in_quotation_marks(tmp_path: Path) -> None:
+    text = (
+        'srun bash -c "pip install ray \\\n&& ray job submit -- python3 examples/train_ppo_ray.py --pretrain m" &>> log'
+    )
+    assert _converted(tmp_path, text).tree["actor_rollout_ref"]["model"]["path"] == "m"
+
+
+def test_older_and_other_options() -> None:
+    config = _migrated(f"{PPO} --init_kl_coef 1e-3 --use_kl_loss --use_kl_estimator_k3 --backend fsdp2")
+    assert config.actor_rollout_ref.actor.kl_loss_type == "k3"
+    assert "backend" in _refused(f"{PPO} --backend other")
+
+
+def test_a_default_in_place_of_a_refused_option_says_so() -> None:
+    made = convert(read_written(f"{PPO} --advantage_estimator disco".split(), "openrlhf"), "openrlhf")
+    whys = {key: change.why for change in made.added for key in change.values}
+    assert whys["algorithm.adv_estimator"] == "OpenRLHF's default; advantage_estimator is refused"
+    assert whys["trainer.total_epochs"] == "OpenRLHF's default"

@@ -151,3 +151,55 @@ def test_newer_places_of_rewards() -> None:
     made = convert(read_written([*words, "reward.reward_manager.name=dapo"]))
     reward = build_config(made.tree).reward
     assert (made.of("refused"), reward.name, reward.workers) == ([], "r.py:score", 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{PPO} trainer.nnodes=2 data.seed=3 $@ \\",
+        f'ARGS="\n    trainer.nnodes=2 \\\n    data.seed=3 \\\n"\n{PPO} $ARGS',
+        f'B=a\nif [ "$B" = "a" ]; then\n  N=2\nelse\n  N=4\nfi\n{PPO} trainer.nnodes=$N data.seed=3',
+        "B=a\nif [[ $B == b ]]; then\n  X=(trainer.nnodes=9)\nelse\n  X=(trainer.nnodes=2)\nfi\nX+=(data.seed=3)\n"
+        f'{PPO} "${{X[@]}}"',
+        f'srun bash -c "\n  export A=1\n  {PPO} \\\n  trainer.nnodes=2 \\\n  data.seed=3\n"',
+        f'N=4\nif [ $N -ge 4 ]; then N=3; fi\nif [ $N -gt 8 ]; then\n  M=1\nelif [ -n "$N" ]; then\n  M=2\nfi\n'
+        f"{PPO} trainer.nnodes=$M data.seed=3",
+    ],
+    ids=["backslash at the end", "text over lines", "branch", "arrays of branches", "in quotation marks", "numbers"],
+)  # fmt: skip
+def test_commands_are_read_as_the_shell_runs_them(text: str, tmp_path: Path) -> None:
+    assert _written(tmp_path, text) == {"trainer.nnodes": 2, "data.seed": 3}
+
+
+def test_a_job_of_slurm_with_paths_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    job = tmp_path / "job.slurm"
+    job.write_text(f"#SBATCH --nodes=2\nFILE=~/a.parquet\nsrun {PPO} data.train_files=$FILE\n")
+    assert read_written([str(job)]) == {"data.train_files": "/home/me/a.parquet"}
+
+
+def test_what_is_no_setting_is_named_too(tmp_path: Path) -> None:
+    written = _written(
+        tmp_path, f"export NCCL_DEBUG=WARN HOSTS=2\nexport N=3\n{PPO} --config my.yaml trainer.nnodes=$N"
+    )
+    assert written == {"--config": "my.yaml", "trainer.nnodes": 3}
+    assert "not known" in _refused(written)["--config"]
+    (remark,) = written.remarks  # type: ignore[attr-defined]
+    assert "exports NCCL_DEBUG, HOSTS:" in remark
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("critic.model.use_rmpad=true", "critic.model.use_remove_padding=true"),
+        ("actor_rollout_ref.actor.profile_ranks=[0]", "actor_rollout_ref.actor.profiler.ranks=[0]"),
+        ("reward_model.overlong_buffer.len=9", "reward_model.reward_kwargs.overlong_buffer_cfg.len=9"),
+        ("reward_model.sandbox_fusion_url=http://a", "reward_model.sandbox_fusion.url=http://a"),
+        ("actor_rollout_ref.rollout.max_batch_size=7", "actor_rollout_ref.rollout.max_num_seqs=7"),
+        ("actor_rollout_ref.actor.use_gpg_loss=true", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"),
+    ],
+)
+def test_older_names_come_to_the_same(older: str, newer: str) -> None:
+    made, other = convert(read_written([older])), convert(read_written([newer]))
+    assert made.tree == other.tree
+    assert len(made.of("refused")) == len(other.of("refused"))

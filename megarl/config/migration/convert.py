@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,10 +79,20 @@ def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequenc
     for key, why in wrong:
         changes = [_without(change, key, why) for change in changes]
     changes = [_excused(change, settings, source) for change in changes]
-    added = {key: pair for key, pair in added.items() if key in made}
+    added = {key: (value, why + _instead(key, changes, source)) for key, (value, why) in added.items() if key in made}
     tree = _tree(made)
     more = [Change(key="", value=None, kind="translated", values={k: v}, why=why) for k, (v, why) in added.items()]
     return Migrated(tree=tree, changes=tuple(changes), added=tuple(more))
+
+
+def _instead(key: str, changes: Sequence[Change], source: str) -> str:
+    """What is said beside a default that stands where a setting is refused."""
+    of_refused = [
+        one.key
+        for one in changes
+        if one.kind == "refused" and (entry := entry_of(one.key, source)) and key in re.split(r", | or ", entry.to)
+    ]
+    return f"; {of_refused[0]} is refused" if of_refused else ""
 
 
 def _change(written: str, value: Any, settings: Settings, source: str) -> Change:

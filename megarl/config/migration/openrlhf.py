@@ -89,6 +89,7 @@ def budget(settings: Settings) -> int:
 def kl(settings: Settings) -> dict[str, Any]:
     """The KL to the reference: a part of the loss, or of the reward."""
     coef, estimator = settings.of("algo.kl.init_coef"), settings.of("algo.kl.estimator")
+    estimator = "k3" if settings.of("algo.kl.estimator_k3") else estimator
     coef = 0.01 if isinstance(coef, Computed) else coef
     if settings.of("algo.kl.use_loss"):
         kind = {"k1": "k1+", "k2": "k2", "k3": "k3"}.get(str(estimator), "k3")

@@ -116,6 +116,7 @@ def _algorithm() -> list[Entry]:
         derived("algo.kl.init_coef", "algorithm.kl_ctrl.kl_coef", where, kl),
         derived("algo.kl.use_loss", f"{A}.use_kl_loss", where, kl),
         derived("algo.kl.estimator", f"{A}.kl_loss_type, algorithm.kl_penalty", where, kl),
+        derived("algo.kl.estimator_k3", f"{A}.kl_loss_type, algorithm.kl_penalty", where, kl),
         refused("algo.kl.target", "algorithm.kl_ctrl.type=adaptive has a target_kl per response, in nats"),
         part_of("algo.kl.horizon", ["algo.kl.target"], "algorithm.kl_ctrl.horizon"),
         refused("algo.kl.unbiased_gradient", "actor.kl_loss_type=k3+ has k3's value and k2's gradient"),

@@ -81,6 +81,7 @@ _SINCE_0_11: Mapping[str, str] = {
     "init_kl_coef": "algo.kl.init_coef",
     "use_kl_loss": "algo.kl.use_loss",
     "kl_estimator": "algo.kl.estimator",
+    "use_kl_estimator_k3": "algo.kl.estimator_k3",
     "kl_target": "algo.kl.target",
     "kl_horizon": "algo.kl.horizon",
     "dynamic_filtering": "algo.dynamic_filtering_enable",

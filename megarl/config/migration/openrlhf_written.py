@@ -11,6 +11,7 @@ from megarl.config.migration.values import end_of_command, options_of
 
 NAME = "OpenRLHF"
 _MODULE = re.compile(r"(?:^|[./])train_([a-z]+)(?:_ray)?(?:\.py)?$")
+_OTHER = re.compile(r"(?:^|[./])(batch_inference|serve_rm|interactive_chat|lora_combiner)(?:\.py)?$")
 
 
 def is_command(words: Sequence[str]) -> bool:
@@ -30,6 +31,11 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
     end = end_of_command(words, start or 0)
     options = options_of(words[0 if start is None else start + 1 : end])
     return values | {name: True if canonical(name) == "logger.wandb.key" else one for name, one in options.items()}
+
+
+def other(words: Sequence[str]) -> str:
+    """One of OpenRLHF's programs that train nothing, if the words start one."""
+    return next((found[1] for word in words if (found := _OTHER.search(word))), "")
 
 
 def _start(words: Sequence[str]) -> int | None:

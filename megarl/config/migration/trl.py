@@ -82,9 +82,18 @@ def _clip_high(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
 
 
 def _scale(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    if value == "batch":
+    if value not in (True, False, "group", "none"):
         return Made(kind="refused", why="advantages are divided by the group's deviation or by nothing")
     return {"algorithm.norm_adv_by_std_in_grpo": value in (True, "group")}
+
+
+def _length(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
+    """TRL counts a prompt and its answer together."""
+    if not isinstance(value, int) or value < 2:
+        return Made(kind="refused", why="data.max_prompt_length and data.max_response_length: tokens of both")
+    prompt, answer = settings.number("max_prompt_length", 0), settings.number("max_completion_length", 0)
+    answer = answer or max(1, value - prompt if prompt else value // 2)
+    return {"data.max_prompt_length": prompt or max(1, value - answer), "data.max_response_length": answer}
 
 
 def _level(value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -274,7 +283,7 @@ def _policy() -> list[Entry]:
 
 
 def _examples() -> list[Entry]:
-    length = "tokens of an answer; data.max_prompt_length are those of a prompt"
+    both, length = "data.max_prompt_length, data.max_response_length", "half each where only their sum is said"
     return [
         renamed("label_smoothing", "algorithm.preference.label_smoothing", "share of pairs the wrong way round"),
         renamed("rpo_alpha", "algorithm.preference.sft_coef", "the chosen answers' cross-entropy beside it"),
@@ -292,7 +301,7 @@ def _examples() -> list[Entry]:
         refused("generate_during_eval", "megarl generate and megarl eval answer from a checkpoint"),
         refused("reference_free", "loss_mode=simpo or orpo have no reference"),
         refused("f_divergence_type", "the divergence is the reverse KL", nothing=(None, "reverse_kl")),
-        refused("max_length", f"data.max_prompt_length and data.max_response_length: {length}"),
+        ruled("max_length", "translated", both, length, _length),
         renamed(
             "truncation_mode", "data.truncation", "which part stays", lambda v: {"keep_end": "left"}.get(v, "right")
         ),
@@ -303,7 +312,7 @@ def _examples() -> list[Entry]:
         met("padding_value", "sequences are never padded"),
         met("label_pad_token_id", "sequences are never padded"),
         refused("dataset_kwargs", "rows are prepared as data.* says", nothing=(None, {})),
-        refused("max_seq_length", f"data.max_prompt_length and data.max_response_length: {length}"),
+        ruled("max_seq_length", "translated", both, length, _length),
         refused("is_encoder_decoder", "models are decoders"),
         met("completion_only_loss", "of a prompt and its answer the answer is learnt"),
         met_by(

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled
 from megarl.config.migration.trl_batch import batch, steps
-from megarl.config.migration.trl_trainers import OPTIM, TRAINER, TRAINERS, trainer_of
+from megarl.config.migration.trl_trainers import COMMAND_LINE, OPTIM, TRAINER, TRAINERS, trainer_of
 
 M = "actor_rollout_ref.model"
 LORA = "there are no adapters: all weights are trained, spread by actor.megatron.tensor_model_parallel_size"
@@ -21,8 +21,19 @@ HUB = "checkpoint.save_hf=true writes a Hugging Face folder with each checkpoint
 BEST = "trainer.best_metric=val/accuracy, say, keeps the step with the best validation"
 
 
-def _trainer(value: Any, settings: Settings) -> Mapping[str, Any]:
-    return {"trainer.flow": TRAINERS[trainer_of(settings)].flow}
+def _trainer(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
+    name = trainer_of(settings)
+    flow = {"trainer.flow": TRAINERS[name].flow}
+    if name == "cpo" and settings.of("loss_type") != "simpo":
+        why = "CPO's loss of pairs without a reference: algorithm.preference.loss_mode=simpo or orpo are such losses"
+        return Made(kind="refused", values=flow, why=why)
+    return flow
+
+
+def _model(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
+    if settings.of("sft_model_path"):
+        return Made(kind="translated", why="its tokenizer; the policy is sft_model_path")
+    return {} if value is None else {f"{M}.path": value}
 
 
 def _report(value: Any, settings: Settings) -> Made:
@@ -42,10 +53,26 @@ def _dataset(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
 
 
 def _schedule(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    names = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-    if value not in names:
+    names = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+    style = names.get(value, value)
+    if style not in ("constant", "linear", "cosine"):
         return Made(kind="refused", why="lr_decay_style is constant, linear or cosine; min_lr is where it ends")
-    return {f"{OPTIM}.lr_decay_style": names[value]}
+    return {f"{OPTIM}.lr_decay_style": style, **_lowest(settings)}
+
+
+def _lowest(settings: Settings) -> dict[str, Any]:
+    """Where the decay ends: a learning rate, or a share of it."""
+    given = settings.of("lr_scheduler_kwargs")
+    if settings.of("lr_scheduler_type") != "cosine_with_min_lr" or not isinstance(given, Mapping):
+        return {}
+    lr = settings.of("learning_rate") or TRAINERS[trainer_of(settings)].lr
+    lowest = given.get("min_lr", lr * given["min_lr_rate"] if "min_lr_rate" in given else None)
+    return {} if lowest is None else {f"{OPTIM}.min_lr": lowest}
+
+
+def _schedule_arguments(value: Any, settings: Settings) -> Made | Mapping[str, Any]:
+    made = _lowest(settings)
+    return made if made or not value else Made(kind="refused", why="lr_decay_style and min_lr")
 
 
 def _warm_up(value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -71,6 +98,7 @@ def _started() -> list[Entry]:
     """The trainer, and on how many processes."""
     return [
         ruled(TRAINER, "translated", "trainer.flow", "the flow, with the trainer's defaults", _trainer),
+        refused(COMMAND_LINE, "the file takes settings as options: name them behind it, --learning_rate 1e-6, say"),
         ruled("num_processes", "translated", "trainer.n_gpus_per_node", "of all machines; here of one", _processes),
         renamed("num_machines", "trainer.nnodes", "nodes"),
         refused(
@@ -81,7 +109,7 @@ def _started() -> list[Entry]:
 
 def _model_and_rows() -> list[Entry]:
     return [
-        renamed("model_name_or_path", f"{M}.path", "a local Hugging Face folder"),
+        ruled("model_name_or_path", "translated", f"{M}.path", "a local Hugging Face folder", _model),
         refused("model_revision", "model.path is a local folder", nothing=(None, "main")),
         refused("model_init_kwargs", "model.path and model.dtype say what is loaded", nothing=(None, {})),
         ruled("dtype", "translated", f"{M}.dtype", "weights' type", _dtype),
@@ -151,7 +179,7 @@ def _optimizer() -> list[Entry]:
         ruled("warmup_steps", "translated", f"{OPTIM}.lr_warmup_steps", "linear; below 1 a share", _warm_up),
         renamed("warmup_ratio", f"{OPTIM}.lr_warmup_steps_ratio", "linear"),
         ruled("lr_scheduler_type", "translated", f"{OPTIM}.lr_decay_style", "after the warm-up", _schedule),
-        refused("lr_scheduler_kwargs", "lr_decay_style and min_lr", nothing=(None, {})),
+        ruled("lr_scheduler_kwargs", "translated", f"{OPTIM}.min_lr", "where the decay ends", _schedule_arguments),
         met_by("optim", ("adamw_torch", "adamw_torch_fused", "adamw_hf"), "always AdamW", "the optimizer is AdamW"),
         batch("per_device_train_batch_size", rows),
         batch("gradient_accumulation_steps", rows),

@@ -11,6 +11,8 @@ from megarl.config.migration.entry import Settings
 A, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim"
 TRAINER = "trainer"
 """The setting that names a trainer: what a command line or a Python file says besides TRL's fields."""
+COMMAND_LINE = "command_line"
+"""The setting that stands for the options that a Python file takes, where none are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,10 @@ TRAINERS: Mapping[str, Trainer] = {
     "reward": Trainer(flow="reward_model", lr=1e-4, own=frozenset({"center_rewards_coefficient"})),
     "sft": Trainer(flow="sft", lr=2e-5),
 }
+OTHERS = frozenset((
+    "async", "bco", "dft", "distillation", "gkd", "gold", "hicra", "minillm", "nash", "online", "prm", "tpo", "xpo",
+))  # fmt: skip
+"""Words of the names of TRL's trainers and scripts that have no counterpart."""
 POLICY_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 """What GRPO's `loss_type` may be; others are of pairs."""
 

@@ -6,15 +6,18 @@ import ast
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from megarl.config.migration.entry import Computed
-from megarl.config.migration.trl_trainers import TRAINER, TRAINERS
+from megarl.config.migration.trl_trainers import COMMAND_LINE, OTHERS, TRAINER, TRAINERS
 from megarl.config.migration.values import end_of_command, of_yaml, options_of, read_text
 
 NAME = "TRL"
 _CLASS = re.compile(r"^(GRPO|RLOO|PPO|DPO|ORPO|CPO|KTO|SFT|Reward)(Config|Trainer)$")
+_OTHER_CLASS = re.compile(r"^([A-Z]\w*?)Trainer$")
 _ARGUMENTS = ("ModelConfig", "ScriptArguments", "GRPOScriptArguments")
+_PARSERS = ("TrlParser", "HfArgumentParser")
 _LAUNCHED = {"num_processes": "num_processes", "num_machines": "num_machines", "nnodes": "num_machines"}
 
 
@@ -24,6 +27,12 @@ def is_command(words: Sequence[str]) -> bool:
     if start is None:
         return bool(words) and words[0].startswith("--")
     return words[start] == "trl" or _named(words[start]) is not None or os.path.isfile(words[start])
+
+
+def other(words: Sequence[str]) -> str:
+    """One of TRL's commands that train nothing, if the words start one."""
+    pairs = pairwise(words)
+    return next((f"trl {name}" for word, name in pairs if word == "trl" and name in ("vllm-serve", "env")), "")
 
 
 def of_command(words: Sequence[str]) -> dict[str, Any]:
@@ -46,6 +55,8 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
             values |= of_python(words[start])
     options = options_of(own)
     values |= _launched(options)
+    if options:
+        values.pop(COMMAND_LINE, None)
     options = {name: value for name, value in options.items() if name not in ("config_file", *_LAUNCHED)}
     file = options.pop("config", None)
     if isinstance(file, str):
@@ -68,7 +79,7 @@ def of_python(path: str) -> dict[str, Any]:
 
 
 def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
-    known = _constants(tree)
+    known, classes = _constants(tree), _classes(tree)
     values: dict[str, Any] = {}
     trainers: set[str] = set()
     for node in ast.walk(tree):
@@ -77,13 +88,18 @@ def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
+        name = classes.get(name, name)
         found = _CLASS.match(name)
         if found:
             trainers.add(found[1].lower())
+        elif name in classes:
+            trainers.add(name.removesuffix("Trainer"))
         if name in _ARGUMENTS or (found and found[2] == "Config"):
             values |= {_name(keyword): _value(keyword.value, known) for keyword in node.keywords}
         elif found:
             values |= _of_trainer(node, known)
+        elif name in _PARSERS:
+            values[COMMAND_LINE] = name
         elif name == "load_dataset" and node.args:
             dataset = _value(node.args[0], known)
             values["dataset_name" if values.get("dataset_name", dataset) == dataset else "datasets"] = dataset
@@ -92,16 +108,31 @@ def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
     return values | ({TRAINER: trainers.pop()} if trainers else {})
 
 
+def _classes(tree: ast.Module) -> dict[str, str]:
+    """Names of classes in the file, with the class of TRL's that they are, or inherit from."""
+    classes: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl":
+            named = [(alias.asname or alias.name, alias.name) for alias in node.names]
+            classes |= {here: name for here, name in named if _CLASS.match(name) or _OTHER_CLASS.match(name)}
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            base = next((base for base in bases if base in classes or _CLASS.match(base)), None)
+            classes |= {} if base is None else {node.name: classes.get(base, base)}
+    return classes
+
+
 def _of_trainer(call: ast.Call, known: Mapping[str, Any]) -> dict[str, Any]:
     """What a trainer is told beside its configuration; functions, by their names."""
     nodes = {"model": call.args[0]} if call.args else {}
-    nodes |= {_name(keyword): keyword.value for keyword in call.keywords if keyword.arg != "args"}
+    nodes |= {_name(keyword): keyword.value for keyword in call.keywords if keyword.arg not in ("args", "config")}
     values = {name: _value(node, known) for name, node in nodes.items()}
     for name in ("reward_funcs", "tools"):
         if name in nodes:
             values[name] = [ast.unparse(one) for one in getattr(nodes[name], "elts", [nodes[name]])]
-    if "model" in values:
-        values["model_name_or_path"] = values.pop("model")
+    for name in ("model", "policy"):
+        if name in values:
+            values["model_name_or_path"] = values.pop(name)
     return values
 
 
@@ -114,7 +145,7 @@ def _field(target: ast.expr) -> list[str]:
 
 def _start(words: Sequence[str]) -> int | None:
     for i, word in enumerate(words):
-        if word == "trl" and i + 1 < len(words) and words[i + 1] in TRAINERS:
+        if word == "trl" and i + 1 < len(words) and words[i + 1] in {*TRAINERS, *OTHERS}:
             return i
         if word.endswith(".py") and "=" not in word:
             return i
@@ -122,9 +153,10 @@ def _start(words: Sequence[str]) -> int | None:
 
 
 def _named(script: str) -> str | None:
-    """`examples/scripts/dpo_online.py` is DPO's."""
-    name = re.split(r"[_.]", os.path.basename(script))[0]
-    return name if name in TRAINERS else None
+    """`examples/scripts/dpo_vlm.py` is DPO's, and `dpo_online.py` is not."""
+    names = re.split(r"[_.]", os.path.basename(script))
+    other = next((name for name in names if name in OTHERS), None)
+    return other or (names[0] if names[0] in TRAINERS else None)
 
 
 def _launched(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,12 +27,16 @@ _NAMES: Mapping[str, str] = {
     "trainer.resume_path": "trainer.resume_from_path",
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_model.model_path": "reward_model.model.path",
+    "reward_model.sandbox_fusion_url": "reward_model.sandbox_fusion.url",
+    f"{A}.compute_sum_pi_squared": f"{A}.calculate_sum_pi_squared",
 }
 _SECTIONS: Mapping[str, str] = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_kwargs.": "reward_model.reward_kwargs.",
     "reward.reward_model.": "reward_model.",
     "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "reward_model.overlong_buffer.": "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.model.rollout.": "reward_model.rollout.",
     "model.fsdp_config.": f"{A}.fsdp_config.",
     "model.": f"{M}.",
     "optim.": f"{OPTIM}.",
@@ -40,6 +44,14 @@ _SECTIONS: Mapping[str, str] = {
     "checkpoint.": f"{A}.checkpoint.",
     "trainer.checkpoint.": f"{A}.checkpoint.",
 }
+_LEAVES: Mapping[str, str] = {
+    "use_rmpad": "use_remove_padding",
+    "enable_activation_offloading": "enable_activation_offload",
+    "profile_ranks": "profiler.ranks",
+    "profile_ranks_all": "profiler.all_ranks",
+    "profile_discrete": "profiler.discrete",
+}
+"""Last parts of keys of every model."""
 _OF_FSDP = (
     "fsdp_size", "wrap_policy", "offload_policy", "reshard_after_forward", "forward_prefetch", "model_dtype", "qat",
     "use_orig_params", "mixed_precision", "turbo_config", "full_determinism", "use_torch_compile", "pad_to_length",
@@ -56,4 +68,6 @@ def canonical(key: str) -> str:
     if section == "engine" and rest:
         return f"{A}.{'fsdp_config' if rest.split('.')[0] in _OF_FSDP else 'megatron'}.{rest}"
     head = next((head for head in _SECTIONS if key.startswith(head)), "")
-    return _SECTIONS[head] + key.removeprefix(head) if head else key
+    key = _SECTIONS[head] + key.removeprefix(head) if head else key
+    model, _, leaf = key.rpartition(".")
+    return f"{model}.{_LEAVES[leaf]}" if model and leaf in _LEAVES else key

@@ -310,6 +310,13 @@ def _actor() -> list[Entry]:
         *carried(f"{A}.clip_ratio_high", f"{A}.clip_ratio_c", f"{A}.loss_agg_mode", f"{A}.entropy_coeff"),
         *carried(f"{A}.use_kl_loss", f"{A}.kl_loss_coef", *(f"{A}.policy_loss.{name}" for name in names)),
         worded(f"{A}.policy_loss.loss_mode", f"{A}.policy_loss.loss_mode", modes, "megarl algorithms lists the names"),
+        ruled(
+            f"{A}.use_gpg_loss",
+            "translated",
+            f"{A}.policy_loss.loss_mode",
+            "GPG's loss has no ratio: reinforce",
+            lambda value, _: {f"{A}.policy_loss.loss_mode": "reinforce"} if value else {},
+        ),
         renamed(f"{A}.tau_pos", f"{A}.policy_loss.tau_pos", "SAPO's"),
         renamed(f"{A}.tau_neg", f"{A}.policy_loss.tau_neg", "SAPO's"),
         *batching(A),
@@ -360,6 +367,10 @@ def _reference() -> list[Entry]:
         met(f"{F}.entropy_from_logits_with_chunking", CHUNKED),
         met(f"{F}.entropy_checkpointing", CHUNKED),
         refused(f"{F}.model.*", "the reference is the policy as it begins"),
+        refused(
+            "actor_rollout_ref.distillation.*",
+            "algorithm.adv_estimator=on_policy_distillation learns from teacher.model.path",
+        ),
         refused(f"{F}.router_replay.*", REMOVED, nothing=(None, False, "disabled")),
     ]
 

@@ -89,6 +89,7 @@ def _engine_settings() -> list[Entry]:
             "experts are spread over the replica's ranks, which become as many",
             _experts,
         ),
+        renamed(f"{R}.max_batch_size", f"{R}.max_num_seqs", "responses that are decoded together"),
         met(
             f"{R}.data_parallel_size",
             "there are as many replicas as the ranks make: world size / tensor_model_parallel_size",

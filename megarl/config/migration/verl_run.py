@@ -180,6 +180,7 @@ def _data() -> list[Entry]:
         refused("data.sampler.class_path", "an order of your own is data.curriculum=path/to/file.py:function"),
         refused("data.sampler.class_name", "an order of your own is data.curriculum=path/to/file.py:function"),
         *carried("data.apply_chat_template_kwargs.*", why="what the chat template is told beside the messages"),
+        refused("data.curriculum.*", "an order of your own is data.curriculum=path/to/file.py:function"),
         refused("data.train_max_samples", "data.filter leaves rows out"),
         refused("data.val_max_samples", "give data.val_files fewer rows"),
         refused("data.datagen.*", _ROWS),

@@ -1,0 +1,238 @@
+"""Shell scripts: the words of the commands that they run, with the values of variables."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+_ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(?!\()(.*)$")
+_ARRAY = re.compile(
+    r"(?P<before>^|;|&&|\b(?:then|else|do)\b)[ \t]*(?P<name>[A-Za-z_]\w*)(?P<more>\+?)="
+    r"\((?P<words>(?:[^()'\"]|'[^']*'|\"[^\"]*\"|\$\(\([^)]*\)\))*)\)",
+    re.MULTILINE,
+)
+_PLACE = "\0"
+"""Begins a line that stands for an array."""
+_DOCUMENT = re.compile(
+    r"^[ \t]*read\b[^\n<]*\b(\w+)[ \t]*<<-?[ \t]*(['\"]?)(\w+)\2[ \t]*\n(.*?)\n[ \t]*\3[ \t]*$", re.M | re.S
+)
+"""`read -r -d '' NAME <<EOF`, a text, and `EOF`."""
+_BRANCH = re.compile(r"^\s*(if|elif|else|fi)\b\s*(.*?)\s*(?:;\s*then)?\s*(?:#.*)?$")
+_EXPORTED = re.compile(r"(?m)^\s*export\s+(.*)$")
+_LONGEST_QUOTATION = 400
+"""Lines of one."""
+_COMMAND = re.compile(r"\$\((?!\()[^()]*\)")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_ALL_OF = re.compile(r"^\$\{(\w+)\[@\]\}$")
+VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_QUOTED = re.compile(r"(?:\s-m\s+\S+|\.py)\s+(?:--\w|[+~]*\w[\w.]*=)")
+"""A command in one word, as `bash -c` has it."""
+_COMPARED: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
+_MOST = 2**63
+
+
+def split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """With the values of variables; one that stands alone may be several words."""
+    found: list[str] = []
+    for word in words:
+        value = _expanded(word, variables)
+        found += _words(value) if VARIABLE.fullmatch(word) or _QUOTED.search(word) else [value]
+    return found
+
+
+def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str]]:
+    """The words of each of its commands; its variables and those of the environment; names that got several values in
+    branches of which it is not known which is run."""
+    text = re.sub(r"\\(?:\r?\n|$)", " ", re.sub(r"(?m)^\s*#.*$", "", text))
+    text = _DOCUMENT.sub(lambda found: f"{found[1]}={shlex.quote(' '.join(found[4].split()))}", text)
+    for one_word in (_ARITHMETIC, _COMMAND):
+        text = one_word.sub(lambda found: "".join(found[0].split()), text)
+    variables: dict[str, str] = dict(os.environ)
+    arrays: dict[str, list[str]] = {}
+    found_arrays: list[re.Match[str]] = []
+
+    def keep(found: re.Match[str]) -> str:
+        found_arrays.append(found)
+        return f"{found['before']}\n{_PLACE}{len(found_arrays) - 1}\n"
+
+    def words_of(line: str) -> list[str]:
+        return [one for word in _words(line) for one in _elements(word, arrays)]
+
+    branches = _Branches()
+    commands: list[list[str]] = []
+    own: dict[str, set[str]] = {}
+    doubtful: set[str] = set()
+    for line in _lines(_ARRAY.sub(keep, text)):
+        if branches.is_one(line, variables) or branches.runs is False:
+            continue
+        if line.startswith(_PLACE):
+            array = found_arrays[int(line[1:])]
+            arrays[array["name"]] = [
+                *(arrays.get(array["name"], []) if array["more"] else []),
+                *words_of(array["words"]),
+            ]
+            continue
+        if (found := _ASSIGNED.match(line)) and len(assigned := _words(found[3])) <= 1:
+            name, value = found[1], assigned[0] if assigned else ""
+            if found[2]:
+                variables[name] = variables.get(name, "") + _expanded(value, variables)
+                continue
+            if name not in (used[1] or used[3] for used in VARIABLE.finditer(value)):  # else it is added to
+                own.setdefault(name, set()).add(value)
+            if branches.runs is None:
+                doubtful.add(name)
+            value = _expanded(value, variables)
+            of_home = re.match(r"~(/|$)", value)
+            variables[name] = variables.get("HOME", "~") + value[1:] if of_home else value
+            continue
+        if (words := words_of(line)) and words[0] not in ("echo", "printf"):
+            commands.append(words)
+    used_names = {found[1] or found[3] for found in VARIABLE.finditer(text)}
+    return commands, variables, [name for name in own if len(own[name]) > 1 and name in doubtful & used_names]
+
+
+def _elements(word: str, arrays: Mapping[str, list[str]]) -> list[str]:
+    """The words of an array, if it is all of one."""
+    all_of = _ALL_OF.match(word)
+    return arrays.get(all_of[1], []) if all_of else [word]
+
+
+def exported(text: str) -> list[str]:
+    """What a script sets for the programs that it starts, and does not itself use."""
+    used = {found[1] or found[3] for found in VARIABLE.finditer(text)}
+    names = re.findall(r"(?:^|\s)([A-Za-z_]\w*)=", " ".join(_EXPORTED.findall(text)))
+    return [name for name in dict.fromkeys(names) if name not in used]
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Its lines, those of a quotation as one."""
+    held: list[str] = []
+    quote = ""
+    for line in text.splitlines():
+        quote = _open_after(line, quote)
+        held.append(line)
+        if not quote:
+            yield " ".join(held)
+        elif len(held) < _LONGEST_QUOTATION:
+            continue
+        else:  # an apostrophe, say
+            yield from held
+        held, quote = [], ""
+    yield from held
+
+
+def _open_after(line: str, quote: str) -> str:
+    """The quotation mark that is open behind a line, given the one before it."""
+    letters = enumerate(line)
+    for i, letter in letters:
+        if letter == "\\" and quote != "'":
+            next(letters, None)
+        elif letter == "#" and not quote and (i == 0 or line[i - 1].isspace()):
+            break
+        elif letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+    return quote
+
+
+class _Branches:
+    """The ifs that a line is within.
+
+    Attributes:
+        open: of each, whether the branch is run, and whether one of its branches so far is; None where it is not known.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[tuple[bool | None, bool | None]] = []
+
+    @property
+    def runs(self) -> bool | None:
+        """Whether a line here is run."""
+        states = [runs for runs, _ in self.open]
+        return False if False in states else None if None in states else True
+
+    def is_one(self, line: str, variables: Mapping[str, str]) -> bool:
+        """Whether the line begins or ends a branch."""
+        found = _BRANCH.match(line)
+        if found is None or (found[1] != "if" and not self.open) or re.search(r"\bfi\s*$", found[2]):
+            return False
+        if found[1] == "fi":
+            self.open.pop()
+            return True
+        before = False if found[1] == "if" else self.open.pop()[1]
+        holds = True if found[1] == "else" else _holds(found[2], variables)
+        runs = False if before or holds is False else None if before is None else holds
+        self.open.append((runs, True if before or runs else None if None in (before, runs) else False))
+        return True
+
+
+def _holds(test: str, variables: Mapping[str, str]) -> bool | None:
+    """Whether a test of known texts or numbers holds; None for any other."""
+    words = [_expanded(word, variables) for word in _words(test)]
+    if not words or words[0] not in ("[", "[[") or any(re.search(r"[$*?]", word) for word in words):
+        return None
+    match words[1:-1]:
+        case [("-z" | "-n") as kind, text]:
+            return (text == "") == (kind == "-z")
+        case [one, ("=" | "==" | "!=") as sign, other]:
+            return (one == other) == (sign != "!=")
+        case [one, sign, other] if sign in _COMPARED and one.isdecimal() and other.isdecimal():
+            return _COMPARED[sign](int(one), int(other))
+    return None
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # a quotation over several lines, which no command that starts a run has
+        return []
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """With the values of variables that are known, and sums worked out; others stay as they are."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[3]
+        return variables.get(name) or (found[2] if found[2] is not None else variables.get(name, found[0]))
+
+    for _ in range(4):  # defaults name further variables
+        text = VARIABLE.sub(value, text)
+    return _ARITHMETIC.sub(lambda found: _sum(found[1], variables) or found[0], text)
+
+
+def _sum(text: str, variables: Mapping[str, str]) -> str | None:
+    named = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), text)
+    try:
+        return str(_number(ast.parse(named.strip(), mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int) and abs(node.value) < _MOST:
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result = _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+        if abs(result) < _MOST:
+            return result
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand)
+    raise ValueError("no sum of whole numbers")
