@@ -269,6 +269,9 @@ def test_folders(tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     (folder / "train").mkdir(parents=True)
     assert said(folder).startswith(f"the folder '{folder}' has no .jsonl, .json, .csv")
+    (folder / "train" / "a.csv").write_text("x\n1\n")
+    assert said(folder) == f"the rows of '{folder}' are in folders of it: name '{folder}/**/*.csv'"
+    assert len(read_rows([f"{folder}/**/*.csv"], "x")) == 1
     (folder / "a.csv").write_text("x\n1\n")
     (folder / "b.jsonl").write_text('{"x": 1}\n')
     assert said(folder) == f"the folder '{folder}' holds files of csv and jsonl; name the files"

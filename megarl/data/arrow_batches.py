@@ -64,7 +64,7 @@ def arrow_batches(file: DataFile, what: str, most: int) -> Iterator[pyarrow.Reco
 
 
 def _file_messages(f: Any) -> Iterator[Any]:
-    """The record batches of the file format, which its footer lists; some writers begin with no message that is whole."""
+    """The record batches of the file format, as its footer lists them: not every writer begins with a whole message."""
     from pyarrow import ipc
 
     f.seek(-_END.size, os.SEEK_END)

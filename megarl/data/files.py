@@ -159,6 +159,10 @@ def _files_in(folder: str, what: str) -> list[str]:
     kinds = {name: kind for name in there if (kind := _form_of(name)[0])}
     if "state.json" in kinds and "arrow" in kinds.values():  # of `save_to_disk`: its files of JSON hold no rows
         kinds = {name: kind for name, kind in kinds.items() if kind == "arrow"}
+    if not kinds and (deeper := glob.glob(os.path.join(glob.escape(folder), "*", "*.*"))):
+        rows = sorted({os.path.splitext(name)[1] for name in deeper if _form_of(name)[0]})
+        if rows:  # parts of a table, say, each in the folder of its partition
+            raise ValueError(f"{what}: the rows of '{folder}' are in folders of it: name '{folder}/**/*{rows[0]}'")
     if len(set(kinds.values())) != 1:
         found = f"holds files of {' and '.join(sorted(set(kinds.values())))}" if kinds else f"has no {_FORMS} in it"
         raise ValueError(f"{what}: the folder '{folder}' {found}; name the files")

@@ -109,7 +109,17 @@ def _optional() -> list[Finding]:
             )
         else:
             findings.append(Finding(name, State.OK, f"{found}; {purpose}"))
-    return findings
+    return [*findings, _protobuf()]
+
+
+def _protobuf() -> Finding:
+    """Other libraries may pin one that is older than what SentencePiece's messages were made with."""
+    found, purpose = _version("protobuf"), "exports of SentencePiece models"
+    try:
+        importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except Exception:  # protobuf's own, which it does not export
+        return Finding("protobuf", State.OPTIONAL, f"{found}, which is too old; {purpose}", "pip install -U protobuf")
+    return Finding("protobuf", State.OK, f"{found}; {purpose}")
 
 
 def fast_paths() -> list[Finding]:

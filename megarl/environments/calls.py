@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.rewards.judge import RewardError
 
-_FRAMES = 6
+_FIRST_FRAMES, _LAST_FRAMES = 3, 4
 MOST_LEFT = 64
 """Threads of this process in calls that took too long and have not returned; with more of them something hangs for
 good, and the process would fill with threads."""
@@ -160,7 +160,9 @@ class Calls:
 
 
 def described(error: BaseException) -> str:
-    """What was raised, in a line, then where."""
+    """What was raised, in a line, then where: the first frames, which are the user's, and the last ones."""
     said = " ".join("".join(traceback.format_exception_only(error)).split())
-    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:][-_FRAMES:])
+    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:])
+    if (left_out := len(frames) - _FIRST_FRAMES - _LAST_FRAMES) > 0:
+        frames[_FIRST_FRAMES:-_LAST_FRAMES] = [f"  ... {left_out} more ...\n"]
     return f"raised {said[:300]}\n{''.join(frames)}".rstrip()
