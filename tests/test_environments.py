@@ -321,3 +321,27 @@ def test_the_prepared_demonstrations_are_what_the_tool_answers(tmp_path: Path, t
         assert exact_match(said, {"answer": str(eval(row["prompt"][:-1]))}) == 1.0
         parts = [tokenizer.encode(part) for part in (asked + stop, observation, said)]
         assert tokenizer.encode(row["answer"]) == [token for part in parts for token in part]
+
+
+def test_what_failed_shows_the_users_frames_and_the_last_ones() -> None:
+    """A library's may be many."""
+
+    def library(depth: int) -> None:
+        if not depth:
+            raise KeyError("gone")
+        further(depth - 1)
+
+    def further(depth: int) -> None:
+        library(depth)
+
+    def users() -> None:
+        library(20)
+
+    try:
+        users()
+    except KeyError as e:
+        said = calls_module.described(e)
+    first, *frames = said.splitlines()
+    assert first == "raised KeyError: 'gone'"
+    assert frames[0].endswith("in users") and "  ... 35 more ..." in frames
+    assert 'raise KeyError("gone")' in "".join(frames[-2:])
