@@ -98,7 +98,7 @@ def _run(
             lock.note_end(ended)
             lock.release()
         if "RANK" not in os.environ and dist.is_initialized():  # it failed: the next one makes a world of its own
-            from megarl.parallel.groups import leave_world
+            from megarl.parallel.train_groups import leave_world
 
             leave_world()
     return stopped_by

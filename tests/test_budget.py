@@ -64,7 +64,7 @@ def test_parameter_counts() -> None:
     ids=["8B", "tiny", "uneven"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
-    layout = TrainLayout(world_size=4, tp=2, pp=2, chunks=chunks)
+    layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)
     for rank in range(4):
         held = training_placements(arch, layout, rank, transformer_engine=True)
         assert training_elements(arch, layout, rank) == sum(volume(p.box) for p in held)
@@ -162,7 +162,7 @@ def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, in
     rows = 192 // tp if name == "vllm" else -(-150 // tp)
     for stage in range(train.pp):
         own = []
-        for rank in (r for r in range(train.world_size) if train.coords(r).pp == stage):
+        for rank in (r for r in train.ranks if train.coords(r).pp == stage):
             shared = plan_shared(considered.layouts, rank)
             wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, vocab_rows=rows)
             own.append(sum(volume(p.box) for p in wanted if p.param not in shared))

@@ -149,7 +149,7 @@ def test_parallel_state_has_one_door() -> None:
         names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
         if any(name.startswith("megatron.core.parallel_state") for name in names | _imports(file)):
             users.append(file)
-    assert users == [ROOT / "parallel" / "groups.py"]
+    assert users == [ROOT / "parallel" / "train_groups.py"]
 
 
 def test_plans_and_configuration_import_no_torch() -> None:

@@ -148,7 +148,7 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
 
 def _headline(job: Job) -> str:
     train, generation = job.train, job.generation
-    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.world_size} GPUs"
+    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.size} GPUs"
     if not job.generates:
         return f"{model}: training {train}, {job.sequences} sequences a step"
     return (

@@ -150,7 +150,7 @@ def own_engine_elements(job: Job, stage: int) -> int:
     Ranks with the same place in both tensor-parallel groups have equally many, so one of each such set is counted.
     """
     train, generation = job.train, job.generation
-    first, ranks = train.rank(tp=0, dp=0, pp=stage), train.world_size // train.pp
+    first, ranks = train.rank(tp=0, dp=0, pp=stage), train.size // train.pp
     one_of_each = {(train.coords(rank).tp, generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
     return max(_own_elements(job, rank) for rank in one_of_each.values())
 
@@ -177,7 +177,7 @@ def active_parameter_count(arch: Architecture) -> int:
     times = repetitions(arch)
     if arch.moe:
         times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)
-    whole = TrainLayout(world_size=1)  # no engine has a scalar output
+    whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
     held = training_placements(arch, whole, 0, transformer_engine=True, layers=(0,), experts=FIRST_EXPERT)
     return _elements((p for p in held if p.tensor != EMBEDDING or arch.tied), times)
 

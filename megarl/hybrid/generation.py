@@ -16,6 +16,7 @@ from megarl.config.policy import Reshard
 from megarl.config.policy import Rollout as RolloutKeys
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.model import MegatronModel
@@ -34,6 +35,7 @@ class Generation:
     The actor is one that is trained, or one that only answers (`roles.frozen.Policy`).
 
     Attributes:
+        groups: this rank's replica.
         engine: asleep outside `phase`.
         sync: what brings the actor's weights into it.
         speed: of what was generated since somebody asked.
@@ -42,6 +44,7 @@ class Generation:
     def __init__(
         self,
         actor: MegatronModel,
+        groups: GenerationGroups,
         *,
         rollout: RolloutKeys,
         reshard: Reshard,
@@ -61,12 +64,12 @@ class Generation:
             decode: token ids to text, for stop strings.
             episodes: who answers the policy; None: a response is over when the policy ends it.
         """
-        groups = actor.groups
-        self._actor, self._rollout, self._groups = actor, rollout, groups
+        self._actor, self._rollout, self.groups = actor, rollout, groups
         self._residency, self._timers = residency, timers
         self._episodes, self.speed = episodes, Speed()
         self._weights_leave = actor.weights_leave
-        shared = SharedParameters(layouts_of(actor), groups.rank, actor.parameters(), none=self._weights_leave)
+        layouts = layouts_of(actor, groups.layout)
+        shared = SharedParameters(layouts, groups.world.rank, actor.parameters(), none=self._weights_leave)
         residency.enter(Phase.GENERATE)  # an engine that measures how much memory is free finds what it will find later
         self.engine = build_engine(
             rollout,
@@ -81,7 +84,7 @@ class Generation:
         self._sleep()  # what it holds awake beside the training weights no phase has room for
         self.engine.wake(weights_only=True)
         actor.gather_parameters()
-        self.sync = WeightSync(actor, self.engine, shared, reshard)
+        self.sync = WeightSync(actor, self.engine, layouts, shared, reshard)
         self._sleep()
 
     @contextmanager
@@ -155,7 +158,7 @@ class Generation:
                 made = self._episodes.play(self.engine, rollouts, params, version=version, on_finished=on_finished)
             else:
                 made = generate_rollouts(
-                    self.engine, self._groups, rollouts, params, version=version, on_finished=told, quota=quota
+                    self.engine, self.groups, rollouts, params, version=version, on_finished=told, quota=quota
                 )
         self.speed.count(rollouts, made)
         return Rollouts(items=tuple(made), temperature=params.temperature or 1.0, version=version)

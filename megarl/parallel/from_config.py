@@ -16,7 +16,7 @@ def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayou
     """
     megatron = megatron or config.actor_rollout_ref.actor.megatron
     return TrainLayout(
-        world_size=config.trainer.world_size,
+        ranks=range(config.trainer.world_size),
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
         chunks=megatron.virtual_pipeline_model_parallel_size or 1,
@@ -37,9 +37,9 @@ def generation_layout(config: Config) -> GenerationLayout:
     Every rank is a replica of its own in a run that generates nothing.
     """
     if not generates(config):
-        return GenerationLayout(world_size=config.trainer.world_size, tp=1, stride=1)
+        return GenerationLayout(ranks=range(config.trainer.world_size), tp=1, stride=1)
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says
     stride = 1 if rollout.name == "vllm" else closest_stride(train_layout(config), tp)
-    return GenerationLayout(world_size=config.trainer.world_size, tp=tp, stride=stride)
+    return GenerationLayout(ranks=range(config.trainer.world_size), tp=tp, stride=stride)

@@ -9,7 +9,7 @@ import torch
 
 from megarl.config.policy import Rollout
 from megarl.models.architecture import Architecture
-from megarl.parallel.groups import Groups
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.registry import Registry
 from megarl.rollout.engine import Engine, Share
 from megarl.rollout.stop_strings import Decode
@@ -28,7 +28,7 @@ ENGINES: Registry[Callable[..., Engine]] = Registry(
 def build_engine(
     rollout: Rollout,
     arch: Architecture,
-    groups: Groups,
+    groups: GenerationGroups,
     *,
     path: str,
     dtype: torch.dtype,
@@ -58,5 +58,4 @@ def build_engine(
     }
     if rollout.name == "vllm":
         return engine(arch, path=path, groups=groups, sleeps=rollout.free_cache_engine, **settings)
-    tp_group = groups.generation_tp if groups.generation.tp > 1 else None
-    return engine(arch, tp_group=tp_group, device=groups.device, **settings)
+    return engine(arch, tp_group=groups.tp, device=groups.world.device, **settings)

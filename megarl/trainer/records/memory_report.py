@@ -12,7 +12,7 @@ from megarl.estimate.budget_table import measured_table, predicted_table
 from megarl.estimate.fit import what_may_not_fit
 from megarl.estimate.prediction import most_received, reshard_of_some_ranks
 from megarl.models.architecture import Architecture
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.trainer.memory import job_of, this_accelerator
 from megarl.trainer.records.report import Report
@@ -25,8 +25,8 @@ class MemoryReport:
         predicted: of every pipeline stage; empty on CPU ranks, and for a run that trains nothing.
     """
 
-    def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
-        self._groups, self._report = groups, report
+    def __init__(self, config: Config, arch: Architecture, world: World, report: Report) -> None:
+        self._world, self._report = world, report
         self._run_dir, self._steps = config.trainer.run_dir, 0
         self._accelerator = this_accelerator()
         predicts = self._accelerator and trains(config)
@@ -47,7 +47,7 @@ class MemoryReport:
     def _write(self) -> None:
         """The prediction, into the run's folder."""
         assert self._accelerator
-        if self._groups.rank == 0:
+        if self._world.rank == 0:
             try:
                 write_budget(self._run_dir, self.predicted, self._accelerator)
             except OSError as e:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from megarl.config.trainer import Trainer
-from megarl.parallel.groups import Groups
 from megarl.parallel.watch import Wait
+from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.telemetry.spans import RankSpans, SpanFile
 from megarl.telemetry.timers import Span
@@ -31,25 +31,25 @@ class Timeline:
     millisecond. Times are counted from there: the hosts' clocks need not agree.
     """
 
-    def __init__(self, trainer: Trainer, groups: Groups, warn: Callable[[str], None]) -> None:
-        self._groups, self._warn = groups, warn
+    def __init__(self, trainer: Trainer, world: World, warn: Callable[[str], None]) -> None:
+        self._world, self._warn = world, warn
         self._on = "jsonl" in trainer.logger
-        self._file = SpanFile(trainer.run_dir) if self._on and groups.rank == 0 else None
+        self._file = SpanFile(trainer.run_dir) if self._on and world.rank == 0 else None
         self._unwritten = False
         self._began = self._began_at = 0.0
 
     def begin(self) -> None:
         """The first step begins: now, on all ranks. What they have waited for until now is of no step."""
         if self._on:
-            self._groups.barrier("the beginning of the timeline")
+            self._world.barrier("the beginning of the timeline")
             self._began, self._began_at = time.perf_counter(), time.time()
-        self._groups.watch.collect_waits()
+        self._world.watch.collect_waits()
 
     def own(self, spans: Sequence[Span], waits: Sequence[Wait]) -> RankSpans:
         """What this rank timed since the last step, and its waits for other ranks, to be gathered."""
         if not self._on:
             return []
-        least = _SHORTEST_WAIT if self._groups.train.world_size > 1 else math.inf  # alone: what an agreement takes
+        least = _SHORTEST_WAIT if self._world.size > 1 else math.inf  # alone: what an agreement takes
         waited = [Span(WAIT, wait.start, wait.seconds) for wait in waits if wait.seconds >= least]
         known = [span for span in spans if span.phase in _PLACES and span.seconds >= _SHORTEST] + waited
         if len(known) > MOST_SPANS:

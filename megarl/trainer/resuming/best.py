@@ -24,7 +24,7 @@ from megarl.evaluation.folder import write_json
 from megarl.telemetry.lines import only_file
 
 if TYPE_CHECKING:  # a command that only reads the marker does without Megatron-Core
-    from megarl.parallel.groups import Groups
+    from megarl.parallel.world import World
 
 BEST_FILE = "best.json"
 
@@ -37,19 +37,19 @@ class BestCheckpoint:
         value: of its validation.
     """
 
-    def __init__(self, trainer: Trainer, groups: Groups, position: Position) -> None:
+    def __init__(self, trainer: Trainer, world: World, position: Position) -> None:
         """Every rank calls it.
 
         Args:
             position: where the run begins; later checkpoints are no part of it.
         """
-        self._trainer, self._groups = trainer, groups
+        self._trainer, self._world = trainer, world
         self._marker = os.path.join(trainer.run_dir, "checkpoints", BEST_FILE)
         self.folder: str | None = None
         self.value = math.nan
         if trainer.best_metric:
-            found = self._search(position) if groups.rank == 0 else None
-            self.folder, self.value = groups.broadcast(found or (None, math.nan), "the best checkpoint")
+            found = self._search(position) if world.rank == 0 else None
+            self.folder, self.value = world.broadcast(found or (None, math.nan), "the best checkpoint")
 
     def problem_with(self, validation: Mapping[str, float]) -> str | None:
         """What to say of a validation that does not give the metric; a flow of the user's may have several kinds."""
@@ -63,7 +63,7 @@ class BestCheckpoint:
         if not self._trainer.best_metric or not validation:
             return False
         better = self._better(validation.get(self._trainer.best_metric, math.nan))
-        return bool(self._groups.maximum(int(better), "the best checkpoint"))
+        return bool(self._world.maximum(int(better), "the best checkpoint"))
 
     def saved(self, folder: str, validation: Mapping[str, float]) -> None:
         """A checkpoint is written; every rank calls it."""
@@ -88,7 +88,7 @@ class BestCheckpoint:
 
     def mark(self) -> None:
         """Write the marker, or remove one that is out of date; rank 0 does."""
-        if self._groups.rank or not self._trainer.best_metric:
+        if self._world.rank or not self._trainer.best_metric:
             return
         if self.folder is None:
             with suppress(FileNotFoundError):
