@@ -17,9 +17,9 @@ def _measure(what: str, world: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     from megarl.config.load import build_config
-    from megarl.parallel.from_config import train_layout
     from megarl.parallel.train_groups import leave_groups, train_groups
     from megarl.parallel.world import World
+    from megarl.trainer.layouts import train_layout
     from tools import bench_train as bench
 
     bench.WARM_UP = 1

@@ -18,10 +18,10 @@ from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import load_config
 from megarl.models.gpt import transformer_config
 from megarl.models.overrides import check_overrides
-from megarl.parallel.from_config import train_layout
 from megarl.parallel.layout import TrainLayout
 from megarl.trainer.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import train_layout
 
 
 @pytest.fixture

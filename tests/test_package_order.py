@@ -77,7 +77,7 @@ TORCH_FREE = [
     "rewards/sandbox.py",
     "config",
     "parallel/layout.py",
-    "parallel/from_config.py",
+    "trainer/layouts.py",
     "telemetry/earlier.py",
     "telemetry/metrics.py",
     "evaluation",

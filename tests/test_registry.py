@@ -14,7 +14,7 @@ from tiny_run import FINGERPRINT, metrics_of, numbers_of, train_in, write_run
 
 from megarl.config import load_config
 from megarl.registry import Registry
-from megarl.rollout.build import ENGINES
+from megarl.rollout.kinds import ENGINES
 from megarl.telemetry.sinks import SINKS
 from megarl.trainer.checks import check_layouts, check_run
 

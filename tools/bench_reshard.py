@@ -44,7 +44,6 @@ from megarl.config import Config, ConfigError
 from megarl.config.load import build_config
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.models.architecture import Architecture
-from megarl.parallel.from_config import generation_layout
 from megarl.parallel.generation_groups import generation_groups
 from megarl.parallel.train_groups import leave_groups
 from megarl.parallel.world import World, init_distributed
@@ -53,8 +52,10 @@ from megarl.reshard.shared import SharedParameters
 from megarl.reshard.transport import copies
 from megarl.reshard.verify import verify
 from megarl.roles.model import DTYPES, MegatronModel
-from megarl.rollout.build import build_engine
+from megarl.rollout.engine import EngineSettings
+from megarl.rollout.kinds import engine_kind
 from megarl.trainer.checks import check_layouts
+from megarl.trainer.layouts import generation_layout
 
 Job = Callable[[], object]
 
@@ -177,16 +178,17 @@ class Bench:
         self.replica = generation_groups(world, generation_layout(config))
         layouts = layouts_of(self.model, self.replica.layout)
         shared = SharedParameters(layouts, world.rank, self.model.parameters(), none=leave)
-        self.engine = build_engine(
-            ours.rollout,
-            arch,
-            self.replica,
+        settings = EngineSettings(
+            arch=arch,
+            groups=self.replica,
+            rollout=ours.rollout,
             path=ours.model.path,
             dtype=self.model.dtype,
             max_model_len=LONGEST,
             decode=str,
             share=shared.tensors,
         )
+        self.engine = engine_kind(ours.rollout.name).build(settings)
         self.engine.wake(weights_only=True)
         self.sync = WeightSync(self.model, self.engine, layouts, shared, ours.reshard)
         self.sync.release()

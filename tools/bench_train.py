@@ -41,11 +41,11 @@ from megarl.models.gpt import build_chunks
 from megarl.models.heads import Passed
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
-from megarl.parallel.from_config import train_layout
 from megarl.parallel.train_groups import TrainGroups, train_groups
 from megarl.parallel.world import World
 from megarl.roles.actor import Actor
 from megarl.roles.passes import Passes
+from megarl.trainer.layouts import train_layout
 from megarl.types import Batch, batch_of
 
 PEAK_FLOPS = 989e12

@@ -19,10 +19,7 @@ from megarl.estimate.model import item_name
 from megarl.estimate.model_memory import Items, MemoryMode, forward, forward_and_backward, modes_of, state_of
 from megarl.models.sizes import (
     blocks_for,
-    layer_activations,
     most_blocks,
-    native_activation_bytes,
-    sampler_bytes,
 )
 from megarl.phases import Item, Phase, away
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
@@ -133,24 +130,18 @@ def _state(job: Job, stage: int) -> Items:
 
 def engine_activations(job: Job) -> int:
     """Bytes of one layer's activations over the tokens computed together, and of the sampler's logits."""
-    rollout, tp = job.config.actor_rollout_ref.rollout, job.generation.tp
-    if rollout.name != "vllm":
-        return native_activation_bytes(
-            job.arch,
-            tp=tp,
-            itemsize=job.itemsize,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            max_model_len=job.max_sequence_length,
-        )
-    layer = layer_activations(job.arch, tp=tp, sequence_parallel=False)
-    sampler = sampler_bytes(job.arch, max_num_seqs=rollout.max_num_seqs, itemsize=job.itemsize)
-    return int(job.itemsize * rollout.max_num_batched_tokens * layer) + sampler
+    return job.engine.activation_bytes(
+        job.config.actor_rollout_ref.rollout,
+        job.arch,
+        tp=job.generation.tp,
+        itemsize=job.itemsize,
+        max_model_len=job.max_sequence_length,
+    )
 
 
 def cache_room(job: Job, accelerator: Accelerator) -> CacheRoom:
     """The blocks that `gpu_memory_utilization` leaves room for (0 if none), but no more than the engine can use."""
-    rollout, block_size = job.config.actor_rollout_ref.rollout, job.block_size
+    rollout, block_size = job.config.actor_rollout_ref.rollout, job.engine.block_size
     block_bytes = block_size * job.kv_bytes_per_token
     weights = job.itemsize * max(own_engine_elements(job, stage) for stage in range(job.train.pp))
     left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)

@@ -10,13 +10,13 @@ from megarl.data.formats import SEQUENCES, format_of, generates
 from megarl.estimate.model import ModelJob
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement, engine_placements, training_placements
-from megarl.models.sizes import BLOCK_SIZE, kv_bytes_per_token
+from megarl.models.sizes import kv_bytes_per_token
 from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
-from megarl.rollout.vllm import checks as vllm
+from megarl.rollout.kinds import EngineKind, engine_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +89,12 @@ class Job:
     @property
     def vocab_rows(self) -> int:
         """Rows of the engine's embedding on each rank."""
-        tp = self.generation.tp
-        multiple = vllm.VOCAB_MULTIPLE if self._on_vllm else tp
-        return -(-self.arch.vocab_size // multiple) * multiple // tp
+        return self.engine.vocab_rows(self.arch, self.generation.tp)
 
     @property
-    def block_size(self) -> int:
-        """Tokens in a block of the engine's KV cache; vLLM's may be smaller."""
-        return vllm.BLOCK_SIZE if self._on_vllm else BLOCK_SIZE
-
-    @property
-    def _on_vllm(self) -> bool:
-        return self.config.actor_rollout_ref.rollout.name == "vllm"
+    def engine(self) -> EngineKind:
+        """What generates."""
+        return engine_kind(self.config.actor_rollout_ref.rollout.name)
 
     @property
     def layouts(self) -> Layouts:

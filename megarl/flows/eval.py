@@ -8,10 +8,10 @@ from typing import Any
 from megarl.config import Config
 from megarl.evaluation.folder import write_evaluation
 from megarl.evaluation.summary import summarize, table
-from megarl.parallel.from_config import generation_layout
 from megarl.trainer.build import build_policy
 from megarl.trainer.experience.evaluate import answered, ks_of, records_of
 from megarl.trainer.experience.judging import scorer
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.start_line import start_line
 from megarl.trainer.session import Run
 from megarl.trainer.stopped import RunStopped

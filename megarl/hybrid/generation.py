@@ -20,8 +20,9 @@ from megarl.parallel.generation_groups import GenerationGroups
 from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.model import MegatronModel
-from megarl.rollout.build import build_engine
+from megarl.rollout.engine import EngineSettings
 from megarl.rollout.episodes import Episodes
+from megarl.rollout.kinds import engine_kind
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
 from megarl.rollout.speed import Speed
 from megarl.rollout.stop_strings import Decode
@@ -71,16 +72,17 @@ class Generation:
         layouts = layouts_of(actor, groups.layout)
         shared = SharedParameters(layouts, groups.world.rank, actor.parameters(), none=self._weights_leave)
         residency.enter(Phase.GENERATE)  # an engine that measures how much memory is free finds what it will find later
-        self.engine = build_engine(
-            rollout,
-            actor.arch,
-            groups,
+        settings = EngineSettings(
+            arch=actor.arch,
+            groups=groups,
+            rollout=rollout,
             path=model_path,
             dtype=actor.dtype,
             max_model_len=max_model_len,
             decode=decode,
             share=shared.tensors,
         )
+        self.engine = engine_kind(rollout.name).build(settings)
         self._sleep()  # what it holds awake beside the training weights no phase has room for
         self.engine.wake(weights_only=True)
         actor.gather_parameters()

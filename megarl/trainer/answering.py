@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
-from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.generation_groups import generation_groups
 from megarl.parallel.train_groups import train_groups
 from megarl.parallel.world import World
@@ -20,6 +19,7 @@ from megarl.rollout.replicas import sample_seed
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.build import build_policy
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.types import Completion
 
 Watch = Callable[[int, Sequence[int]], None]

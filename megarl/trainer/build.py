@@ -20,7 +20,6 @@ from megarl.data.prompts import PromptSet
 from megarl.data.sampler import PromptSampler
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, random_source
-from megarl.parallel.from_config import generation_layout
 from megarl.parallel.train_groups import TrainGroups
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
@@ -29,6 +28,7 @@ from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
 from megarl.roles.reward_model import RewardModel
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.other_models import architecture_of
 from megarl.trainer.session import Run
 from megarl.trainer.stopped import RunRefused

@@ -19,16 +19,15 @@ from megarl.data.prompts import PromptSet
 from megarl.evaluation.folder import is_finished
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.parallel.from_config import check_megatron, generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
 from megarl.rewards.parts import refusal_of, scorers_of
-from megarl.rollout.build import ENGINES
-from megarl.rollout.vllm.checks import check_vllm, check_vllm_temperature, check_vllm_tp
+from megarl.rollout.kinds import engine_kind
 from megarl.telemetry.sinks import SINKS
 from megarl.trainer.deterministic_checks import check_deterministic
 from megarl.trainer.environment_checks import check_conversations, check_environment
 from megarl.trainer.inputs import Inputs, read_inputs, read_model
+from megarl.trainer.layouts import check_megatron, generation_layout, train_layout
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import check_other_files, check_other_layouts
@@ -87,7 +86,7 @@ def check_answering(config: Config) -> Inputs:
         ValueError: the first thing that is wrong, in one line.
     """
     try:
-        ENGINES.check(config.actor_rollout_ref.rollout.name)
+        engine_kind(config.actor_rollout_ref.rollout.name)
         train_layout(config)
         generation_layout(config)
         check_megatron_core()
@@ -113,9 +112,9 @@ def check_layouts(config: Config) -> Architecture:
     _check_configuration(config)
     arch = read_architecture(config.actor_rollout_ref.model.path)
     _check_shapes(config, arch)
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm":
-        check_vllm_tp(arch, rollout.tensor_model_parallel_size)
+    if generates(config):
+        rollout = config.actor_rollout_ref.rollout
+        engine_kind(rollout.name).check(rollout, arch, trains=trains(config))
     return arch
 
 
@@ -124,7 +123,7 @@ def _check_configuration(config: Config) -> None:
     check_format(config)
     check_deterministic(config)
     if generates(config):
-        ENGINES.check(config.actor_rollout_ref.rollout.name)
+        engine_kind(config.actor_rollout_ref.rollout.name)
         _check_samples(config)
         if trains(config):
             _check_batches(config, needs_of(config))
@@ -163,10 +162,6 @@ def _check_evaluation(config: Config) -> None:
 def _check_samples(config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
     sampling = rollout.val_kwargs
-    if rollout.name == "vllm":
-        check_vllm_temperature(sampling.temperature, "rollout.val_kwargs.temperature")
-        if trains(config):
-            check_vllm_temperature(rollout.temperature, "rollout.temperature")
     if sampling.k and max(sampling.k) > sampling.n:
         raise ValueError(
             f"rollout.val_kwargs.k asks for {max(sampling.k)} samples per prompt, and rollout.val_kwargs.n = "
@@ -358,8 +353,8 @@ def _check_model_files(inputs: Inputs) -> None:
         refuse_remote_code(model.path)
     except ValueError as e:
         raise ValueError(f"actor_rollout_ref.model.path: {e}") from e
-    if rollout.name == "vllm" and generates(inputs.config):
-        check_vllm(arch, path=model.path, tp=rollout.tensor_model_parallel_size, on_gpu=torch.cuda.is_available())
+    if generates(inputs.config):
+        engine_kind(rollout.name).check_here(rollout, arch, model.path, on_gpu=torch.cuda.is_available())
     if inputs.tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"

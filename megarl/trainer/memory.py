@@ -17,7 +17,7 @@ from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
 from megarl.host import host_memory
 from megarl.models.architecture import Architecture
-from megarl.parallel.from_config import generation_layout, train_layout
+from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.needs import needs_of, one_forward_pass
 from megarl.trainer.other_models import Beside, architecture_of, beside_the_policy
 

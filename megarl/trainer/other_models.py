@@ -15,7 +15,7 @@ from megarl.data.formats import generates
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE
-from megarl.parallel.from_config import check_megatron, train_layout
+from megarl.trainer.layouts import check_megatron, train_layout
 from megarl.trainer.resuming.digests import tokenizer_digest
 
 

@@ -13,7 +13,6 @@ from megarl.config.policy import Megatron
 from megarl.data.formats import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
-from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.generation_groups import GenerationGroups, generation_groups
 from megarl.parallel.train_groups import TrainGroups, train_groups
 from megarl.parallel.world import World
@@ -30,6 +29,7 @@ from megarl.trainer.agreement import check_same_values
 from megarl.trainer.experience.episodes import build_episodes
 from megarl.trainer.experience.scoring import Scorer
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.nonfinite import NonFiniteUpdates
 from megarl.trainer.records.memory_report import MemoryReport
 from megarl.trainer.records.pace import Pace

@@ -17,8 +17,8 @@ from zlib import crc32
 import numpy as np
 
 from megarl.config import Config
-from megarl.parallel.from_config import generation_layout
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.resuming.arrays import Array
 from megarl.types import FinishReason, Prompt, Rollout, Rollouts
 

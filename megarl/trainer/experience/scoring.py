@@ -7,7 +7,6 @@ from typing import Any
 from zlib import crc32
 
 from megarl.data.readers import value_or_none
-from megarl.parallel.from_config import generation_layout
 from megarl.parallel.world import World
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
@@ -15,6 +14,7 @@ from megarl.rewards.parts import functions_of
 from megarl.rewards.pool import RewardPool
 from megarl.trainer.experience.reward_workers import host_here, workers_of
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.score_metrics import call_metrics, parts_by_name
 from megarl.types import Rollout, Rollouts
 

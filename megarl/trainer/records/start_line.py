@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.hybrid.generation import Generation
-from megarl.parallel.from_config import generation_layout, train_layout
 from megarl.parallel.world import World
 from megarl.roles.trained import TrainedModel
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout, train_layout
 
 
 def start_line(inputs: Inputs, world: World, trained: Sequence[TrainedModel], generations: Sequence[Generation]) -> str:

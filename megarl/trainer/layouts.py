@@ -6,6 +6,7 @@ from megarl.config import Config
 from megarl.config.policy import Megatron
 from megarl.data.formats import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
+from megarl.rollout.kinds import engine_kind
 
 
 def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayout:
@@ -40,6 +41,5 @@ def generation_layout(config: Config) -> GenerationLayout:
         return GenerationLayout(ranks=range(config.trainer.world_size), tp=1, stride=1)
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
-    # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says
-    stride = 1 if rollout.name == "vllm" else closest_stride(train_layout(config), tp)
+    stride = closest_stride(train_layout(config), tp) if engine_kind(rollout.name).strided else 1
     return GenerationLayout(ranks=range(config.trainer.world_size), tp=tp, stride=stride)
