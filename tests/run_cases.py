@@ -20,7 +20,7 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
         folder: working directory of rank 1, instead of rank 0's.
     """
     from megarl.config import load_config
-    from megarl.flows.registry import FLOWS
+    from megarl.flow_kinds import FLOWS
     from megarl.parallel.train_groups import leave_groups
     from megarl.parallel.world import World
     from megarl.rewards.judge import RewardError

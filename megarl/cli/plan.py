@@ -70,7 +70,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         ValueError: the run cannot work; what to change, in one line.
     """
     config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
-    from megarl.data.formats import trains
+    from megarl.flow_kinds import trains
 
     if not trains(config):
         raise ValueError(f"megarl plan predicts steps of training, and trainer.flow = {config.trainer.flow} has none")

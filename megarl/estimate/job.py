@@ -6,8 +6,9 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.config import Config
-from megarl.data.formats import SEQUENCES, format_of, generates
+from megarl.data.formats import SEQUENCES
 from megarl.estimate.model import ModelJob
+from megarl.flow_kinds import format_of, generates
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement, engine_placements, training_placements
 from megarl.models.sizes import kv_bytes_per_token

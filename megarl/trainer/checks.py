@@ -8,15 +8,14 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megarl.algorithms.declaration import Needs
-from megarl.algorithms.registry import PREFERENCES
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
 from megarl.config.refusal import is_refusal
 from megarl.config.reward import BY_MODEL
-from megarl.data.formats import OF_FLOWS, check_format, generates, trains
 from megarl.data.prompts import PromptSet
 from megarl.evaluation.folder import is_finished
+from megarl.flow_kinds import check_format, flow_kind, generates, trains
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.parallel.megatron_internals import check_megatron_core
@@ -112,9 +111,6 @@ def check_layouts(config: Config) -> Architecture:
     _check_configuration(config)
     arch = read_architecture(config.actor_rollout_ref.model.path)
     _check_shapes(config, arch)
-    if generates(config):
-        rollout = config.actor_rollout_ref.rollout
-        engine_kind(rollout.name).check(rollout, arch, trains=trains(config))
     return arch
 
 
@@ -130,8 +126,8 @@ def _check_configuration(config: Config) -> None:
             _check_dynamic_sampling(config)
             _check_carry_over(config)
         check_environment(config)
-    elif config.trainer.flow == "preference":
-        PREFERENCES.check(config.algorithm.preference.loss_mode)
+    else:
+        needs_of(config)
     for name in config.trainer.logger:
         SINKS.check(name)
     check_telemetry(config)
@@ -145,7 +141,7 @@ def _check_configuration(config: Config) -> None:
     check_unread(config)
     _check_optimization(config)
     _check_best(config)
-    if config.trainer.test_freq > 0 and config.trainer.flow in ("ppo", *OF_FLOWS) and not config.data.val_files:
+    if config.trainer.test_freq > 0 and flow_kind(config).validates and not config.data.val_files:
         raise ValueError(
             f"trainer.test_freq = {config.trainer.test_freq} validates on nothing: name held-out files in "
             "data.val_files, or set trainer.test_freq=-1"
@@ -181,7 +177,7 @@ def _check_best(config: Config) -> None:
     key = f"trainer.best_metric = {trainer.best_metric}"
     if trainer.save_freq == 0:
         raise ValueError(f"{key} keeps a checkpoint, and trainer.save_freq=0 saves none; set it to -1 or more steps")
-    unvalidated = trainer.flow in ("ppo", *OF_FLOWS) and not config.data.val_files
+    unvalidated = flow_kind(config).validates and not config.data.val_files
     if trainer.test_freq == 0 or unvalidated:
         what = "data.val_files" if unvalidated else "trainer.test_freq"
         raise ValueError(f"{key} is measured by validations, and there are none; set {what}")
@@ -309,7 +305,7 @@ def _check_batches(config: Config, needs: Needs) -> None:
 
 
 def _check_shapes(config: Config, arch: Architecture) -> None:
-    """Whether the layouts can hold the models, and the models the sequences."""
+    """Whether the layouts can hold the models, the models the sequences, and the engine all of it."""
     layout, actor = train_layout(config), config.actor_rollout_ref.actor
     arch.check_training(
         tp=layout.tp,
@@ -318,6 +314,9 @@ def _check_shapes(config: Config, arch: Architecture) -> None:
         sequence_parallel=actor.megatron.sequence_parallel,
     )
     arch.check_generation(tp=generation_layout(config).tp)
+    if generates(config):
+        rollout = config.actor_rollout_ref.rollout
+        engine_kind(rollout.name).check(rollout, arch, trains=trains(config))
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
@@ -359,7 +358,7 @@ def _check_model_files(inputs: Inputs) -> None:
         raise ValueError(
             f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"
         )
-    scores = inputs.config.trainer.flow == "reward_model"
+    scores = flow_kind(inputs.config).scores
     if model.checkpoint and scores:
         raise ValueError(
             "actor_rollout_ref.model.checkpoint: a reward model begins as a Hugging Face folder; set "
@@ -434,10 +433,10 @@ def _check_examples(inputs: Inputs) -> None:
         )
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu < together:
         raise ValueError("actor.ppo_micro_batch_size_per_gpu = 1 holds no pair; set it to 2 or more")
-    if config.trainer.flow == "kto" and 1 in (config.data.train_batch_size, len(inputs.val_examples)):
+    if flow_kind(config).compares_prompts and 1 in (config.data.train_batch_size, len(inputs.val_examples)):
         raise ValueError(
-            "kto compares each answer with those to other prompts: data.train_batch_size, and the rows of "
-            "data.val_files, must be 2 or more"
+            f"{config.trainer.flow} compares each answer with those to other prompts: data.train_batch_size, and the "
+            "rows of data.val_files, must be 2 or more"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.data.formats import generates
+from megarl.flow_kinds import generates
 from megarl.rollout.kinds import engine_kind
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config import Config
 from megarl.config.policy import Megatron
-from megarl.data.formats import generates
+from megarl.flow_kinds import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.rollout.kinds import engine_kind
 

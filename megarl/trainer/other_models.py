@@ -11,7 +11,7 @@ from megarl.config import Config
 from megarl.config.other_models import Critic, OtherModel, RewardModel, Teacher
 from megarl.config.policy import Batching, Megatron
 from megarl.config.reward import BY_MODEL
-from megarl.data.formats import generates
+from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE

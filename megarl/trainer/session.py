@@ -10,7 +10,7 @@ from typing import TypeVar
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
 from megarl.config.policy import Megatron
-from megarl.data.formats import trains
+from megarl.flow_kinds import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
 from megarl.parallel.generation_groups import GenerationGroups, generation_groups

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.config import Config
-from megarl.data.formats import trains
 from megarl.estimate.budget import StageBudget, budget
 from megarl.estimate.budget_file import write_budget
 from megarl.estimate.budget_table import measured_table, predicted_table
 from megarl.estimate.fit import what_may_not_fit
 from megarl.estimate.prediction import most_received, reshard_of_some_ranks
+from megarl.flow_kinds import trains
 from megarl.models.architecture import Architecture
 from megarl.parallel.world import World
 from megarl.phases import Phase

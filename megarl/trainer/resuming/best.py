@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.folder import Position, checkpoints, loop_and_step
-from megarl.config.trainer import Trainer
-from megarl.data.formats import OF_FLOWS
+from megarl.config import Config
 from megarl.evaluation.folder import write_json
+from megarl.flow_kinds import flow_kind
 from megarl.telemetry.lines import only_file
 
 if TYPE_CHECKING:  # a command that only reads the marker does without Megatron-Core
@@ -37,13 +37,14 @@ class BestCheckpoint:
         value: of its validation.
     """
 
-    def __init__(self, trainer: Trainer, world: World, position: Position) -> None:
+    def __init__(self, config: Config, world: World, position: Position) -> None:
         """Every rank calls it.
 
         Args:
             position: where the run begins; later checkpoints are no part of it.
         """
-        self._trainer, self._world = trainer, world
+        trainer = config.trainer
+        self._trainer, self._world, self._always_alike = trainer, world, flow_kind(config).validates
         self._marker = os.path.join(trainer.run_dir, "checkpoints", BEST_FILE)
         self.folder: str | None = None
         self.value = math.nan
@@ -53,8 +54,8 @@ class BestCheckpoint:
 
     def problem_with(self, validation: Mapping[str, float]) -> str | None:
         """What to say of a validation that does not give the metric; a flow of the user's may have several kinds."""
-        metric, own = self._trainer.best_metric, self._trainer.flow not in ("ppo", *OF_FLOWS)
-        if own or not metric or metric in validation:
+        metric = self._trainer.best_metric
+        if not self._always_alike or not metric or metric in validation:
             return None
         return f"trainer.best_metric = {metric} is no metric of the validation, which gives {', '.join(validation)}"
 

@@ -92,7 +92,7 @@ class Checkpointing:
         self._states: dict[str, Stateful] = {}
         self.latest, self.position = start.folder, start.position if start.folder else None
         self.failure: str | None = None
-        self.best = BestCheckpoint(self._config.trainer, world, start.position)
+        self.best = BestCheckpoint(self._config, world, start.position)
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""

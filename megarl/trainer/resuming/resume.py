@@ -20,13 +20,12 @@ from megarl.checkpoint.folder import (
     read_state,
     remark_on,
     remove_partials,
-    rl_step,
     set_aside,
 )
 from megarl.config import Config, dump_config
 from megarl.config.load import CONFIG_FILE
 from megarl.config.trainer import Trainer
-from megarl.data.formats import OF_FLOWS, trains
+from megarl.flow_kinds import flow_kind, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.lines import rewrite
 from megarl.trainer.inputs import Inputs
@@ -85,9 +84,8 @@ def expected_start(inputs: Inputs) -> Start:
 
 def finished(inputs: Inputs, start: Start) -> str | None:
     """What to say of a run that has nothing left to do; None if it has."""
-    flow, total = inputs.config.trainer.flow, inputs.total_steps
-    last = rl_step(total) if flow == "ppo" else Position(0, total, "train") if flow in OF_FLOWS else None
-    if last is None or start.position < last:
+    last_loop, total = flow_kind(inputs.config).last_loop, inputs.total_steps
+    if last_loop is None or start.position < Position(last_loop[0], total, last_loop[1]):
         return None
     return (
         f"nothing to do: {start.folder} has step {start.position.step}, and the run ends with step "
