@@ -17,7 +17,7 @@ from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
-from megarl.rollout.kinds import EngineKind, engine_kind
+from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ class Job:
 
     @property
     def engine(self) -> EngineKind:
-        """What generates."""
-        return engine_kind(self.config.actor_rollout_ref.rollout.name)
+        """What generates, where something does."""
+        return engine_kind(self.config.actor_rollout_ref.rollout.name) if self.generates else NATIVE
 
     @property
     def layouts(self) -> Layouts:

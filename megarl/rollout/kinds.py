@@ -74,7 +74,7 @@ class EngineKind:
     def build(self, settings: EngineSettings) -> Engine:
         """This rank's part of its replica's engine. Every rank calls it."""
         rollout, groups = settings.rollout, settings.groups
-        return self._load()(
+        return self.load()(
             settings.arch,
             tp_group=groups.tp,
             dtype=settings.dtype,
@@ -88,7 +88,8 @@ class EngineKind:
             share=settings.share,
         )
 
-    def _load(self) -> Callable[..., Engine]:
+    def load(self) -> Callable[..., Engine]:
+        """The class, which may import what only ranks have."""
         if not isinstance(self.engine, str):
             return self.engine
         module, _, name = self.engine.partition(":")

@@ -50,7 +50,7 @@ class VLLMKind(EngineKind):
 
     def build(self, settings: EngineSettings) -> Engine:
         rollout = settings.rollout
-        return self._load()(
+        return self.load()(
             settings.arch,
             path=settings.path,
             groups=settings.groups,
