@@ -113,7 +113,8 @@ def check_format(config: Config) -> None:
     """Raises ValueError if `data.format` is not what the flow reads."""
     reads, chosen = flow_kind(config).reads, config.data.format
     if reads is not None and chosen not in ("auto", reads):
-        raise ValueError(f"data.format = {chosen}: trainer.flow = {config.trainer.flow} reads {reads}; leave it out")
+        flow = config.trainer.flow
+        raise ValueError(f"data.format = {chosen}: trainer.flow = {flow} reads {reads}; leave the key out")
 
 
 def needs_of_answers(config: Config) -> Needs:
