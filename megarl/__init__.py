@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from megarl.flow_kinds import flow as flow
     from megarl.flows.sft import sft as sft
     from megarl.hybrid.generation import Generation as Generation
+    from megarl.phases import Item as Item
     from megarl.phases import Phase as Phase
+    from megarl.role_kinds import RoleKind as RoleKind
     from megarl.roles.actor import Actor as Actor
     from megarl.roles.critic import Critic as Critic
     from megarl.roles.frozen import Judge as Judge
@@ -67,6 +69,7 @@ _PLACES = {
     "EngineKind": "rollout.kinds",
     "Environment": "environments.environment",
     "Generation": "hybrid.generation",
+    "Item": "phases",
     "Judge": "roles.frozen",
     "Loss": "algorithms.loss",
     "LossInput": "algorithms.loss",
@@ -78,6 +81,7 @@ _PLACES = {
     "Prompt": "types",
     "Reference": "roles.reference",
     "RewardModel": "roles.reward_model",
+    "RoleKind": "role_kinds",
     "Rollouts": "types",
     "Run": "trainer.session",
     "RunStopped": "trainer.stopped",

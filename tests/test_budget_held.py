@@ -104,8 +104,8 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
             initial=lambda model: model.load(random_source(model.arch, 2)),
         )
         residency = Residency()
-        for name, model in {"actor": actor, "critic": critic, "reward_model": judge}.items():
-            residency.add(name, model.memory)
+        for model in (actor, critic, judge):
+            residency.add(model.kind, model.memory)
         batch, targets = fixed_batch(), with_targets()
         work = {
             Phase.REWARD: lambda: judge.scores(batch, mini_batch_of(judge)),

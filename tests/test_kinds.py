@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import write_run
+from tiny_run import metrics_of, write_run
 
 from megarl.config import Config, load_config
 from megarl.flow_kinds import FlowKind, flow_kind, format_of, generates, trains
@@ -139,3 +140,70 @@ def test_a_declared_flow_that_is_done_is_told_before_it_begins(ranks: Ranks, tmp
     assert ended == "" and "nothing to do" not in said
     ended, said = ranks.run(1, run_here, config, words)[0]
     assert ended == "" and "nothing to do" in said
+
+
+ROLE = """
+from torch.nn.functional import logsigmoid
+
+import megarl
+from megarl.models.heads import ScalarHead
+
+
+class Verifier(megarl.Actor):
+    kind = megarl.RoleKind(
+        name="verifier", scalar=True, absent={item: frozenset({megarl.Phase.GENERATE}) for item in megarl.Item}
+    )
+
+    def make_head(self):
+        return ScalarHead(per="sequence")
+
+
+def verdict(x):
+    return megarl.LossOutput(loss=-x.weights.dot(logsigmoid(x.output * (2 * x.columns["rewards"] - 1))))
+
+
+verdict.columns = ("rewards",)
+
+
+def flow(run):
+    roles = run.config.actor_rollout_ref
+    own = {"model": roles.model, "megatron": roles.actor.megatron, "batching": roles.actor, "optim": roles.actor.optim}
+    actor = run.add("actor", megarl.build_actor(run.inputs, run.groups, optim=roles.actor.optim, total_steps=4))
+    verifier = Verifier(run.inputs.arch, run.groups, total_steps=4, initial=lambda it: it.copy_from(actor), **own)
+    run.add("verifier", verifier)
+    generation, prompts = run.generation(actor), run.add("prompts", megarl.prompt_sampler(run.inputs))
+    for step in run.steps("verify", run.inputs.total_steps):
+        chosen = [run.inputs.train_prompts[i] for i in prompts.next()]
+        with generation.phase():
+            made = generation.rollouts(chosen, 2, run.inputs.sampling(validation=False), seed=1, round_=step)
+        batch = run.score(made).to_batch()
+        with run.phase("verify"):
+            scores = verifier.forward(batch, verifier.plan(batch))
+        run.log("verifier", {"score": float(scores.mean())})
+        run.log("verifier", verifier.update(batch, *verifier.plan(batch).mini_batches, verdict))
+"""
+
+
+def test_a_role_an_engine_and_a_phase_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
+    """Each in a file of its own; the run is stopped half-way, goes on, and ends with the same numbers."""
+    megatron = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+    keys = {"trainer__logger": ["jsonl"], "trainer__val_before_train": False, "trainer__save_freq": 1}
+    seen = []
+    for name, stops in (("whole", [4]), ("halves", [2, 4])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "flow.py").write_text(ROLE)
+        (folder / "engine.py").write_text(ENGINE)
+        config = str(write_run(folder, actor_rollout_ref__actor__megatron=megatron, **keys))
+        own = [f"trainer.flow={folder / 'flow.py'}:flow"]
+        own += [f"actor_rollout_ref.rollout.name={folder / 'engine.py'}:Mine"]
+        for steps in stops:
+            words = [*own, f"trainer.total_training_steps={steps}"]
+            ended, said = ranks.run(1, run_here, config, words)[0]
+            assert ended == "", ended + said
+        rows = metrics_of(folder)
+        assert all("timing/verify_s" in row for row in rows)
+        seen.append([(row["step"], row["verifier/score"], row["verifier/loss"]) for row in rows])
+    assert seen[0] == seen[1] and len(seen[0]) == 4
+    spans = (tmp_path / "whole" / "run" / "timeline" / "newer.jsonl").read_text().splitlines()
+    assert all("verify" in json.loads(line)["phases"] for line in spans)

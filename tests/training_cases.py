@@ -185,9 +185,9 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
 
     (case, config), residency, train = _MADE_AS[actor], Residency(), actor.groups.layout
     layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=closest_stride(train, case.gen_tp))
-    residency.add("actor", actor.memory)
+    residency.add(actor.kind, actor.memory)
     if reference is not None:
-        residency.add("reference", reference.memory)
+        residency.add(reference.kind, reference.memory)
     generation = Generation(
         actor,
         generation_groups(actor.groups.world, layout),

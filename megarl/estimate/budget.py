@@ -5,7 +5,7 @@ model holds of gradients, optimizer state and activations is in `megarl.estimate
 the policy do, in `megarl.estimate.beside`.
 
 A memory mode (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) takes its item off
-the GPU in the phases that `megarl.phases.AWAY` names. The phases are those that a run times.
+the GPU in the phases that `megarl.role_kinds` names. The phases are those that a run times.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from megarl.models.sizes import (
     blocks_for,
     most_blocks,
 )
-from megarl.phases import Item, Phase, away
+from megarl.phases import Item, Phase
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
+from megarl.role_kinds import REFERENCE
 
 TILE_ENTRY = 8
 """Bytes for a tile of the copy kernel: the numbers of the copy and of the tile within it."""
@@ -53,9 +54,9 @@ class StageBudget:
     """
 
     stage: int
-    phases: dict[Phase, Items]
+    phases: dict[str, Items]
 
-    def total(self, phase: Phase) -> int:
+    def total(self, phase: str) -> int:
         """Bytes held in a phase."""
         return sum(self.phases[phase].values())
 
@@ -80,7 +81,7 @@ def memory_modes(job: Job) -> list[MemoryMode]:
     reference = MemoryMode(
         key="ref.megatron.param_offload",
         item=item_name("reference", Item.WEIGHTS),
-        without=away("reference", Item.WEIGHTS),
+        without=REFERENCE.without(Item.WEIGHTS),
         on=job.config.actor_rollout_ref.ref.megatron.param_offload,
         kept=True,
     )

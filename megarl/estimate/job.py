@@ -17,6 +17,7 @@ from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
+from megarl.role_kinds import ACTOR
 from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
 
@@ -47,7 +48,7 @@ class Job:
         sequences = actor.ppo_mini_batch_size * self._sequences_per_row if self.generates else self.sequences
         return ModelJob(
             config=self.config,
-            role="actor",
+            kind=ACTOR,
             arch=self.arch,
             layout=self.train,
             megatron=actor.megatron,

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.beside import FORWARD
 from megarl.estimate.budget import CacheRoom
 from megarl.estimate.job import (
     Job,
@@ -184,7 +183,8 @@ def step_seconds(
     if job.reference:  # KTO's log-probabilities are of mismatched answers, which the reference reads as well
         seconds[Phase.REF] = log_probs * (2 if job.log_probs and not job.generates else 1)
     for model in job.beside:
-        seconds[FORWARD[model.role]] = forward_seconds(job, model, accelerator, lengths)
+        assert model.kind.forward is not None
+        seconds[model.kind.forward] = forward_seconds(job, model, accelerator, lengths)
         if model.mini_batch is not None:
             seconds[Phase.UPDATE_CRITIC] = update_seconds(job, model, accelerator, lengths)
     return {phase: seconds[phase] for phase in Phase if phase in seconds}

@@ -12,6 +12,7 @@ from megarl.models.heads import Head, ScalarHead
 from megarl.parallel.offload import OnHost
 from megarl.parallel.train_groups import TrainGroups
 from megarl.phases import Item
+from megarl.role_kinds import ACTOR, REWARD_MODEL, TEACHER
 from megarl.roles.model import MegatronModel
 from megarl.roles.passes import Passes
 from megarl.types import Batch
@@ -47,9 +48,13 @@ class FrozenModel(MegatronModel):
 class Policy(FrozenModel):
     """A language model that answers prompts, and is not trained."""
 
+    kind = ACTOR
+
 
 class Teacher(FrozenModel):
     """The language model that a policy is to become like."""
+
+    kind = TEACHER
 
     def log_probs(self, batch: Batch, passes: Passes) -> Tensor:
         """See `Actor.log_probs`."""
@@ -59,7 +64,7 @@ class Teacher(FrozenModel):
 class Judge(FrozenModel):
     """A reward model that has been trained."""
 
-    scalar_output = True
+    kind = REWARD_MODEL
 
     def make_head(self) -> Head:
         return ScalarHead(per="sequence")

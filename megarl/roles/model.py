@@ -26,6 +26,7 @@ from megarl.models.tensors import logical_tensors
 from megarl.parallel.offload import Resident
 from megarl.parallel.train_groups import TrainGroups, in_its_layout
 from megarl.phases import Item
+from megarl.role_kinds import RoleKind
 from megarl.roles.copying import copy_weights
 from megarl.roles.passes import Passes, StepPlan, plan_passes
 from megarl.roles.writers import spread_over_replicas
@@ -38,7 +39,7 @@ class MegatronModel:
     """Owns this rank's chunks of one model in the training layout, all weights zero until they are loaded.
 
     Attributes:
-        scalar_output: whether the output layer is a vector; else the architecture's own.
+        kind: what residency and prediction know of the role, and whether the output layer is a vector.
         head: what its last stage ends in.
         dtype: of its weights.
         packed: whether sequences share rows without padding.
@@ -47,7 +48,7 @@ class MegatronModel:
             `gather_parameters` first.
     """
 
-    scalar_output: ClassVar[bool] = False
+    kind: ClassVar[RoleKind] = RoleKind()
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class MegatronModel:
             batching: how much goes through it at once.
             balance: plans even out tokens over data-parallel ranks (`trainer.balance_batch`).
         """
-        self.arch = arch = arch.with_scalar_output() if self.scalar_output else arch
+        self.arch = arch = arch.with_scalar_output() if self.kind.scalar else arch
         self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
         self.batching, self.balance = batching, balance
         self.head = self.make_head()

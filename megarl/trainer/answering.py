@@ -38,7 +38,7 @@ class Answering:
         config, residency, timers = inputs.config, Residency(), PhaseTimers(world.device)
         roles = config.actor_rollout_ref
         actor = build_policy(inputs, train_groups(world, train_layout(config), config.data.seed))
-        residency.add("actor", actor.memory)
+        residency.add(actor.kind, actor.memory)
         self._generation = Generation(
             actor,
             generation_groups(world, generation_layout(config)),

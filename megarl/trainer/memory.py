@@ -56,8 +56,8 @@ def _model_job(beside: Beside, config: Config, policy: Architecture) -> ModelJob
         mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
     return ModelJob(
         config=config,
-        role=beside.role,
-        arch=arch.with_scalar_output() if beside.scalar else arch,
+        kind=beside.kind,
+        arch=arch.with_scalar_output() if beside.kind.scalar else arch,
         layout=train_layout(config, beside.megatron),
         megatron=beside.megatron,
         batching=beside.batching,

@@ -122,7 +122,7 @@ class Run:
             if not isinstance(joining, FrozenModel):
                 self.checkpoints.add_model(name, joining)
             self._roles[name] = joining
-            self.residency.add(name, joining.memory)
+            self.residency.add(joining.kind, joining.memory)
         else:
             self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
         return joining
@@ -162,8 +162,12 @@ class Run:
         return generation_groups(self.world, generation_layout(self.config))
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """A part of a step: it is timed, and what it has no use for leaves the GPU."""
+    def phase(self, phase: Phase | str) -> Iterator[None]:
+        """A part of a step: it is timed, and what it has no use for leaves the GPU.
+
+        Args:
+            phase: one of the program's, or a name of the flow's own.
+        """
         with self.timers(phase):
             self.residency.enter(phase)
             yield

@@ -67,12 +67,11 @@ class MemoryReport:
         """
         if not self._accelerator:
             return {}
-        most: dict[Phase, int] = {}
+        most: dict[str, int] = {}
         for of_rank in ranks:
-            for name, nbytes in of_rank.items():
-                phase = Phase(name)
+            for phase, nbytes in of_rank.items():
                 most[phase] = max(most.get(phase, 0), nbytes)
-        whole = {Phase.GENERATE, Phase.UPDATE} if self._job and self._job.generates else {Phase.UPDATE}
+        whole: set[str] = {Phase.GENERATE, Phase.UPDATE} if self._job and self._job.generates else {Phase.UPDATE}
         if whole <= most.keys():
             self._steps += 1
             if self._steps == 2 and self.predicted:

@@ -42,7 +42,7 @@ def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str
             keep_tokenizer(model.path, tokenizer, folder)
             if config.checkpoint.save_hf:
                 os.makedirs(huggingface)
-                write_exported_files(inputs, huggingface, classifier=trained.scalar_output)
+                write_exported_files(inputs, huggingface, classifier=trained.kind.scalar)
 
     on_every_rank(world, copy)
     if config.checkpoint.save_hf:
