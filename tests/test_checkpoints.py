@@ -366,14 +366,16 @@ def _full_disk(run_dir: str) -> list[str]:
 def _little_room(folder: str) -> list[str]:
     """What attempts to write a small state end in, with more room each time."""
     from megarl.checkpoint.sharded_files import write_sharded
+    from megarl.parallel.world import World
 
-    said = []
+    said, world = [], World()
     for kib in range(4, 36, 8):
         with small_disk(Path(folder, str(kib)), kib) as disk:
             try:
-                write_sharded(str(disk), {"state": list(range(100_000))}, dist.group.WORLD)
+                write_sharded(str(disk), {"state": list(range(100_000))}, world)
             except (OSError, RuntimeError) as e:
                 said.append(f"{type(e).__name__}: {e}")
+    world.leave()
     return [line.split(" (rank 0", 1)[0] for line in said]
 
 
