@@ -32,15 +32,19 @@ if TYPE_CHECKING:
     from megarl.config import load_config as load_config
     from megarl.environments.environment import Environment as Environment
     from megarl.environments.environment import Turn as Turn
+    from megarl.flow_kinds import flow as flow
     from megarl.flows.sft import sft as sft
     from megarl.hybrid.generation import Generation as Generation
+    from megarl.phases import Item as Item
     from megarl.phases import Phase as Phase
+    from megarl.role_kinds import RoleKind as RoleKind
     from megarl.roles.actor import Actor as Actor
     from megarl.roles.critic import Critic as Critic
     from megarl.roles.frozen import Judge as Judge
     from megarl.roles.frozen import Teacher as Teacher
     from megarl.roles.reference import Reference as Reference
     from megarl.roles.reward_model import RewardModel as RewardModel
+    from megarl.rollout.kinds import EngineKind as EngineKind
     from megarl.trainer.build import build_actor as build_actor
     from megarl.trainer.build import build_reference as build_reference
     from megarl.trainer.build import policy_loss as policy_loss
@@ -62,8 +66,10 @@ _PLACES = {
     "Config": "config",
     "ConfigError": "config",
     "Critic": "roles.critic",
+    "EngineKind": "rollout.kinds",
     "Environment": "environments.environment",
     "Generation": "hybrid.generation",
+    "Item": "phases",
     "Judge": "roles.frozen",
     "Loss": "algorithms.loss",
     "LossInput": "algorithms.loss",
@@ -75,6 +81,7 @@ _PLACES = {
     "Prompt": "types",
     "Reference": "roles.reference",
     "RewardModel": "roles.reward_model",
+    "RoleKind": "role_kinds",
     "Rollouts": "types",
     "Run": "trainer.session",
     "RunStopped": "trainer.stopped",
@@ -90,6 +97,7 @@ _PLACES = {
     "compute_advantages": "algorithms.advantages",
     "cross_entropy": "algorithms.cross_entropy",
     "evaluate": "trainer.experience.evaluate",
+    "flow": "flow_kinds",
     "load_config": "config",
     "policy_loss": "trainer.build",
     "prompt_sampler": "trainer.build",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.config import Config, ConfigError, load_config
 from megarl.config.load import with_launched_ranks, with_values
 from megarl.debugging import hush_dependencies
-from megarl.flows.registry import FLOWS
+from megarl.flow_kinds import FLOWS
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.rewards import Reward, RewardFunction
 from megarl.trainer.checks import check_run
@@ -58,7 +58,10 @@ def train(
     """
     chosen = _with_ranks(_configuration(config, overrides))
     if flow is not None:
-        chosen = with_values(chosen, "trainer", flow=flow if isinstance(flow, str) else _name(flow))
+        name = flow if isinstance(flow, str) else _name(flow)
+        chosen = with_values(chosen, "trainer", flow=name)
+        if callable(flow):
+            FLOWS.add(name, flow)
     given = None
     if reward is not None:
         given = Reward(name=_name(reward), function=reward)
@@ -70,25 +73,24 @@ def train(
         stop.install()
     with nullcontext() if launched else stop.borrow(), warnings.catch_warnings():
         hush_dependencies()
-        stopped_by = _run(chosen, given, flow, stop, told)
+        stopped_by = _run(chosen, given, stop, told)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by) if launched else interruption(stopped_by)
     return dict(last[0]) if last else {}
 
 
 def _run(
-    config: Config, reward: Reward | None, flow: Flow | str | None, stop: StopRequest, callbacks: Sequence[Callback]
+    config: Config, reward: Reward | None, stop: StopRequest, callbacks: Sequence[Callback]
 ) -> signal.Signals | None:
     """The run, whose folder knows how it ended; returns the signal that stopped it, if one did."""
     inputs = check_run(config, reward=reward)
     enable_cpu_ranks()  # before Megatron-Core is imported
     from megarl.trainer.run import run
 
-    chosen_flow = flow if callable(flow) else FLOWS.load(config.trainer.flow)
     lock = RunLock(config.trainer.run_dir, steps=inputs.total_steps or None) if stop.rank == 0 else None
     ended = "failed"
     try:
-        stopped_by = run(inputs, chosen_flow, stop, callbacks)
+        stopped_by = run(inputs, FLOWS.load(config.trainer.flow), stop, callbacks)
         ended = "finished" if stopped_by is None else f"stopped by {stopped_by.name}"
     except (KeyboardInterrupt, SystemExit):
         ended = "interrupted"
@@ -98,7 +100,7 @@ def _run(
             lock.note_end(ended)
             lock.release()
         if "RANK" not in os.environ and dist.is_initialized():  # it failed: the next one makes a world of its own
-            from megarl.parallel.groups import leave_world
+            from megarl.parallel.train_groups import leave_world
 
             leave_world()
     return stopped_by

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     gc.disable()  # loading modules sets off hundreds of collections that find nothing: a seventh of a rank's start
     try:
         config = load_run_config(argv[0], argv[1:])
-        from megarl.flows.registry import FLOWS
+        from megarl.flow_kinds import FLOWS
         from megarl.parallel.cpu import enable_cpu_ranks
         from megarl.trainer.checks import check_run
         from megarl.trainer.resuming.run_lock import RunLock

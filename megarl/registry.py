@@ -55,6 +55,10 @@ class Registry(Generic[T]):
 
         return add
 
+    def add(self, name: str, thing: T) -> None:
+        """Make a function or class known under a name of its own, in this process."""
+        self._registered[name] = thing
+
     def names(self) -> list[str]:
         """The registered names, sorted."""
         return sorted({*self._lazy, *self._registered})

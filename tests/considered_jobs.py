@@ -75,7 +75,7 @@ def job(
     return Job(
         config=config,
         arch=arch,
-        train=TrainLayout(world_size=gpus, tp=tp, pp=pp, chunks=chunks),
-        generation=GenerationLayout(world_size=gpus, tp=generation_tp),
+        train=TrainLayout(ranks=range(gpus), tp=tp, pp=pp, chunks=chunks),
+        generation=GenerationLayout(ranks=range(gpus), tp=generation_tp),
         reference=config.needs_reference,
     )

@@ -59,16 +59,15 @@ def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @contextmanager
 def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     """A policy in some layout with weights that are still to be read."""
-    import torch.distributed as dist
-
     from megarl.config.policy import ActorRolloutRef
-    from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.parallel.layout import GenerationLayout, TrainLayout
+    from megarl.parallel.layout import TrainLayout
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World
     from megarl.roles.model import MegatronModel
 
-    world = dist.get_world_size()
-    layout = TrainLayout(world_size=world, tp=case.tp, pp=case.pp, chunks=case.chunks)
-    groups = build_groups(layout, GenerationLayout(world_size=world))
+    world = World()
+    layout = TrainLayout(ranks=range(world.size), tp=case.tp, pp=case.pp, chunks=case.chunks)
+    groups = train_groups(world, layout)
     megatron = {"sequence_parallel": case.tp > 1}
     config = ActorRolloutRef.model_validate({"model": {"dtype": dtype}, "actor": {"megatron": megatron}})
     try:
@@ -77,7 +76,7 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
             read_architecture(folder), groups, model=config.model, megatron=keys.megatron, batching=keys
         )
     finally:
-        destroy_groups(groups)
+        leave_groups(world)
 
 
 def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, max_shard_bytes: int) -> None:
@@ -93,9 +92,9 @@ def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, ma
                 parameter.data.fill_(torch.nan)
             policy.load(HuggingFaceWeights(source, policy.arch).box)
             assert all(parameter.isfinite().all() for parameter in policy.parameters().values())
-            layout = policy.groups.train
+            layout = policy.groups.layout
             ranks = layout.model_ranks(0)
-            if policy.groups.rank in ranks:
+            if policy.groups.world.rank in ranks:
                 placements = {
                     rank: training_placements(policy.arch, layout, rank, transformer_engine=False) for rank in ranks
                 }
@@ -126,7 +125,7 @@ def log_probs(case: Case, folder: str, checkpoint: str | None = None) -> Tensor:
             policy.load(HuggingFaceWeights(folder, policy.arch).box)
         else:
             policy.load_weights(
-                load_checkpoint(checkpoint, policy.sharded_weights(), rng=False, control=policy.groups.control)
+                load_checkpoint(checkpoint, policy.sharded_weights(), rng=False, world=policy.groups.world)
             )
         result: Tensor = policy.forward(text_batch(), policy.plan(text_batch()))
         return result

@@ -20,9 +20,9 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
         folder: working directory of rank 1, instead of rank 0's.
     """
     from megarl.config import load_config
-    from megarl.flows.registry import FLOWS
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.flow_kinds import FLOWS
+    from megarl.parallel.train_groups import leave_groups
+    from megarl.parallel.world import World
     from megarl.rewards.judge import RewardError
     from megarl.trainer.checks import check_run
     from megarl.trainer.run import take_part
@@ -37,11 +37,11 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
             if folder and rank == 1:
                 os.chdir(folder)
             inputs = check_run(load_config(config, [*overrides, f"trainer.n_gpus_per_node={world}"]))
-            groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config), 1)
+            ours = World()
             try:
-                take_part(inputs, FLOWS.load(inputs.config.trainer.flow), groups, StopRequest(rank))
+                take_part(inputs, FLOWS.load(inputs.config.trainer.flow), ours, StopRequest(rank))
             finally:
-                destroy_groups(groups)
+                leave_groups(ours)
         except (RunRefused, RunStopped, RewardError) as e:
             return f"{type(e).__name__}: {e}", said.getvalue()
         except ValueError as e:

@@ -55,7 +55,7 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, sha
         own = {name for name, p in engine.items() if p.untyped_storage().data_ptr() not in storages}
         assert own == engine.keys() - hybrid.sync.shared.places.keys()
         assert not any(p.requires_grad for p in engine.values())
-        r = actor.groups.generation.coords(actor.groups.rank).tp
+        r = hybrid.groups.tp_rank
         completions, gap = [], 0.0
         for seed in (1, 2, 3):
             full = {name: 0.3 * weight for name, weight in random_weights(arch, seed).items()}

@@ -144,7 +144,7 @@ def copied_under_other_names() -> list[bool]:
 
     with actor_in(Case(tp=2)) as actor:
         ours, held = actor.parameters(), actor.placements()
-        layout, rank = actor.groups.train, actor.groups.rank
+        layout, rank = actor.groups.layout, actor.groups.world.rank
         theirs = list(training_placements(actor.arch, layout, rank, transformer_engine=True))
         called = {(place.tensor, place.box): place.param for place in held}
         other = {place.param: ours[called[place.tensor, place.box]].detach().clone() for place in theirs}
@@ -169,7 +169,7 @@ def test_weights_are_copied_whatever_the_layers_call_them(ranks: Ranks) -> None:
 
 def test_a_parameter_that_no_weight_fills_is_a_fault() -> None:
     arch = ARCH
-    layout = TrainLayout(world_size=1)
+    layout = TrainLayout(ranks=range(1))
     placements = list(training_placements(arch, layout, 0, transformer_engine=False))
     shapes: dict[str, tuple[int, ...]] = {}
     for place in placements:

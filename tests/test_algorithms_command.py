@@ -13,7 +13,7 @@ from megarl.algorithms.methods import METHODS
 from megarl.cli.algorithms import REGISTRIES, first_line
 from megarl.cli.main import main
 from megarl.config.load import all_keys, load_config
-from megarl.flows.registry import FLOWS
+from megarl.flow_kinds import FLOWS
 from megarl.rewards import load_reward
 from megarl.rewards.registry import names
 from megarl.trainer.needs import needs_of

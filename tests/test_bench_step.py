@@ -26,19 +26,19 @@ def _measure(world: int, tp: int) -> dict[str, Any]:
     import bench_train
 
     from megarl.config.load import build_config
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.train_groups import leave_groups
+    from megarl.parallel.world import World
 
     bench_train.WARM_UP = bench_step.WARM_UP = 1
     trainer = {**SETTINGS["trainer"], "n_gpus_per_node": world, "total_training_steps": 3}
     actor = {**SETTINGS["actor_rollout_ref"]["actor"], "megatron": {"tensor_model_parallel_size": tp}}
     policy = {**SETTINGS["actor_rollout_ref"], "actor": actor}
     config = build_config({**SETTINGS, "actor_rollout_ref": policy, "trainer": trainer})
-    groups = build_groups(train_layout(config), generation_layout(config))
+    world = World()
     try:
-        return asdict(bench_step.measure(bench_step.synthetic_inputs(config, ARCH), groups, 2, alone=True, peer=False))
+        return asdict(bench_step.measure(bench_step.synthetic_inputs(config, ARCH), world, 2, alone=True, peer=False))
     finally:
-        destroy_groups(groups)
+        leave_groups(world)
 
 
 @pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 2)])

@@ -17,13 +17,14 @@ def _measure(what: str, world: int) -> dict[str, Any]:
     from dataclasses import asdict
 
     from megarl.config.load import build_config
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World
+    from megarl.trainer.layouts import train_layout
     from tools import bench_train as bench
 
     bench.WARM_UP = 1
     config = build_config({**SETTINGS, "trainer": {"n_gpus_per_node": world}})
-    groups = build_groups(train_layout(config), generation_layout(config))
+    groups = train_groups(World(), train_layout(config))
     try:
         if what == "log-probs":
             return asdict(bench.measure_log_probs(ARCH, groups, 40))
@@ -33,7 +34,7 @@ def _measure(what: str, world: int) -> dict[str, Any]:
         lengths = bench.long_tailed(24, 48)
         return asdict(bench.measure_packing(actor, config, lengths, 1)) | {"lengths": lengths}
     finally:
-        destroy_groups(groups)
+        leave_groups(groups.world)
 
 
 @pytest.mark.slow

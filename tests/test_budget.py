@@ -37,8 +37,9 @@ from megarl.models.placements import engine_placements, training_placements
 from megarl.models.sizes import BLOCK_SIZE, layer_activations, native_activation_bytes, prefill_activations
 from megarl.models.tensors import logical_tensors, volume
 from megarl.parallel.layout import TrainLayout
-from megarl.phases import AWAY, Item, Phase
+from megarl.phases import Item, Phase
 from megarl.reshard.sharing import plan_shared
+from megarl.role_kinds import ACTOR, REFERENCE
 
 # Llama-3-8B over TP2 x PP2: half of 16 layers and of an embedding; and norms, which every rank has
 LAYER = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336
@@ -64,7 +65,7 @@ def test_parameter_counts() -> None:
     ids=["8B", "tiny", "uneven"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
-    layout = TrainLayout(world_size=4, tp=2, pp=2, chunks=chunks)
+    layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)
     for rank in range(4):
         held = training_placements(arch, layout, rank, transformer_engine=True)
         assert training_elements(arch, layout, rank) == sum(volume(p.box) for p in held)
@@ -162,7 +163,7 @@ def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, in
     rows = 192 // tp if name == "vllm" else -(-150 // tp)
     for stage in range(train.pp):
         own = []
-        for rank in (r for r in range(train.world_size) if train.coords(r).pp == stage):
+        for rank in (r for r in train.ranks if train.coords(r).pp == stage):
             shared = plan_shared(considered.layouts, rank)
             wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, vocab_rows=rows)
             own.append(sum(volume(p.box) for p in wanted if p.param not in shared))
@@ -279,6 +280,9 @@ STATE = {
 }
 
 
+KINDS = {"actor": ACTOR, "reference": REFERENCE}
+
+
 def _absent() -> dict[tuple[str, Item], set[Phase]]:
     """The predicted phases in which an item is not on the GPU, with all memory modes on."""
     phases = budget(job(**MODES), H200, moved=1)[0].phases
@@ -287,12 +291,12 @@ def _absent() -> dict[tuple[str, Item], set[Phase]]:
 
 def test_absences_follow_the_table_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     predicted = budget(job(**MODES), H200, moved=1)[0].phases.keys()
-    table = {(role, item): AWAY[role][item] & predicted for role, item in STATE}
+    table = {(role, item): KINDS[role].absent[item] & predicted for role, item in STATE}
     assert _absent() == table
     for (role, item), phases in table.items():
         for changed in (phases | {Phase.LOG_PROBS}, phases - {Phase.GENERATE}):
             with monkeypatch.context() as patch:
-                patch.setattr("megarl.phases.AWAY", {**AWAY, role: {**AWAY[role], item: changed}})
+                patch.setitem(KINDS[role].absent, item, changed)
                 assert _absent() == {**table, (role, item): changed}
 
 

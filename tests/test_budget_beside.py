@@ -10,6 +10,7 @@ import pytest
 from considered_jobs import LLAMA_3_8B, job
 from tiny_run import ROOT
 
+from megarl import role_kinds
 from megarl.config import build_config
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import CacheRoom, StageBudget, budget, host_bytes
@@ -17,7 +18,7 @@ from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
 from megarl.estimate.job import Job, active_parameter_count, parameter_count
 from megarl.estimate.prediction import Lengths, forward_flops, layout_warnings, step_seconds
 from megarl.models.sizes import LOGITS_CHUNK_BYTES
-from megarl.phases import AWAY, Item, Phase
+from megarl.phases import Item, Phase
 from megarl.reshard.traffic import Traffic
 from megarl.trainer.memory import job_of
 
@@ -215,6 +216,9 @@ STATE = {
 }
 
 
+KINDS = {kind.name: kind for kind in (role_kinds.CRITIC, role_kinds.REWARD_MODEL, role_kinds.TEACHER)}
+
+
 def _absent() -> dict[tuple[str, Item], set[Phase]]:
     """The predicted phases in which an item is not on the GPU, with all memory modes on."""
     (critic,) = considered(algorithm=GAE, critic=critic_over(4, 1, megatron=MODES)).beside
@@ -231,12 +235,12 @@ def _absent() -> dict[tuple[str, Item], set[Phase]]:
 
 def test_absences_follow_the_table_of_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     predicted = {*Phase} - {Phase.OFFLOAD, Phase.REF, Phase.VALIDATE, Phase.SAVE}
-    table = {(role, item): AWAY[role][item] & predicted for role, item in STATE}
+    table = {(role, item): KINDS[role].absent[item] & predicted for role, item in STATE}
     assert _absent() == table
     for (role, item), phases in table.items():
         for changed in (phases | {Phase.VALUES}, phases - {Phase.GENERATE}):
             with monkeypatch.context() as patch:
-                patch.setattr("megarl.phases.AWAY", {**AWAY, role: {**AWAY[role], item: changed}})
+                patch.setitem(KINDS[role].absent, item, changed)
                 assert _absent() == {**table, (role, item): changed}
 
 

@@ -58,7 +58,7 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
 )
 @pytest.mark.parametrize(("dtype", "itemsize", "master"), quick([("float32", 4, 0), ("bfloat16", 2, 4)], 1))
 def test_megatron_holds_what_the_budget_says(ranks: Ranks, case: Case, dtype: str, itemsize: int, master: int) -> None:
-    layout = TrainLayout(world_size=case.world, tp=case.tp, pp=case.pp)
+    layout = TrainLayout(ranks=range(case.world), tp=case.tp, pp=case.pp)
     held = ranks.run(case.world, _bytes_held, case, dtype)
     for rank, found in enumerate(held):
         elements = training_elements(WIDER, layout, rank)
@@ -89,7 +89,7 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
     from megarl.config.policy import Batching, Megatron, Model
     from megarl.hybrid.residency import Residency
     from megarl.models.fill import random_source
-    from megarl.parallel.groups import add_layout
+    from megarl.parallel.train_groups import train_groups
     from megarl.roles.frozen import Judge
 
     moving = {"actor": {"megatron": modes}}
@@ -97,15 +97,15 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
         critic = beside(actor, replace(CRITIC, config=moving), WIDER, dtype)
         judge = Judge(
             WIDER,
-            add_layout(actor.groups, layout_of(JUDGE)),
+            train_groups(actor.groups.world, layout_of(JUDGE)),
             model=Model(dtype=dtype),
             megatron=Megatron(param_offload=bool(modes)),
             batching=Batching(),
             initial=lambda model: model.load(random_source(model.arch, 2)),
         )
         residency = Residency()
-        for name, model in {"actor": actor, "critic": critic, "reward_model": judge}.items():
-            residency.add(name, model.memory)
+        for model in (actor, critic, judge):
+            residency.add(model.kind, model.memory)
         batch, targets = fixed_batch(), with_targets()
         work = {
             Phase.REWARD: lambda: judge.scores(batch, mini_batch_of(judge)),

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,10 +45,14 @@ def test_a_prompt_that_is_drawn_twice_is_answered_twice() -> None:
 # ------------------------------------------------------------------------------------------------------- bookkeeping
 
 
-def _config(groups: int, batch: int, staleness: int, n: int) -> Config:
+def _config(groups: int, batch: int, staleness: int, n: int, replicas: int = 1) -> Config:
     carry_over = {"enable": True, "groups": groups, "max_staleness": staleness}
     return build_config(
-        {"data": {"train_batch_size": batch}, "actor_rollout_ref": {"rollout": {"n": n, "carry_over": carry_over}}}
+        {
+            "data": {"train_batch_size": batch},
+            "actor_rollout_ref": {"rollout": {"n": n, "carry_over": carry_over}},
+            "trainer": {"n_gpus_per_node": replicas},
+        }
     )
 
 
@@ -79,8 +82,7 @@ def _go_on(carry_over: CarryOver, saved: CarryOver) -> None:
     ],
 )
 def test_arrays_of_another_form_are_refused(name: str, changed: np.ndarray[Any, Any]) -> None:
-    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=1))
-    carry_over = CarryOver(_config(4, 2, 2, 1), groups, PROMPTS)
+    carry_over = CarryOver(_config(4, 2, 2, 1), PROMPTS)
     whole = {one: np.zeros(1, np.int64) for one in ("prompt", "group", "sample", "seed", "finish_reason")}
     whole["prompt_digest"] = np.array([_digest(PROMPTS[0])])
     whole |= {"length": np.array([3]), "span_count": np.array([1]), "spans": np.array([[1, 3]])}
@@ -133,8 +135,7 @@ class _Simulated:
 def test_nothing_is_lost_or_too_old(
     batch: int, more: int, staleness: int, n: int, replicas: int, most: int, stop_at: int
 ) -> None:
-    config = _config(batch + min(more, batch), batch, staleness, n)
-    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=replicas))
+    config = _config(batch + min(more, batch), batch, staleness, n, replicas)
     prompts = [replace(PROMPTS[i % 12], index=i) for i in range(40)]
 
     def steps(carry_over: CarryOver, drawn: list[int], first: int, last: int) -> list[Rollouts]:
@@ -148,7 +149,7 @@ def test_nothing_is_lost_or_too_old(
             for version in range(first, last)
         ]
 
-    whole = CarryOver(config, groups, prompts)
+    whole = CarryOver(config, prompts)
     batches = steps(whole, [0], 1, 12)
     trained = [group for made in batches for group in dict.fromkeys(r.group for r in made)]
     assert len(trained) == len(set(trained)) == 11 * batch  # none twice
@@ -161,9 +162,9 @@ def test_nothing_is_lost_or_too_old(
     assert under_way | set(trained) == set(range(len(under_way) + len(trained)))  # none left out
     assert min(under_way) > max(trained) - 3 * batch * staleness
 
-    first, drawn = CarryOver(config, groups, prompts), [0]
+    first, drawn = CarryOver(config, prompts), [0]
     before = steps(first, drawn, 1, stop_at)
-    second = CarryOver(config, groups, prompts)
+    second = CarryOver(config, prompts)
     _go_on(second, first)
     assert second.state() == first.state()
     assert {name: column.tolist() for name, column in second.arrays().items()} == {
@@ -173,19 +174,17 @@ def test_nothing_is_lost_or_too_old(
 
 
 def test_groups_whose_prompt_has_gone_are_left_out() -> None:
-    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=1))
-    first = CarryOver(_config(4, 2, 4, 1), groups, PROMPTS)
+    first = CarryOver(_config(4, 2, 4, 1), PROMPTS)
     first.next_batch(lambda: [0, 1], lambda asked, quota: _Simulated(1, 2)(asked, quota, 1), 1)
     places = first.arrays()["prompt"].tolist()
-    other = CarryOver(_config(4, 2, 4, 1), groups, [PROMPTS[1], PROMPTS[1]])
+    other = CarryOver(_config(4, 2, 4, 1), [PROMPTS[1], PROMPTS[1]])
     _go_on(other, first)
     assert other.arrays()["prompt"].tolist() == [place for place in places if place == 1]
 
 
 def test_what_undone_steps_have_drawn_is_drawn_anew() -> None:
     """A run that goes back keeps its responses: none may hold tokens of weights that are gone."""
-    groups: Any = SimpleNamespace(generation=SimpleNamespace(replicas=1))
-    carry_over = CarryOver(_config(4, 2, 9, 2), groups, PROMPTS)
+    carry_over = CarryOver(_config(4, 2, 9, 2), PROMPTS)
     for version in (1, 2, 3):
         carry_over.next_batch(lambda: [4, 5], lambda asked, q: _Simulated(1, 2)(asked, q, version), version)  # noqa: B023
     seen: list[Rollout] = []

@@ -175,15 +175,15 @@ def _save(actor: Any, run_dir: str, step: int, write_model: Any = lambda folder:
     from megarl.checkpoint.store import save_checkpoint
 
     state = {"actor": actor.sharded_state(loading=False)}
-    at, control = rl_step(step), actor.groups.control
-    return save_checkpoint(run_dir, at, state, {"mark": 7}, write_model=write_model, control=control)
+    at, world = rl_step(step), actor.groups.world
+    return save_checkpoint(run_dir, at, state, {"mark": 7}, write_model=write_model, world=world)
 
 
 def _load(actor: Any, folder: str) -> None:
     from megarl.checkpoint.store import load_checkpoint
 
     wanted = {"actor": actor.sharded_state(loading=True)}
-    loaded = load_checkpoint(folder, wanted, rng=True, control=actor.groups.control)
+    loaded = load_checkpoint(folder, wanted, rng=True, world=actor.groups.world)
     actor.load_sharded(loaded["actor"])
 
 
@@ -275,21 +275,21 @@ def _bad_luck(run_dir: str) -> dict[str, Any]:
 
     wider = replace(ARCH, ffn_hidden_size=64)
     with actor_in(Case(dp=2), lr=1e-2) as actor:
-        control, rank = actor.groups.control, dist.get_rank()
+        world, rank = actor.groups.world, dist.get_rank()
         folder = _save(actor, run_dir, 1)
-        said["whole"] = verify_checkpoint(folder, control)
+        said["whole"] = verify_checkpoint(folder, world)
         file = Path(folder, "__4_0.distcp")
         if rank == 0:
             data = bytearray(file.read_bytes())
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
-        dist.barrier(control)
-        said["flipped"] = verify_checkpoint(folder, control)
-        dist.barrier(control)
+        world.barrier("the test")
+        said["flipped"] = verify_checkpoint(folder, world)
+        world.barrier("the test")
         if rank == 0:
             os.truncate(file, 100)
-        dist.barrier(control)
-        said["cut"] = verify_checkpoint(folder, control)
+        world.barrier("the test")
+        said["cut"] = verify_checkpoint(folder, world)
         said["cut, read"] = message(lambda: _load(actor, folder))
         second = _save(actor, run_dir, 2)
         if rank == 1:  # only this rank sees it
@@ -301,8 +301,8 @@ def _bad_luck(run_dir: str) -> dict[str, Any]:
         from megarl.checkpoint.store import load_checkpoint
 
         wanted = {"reference": actor.sharded_weights("reference.")}
-        control = actor.groups.control
-        said["key"] = message(lambda: load_checkpoint(second, wanted, rng=False, control=control))
+        world = actor.groups.world
+        said["key"] = message(lambda: load_checkpoint(second, wanted, rng=False, world=world))
     said["left"] = sorted(os.listdir(Path(run_dir, "checkpoints")))
     return said
 
@@ -342,7 +342,7 @@ def _full_disk(run_dir: str) -> list[str]:
                 fill(Path(folder))
                 Path(folder, "config.json").write_text("{}" * 4096)
 
-        on_every_rank(actor.groups.control, write)
+        on_every_rank(actor.groups.world, write)
 
     with actor_in(Case(dp=2), lr=1e-2) as actor:
         _save(actor, run_dir, 1)
@@ -351,14 +351,14 @@ def _full_disk(run_dir: str) -> list[str]:
         said.append(str(caught.value))
         if dist.get_rank() == 0:
             fill(Path(run_dir))
-        dist.barrier(actor.groups.control)
+        actor.groups.world.barrier("the test")
         with pytest.raises(SaveFailed) as caught:
             _save(actor, run_dir, 3)
         said.append(str(caught.value))
-        dist.barrier(actor.groups.control)
+        actor.groups.world.barrier("the test")
         if dist.get_rank() == 0:
             os.unlink(Path(run_dir, "ballast"))
-        dist.barrier(actor.groups.control)
+        actor.groups.world.barrier("the test")
         _save(actor, run_dir, 4)
     return said
 
@@ -366,14 +366,16 @@ def _full_disk(run_dir: str) -> list[str]:
 def _little_room(folder: str) -> list[str]:
     """What attempts to write a small state end in, with more room each time."""
     from megarl.checkpoint.sharded_files import write_sharded
+    from megarl.parallel.world import World
 
-    said = []
+    said, world = [], World()
     for kib in range(4, 36, 8):
         with small_disk(Path(folder, str(kib)), kib) as disk:
             try:
-                write_sharded(str(disk), {"state": list(range(100_000))}, dist.group.WORLD)
+                write_sharded(str(disk), {"state": list(range(100_000))}, world)
             except (OSError, RuntimeError) as e:
                 said.append(f"{type(e).__name__}: {e}")
+    world.leave()
     return [line.split(" (rank 0", 1)[0] for line in said]
 
 

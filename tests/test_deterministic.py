@@ -38,7 +38,7 @@ def test_torch_megatron_and_libraries_are_told(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("sections", "reason"),
     [
-        ({"actor_rollout_ref__rollout__name": "vllm"}, "vLLM's kernels round as its batches fall"),
+        ({"actor_rollout_ref__rollout__name": "vllm"}, "rollout.name = vllm round as its batches fall"),
         ({"environment__name": "calculator"}, "an environment answers by the clock"),
         (
             {"actor_rollout_ref__actor__megatron": {"override_transformer_config": {"deterministic_mode": False}}},

@@ -20,7 +20,7 @@ from tiny_run import metrics_of, write_run
 from megarl.cli.main import main
 from megarl.config import build_config, load_config
 from megarl.config.load import all_keys
-from megarl.flows.registry import FLOWS
+from megarl.flow_kinds import FLOWS
 from megarl.trainer.checks import check_run
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]

@@ -35,8 +35,8 @@ def _answer(words: list[str]) -> tuple[str, list[list[int]]]:
     """`megarl generate` in a rank of the pool; what it printed, and how long the text was at each of its flushes."""
     from megarl.cli import generate
     from megarl.config import Config
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.train_groups import leave_groups
+    from megarl.parallel.world import World
     from megarl.trainer.answering import Answering
     from megarl.trainer.checks import check_answering
 
@@ -45,9 +45,9 @@ def _answer(words: list[str]) -> tuple[str, list[list[int]]]:
     config: Config = generate.config_of(args, None if args.words else generate.find_subject(args.path).recorded, [])
     prompts = generate._prompts(args, config.data.prompt_key)
     config = generate._for_one_rank(config, args, [], requests=len(prompts))
-    groups = build_groups(train_layout(config), generation_layout(config), 1)
+    world = World()
     inputs = check_answering(config)
-    answering = Answering(inputs, groups)
+    answering = Answering(inputs, world)
     said = io.StringIO()
     seen: list[list[int]] = []
     with redirect_stdout(said):
@@ -59,7 +59,7 @@ def _answer(words: list[str]) -> tuple[str, list[list[int]]]:
         else:
             generate.write_answers(answering, spoken, prompts)
     answering.close()
-    destroy_groups(groups)
+    leave_groups(world)
     return said.getvalue(), seen
 
 
@@ -91,23 +91,23 @@ def test_tokens_come_one_by_one(ranks: Ranks, small: TrainedRun) -> None:
 def _leave_after(path: str, prompt: str, tokens: int) -> tuple[int, str | None, int]:
     """Of an answer that is left early: its tokens, how it ended, and the tokens of the next one."""
     from megarl.cli import generate
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.train_groups import leave_groups
+    from megarl.parallel.world import World
     from megarl.trainer.answering import Answering
     from megarl.trainer.checks import check_answering
 
     parser, _ = parser_for(["generate"])
     args = parser.parse_args(["generate", path, "--max-tokens", "20", "--temperature", "2"])
     config = generate._for_one_rank(generate.config_of(args, None, []), args, [], requests=1)
-    groups = build_groups(train_layout(config), generation_layout(config), 1)
-    answering = Answering(check_answering(config), groups)
+    world = World()
+    answering = Answering(check_answering(config), world)
     ids = answering.inputs.tokenizer.encode(prompt)
     seen: list[int] = []
     (left,) = answering.ask([ids], watch=lambda i, so_far: seen.append(len(so_far)), leaves=lambda: len(seen) >= tokens)
     (whole,) = answering.ask([ids])
     same = whole.token_ids[: len(left.token_ids)] == left.token_ids
     answering.close()
-    destroy_groups(groups)
+    leave_groups(world)
     return len(left.token_ids), left.finish_reason, len(whole.token_ids) if same else -1
 
 

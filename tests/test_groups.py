@@ -15,15 +15,18 @@ from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
 
 def _groups_of(train: TrainLayout, generation: GenerationLayout) -> dict[str, Any]:
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.generation_groups import generation_groups
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World
 
     before = len(dist.distributed_c10d._world.pg_map)
-    groups = build_groups(train, generation)
+    world = World()
+    groups, replica = train_groups(world, train), generation_groups(world, generation)
     found = {name: dist.get_process_group_ranks(getattr(groups.pgs, name)) for name in ("tp", "pp", "dp", "mp")}
-    found["generation"] = dist.get_process_group_ranks(groups.generation_tp)
-    found["everybody"] = groups.all_gather(groups.rank)
-    found["most"] = groups.maximum(groups.rank)
-    destroy_groups(groups)
+    found["generation"] = dist.get_process_group_ranks(replica.tp) if replica.tp else [world.rank]
+    found["everybody"] = world.all_gather(world.rank)
+    found["most"] = world.maximum(world.rank)
+    leave_groups(world)
     found["left"] = len(dist.distributed_c10d._world.pg_map) - before
     return found
 
@@ -31,8 +34,8 @@ def _groups_of(train: TrainLayout, generation: GenerationLayout) -> dict[str, An
 @pytest.mark.parametrize(("tp", "pp", "dp", "gen_tp"), [(2, 2, 1, 4), (2, 1, 2, 2), (1, 2, 2, 1), (4, 1, 1, 2)])
 def test_ranks_are_where_megatron_puts_them(ranks: Ranks, tp: int, pp: int, dp: int, gen_tp: int) -> None:
     world = tp * pp * dp
-    train = TrainLayout(world_size=world, tp=tp, pp=pp)
-    generation = GenerationLayout(world_size=world, tp=gen_tp, stride=closest_stride(train, gen_tp))
+    train = TrainLayout(ranks=range(world), tp=tp, pp=pp)
+    generation = GenerationLayout(ranks=range(world), tp=gen_tp, stride=closest_stride(train, gen_tp))
     for rank, found in enumerate(ranks.run(world, _groups_of, train, generation)):
         at = train.coords(rank)
         assert train.rank(tp=at.tp, dp=at.dp, pp=at.pp) == rank
@@ -40,17 +43,21 @@ def test_ranks_are_where_megatron_puts_them(ranks: Ranks, tp: int, pp: int, dp: 
         assert found["pp"] == [train.rank(tp=at.tp, dp=at.dp, pp=i) for i in range(pp)]
         assert found["dp"] == [train.rank(tp=at.tp, dp=i, pp=at.pp) for i in range(dp)]
         assert tuple(found["mp"]) == train.model_ranks(rank)
-        assert tuple(found["generation"]) == generation.ranks(generation.coords(rank).replica)
+        assert tuple(found["generation"]) == generation.replica_ranks(generation.coords(rank).replica)
         assert found["everybody"] == list(range(world))
         assert found["most"] == world - 1
         assert found["left"] == 0
 
 
 def _order_of_leaving(train: TrainLayout, generation: GenerationLayout, second: TrainLayout) -> list[str]:
-    from megarl.parallel.groups import add_layout, build_groups, destroy_groups
+    from megarl.parallel.generation_groups import generation_groups
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World
 
-    groups = build_groups(train, generation)
-    add_layout(groups, second)
+    world = World()
+    train_groups(world, train)
+    generation_groups(world, generation)
+    train_groups(world, second)
     left: list[str] = []
     destroy = dist.destroy_process_group
 
@@ -60,7 +67,7 @@ def _order_of_leaving(train: TrainLayout, generation: GenerationLayout, second: 
 
     dist.destroy_process_group = noted
     try:
-        destroy_groups(groups)
+        leave_groups(world)
     finally:
         dist.destroy_process_group = destroy
     return left
@@ -68,7 +75,11 @@ def _order_of_leaving(train: TrainLayout, generation: GenerationLayout, second: 
 
 def test_ranks_leave_the_groups_that_they_share_in_one_order(ranks: Ranks) -> None:
     """NCCL's communicators are left together."""
-    layouts = TrainLayout(world_size=4, tp=2, pp=2), GenerationLayout(world_size=4, tp=2), TrainLayout(world_size=4)
+    layouts = (
+        TrainLayout(ranks=range(4), tp=2, pp=2),
+        GenerationLayout(ranks=range(4), tp=2),
+        TrainLayout(ranks=range(4)),
+    )
     found = ranks.run(4, _order_of_leaving, *layouts)
     for one in found:
         assert len(set(one)) == len(one) > 15
@@ -97,30 +108,32 @@ def _present() -> tuple[Any, ...]:
 
 
 def _tracker_alone(train: TrainLayout) -> Any:
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World
 
-    groups = build_groups(train, GenerationLayout(world_size=train.world_size), seed=5)
+    world = World()
+    train_groups(world, train, seed=5)
     tracker = _present()[-1]
-    destroy_groups(groups)
+    leave_groups(world)
     return tracker
 
 
 def _layouts_beside(first: TrainLayout, second: TrainLayout) -> dict[str, Any]:
     from megatron.core import parallel_state, tensor_parallel
 
-    from megarl.parallel.groups import add_layout, build_groups, destroy_groups
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World
 
-    world = dist.distributed_c10d._world.pg_map
-    before, tracker_alone = len(world), _tracker_alone(second)
-    groups = build_groups(first, GenerationLayout(world_size=first.world_size))
-    of_one, of_first, numbers = len(world), _present(), torch.get_rng_state()
-    beside = add_layout(groups, second, seed=5)
-    of_both = len(world)
+    every = dist.distributed_c10d._world.pg_map
+    before, tracker_alone = len(every), _tracker_alone(second)
+    world = World()
+    groups = train_groups(world, first)
+    of_one, of_first, numbers = len(every), _present(), torch.get_rng_state()
+    beside = train_groups(world, second, seed=5)
+    of_both = len(every)
     assert torch.equal(torch.get_rng_state(), numbers) and _present() == of_first
-    assert add_layout(groups, first) is groups and add_layout(beside, second) is beside
-    assert add_layout(groups, second) == beside and add_layout(beside, first) == groups
-    assert len(world) == of_both > of_one
-    assert (beside.control, beside.watch) == (groups.control, groups.watch)
+    assert train_groups(world, second) == beside and train_groups(world, first) == groups
+    assert len(every) == of_both > of_one
 
     with beside.active():
         of_second = _present()
@@ -143,15 +156,15 @@ def _layouts_beside(first: TrainLayout, second: TrainLayout) -> dict[str, Any]:
     found = {name: dist.get_process_group_ranks(getattr(beside.pgs, name)) for name in ("tp", "pp", "dp", "mp")}
     found["sizes"] = of_second[len(NAMES) : -1]
     assert all(group is getattr(beside.pgs, name) for name, group in zip(NAMES, of_second, strict=False))
-    destroy_groups(beside)
-    found["left"] = len(world) - before
+    leave_groups(world)
+    found["left"] = len(every) - before
     return found
 
 
 BESIDE = [
-    (TrainLayout(world_size=4, tp=2, pp=2), TrainLayout(world_size=4)),
-    (TrainLayout(world_size=4), TrainLayout(world_size=4, pp=2, chunks=2)),
-    (TrainLayout(world_size=4, tp=2, pp=2, chunks=2), TrainLayout(world_size=4, tp=4)),
+    (TrainLayout(ranks=range(4), tp=2, pp=2), TrainLayout(ranks=range(4))),
+    (TrainLayout(ranks=range(4)), TrainLayout(ranks=range(4), pp=2, chunks=2)),
+    (TrainLayout(ranks=range(4), tp=2, pp=2, chunks=2), TrainLayout(ranks=range(4), tp=4)),
 ]
 
 
@@ -169,22 +182,26 @@ def test_a_layout_beside_another(ranks: Ranks, first: TrainLayout, second: Train
 
 def _time_limits(store: str) -> set[float]:
     """Seconds that each group of a run waits, also one whose maker names no limit."""
-    from megarl.parallel.groups import build_groups, destroy_groups, init_distributed
+    from megarl.parallel.generation_groups import generation_groups
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World, init_distributed
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     host, port = store.split(":")
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR=host, MASTER_PORT=port)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     defaults = distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout
     try:
         init_distributed(timeout_minutes=1.5)
-        groups = build_groups(TrainLayout(world_size=world, tp=2), GenerationLayout(world_size=world))
+        world = World()
+        train_groups(world, TrainLayout(ranks=range(size), tp=2))
+        generation_groups(world, GenerationLayout(ranks=range(size), tp=2))
         dist.new_group(backend="gloo")
         made = [group for group in distributed_c10d._world.pg_map if group.name() != "undefined"]
         limits = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made}
         assert len(made) > 5
-        destroy_groups(groups)
+        leave_groups(world)
     finally:
         distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout = defaults
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
@@ -198,9 +215,9 @@ def test_every_group_has_the_run_s_time_limit(ranks: Ranks) -> None:
 
 
 def test_strided_replicas() -> None:
-    train = TrainLayout(world_size=8, tp=4, pp=2)
-    layout = GenerationLayout(world_size=8, tp=2, stride=closest_stride(train, 2))
-    assert [layout.ranks(i) for i in range(layout.replicas)] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    train = TrainLayout(ranks=range(8), tp=4, pp=2)
+    layout = GenerationLayout(ranks=range(8), tp=2, stride=closest_stride(train, 2))
+    assert [layout.replica_ranks(i) for i in range(layout.replicas)] == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert [layout.coords(rank).tp for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [layout.coords(rank).replica for rank in range(8)] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert [closest_stride(train, tp) for tp in (1, 2, 3, 4, 8)] == [4, 2, 1, 1, 1]
@@ -208,10 +225,10 @@ def test_strided_replicas() -> None:
 
 def test_every_layer_is_on_one_stage() -> None:
     for pp, chunks in ((1, 1), (4, 1), (2, 3), (4, 2)):
-        layout = TrainLayout(world_size=pp, pp=pp, chunks=chunks)
+        layout = TrainLayout(ranks=range(pp), pp=pp, chunks=chunks)
         held = [layer for chunk in range(chunks) for stage in range(pp) for layer in layout.layers(24, stage, chunk)]
         assert held == list(range(24))
-    assert list(TrainLayout(world_size=2, pp=2, chunks=2).layers(8, 1, 0)) == [2, 3]
+    assert list(TrainLayout(ranks=range(2), pp=2, chunks=2).layers(8, 1, 0)) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +243,7 @@ def test_every_layer_is_on_one_stage() -> None:
     ],
 )
 def test_stages_differ_by_a_layer_at_most(num_layers: int, pp: int, chunks: int, held: list[int]) -> None:
-    layout = TrainLayout(world_size=pp, pp=pp, chunks=chunks)
+    layout = TrainLayout(ranks=range(pp), pp=pp, chunks=chunks)
     parts = layout.all_layers(num_layers)
     assert [len(part) for part in parts] == held and [i for part in parts for i in part] == list(range(num_layers))
     assert parts[pp * (chunks - 1) + 1] == layout.layers(num_layers, 1, chunks - 1)
@@ -234,6 +251,6 @@ def test_stages_differ_by_a_layer_at_most(num_layers: int, pp: int, chunks: int,
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="6 ranks cannot be split into tensor x pipeline x context = 2 x 2 x 1"):
-        TrainLayout(world_size=6, tp=2, pp=2)
+        TrainLayout(ranks=range(6), tp=2, pp=2)
     with pytest.raises(ValueError, match="use a rollout tensor_model_parallel_size that divides 6"):
-        GenerationLayout(world_size=6, tp=4)
+        GenerationLayout(ranks=range(6), tp=4)

@@ -29,8 +29,8 @@ def seen():
 
 before = seen()
 for name in (
-    "megarl", "megarl.parallel.groups", "megarl.parallel.cpu", "megarl.config", "megarl.types", "megarl.registry",
-    "megarl.rewards", "megarl.data.prompts", "megarl.telemetry.sinks", "megarl.rollout.build",
+    "megarl", "megarl.parallel.world", "megarl.parallel.cpu", "megarl.config", "megarl.types", "megarl.registry",
+    "megarl.rewards", "megarl.data.prompts", "megarl.telemetry.sinks", "megarl.rollout.kinds",
     "megarl.rollout.native.engine", "megarl.trainer.checks", "megarl.trainer.inputs", "megarl.launcher",
 ):
     importlib.import_module(name)

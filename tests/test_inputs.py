@@ -18,10 +18,10 @@ from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import load_config
 from megarl.models.gpt import transformer_config
 from megarl.models.overrides import check_overrides
-from megarl.parallel.from_config import train_layout
 from megarl.parallel.layout import TrainLayout
 from megarl.trainer.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import train_layout
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def test_fields_of_megatron_that_cannot_be_set(check: Callable[..., Inputs], fie
 
 def test_grouped_experts_are_refused() -> None:
     """No layer reads the field: it would do nothing."""
-    layout = TrainLayout(world_size=1)
+    layout = TrainLayout(ranks=range(1))
     settings: dict[str, Any] = {"dtype": torch.float32, "sequence_parallel": False, "recompute": False}
     check_overrides({"moe_grouped_gemm": False}, WITH_EXPERTS, layout, **settings)
     with pytest.raises(ValueError, match="moe_grouped_gemm: experts are computed one after the other; leave it out"):
@@ -293,7 +293,8 @@ def test_grouped_experts_are_refused() -> None:
 def test_fields_of_megatron_that_can_be_set(check: Callable[..., Inputs]) -> None:
     fields = "{recompute_granularity: full, recompute_method: block, recompute_num_layers: 1, persist_layer_norm: true}"
     inputs = check(f"{FIELD}={fields}")
-    groups: Any = SimpleNamespace(train=train_layout(inputs.config), device=torch.device("cpu"))
+    world = SimpleNamespace(device=torch.device("cpu"))
+    groups: Any = SimpleNamespace(layout=train_layout(inputs.config), world=world)
     overrides = inputs.config.actor_rollout_ref.actor.megatron.override_transformer_config
     config = transformer_config(inputs.arch, groups, dtype=torch.float32, overrides=overrides)
     assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == ("full", "block", 1)

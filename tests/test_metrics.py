@@ -119,7 +119,7 @@ def test_the_registry_describes_each_name_once() -> None:
     for name, spec_name in described.items():
         spec = find(name)
         assert spec is not None and spec.name == spec_name
-    assert find("timing/lunch_s") is None and find("actor/losses") is None and find("reward") is None
+    assert find("timing/lunch") is None and find("actor/losses") is None and find("reward") is None
     assert all(find(f"memory/{phase}_gib") for phase in Phase)
 
 

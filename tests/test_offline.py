@@ -67,8 +67,8 @@ def _train(case: Case, size: int) -> dict[str, list[dict[str, float]]]:
                 plan = pack_by_count(lengths, [range(SEQUENCES)], dp=dp, micro_batch_size=size, together=2)
             else:
                 plan = pack_by_tokens(lengths, [range(SEQUENCES)], dp=dp, max_tokens=64, together=2)
-            layout = model.groups.train
-            (micro_batches,) = plan[layout.coords(model.groups.rank).dp]
+            layout = model.groups.layout
+            (micro_batches,) = plan[layout.coords(model.groups.world.rank).dp]
             mini_batch = MiniBatch(layout=layout, sequences=range(SEQUENCES), micro_batches=micro_batches)
             batch = batch.with_(
                 labels=(torch.arange(SEQUENCES) // 2 % 2).float(), reference_point=torch.full((SEQUENCES,), 0.5)

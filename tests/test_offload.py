@@ -76,7 +76,7 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
             with hybrid.phase():
                 look("generation")
                 # what was given back is used, so that memory that nobody filled again would show
-                sizes, device = (8, 32, 128, 512, 2048, 8192, 32_768, 131_072), actor.groups.device
+                sizes, device = (8, 32, 128, 512, 2048, 8192, 32_768, 131_072), actor.groups.world.device
                 taken = [torch.full((n,), torch.nan, device=device) for n in sizes for _ in "ab"]
                 del taken
                 rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=6), seed=1, round_=step)

@@ -107,7 +107,7 @@ def test_generation_holds_what_the_budget_says_and_all_comes_back(ranks: Ranks, 
                 "trainer": {"n_gpus_per_node": case.world},
             }
         )
-        train, generation = TrainLayout(world_size=case.world), GenerationLayout(world_size=case.world)
+        train, generation = TrainLayout(ranks=range(case.world)), GenerationLayout(ranks=range(case.world))
         job = Job(config=config, arch=LARGER, train=train, generation=generation, reference=True)
         predicted[moving] = budget(job, H200, moved=0)[0].total("generate")
         found = ranks.run(case.world, _one_step, case, dtype, moving)

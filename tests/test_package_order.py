@@ -10,6 +10,7 @@ ORDER = [
     "processes",
     "debugging",
     "phases",
+    "role_kinds",
     "isolation",
     "host",
     "workers",
@@ -23,6 +24,7 @@ ORDER = [
     "rewards",
     "data",
     "environments",
+    "flow_kinds",
     "parallel",
     "models",
     "checkpoint",
@@ -50,7 +52,11 @@ TORCH_FREE = [
     "host.py",
     "debugging.py",
     "phases.py",
+    "role_kinds.py",
     "registry.py",
+    "flow_kinds.py",
+    "rollout/kinds.py",
+    "rollout/vllm/kind.py",
     "isolation",
     "workers",
     "algorithms/overlong.py",
@@ -77,7 +83,7 @@ TORCH_FREE = [
     "rewards/sandbox.py",
     "config",
     "parallel/layout.py",
-    "parallel/from_config.py",
+    "trainer/layouts.py",
     "telemetry/earlier.py",
     "telemetry/metrics.py",
     "evaluation",
@@ -149,7 +155,7 @@ def test_parallel_state_has_one_door() -> None:
         names = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
         if any(name.startswith("megatron.core.parallel_state") for name in names | _imports(file)):
             users.append(file)
-    assert users == [ROOT / "parallel" / "groups.py"]
+    assert users == [ROOT / "parallel" / "train_groups.py"]
 
 
 def test_plans_and_configuration_import_no_torch() -> None:

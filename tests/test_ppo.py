@@ -312,8 +312,7 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
     """Right answers, every second of them cut off: in the other tokenizer's ids by the run's code, and directly."""
     from array import array
 
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.world import World
     from megarl.trainer.experience.judging import encoded_anew
     from megarl.types import Rollout, Rollouts
 
@@ -324,11 +323,11 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
         ids = array("i", [*ours.encode(prompt.row["answer"]), *[ours.eos_id] * (i % 2)])
         finish: Any = "stop" if i % 2 else "length"
         items.append(Rollout(prompt=prompt, group=i, token_ids=ids, logp=array("f", ids), finish_reason=finish))
-    groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config), 1)
+    world = World()
     try:
-        batch = encoded_anew(Rollouts(items=tuple(items)), inputs, groups, theirs)
+        batch = encoded_anew(Rollouts(items=tuple(items)), inputs, world, theirs)
     finally:
-        destroy_groups(groups)
+        world.leave()
     wanted = [
         [*theirs.encode(prompt.row["prompt"] + prompt.row["answer"]), *[theirs.eos_id] * (i % 2)]
         for i, prompt in enumerate(prompts)
@@ -340,8 +339,7 @@ def _replies_encoded_anew(config: str, other: str) -> list[list[int]]:
     """Two replies to each held-out conversation: one that ended, one that was cut off."""
     from array import array
 
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups
+    from megarl.parallel.world import World
     from megarl.trainer.experience.judging import encoded_anew
     from megarl.types import Rollout, Rollouts
 
@@ -351,11 +349,11 @@ def _replies_encoded_anew(config: str, other: str) -> list[list[int]]:
     for i, prompt in enumerate(inputs.val_prompts[:3]):
         items.append(Rollout(prompt=prompt, group=i, token_ids=ended, finish_reason="stop"))
         items.append(Rollout(prompt=prompt, group=i, sample=1, token_ids=ids, finish_reason="length"))
-    groups = build_groups(train_layout(inputs.config), generation_layout(inputs.config), 1)
+    world = World()
     try:
-        batch = encoded_anew(Rollouts(items=tuple(items)), inputs, groups, load_tokenizer(other))
+        batch = encoded_anew(Rollouts(items=tuple(items)), inputs, world, load_tokenizer(other))
     finally:
-        destroy_groups(groups)
+        world.leave()
     return [x.tolist() for x in batch.tokens.split(batch.lengths.tolist())]
 
 

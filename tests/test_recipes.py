@@ -10,7 +10,7 @@ from tiny_run import ROOT
 
 from megarl.cli.main import main
 from megarl.config import load_config
-from megarl.data.formats import generates
+from megarl.flow_kinds import generates
 from megarl.trainer.checks import check_layouts
 
 FOLDER = ROOT / "configs" / "recipes"

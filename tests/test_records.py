@@ -117,28 +117,27 @@ def late_rank(folder: str) -> tuple[float, float]:
     import torch.distributed as dist
 
     from megarl.config.trainer import Trainer
-    from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.parallel.layout import GenerationLayout, TrainLayout
+    from megarl.parallel.world import World
     from megarl.trainer.records.timeline import Timeline
 
-    groups = build_groups(TrainLayout(world_size=2), GenerationLayout(world_size=2))
-    timers, trainer = PhaseTimers(groups.device), Trainer(default_local_dir=folder, logger=["jsonl"])
-    timeline = Timeline(trainer, groups, print)
+    world = World()
+    timers, trainer = PhaseTimers(world.device), Trainer(default_local_dir=folder, logger=["jsonl"])
+    timeline = Timeline(trainer, world, print)
     time.sleep(0.5)  # models are built
     timeline.begin()
     begun = time.perf_counter()
     with timers(Phase.GENERATE):
         time.sleep(0.4 * dist.get_rank())
         came = time.perf_counter()
-        groups.barrier("the test")
-    timeline.step(1, "rl", groups.all_gather(timeline.own(timers.spans(), groups.watch.collect_waits())))
+        world.barrier("the test")
+    timeline.step(1, "rl", world.all_gather(timeline.own(timers.spans(), world.watch.collect_waits())))
     with timers(Phase.UPDATE):
         time.sleep(0.01)
-    timeline.step(2, "rl", groups.all_gather(timeline.own(timers.spans(), groups.watch.collect_waits())))
+    timeline.step(2, "rl", world.all_gather(timeline.own(timers.spans(), world.watch.collect_waits())))
     timeline.close()
-    quiet = Timeline(Trainer(default_local_dir=folder + "/quiet", logger=["console"]), groups, print)
+    quiet = Timeline(Trainer(default_local_dir=folder + "/quiet", logger=["console"]), world, print)
     quiet.step(1, "rl", [quiet.own([Span(Phase.UPDATE, 0.0, 1.0)], [])])
-    destroy_groups(groups)
+    world.leave()
     return begun, came
 
 
@@ -164,22 +163,22 @@ def test_a_late_rank_is_seen(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_rank_tells_its_longest_spans(tmp_path: Path) -> None:
     """In order, however many there are: as many updates as waits, one in three too short to be seen."""
     from megarl.config.trainer import Trainer
-    from megarl.parallel.layout import TrainLayout
     from megarl.trainer.records.timeline import MOST_SPANS, Timeline
 
     watch = SimpleNamespace(collect_waits=list)
-    one_of_two: Any = SimpleNamespace(rank=1, train=TrainLayout(world_size=2), barrier=lambda what: None, watch=watch)
+    one_of_two: Any = SimpleNamespace(rank=1, size=2, barrier=lambda what: None, watch=watch)
     timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), one_of_two, pytest.fail)
     timeline.begin()
     began = time.perf_counter()
     seconds = [(1e-6, 0.01, 0.02)[i % 3] for i in range(300)]
     spans = [Span(Phase.UPDATE, began + i, s) for i, s in enumerate(seconds)]
     waits = [Wait("update", began + i, s) for i, s in enumerate(seconds)]
-    told = timeline.own([Span("unheard of", began, 9.0), *spans], waits)
+    told = timeline.own(spans, waits)
     assert len(told) == MOST_SPANS == 96 and {s for _, _, s in told} == {0.02}
+    assert timeline.own([Span("verify", began, 9.0)], [])[0][::2] == ("verify", 9.0)  # a phase of the flow's own
     assert [start for _, start, _ in told] == sorted(start for _, start, _ in told)
     assert [s for _, _, s in timeline.own(spans[:4], waits[:2])] == [0.01, 0.02, 0.01]
-    alone: Any = SimpleNamespace(rank=0, train=TrainLayout(world_size=1), barrier=lambda what: None)
+    alone: Any = SimpleNamespace(rank=0, size=1, barrier=lambda what: None)
     timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), alone, pytest.fail)
     assert timeline.own([], waits) == []
 

@@ -26,7 +26,7 @@ def _chained() -> None:
 @pytest.mark.parametrize(
     ("call", "ours"),
     [
-        (lambda: TrainLayout(world_size=3, tp=2), True),
+        (lambda: TrainLayout(ranks=range(3), tp=2), True),
         (_chained, True),
         (lambda: int("x"), False),
         (lambda: np.concatenate([]), False),

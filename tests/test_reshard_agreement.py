@@ -59,7 +59,7 @@ def test_a_job_hears_everything_once(ranks: Ranks) -> None:
 def reshard_on_cpus() -> tuple[int, int, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        world = build(architecture(num_layers=2), TrainLayout(world_size=2, pp=2), 2)
+        world = build(architecture(num_layers=2), TrainLayout(ranks=range(2), pp=2), 2)
         world.resharder.run()
         world.resharder.release()
         world.resharder.run()

@@ -42,7 +42,7 @@ class World:
 
 def block_group(train: TrainLayout) -> dist.ProcessGroup:
     """The group of this rank's model-parallel block; every rank makes all groups in the same order."""
-    blocks = sorted({train.model_ranks(rank) for rank in range(train.world_size)})
+    blocks = sorted({train.model_ranks(rank) for rank in train.ranks})
     groups = {block: dist.new_group(list(block)) for block in blocks}
     return groups[train.model_ranks(dist.get_rank())]
 
@@ -59,7 +59,7 @@ def build(
     ranks_per_node: int = sys.maxsize,
 ) -> World:
     rank = dist.get_rank()
-    generation = GenerationLayout(world_size=train.world_size, tp=generation_tp)
+    generation = GenerationLayout(ranks=range(train.size), tp=generation_tp)
     values = logical_values(arch, dtype)
     layouts = Layouts(
         arch=arch, train=train, generation=generation, transformer_engine=True, ranks_per_node=ranks_per_node
@@ -79,7 +79,7 @@ def build(
 def reshard_all(tp: int, pp: int, generation_tp: int) -> list[int]:
     """Both dtypes, with buckets that hold everything and buckets of which a row fills several; experts; nodes of two
     ranks; twice each."""
-    train = TrainLayout(world_size=dist.get_world_size(), tp=tp, pp=pp)
+    train = TrainLayout(ranks=range(dist.get_world_size()), tp=tp, pp=pp)
     group = block_group(train)
     moved = []
     cases = (
@@ -131,7 +131,7 @@ def test_the_engine_gets_the_logical_tensors(ranks: Ranks, world: int, tp: int, 
 
 
 def reshard_interleaved() -> None:
-    train = TrainLayout(world_size=2, pp=2, chunks=2)
+    train = TrainLayout(ranks=range(2), pp=2, chunks=2)
     world = build(architecture(num_layers=8), train, 2, bucket_bytes=4096)
     world.resharder.run()
     world.check()
@@ -145,13 +145,13 @@ def test_interleaved_pipeline(ranks: Ranks) -> None:
 
 
 def move_storage() -> None:
-    world = build(architecture(num_layers=2), TrainLayout(world_size=2, pp=2), 1)
+    world = build(architecture(num_layers=2), TrainLayout(ranks=range(2), pp=2), 1)
     for parameter in (*world.source.values(), *world.engine.values()):
         parameter.data = parameter.detach().clone()
     world.resharder.run()
     world.check()
 
-    world = build(architecture(num_layers=2), TrainLayout(world_size=2, pp=2), 1)
+    world = build(architecture(num_layers=2), TrainLayout(ranks=range(2), pp=2), 1)
     held = []
     for parameter in (*world.source.values(), *world.engine.values()):
         memory = np.empty(parameter.numel(), dtype=np.float32)
@@ -171,7 +171,7 @@ def test_parameters_may_move_and_their_memory_is_not_held(ranks: Ranks) -> None:
 
 def count_bytes() -> tuple[int, int, int, int]:
     arch = architecture(num_layers=2)
-    statistics = build(arch, TrainLayout(world_size=2, pp=2), 1, bucket_bytes=1 << 20).resharder.statistics
+    statistics = build(arch, TrainLayout(ranks=range(2), pp=2), 1, bucket_bytes=1 << 20).resharder.statistics
     return statistics.local, statistics.sent, statistics.received, statistics.buffers
 
 
@@ -188,7 +188,7 @@ def test_statistics(ranks: Ranks) -> None:
 
 
 def refuse() -> list[str]:
-    arch, train = architecture(num_layers=1), TrainLayout(world_size=1)
+    arch, train = architecture(num_layers=1), TrainLayout(ranks=range(1))
     world = build(arch, train, 1)
     qkv, norm = "0.decoder.layers.0.self_attention.linear_qkv.weight", "model.norm.weight"
     wide = world.source[qkv].new_zeros(world.source[qkv].shape[0], 7)
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_named(ranks: Ranks) -> None:
 
 def spoil(name: str, how: str) -> str:
     """Damages one engine parameter on rank 1 after an exact reshard; what `verify` says."""
-    world = build(architecture(num_layers=2), TrainLayout(world_size=4, tp=2, pp=2), 2)
+    world = build(architecture(num_layers=2), TrainLayout(ranks=range(4), tp=2, pp=2), 2)
     world.resharder.run()
     verify(world.resharder)
     if dist.get_rank() == 1:
@@ -254,7 +254,7 @@ def test_verify_names_what_differs(ranks: Ranks, name: str, source: int, how: st
 
 def spoil_a_share() -> str:
     """As `spoil`, of what rank 1 got from the other node and passed on to rank 0."""
-    layout = TrainLayout(world_size=4, pp=4)
+    layout = TrainLayout(ranks=range(4), pp=4)
     world = build(architecture(num_layers=4), layout, 1, ranks_per_node=2)
     world.resharder.run()
     verify(world.resharder)

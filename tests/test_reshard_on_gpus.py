@@ -60,7 +60,7 @@ def reshard_twice(world: World, dtype: torch.dtype) -> Moved:
 
 
 def reshard_all(tp: int, pp: int, generation_tp: int) -> list[Moved]:
-    train = TrainLayout(world_size=dist.get_world_size(), tp=tp, pp=pp)
+    train = TrainLayout(ranks=range(dist.get_world_size()), tp=tp, pp=pp)
     group = block_group(train)
     out = []
     for dtype, tied, moe, num_layers in (
@@ -96,7 +96,7 @@ def test_the_engine_gets_the_logical_tensors(ranks: Ranks, gpus: int, tp: int, p
 
 def move_memory() -> None:
     """New storages on one rank, on the other, and of the engine; released in between; given back and taken again."""
-    world = build(architecture(num_layers=2), TrainLayout(world_size=2, pp=2), 1, device="cuda")
+    world = build(architecture(num_layers=2), TrainLayout(ranks=range(2), pp=2), 1, device="cuda")
     world.resharder.run()
     for step in range(8):
         for parameter in world.engine.values():
@@ -127,7 +127,7 @@ def test_parameters_may_move(ranks: Ranks) -> None:
 def give_memory_back() -> tuple[float, float]:
     """MiB that a GPU lacks while peers have its memory mapped, and after it was released and freed."""
     arch = architecture(num_layers=2, hidden_size=2048, ffn_hidden_size=4096, vocab_size=64)
-    train = TrainLayout(world_size=2, pp=2)
+    train = TrainLayout(ranks=range(2), pp=2)
     group = block_group(train)  # one for both: a communicator of NCCL's takes half a GiB
     warm = build(arch, train, 1, device="cuda", group=group)
     warm.resharder.run()  # NCCL and Triton take what they need
@@ -165,7 +165,7 @@ def test_no_memory_is_taken_on_peers_and_all_is_given_back(ranks: Ranks) -> None
 def reshard_beside_rank_1(generation_tp: int, ranks_per_node: int = sys.maxsize) -> Moved:
     """TP2 x PP2 on four GPUs, PP2 on two; in buckets of which it takes many."""
     world_size = dist.get_world_size()
-    train = TrainLayout(world_size=world_size, tp=world_size // 2, pp=2)
+    train = TrainLayout(ranks=range(world_size), tp=world_size // 2, pp=2)
     arch = architecture(num_layers=4, hidden_size=512, ffn_hidden_size=1024)  # large enough for segments of its own
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

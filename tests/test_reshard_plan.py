@@ -43,7 +43,7 @@ class Case:
 
 
 def layouts_of(arch: Architecture, train: TrainLayout, generation_tp: int, stride: int = 1) -> Layouts:
-    generation = GenerationLayout(world_size=train.world_size, tp=generation_tp, stride=stride)
+    generation = GenerationLayout(ranks=range(train.size), tp=generation_tp, stride=stride)
     return Layouts(arch=arch, train=train, generation=generation, transformer_engine=True)
 
 
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> Case:
     world = -(-tp * pp * dp * cp // generation_tp) * generation_tp
     if world % (tp * pp * cp):  # fewer training ranks than one generation replica
         world = tp * pp * cp * generation_tp
-    train = TrainLayout(world_size=world, tp=tp, pp=pp, cp=cp, chunks=chunks)
+    train = TrainLayout(ranks=range(world), tp=tp, pp=pp, cp=cp, chunks=chunks)
     groups = draw(st.sampled_from((1, 2, 4)))
     most = max(tp, generation_tp)
     arch = architecture(
@@ -74,7 +74,7 @@ def cases(draw: st.DrawFn) -> Case:
     layouts = Layouts(
         arch=arch,
         train=train,
-        generation=GenerationLayout(world_size=world, tp=generation_tp, stride=stride),
+        generation=GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride),
         transformer_engine=draw(st.booleans()),
         ranks_per_node=draw(st.sampled_from((sys.maxsize, 2, 4))),
     )
@@ -190,7 +190,7 @@ def test_what_identical_layouts_share() -> None:
     """All but queries, keys and values, which are in order where a rank has one KV head; and no stacked experts."""
     for tp, moe in ((1, None), (2, None), (4, None), (2, EXPERTS)):
         arch = architecture(num_layers=2, vocab_size=16, num_key_value_heads=4, qk_norm=True, moe=moe)
-        layouts = layouts_of(arch, TrainLayout(world_size=tp, tp=tp), tp)
+        layouts = layouts_of(arch, TrainLayout(ranks=range(tp), tp=tp), tp)
         for rank in range(tp):
             own = {p.param for p in layouts.wanted(rank)} - plan_shared(layouts, rank).keys()
             assert len(own) == 2 * ((tp < 4) + 2 * (moe is not None))
@@ -206,7 +206,7 @@ def test_strided_replicas_receive_what_they_do_not_hold(
 ) -> None:
     heads = dict(num_attention_heads=16, num_key_value_heads=8)
     arch = architecture(num_layers=8, vocab_size=8, hidden_size=64, ffn_hidden_size=64, **heads)
-    train = TrainLayout(world_size=tp * pp, tp=tp, pp=pp)
+    train = TrainLayout(ranks=range(tp * pp), tp=tp, pp=pp)
     sharded = sum(volume(t.box) for t in logical_tensors(arch).values() if t.kind == "matrix")
     norms = sum(volume(t.box) for t in logical_tensors(arch).values() if t.kind == "norm")
 
@@ -267,7 +267,7 @@ def test_what_replicas_of_a_node_share_comes_from_other_nodes_once(case: Case) -
 def test_replicas_of_a_node_take_even_shares_from_the_other_node() -> None:
     """Four stages on two nodes, four replicas: each rank lacks three quarters, of which half come from far."""
     arch = architecture(num_layers=8, hidden_size=64, ffn_hidden_size=64, vocab_size=64)
-    layouts = replace(layouts_of(arch, TrainLayout(world_size=4, pp=4), 1), ranks_per_node=2)
+    layouts = replace(layouts_of(arch, TrainLayout(ranks=range(4), pp=4), 1), ranks_per_node=2)
     model = sum(volume(tensor.box) for tensor in logical_tensors(arch).values())
     for rank in range(4):
         moved = reshard_traffic(layouts, rank)
@@ -407,7 +407,7 @@ def test_planning_at_scale(
 ) -> None:
     """Holds the memory to its bound; a bound on the time would prove nothing on a shared machine."""
     arch = Architecture(family="test", head_dim=128, max_position_embeddings=8192, **sizes)
-    train = TrainLayout(world_size=world, tp=tp, pp=pp)
+    train = TrainLayout(ranks=range(world), tp=tp, pp=pp)
     layouts = layouts_of(arch, train, generation_tp)
     tracemalloc.start()
     plan = plan_reshard(layouts, world // 2 + 1)

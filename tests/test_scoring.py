@@ -22,8 +22,7 @@ from tiny_run import metrics_of, train, train_in, write_run
 
 from megarl.config import build_config, load_config
 from megarl.config.reward import Reward as Settings
-from megarl.parallel.groups import build_groups, destroy_groups
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.parallel.world import World
 from megarl.rewards.deadline import DeadlinePassed, call_within
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
@@ -177,9 +176,9 @@ def test_the_deadline_leaves_nothing_behind() -> None:
 
 def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] | str:
     """Two prompts, three samples each, whose texts are "0" to "5"; every rank scores three."""
-    groups = build_groups(TrainLayout(world_size=2, tp=1, pp=1, chunks=1), GenerationLayout(world_size=2, tp=1), 1)
+    world = World()
     inputs: Any = SimpleNamespace(  # what scoring asks of a run's inputs
-        config=build_config({"reward": {"on_error": on_error, "timeout": 1}}),
+        config=build_config({"reward": {"on_error": on_error, "timeout": 1}, "trainer": {"n_gpus_per_node": 2}}),
         rewards=(Part(reward=Reward(name="mine.py:f", function=eval(function))),),
         tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(str, ids))),
     )
@@ -188,12 +187,12 @@ def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] 
     items = [Rollout(prompt=prompts[i // 3], group=i // 3, seed=i, token_ids=array("i", [i]), **made) for i in range(6)]
     lines: list[str] = []
     try:
-        scorer = Scorer(inputs, groups, lines.append)
+        scorer = Scorer(inputs, world, lines.append)
         return scorer(Rollouts(items=tuple(items))), lines
     except RewardError as e:
         return str(e)
     finally:
-        destroy_groups(groups)
+        world.leave()
 
 
 def test_responses_without_a_score_take_no_part(ranks: Ranks) -> None:
@@ -284,7 +283,7 @@ def test_a_run_that_fails_leaves_no_process(tmp_path: Path, ranks: Ranks) -> Non
 
 
 def failing(config: str) -> tuple[str, list[str]]:
-    from megarl.parallel.groups import leave_world
+    from megarl.parallel.train_groups import leave_world
 
     try:
         train(config, [])

@@ -27,7 +27,7 @@ from training_cases import (
 from megarl.checkpoint.folder import rl_step
 from megarl.config.policy import Batching
 from megarl.models.architecture import Architecture
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.parallel.layout import TrainLayout
 
 STEPS = 3
 ROLES = {"Actor": "log_probs", "Critic": "values"}
@@ -134,15 +134,15 @@ def _save(models: dict[str, Any], run_dir: str, step: int) -> str:
     from megarl.checkpoint.store import save_checkpoint
 
     state = {name: model.sharded_state(f"{name}.", loading=False) for name, model in models.items()}
-    control = models["critic"].groups.control
-    return save_checkpoint(run_dir, rl_step(step), state, {}, write_model=lambda folder: None, control=control)
+    world = models["critic"].groups.world
+    return save_checkpoint(run_dir, rl_step(step), state, {}, write_model=lambda folder: None, world=world)
 
 
 def _load(models: dict[str, Any], folder: str) -> None:
     from megarl.checkpoint.store import load_checkpoint
 
     wanted = {name: model.sharded_state(f"{name}.", loading=True) for name, model in models.items()}
-    loaded = load_checkpoint(folder, wanted, rng=False, control=models["critic"].groups.control)
+    loaded = load_checkpoint(folder, wanted, rng=False, world=models["critic"].groups.world)
     for name, model in models.items():
         model.load_sharded(loaded[name], f"{name}.")
 
@@ -200,18 +200,18 @@ TWO_AT_A_TIME = Batching(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
 
 def _plans(pair: Pair) -> dict[str, Any]:
     """Micro-batches of both models."""
-    from megarl.parallel.groups import add_layout, build_groups, destroy_groups
+    from megarl.parallel.train_groups import leave_groups
+    from megarl.parallel.world import World
     from megarl.roles.passes import plan_passes
 
-    first, second = layout_of(pair.actor), layout_of(pair.critic)
-    actor = build_groups(first, GenerationLayout(world_size=first.world_size))
+    world = World()
     plans = {
         role: plan_passes(
-            fixed_batch(), groups.train, groups.rank, batching=TWO_AT_A_TIME, balance=True, sequences=8
+            fixed_batch(), layout, world.rank, batching=TWO_AT_A_TIME, balance=True, sequences=8
         ).mini_batches
-        for role, groups in (("Actor", actor), ("Critic", add_layout(actor, second)))
+        for role, layout in (("Actor", layout_of(pair.actor)), ("Critic", layout_of(pair.critic)))
     }
-    destroy_groups(actor)
+    leave_groups(world)
     return plans
 
 
@@ -220,7 +220,7 @@ def test_each_layout_has_its_micro_batches(ranks: Ranks) -> None:
     pair = Pair(actor=Case(tp=2, dp=2), critic=Case(pp=2, dp=2, chunks=2))
     found = ranks.run(4, _plans, pair)
     for role, case in (("Actor", pair.actor), ("Critic", pair.critic)):
-        layout = TrainLayout(world_size=4, tp=case.tp, pp=case.pp, chunks=case.chunks)
+        layout = TrainLayout(ranks=range(4), tp=case.tp, pp=case.pp, chunks=case.chunks)
         plans = [plan[role] for plan in found]
         for rank, other in itertools.combinations(range(4), 2):
             same = layout.coords(rank).dp == layout.coords(other).dp

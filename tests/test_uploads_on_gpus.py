@@ -27,7 +27,7 @@ def peak_of(sequences: int) -> int:
     batch = Batch(tokens=tokens, cu_seqlens=starts, response_mask=response, groups=torch.zeros(sequences).long())
     chosen = [list(range(TRAINED))]
     with actor_in(Case()) as actor:
-        mini_batch = MiniBatch(layout=actor.groups.train, sequences=chosen[0], micro_batches=chosen)
+        mini_batch = MiniBatch(layout=actor.groups.layout, sequences=chosen[0], micro_batches=chosen)
         weights = torch.where(torch.arange(len(tokens)) < TRAINED * LENGTH, 0.1, 0.0) * response
         for _ in range(2):  # the first update makes Adam's moments
             gc.collect()

@@ -126,14 +126,14 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
         state = torch.get_rng_state()
         hybrid = hybrid_of(actor, max_model_len=192)
         prompts = [Prompt(index=i, token_ids=tuple(p), row={}) for i, p in enumerate(PROMPTS)]
-        at = actor.groups.generation.coords(actor.groups.rank)
+        at = hybrid.groups
         for seed in (1, 2):
             full = random_weights(arch, seed)
             actor.load(source_of(full))
             with hybrid.phase():
                 if name == "vllm":
                     for key, p in hybrid.engine.parameters().items():
-                        assert torch.equal(p, wanted_by_vllm(key, p, full, case.gen_tp, at.tp)), key
+                        assert torch.equal(p, wanted_by_vllm(key, p, full, case.gen_tp, at.tp_rank)), key
                 every = {what: hybrid.rollouts(prompts, 3, asked[what], seed=1, round_=4) for what in asked}
                 for what, params in asked.items():
                     every[f"{what} in parts"] = _in_parts(hybrid, prompts, params)

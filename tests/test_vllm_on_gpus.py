@@ -59,14 +59,14 @@ def _reshard_and_generate(case: Case, folder: str, sleeps: bool) -> tuple[int, f
     gap = 0.0
     with actor_in(case, arch, "bfloat16") as actor:
         hybrid = hybrid_of(actor, max_model_len=64)
-        at = actor.groups.generation.coords(actor.groups.rank)
+        at = hybrid.groups
         for seed in (1, 2):
             full = {name: 0.3 * weight for name, weight in random_weights(arch, seed).items()}
             actor.load(source_of(full))
             with hybrid.phase():
                 compared = 0
                 for name, p in hybrid.engine.parameters().items():
-                    wanted = wanted_by_vllm(name, p, full, case.gen_tp, at.tp, arch.moe)
+                    wanted = wanted_by_vllm(name, p, full, case.gen_tp, at.tp_rank, arch.moe)
                     assert torch.equal(p, wanted.to(p.device, p.dtype)), name
                     compared += p.numel()
                 rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=12), seed=1, round_=seed)

@@ -94,7 +94,7 @@ class Squares:
         return LossOutput(loss=x.weights.dot((x.output - x.columns[self.columns[0]]).square()))
 
 
-_CONFIGS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_MADE_AS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -113,30 +113,29 @@ def actor_in(
         role: another role that is trained.
         optim: keys of its optimizer.
     """
-    from megarl.parallel.groups import build_groups, destroy_groups
-    from megarl.parallel.layout import GenerationLayout, closest_stride
+    from megarl.parallel.train_groups import leave_groups, train_groups
+    from megarl.parallel.world import World
 
-    world, train = dist.get_world_size(), layout_of(case)
-    stride = closest_stride(train, case.gen_tp)
-    groups = build_groups(train, GenerationLayout(world_size=world, tp=case.gen_tp, stride=stride))
+    world = World()
+    groups = train_groups(world, layout_of(case))
     try:
         yield _model_in(groups, case, arch, dtype, role=role, total_steps=total_steps, **optim)
     finally:
-        destroy_groups(groups)
+        leave_groups(world)
 
 
 def beside(
     actor: Any, case: Case, arch: Architecture = ARCH, dtype: str = "float32", *, role: str = "Critic", **optim: Any
 ) -> Any:
     """Another model that is trained, over the ranks of the actor, in a layout of its own."""
-    from megarl.parallel.groups import add_layout
+    from megarl.parallel.train_groups import train_groups
 
-    groups = add_layout(actor.groups, layout_of(case))
+    groups = train_groups(actor.groups.world, layout_of(case))
     return _model_in(groups, case, arch, dtype, role=role, total_steps=4, **optim)
 
 
 def layout_of(case: Case) -> TrainLayout:
-    return TrainLayout(world_size=dist.get_world_size(), tp=case.tp, pp=case.pp, chunks=case.chunks)
+    return TrainLayout(ranks=range(dist.get_world_size()), tp=case.tp, pp=case.pp, chunks=case.chunks)
 
 
 def _model_in(
@@ -163,7 +162,7 @@ def _model_in(
         total_steps=total_steps,
         initial=lambda model: model.load(random_source(model.arch, 1)),
     )
-    _CONFIGS[model] = config
+    _MADE_AS[model] = case, config
     return model
 
 
@@ -171,7 +170,7 @@ def reference_of(actor: Any) -> Any:
     """A copy of the actor as it is."""
     from megarl.roles.reference import Reference
 
-    config = _CONFIGS[actor]
+    _, config = _MADE_AS[actor]
     offload = config.ref.megatron.param_offload
     return Reference(actor, model=config.model, megatron=config.actor.megatron, param_offload=offload)
 
@@ -180,19 +179,23 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
     """A hybrid engine around the actor; the text of token 7 is "<7>"."""
     from megarl.hybrid.generation import Generation
     from megarl.hybrid.residency import Residency
+    from megarl.parallel.generation_groups import generation_groups
+    from megarl.parallel.layout import GenerationLayout, closest_stride
     from megarl.telemetry.timers import PhaseTimers
 
-    config, residency = _CONFIGS[actor], Residency()
-    residency.add("actor", actor.memory)
+    (case, config), residency, train = _MADE_AS[actor], Residency(), actor.groups.layout
+    layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=closest_stride(train, case.gen_tp))
+    residency.add(actor.kind, actor.memory)
     if reference is not None:
-        residency.add("reference", reference.memory)
+        residency.add(reference.kind, reference.memory)
     generation = Generation(
         actor,
+        generation_groups(actor.groups.world, layout),
         rollout=config.rollout,
         reshard=config.reshard,
         model_path=config.model.path,
         residency=residency,
-        timers=PhaseTimers(actor.groups.device),
+        timers=PhaseTimers(actor.groups.world.device),
         max_model_len=max_model_len,
         decode=text_of,
     )
@@ -202,8 +205,8 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
 
 def mini_batch_of(actor: Any, size: int = 2) -> MiniBatch:
     """All sequences; this data-parallel rank's are passed in order, `size` at a time."""
-    layout = actor.groups.train
-    mine = list(range(SEQUENCES))[layout.coords(actor.groups.rank).dp :: layout.dp]
+    layout = actor.groups.layout
+    mine = list(range(SEQUENCES))[layout.coords(actor.groups.world.rank).dp :: layout.dp]
     micro_batches = [mine[i : i + size] for i in range(0, len(mine), size)]
     return MiniBatch(layout=layout, sequences=range(SEQUENCES), micro_batches=micro_batches)
 

@@ -26,11 +26,10 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
-import torch.distributed as dist
 from benchmark import finish, inputs_of, run_of, start
 
 from megarl.config import ConfigError, load_run_config
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.replicas import Quota
 from megarl.trainer.build import build_actor
@@ -77,14 +76,14 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         print(f"bench_carry_over: error: {e}", file=sys.stderr)
         return 2
-    groups = start(inputs.config)
-    finish(measure(inputs, groups, args.rounds), print_table, args.json)
+    world = start()
+    finish(measure(inputs, world, args.rounds), print_table, args.json)
     return 0
 
 
-def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
-    config, run = inputs.config, run_of(inputs, groups)
-    actor = build_actor(inputs, groups, optim=config.actor_rollout_ref.actor.optim, total_steps=1)
+def measure(inputs: Inputs, world: World, rounds: int) -> Figures:
+    config, run = inputs.config, run_of(inputs, world)
+    actor = build_actor(inputs, run.groups, optim=config.actor_rollout_ref.actor.optim, total_steps=1)
     generation = run.generation(run.add("actor", actor))
     n, batch, longest = (
         config.actor_rollout_ref.rollout.n,
@@ -100,7 +99,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
         return decode()
 
     generation.engine.step = step  # type: ignore[method-assign]
-    prompts, carried = inputs.train_prompts, CarryOver(config, groups, inputs.train_prompts)
+    prompts, carried = inputs.train_prompts, CarryOver(config, inputs.train_prompts)
     drawn, versions = count(), count(1)
 
     def draw() -> list[int]:
@@ -126,7 +125,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
         for round_ in range(WARM_UP[way] + rounds):
             if round_ == WARM_UP[way]:
                 decoded[0] = 0
-            dist.barrier(group=groups.control)
+            world.barrier("a benchmark")
             began = time.perf_counter()
             with generation.phase():
                 made = make()
@@ -134,9 +133,9 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
             if way == "carry-over":
                 left, before = carried.metrics()["tokens"], left
                 drawn_tokens += int(left - before)
-            if groups.device.type == "cuda":
+            if world.device.type == "cuda":
                 torch.cuda.synchronize()
-            dist.barrier(group=groups.control)
+            world.barrier("a benchmark")
             if round_ >= WARM_UP[way]:
                 seconds.setdefault(way, []).append(time.perf_counter() - began)
                 tokens[way] = tokens.get(way, 0) + drawn_tokens
@@ -147,7 +146,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int) -> Figures:
     rates = {way: tokens[way] / sum(taken) for way, taken in seconds.items()}
     return Figures(
         engine=config.actor_rollout_ref.rollout.name,
-        ranks=groups.train.world_size,
+        ranks=world.size,
         sequences_per_step=batch * n,
         longest_response=longest,
         tokens_per_second=rates,

@@ -44,15 +44,18 @@ from megarl.config import Config, ConfigError
 from megarl.config.load import build_config
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.models.architecture import Architecture
-from megarl.parallel.from_config import generation_layout, train_layout
-from megarl.parallel.groups import Groups, build_groups, destroy_groups, init_distributed
+from megarl.parallel.generation_groups import generation_groups
+from megarl.parallel.train_groups import leave_groups
+from megarl.parallel.world import World, init_distributed
 from megarl.reshard.execute import Resharder
 from megarl.reshard.shared import SharedParameters
 from megarl.reshard.transport import copies
 from megarl.reshard.verify import verify
 from megarl.roles.model import DTYPES, MegatronModel
-from megarl.rollout.build import build_engine
+from megarl.rollout.engine import EngineSettings
+from megarl.rollout.kinds import engine_kind
 from megarl.trainer.checks import check_layouts
+from megarl.trainer.layouts import generation_layout
 
 Job = Callable[[], object]
 
@@ -140,20 +143,20 @@ def measure(configs: Sequence[Config], arch: Architecture, *, rounds: int, ways:
     first = configs[0]
     figures: Figures | None = None
     for config in configs:
-        groups = build_groups(train_layout(config), generation_layout(config))
+        world = World()
         if figures is None:
-            on_gpu = groups.device.type == "cuda"
+            on_gpu = world.device.type == "cuda"
             figures = Figures(
                 model=first.actor_rollout_ref.model.path,
                 engine=first.actor_rollout_ref.rollout.name,
-                ranks=groups.train.world_size,
+                ranks=world.size,
                 device=torch.cuda.get_device_name() if on_gpu else "cpu",
-                links=measure_links(groups, nbytes=1024 * MIB if on_gpu else MIB),
+                links=measure_links(world, nbytes=1024 * MIB if on_gpu else MIB),
             )
-        bench = Bench(config, arch, groups, figures.links)
+        bench = Bench(config, arch, world, figures.links)
         figures.reshards.append(bench.measure(rounds, ways, sweep))
         bench.close()
-        destroy_groups(groups)
+        leave_groups(world)
         del bench
         gc.collect()  # models are full of cycles, and the next pair of layouts needs the room
     assert figures is not None
@@ -163,33 +166,36 @@ def measure(configs: Sequence[Config], arch: Architecture, *, rounds: int, ways:
 class Bench:
     """One pair of layouts, with an actor and an engine."""
 
-    def __init__(self, config: Config, arch: Architecture, groups: Groups, links: Links) -> None:
-        weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
-        self.groups, self.links = groups, links
-        run = run_of(synthetic_inputs(config, arch), groups)
+    def __init__(self, config: Config, arch: Architecture, world: World, links: Links) -> None:
+        weights, ours = random_weights(arch, world.device), config.actor_rollout_ref
+        self.world, self.links = world, links
+        run = run_of(synthetic_inputs(config, arch), world)
         keys = ours.actor
-        model = MegatronModel(arch, groups, model=ours.model, megatron=keys.megatron, batching=keys)
+        model = MegatronModel(arch, run.groups, model=ours.model, megatron=keys.megatron, batching=keys)
         self.model = run.add("actor", model)
         self.model.load(weights)
         leave = ours.actor.megatron.param_offload
-        shared = SharedParameters(layouts_of(self.model), groups.rank, self.model.parameters(), none=leave)
-        self.engine = build_engine(
-            ours.rollout,
-            arch,
-            groups,
+        self.replica = generation_groups(world, generation_layout(config))
+        layouts = layouts_of(self.model, self.replica.layout)
+        shared = SharedParameters(layouts, world.rank, self.model.parameters(), none=leave)
+        settings = EngineSettings(
+            arch=arch,
+            groups=self.replica,
+            rollout=ours.rollout,
             path=ours.model.path,
             dtype=self.model.dtype,
             max_model_len=LONGEST,
             decode=str,
             share=shared.tensors,
         )
+        self.engine = engine_kind(ours.rollout.name).build(settings)
         self.engine.wake(weights_only=True)
-        self.sync = WeightSync(self.model, self.engine, shared, ours.reshard)
+        self.sync = WeightSync(self.model, self.engine, layouts, shared, ours.reshard)
         self.sync.release()
         self.parameters = self.engine.parameters()
         self.own = [parameter for name, parameter in self.parameters.items() if name not in shared.places]
         # training needs the group's communicator as well: it is no extra memory of a reshard
-        dist.all_reduce(torch.zeros(1, device=groups.device), group=groups.model)
+        dist.all_reduce(torch.zeros(1, device=world.device), group=self.model.groups.model)
         self.reshard_of = cache(self._resharder)
 
     def _resharder(self, transport: Literal["auto", "collective"]) -> Resharder:
@@ -197,19 +203,19 @@ class Bench:
             self.sync.resharder.plan,
             self.model.parameters(),
             self.parameters,
-            self.groups.model,
+            self.model.groups.model,
             transport=transport,
             bucket_bytes=256 * MIB,
         )
 
     def measure(self, rounds: int, ways: Sequence[str], sweep: bool) -> Reshard:
-        on_gpu = self.groups.device.type == "cuda"
+        on_gpu = self.world.device.type == "cuda"
         builders: dict[str, Callable[[], Job]] = {
             "collective": lambda: self.reshard_of("collective").run,
             "peer": lambda: self._pulling().run,
-            "copy engine": lambda: CopyEngines(self._pulling().peer.fused, self.groups.device),
-            "gather": lambda: TensorGather(self.model, self.parameters),
-            "refit": lambda: Refit(self.model),
+            "copy engine": lambda: CopyEngines(self._pulling().peer.fused, self.world.device),
+            "gather": lambda: TensorGather(self.model, self.parameters, self.replica.layout),
+            "refit": lambda: Refit(self.model, self.replica.layout.tp),
         }
         moved = self.reshard_of("collective").statistics
         local, sent, received = (self._most(n) for n in (moved.local, moved.sent, moved.received))
@@ -225,7 +231,7 @@ class Bench:
                     notes[name] = str(e)
                 self._say(f"{name}: {notes.get(name) or taken[name]}")
         pulling = on_gpu and "peer" in taken
-        train, generation = self.groups.train, self.groups.generation
+        train, generation = self.model.groups.layout, self.replica.layout
         return Reshard(
             train=f"TP{train.tp} x PP{train.pp}" + (f" x {train.chunks} chunks" if train.chunks > 1 else ""),
             generation=f"TP{generation.tp} x {generation.replicas}",
@@ -241,7 +247,7 @@ class Bench:
         )
 
     def _pulling(self) -> Resharder:
-        if self.groups.device.type != "cuda":
+        if self.world.device.type != "cuda":
             raise NotImplementedError("only GPUs read each other's memory")
         resharder = self.reshard_of("auto")
         if resharder.peer is None or resharder.peer.fused is None:
@@ -251,8 +257,8 @@ class Bench:
     def _take(self, build: Callable[[], Job], rounds: int, bound: float | None) -> Way:
         for parameter in self.own:
             parameter.zero_()
-        memory = ExtraMemory(self.groups.device)
-        dist.barrier(group=self.groups.control)
+        memory = ExtraMemory(self.world.device)
+        self.world.barrier("a benchmark")
         began = time.perf_counter()
         with torch.no_grad():
             job = build()
@@ -264,7 +270,7 @@ class Bench:
             allocated, device = memory.during(job)
             own = job.own_bytes if isinstance(job, Refit) else 0
             exact = None if own else self._exact()
-            taken = milliseconds(self.groups, job, rounds)
+            taken = milliseconds(self.world, job, rounds)
         return Way(
             milliseconds=taken,
             of_bound=bound / taken if bound else None,
@@ -279,9 +285,9 @@ class Bench:
         try:
             verify(self.reshard_of("collective"))
         except RuntimeError as e:
-            print(f"rank {self.groups.rank}: {e}", file=sys.stderr, flush=True)
-            return not any(self.groups.all_gather(True))
-        return not any(self.groups.all_gather(False))
+            print(f"rank {self.world.rank}: {e}", file=sys.stderr, flush=True)
+            return not any(self.world.all_gather(True))
+        return not any(self.world.all_gather(False))
 
     def _sweep(self, rounds: int) -> dict[str, float]:
         from megarl.reshard.transport import copy_kernel
@@ -295,21 +301,21 @@ class Bench:
             resharder = self._resharder("auto")
             for _ in range(WARM_UP):
                 resharder.run()
-            seen[f"{words} x {warps}"] = milliseconds(self.groups, resharder.run, rounds)
+            seen[f"{words} x {warps}"] = milliseconds(self.world, resharder.run, rounds)
             resharder.release()
         copies.TILE_WORDS, copy_kernel.NUM_WARPS = usual
         return seen
 
     def _say(self, what: str) -> None:
         """As it comes: should the next way hang, what is known is not lost."""
-        if self.groups.rank == 0:
+        if self.world.rank == 0:
             print(what, file=sys.stderr, flush=True)
 
     def _most(self, value: float) -> Any:
-        return max(self.groups.all_gather(value))
+        return max(self.world.all_gather(value))
 
     def close(self) -> None:
-        if self.groups.device.type == "cuda":
+        if self.world.device.type == "cuda":
             self.reshard_of("auto").release()
         self.sync.release()
         self.engine.close()

@@ -33,11 +33,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from benchmark import finish, inputs_of, run_of, start
 
 from megarl.config import ConfigError, load_run_config
-from megarl.parallel.groups import Groups
+from megarl.parallel.generation_groups import GenerationGroups
+from megarl.parallel.world import World
 from megarl.rollout.vllm import internals
 from megarl.rollout.vllm.checks import check_vllm
 from megarl.rollout.vllm.engine import VLLMEngine
@@ -88,8 +88,8 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         print(f"bench_rollout: error: {e}", file=sys.stderr)
         return 2
-    groups = start(inputs.config)
-    finish(measure(inputs, groups, args.rounds, peer=bool(args.peer)), print_table, args.json)
+    world = start()
+    finish(measure(inputs, world, args.rounds, peer=bool(args.peer)), print_table, args.json)
     return 0
 
 
@@ -101,11 +101,11 @@ def check_peer(inputs: Inputs) -> None:
     check_vllm(inputs.arch, path=config.actor_rollout_ref.model.path, tp=1, on_gpu=torch.cuda.is_available())
 
 
-def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figures:
+def measure(inputs: Inputs, world: World, rounds: int, *, peer: bool) -> Figures:
     config = inputs.config
     ours = config.actor_rollout_ref
-    run = run_of(inputs, groups)
-    actor = run.add("actor", build_actor(inputs, groups, optim=ours.actor.optim, total_steps=1))
+    run = run_of(inputs, world)
+    actor = run.add("actor", build_actor(inputs, run.groups, optim=ours.actor.optim, total_steps=1))
     began = time.perf_counter()
     generation = run.generation(actor)
     start = time.perf_counter() - began
@@ -120,21 +120,21 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figur
         with generation.phase():
             reshard.append(run.timers.collect()["reshard"])
             generate = partial(generation.rollouts, prompts, n, params, seed=1, round_=round_)
-            through_trainer.append(seconds(groups, generate))
+            through_trainer.append(seconds(world, generate))
             if isinstance(generation.engine, VLLMEngine):
-                mine = replica_share(groups, prompts)
-                alone.append(seconds(groups, partial(raw_vllm, generation.engine.llm, mine, n, params.max_tokens)))
+                mine = replica_share(generation.groups, prompts)
+                alone.append(seconds(world, partial(raw_vllm, generation.engine.llm, mine, n, params.max_tokens)))
             leaving = time.perf_counter()
         sleep.append(time.perf_counter() - leaving)
     run.close()
     if peer:
-        alone = peer_vllm(inputs, groups, rounds, prompts)
+        alone = peer_vllm(inputs, world, rounds, prompts)
 
     taken, raw = statistics.median(through_trainer[1:]), statistics.median(alone[1:]) if alone else None
     return Figures(
         engine=ours.rollout.name,
-        ranks=groups.train.world_size,
-        tensor_model_parallel_size=groups.generation.tp,
+        ranks=world.size,
+        tensor_model_parallel_size=generation.groups.layout.tp,
         requests=len(prompts) * n,
         response_tokens=tokens,
         seconds=taken,
@@ -150,20 +150,19 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, peer: bool) -> Figur
     )
 
 
-def seconds(groups: Groups, job: Callable[[], object]) -> float:
+def seconds(world: World, job: Callable[[], object]) -> float:
     """Wall-clock time until the job is done on all ranks."""
-    dist.barrier(group=groups.control)
+    world.barrier("a benchmark")
     began = time.perf_counter()
     job()
-    if groups.device.type == "cuda":
+    if world.device.type == "cuda":
         torch.cuda.synchronize()
-    dist.barrier(group=groups.control)
+    world.barrier("a benchmark")
     return time.perf_counter() - began
 
 
-def replica_share(groups: Groups, prompts: Sequence[Prompt]) -> list[Prompt]:
-    at = groups.generation.coords(groups.rank)
-    return [p for i, p in enumerate(prompts) if i % groups.generation.replicas == at.replica]
+def replica_share(groups: GenerationGroups, prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [p for i, p in enumerate(prompts) if i % groups.layout.replicas == groups.replica]
 
 
 def raw_vllm(llm: Any, prompts: Sequence[Prompt], n: int, max_tokens: int) -> None:
@@ -180,7 +179,7 @@ def raw_vllm(llm: Any, prompts: Sequence[Prompt], n: int, max_tokens: int) -> No
         llm.generate([{"prompt_token_ids": list(p.token_ids)} for p in prompts], sampling, use_tqdm=False)
 
 
-def peer_vllm(inputs: Inputs, groups: Groups, rounds: int, prompts: Sequence[Prompt]) -> list[float]:
+def peer_vllm(inputs: Inputs, world: World, rounds: int, prompts: Sequence[Prompt]) -> list[float]:
     """Seconds of each round with a plain vLLM, the first to warm up, in the memory that the configuration allows."""
     config = inputs.config
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
@@ -201,7 +200,7 @@ def peer_vllm(inputs: Inputs, groups: Groups, rounds: int, prompts: Sequence[Pro
         gpu_memory_utilization=rollout.gpu_memory_utilization,
     )
     generate = partial(raw_vllm, llm, prompts, rollout.n, config.data.max_response_length)
-    return [seconds(groups, generate) for _ in range(rounds + 1)]
+    return [seconds(world, generate) for _ in range(rounds + 1)]
 
 
 def print_table(figures: Figures) -> None:

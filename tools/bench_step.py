@@ -30,7 +30,7 @@ from benchmark import finish, run_of, start, synthetic_inputs
 
 from megarl.config import Config, ConfigError, load_run_config
 from megarl.flows import ppo
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.roles.actor import Actor
 from megarl.rollout.vllm.engine import VLLMEngine
 from megarl.trainer.checks import check_layouts
@@ -114,8 +114,8 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         print(f"bench_step: error: {e}", file=sys.stderr)
         return 2
-    groups = start(config)
-    finish(measure(inputs, groups, args.rounds, alone=args.alone, peer=peer), print_table, args.json)
+    world = start()
+    finish(measure(inputs, world, args.rounds, alone=args.alone, peer=peer), print_table, args.json)
     return 0
 
 
@@ -124,7 +124,7 @@ def native_on_one_gpu(config: Config) -> bool:
     return one_gpu and config.actor_rollout_ref.rollout.name == "native"
 
 
-def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: bool) -> Figures:
+def measure(inputs: Inputs, world: World, rounds: int, *, alone: bool, peer: bool) -> Figures:
     """
     Args:
         alone: what the phases are compared with is measured, too.
@@ -132,7 +132,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
     """
     config, ours = inputs.config, inputs.config.actor_rollout_ref
     record = Record()
-    run = run_of(inputs, groups, [record])
+    run = run_of(inputs, world, [record])
     ppo.flow(run)
 
     count = config.data.train_batch_size * ours.rollout.n
@@ -147,7 +147,7 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
         "step": (tokens, 0.0),
     }
     taken, peaks = record.medians(), record.peaks()
-    phases = {name: phase(groups, s, peaks.get(name, 0.0), *work.get(name, (0, 0.0))) for name, s in taken.items()}
+    phases = {name: phase(world, s, peaks.get(name, 0.0), *work.get(name, (0, 0.0))) for name, s in taken.items()}
     predicted: dict[str, float] = {}
     for stage in run.memory.predicted:
         for name in stage.phases:
@@ -158,14 +158,14 @@ def measure(inputs: Inputs, groups: Groups, rounds: int, *, alone: bool, peer: b
     if alone:
         others, of_alone = train_alone(run, lengths[: ours.actor.ppo_mini_batch_size * ours.rollout.n], rounds)
         if vllm := vllm_alone(run, rounds, peer=peer):
-            others["generate"] = phase(groups, vllm, 0.0, responses, 0.0)
+            others["generate"] = phase(world, vllm, 0.0, responses, 0.0)
             of_alone["generate"] = vllm / taken["generate"]
     run.close()
     return Figures(
         what=f"{count} sequences of {config.data.max_prompt_length} + {config.data.max_response_length} tokens, "
         f"{ours.rollout.name} engine",
         kernels=_actor(run).kernels,
-        ranks=groups.train.world_size,
+        ranks=world.size,
         phases=phases,
         predicted_gib=predicted,
         alone=others,
@@ -190,16 +190,16 @@ def train_alone(run: Run, lengths: Sequence[int], rounds: int) -> tuple[dict[str
 
 def vllm_alone(run: Run, rounds: int, *, peer: bool) -> float | None:
     """Seconds in which vLLM by itself generates the step's responses; None where there is none."""
-    inputs, groups, (generation,) = run.inputs, run.groups, run.generations
+    inputs, world, (generation,) = run.inputs, run.world, run.generations
     n, length = inputs.config.actor_rollout_ref.rollout.n, inputs.config.data.max_response_length
     taken: list[float] = []
     if isinstance(generation.engine, VLLMEngine):
-        mine = replica_share(groups, inputs.train_prompts)
+        mine = replica_share(generation.groups, inputs.train_prompts)
         with generation.phase():
             generate = partial(raw_vllm, generation.engine.llm, mine, n, length)
-            taken = [seconds(groups, generate) for _ in range(rounds + 1)]
+            taken = [seconds(world, generate) for _ in range(rounds + 1)]
     if peer:
-        taken = peer_vllm(inputs, groups, rounds, inputs.train_prompts)
+        taken = peer_vllm(inputs, world, rounds, inputs.train_prompts)
     return statistics.median(taken[1:]) if taken else None
 
 

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if "RANK" not in os.environ:
         return launch(argv)
     from megarl.config import load_run_config
-    from megarl.flows.registry import FLOWS
+    from megarl.flow_kinds import FLOWS
     from megarl.parallel.cpu import enable_cpu_ranks
     from megarl.trainer.checks import check_run
 

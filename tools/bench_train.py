@@ -41,9 +41,11 @@ from megarl.models.gpt import build_chunks
 from megarl.models.heads import Passed
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
-from megarl.parallel.groups import Groups
+from megarl.parallel.train_groups import TrainGroups, train_groups
+from megarl.parallel.world import World
 from megarl.roles.actor import Actor
 from megarl.roles.passes import Passes
+from megarl.trainer.layouts import train_layout
 from megarl.types import Batch, batch_of
 
 PEAK_FLOPS = 989e12
@@ -100,7 +102,7 @@ def main(argv: list[str]) -> int:
     except (ConfigError, ValueError) as e:
         print(f"bench_train: error: {e}", file=sys.stderr)
         return 2
-    groups = start(config)
+    groups = train_groups(start(), train_layout(config))
     if args.log_probs:
         figures = measure_log_probs(arch, groups, args.log_probs)
     elif args.packing:
@@ -108,14 +110,14 @@ def main(argv: list[str]) -> int:
         figures = measure_packing(build(config, arch, groups), config, lengths, args.rounds)
     else:
         count, length = (int(n) for n in args.lengths.split("x"))
-        lengths = [length] * (count * groups.train.dp)
+        lengths = [length] * (count * groups.layout.dp)
         figures = measure_training(build(config, arch, groups), config, lengths, args.rounds, args.profile)
     finish(figures, print_table, args.json)
     return 0
 
 
-def build(config: Config, arch: Architecture, groups: Groups) -> Actor:
-    weights, ours = random_weights(arch, groups.device), config.actor_rollout_ref
+def build(config: Config, arch: Architecture, groups: TrainGroups) -> Actor:
+    weights, ours = random_weights(arch, groups.world.device), config.actor_rollout_ref
     actor = Actor(
         arch,
         groups,
@@ -126,7 +128,7 @@ def build(config: Config, arch: Architecture, groups: Groups) -> Actor:
         total_steps=1000,
         initial=lambda policy: policy.load(weights),
     )
-    return run_of(synthetic_inputs(config, arch), groups).add("actor", actor)
+    return run_of(synthetic_inputs(config, arch), groups.world).add("actor", actor)
 
 
 def random_batch(lengths: Sequence[int], vocab_size: int) -> Batch:
@@ -153,9 +155,9 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
     groups, arch = actor.groups, actor.arch
     batch = random_batch(lengths, arch.vocab_size)
     limit = max(config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, max(lengths))
-    plan = pack_by_tokens(lengths, [range(len(lengths))], dp=groups.train.dp, max_tokens=limit)
-    micro_batches = plan[groups.train.coords(groups.rank).dp][0]
-    passes = Passes(layout=groups.train, micro_batches=micro_batches)
+    plan = pack_by_tokens(lengths, [range(len(lengths))], dp=groups.layout.dp, max_tokens=limit)
+    micro_batches = plan[groups.layout.coords(groups.world.rank).dp][0]
+    passes = Passes(layout=groups.layout, micro_batches=micro_batches)
     batch = batch.with_(old_logp=actor.log_probs(batch, passes))
     weights = token_weights(batch, range(len(batch)), "token-mean", max(lengths))
     loss = PolicyClip(clip_low=0.2, clip_high=0.28)
@@ -169,25 +171,25 @@ def measure_training(actor: Actor, config: Config, lengths: Sequence[int], round
         "forward + backward": step,
         "optimizer": lambda: actor.optimizer.step(loss=0.0),
     }
-    if groups.train.pp == 1:
+    if groups.layout.pp == 1:
         plain = PlainMegatron(actor, batch, micro_batches)
         jobs |= {f"plain Megatron-Core, {name}": partial(plain.step, name) for name in plain.cross_entropies}
-    clock = Rounds(groups.device, groups.control)
+    clock = Rounds(groups.world)
     seen = clock.medians(jobs, rounds, warm_up=WARM_UP)
     log_probs = {"log-probs": lambda: actor.log_probs(batch, passes)}
     seen |= clock.medians(log_probs, rounds, warm_up=WARM_UP)  # as in a run, not in turn with training
-    if profile and groups.rank == 0:
+    if profile and groups.world.rank == 0:
         write_profile(step, profile)
     tokens = len(batch.tokens)
     flops = model_flops(arch, lengths)
     share = {"optimizer": 0.0, "log-probs": 1 / 3}
-    phases = {name: phase(groups, *taken, tokens, flops * share.get(name, 1.0)) for name, taken in seen.items()}
+    phases = {name: phase(groups.world, *taken, tokens, flops * share.get(name, 1.0)) for name, taken in seen.items()}
     best = min((p.seconds for name, p in phases.items() if name.startswith("plain")), default=None)
     extra = {"of_plain_megatron": best / phases["forward + backward"].seconds} if best else {}
     extra["first_ratio_max_deviation"] = deviation
     what = f"{len(lengths)} sequences of {max(lengths)} tokens in {len(micro_batches)} micro-batches per rank"
     return Figures(
-        what=what, kernels=actor.kernels, ranks=groups.train.world_size, tokens=tokens, phases=phases, extra=extra
+        what=what, kernels=actor.kernels, ranks=groups.layout.size, tokens=tokens, phases=phases, extra=extra
     )
 
 
@@ -211,10 +213,10 @@ class PlainMegatron:
         self.groups, self.tokens = groups, len(batch.tokens)
         packed = actor.packed
         self.inputs = [
-            make_micro_batch(batch, sequences, packed=packed, multiple_of=groups.train.tp, device=groups.device)
+            make_micro_batch(batch, sequences, packed=packed, multiple_of=groups.layout.tp, device=groups.world.device)
             for sequences in micro_batches
         ]
-        on_gpu = groups.device.type == "cuda"
+        on_gpu = groups.world.device.type == "cuda"
         self.cross_entropies = ["unfused", *["native"] * on_gpu, *["te"] * (on_gpu and actor.transformer_engine)]
 
     def step(self, cross_entropy: str) -> None:
@@ -273,7 +275,7 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
     groups = actor.groups
     batch = random_batch(lengths, actor.arch.vocab_size)
     weights = token_weights(batch, range(len(batch)), "token-mean", max(lengths))
-    dp, mine = groups.train.dp, groups.train.coords(groups.rank).dp
+    dp, mine = groups.layout.dp, groups.layout.coords(groups.world.rank).dp
     budget = max(config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu, max(lengths))
     whole = [range(len(batch))]
     packed = pack_by_tokens(lengths, whole, dp=dp, max_tokens=budget)
@@ -283,21 +285,21 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
     def job(name: str, micro_batches: MicroBatches, remove_padding: bool) -> Callable[[], object]:
         def step() -> None:
             actor.packed = remove_padding
-            passes = Passes(layout=groups.train, micro_batches=micro_batches)
+            passes = Passes(layout=groups.layout, micro_batches=micro_batches)
             outputs = actor.accumulate_gradients(batch, passes, weights, cross_entropy)
             losses[name] = sum(float(out.loss) for one in outputs for out in one.losses)
 
         return step
 
     jobs = {"packed": job("packed", packed[mine][0], True), "padded": job("padded", rows[mine][0], False)}
-    seen = Rounds(groups.device, groups.control).medians(jobs, rounds, warm_up=WARM_UP)
-    mean = {name: sum(groups.all_gather(loss)) / groups.train.tp for name, loss in losses.items()}
+    seen = Rounds(groups.world).medians(jobs, rounds, warm_up=WARM_UP)
+    mean = {name: sum(groups.world.all_gather(loss)) / groups.layout.tp for name, loss in losses.items()}
     flops = model_flops(actor.arch, lengths)
-    phases = {name: phase(groups, *taken, sum(lengths), flops) for name, taken in seen.items()}
+    phases = {name: phase(groups.world, *taken, sum(lengths), flops) for name, taken in seen.items()}
     return Figures(
         what=f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens",
         kernels=actor.kernels,
-        ranks=groups.train.world_size,
+        ranks=groups.layout.size,
         tokens=sum(lengths),
         phases=phases,
         extra={
@@ -311,18 +313,18 @@ def measure_packing(actor: Actor, config: Config, lengths: Sequence[int], rounds
 # ---------------------------------------------------------------------------------------------------- log-probs
 
 
-def measure_log_probs(arch: Architecture, groups: Groups, tokens: int) -> Figures:
+def measure_log_probs(arch: Architecture, groups: TrainGroups, tokens: int) -> Figures:
     """Peak memory beyond inputs and weight, and beyond the gradient of the hidden states, which autograd returns.
 
     The weight's gradient in the weight's precision is returned, too, but it does not exist yet at the peak.
     """
-    device = groups.device
+    device = groups.world.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    padded = arch.padded_vocab_size(groups.train.tp)
+    padded = arch.padded_vocab_size(groups.layout.tp)
     shard = vocab_shard(arch.vocab_size, padded, groups.pgs.tp)
     generator = torch.Generator(device).manual_seed(1)
     hidden = torch.randn(tokens, arch.hidden_size, generator=generator, device=device).to(dtype)
-    weight = (torch.randn(padded // groups.train.tp, arch.hidden_size, generator=generator, device=device)).to(dtype)
+    weight = (torch.randn(padded // groups.layout.tp, arch.hidden_size, generator=generator, device=device)).to(dtype)
     buffered = weight.clone().requires_grad_()
     buffered.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # as Megatron-Core's DDP keeps it
     labels = torch.randint(arch.vocab_size, (tokens,), generator=generator, device=device)
@@ -348,7 +350,7 @@ def measure_log_probs(arch: Architecture, groups: Groups, tokens: int) -> Figure
         "forward + backward, any loss": any_loss,
     }
     flops = 6.0 * arch.vocab_size * arch.hidden_size * tokens
-    rounds = Rounds(device, groups.control)
+    rounds = Rounds(groups.world)
     phases = {}
     for name, job in jobs.items():
         for _ in range(WARM_UP):
@@ -356,11 +358,11 @@ def measure_log_probs(arch: Architecture, groups: Groups, tokens: int) -> Figure
             held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
             seconds, peak = rounds.once(job)
         extra = peak - (held + (0 if name == "forward" else hidden.nbytes)) / 2**30 if peak else 0.0
-        phases[name] = phase(groups, seconds, extra, tokens, flops / 3 if name == "forward" else flops)
+        phases[name] = phase(groups.world, seconds, extra, tokens, flops / 3 if name == "forward" else flops)
     return Figures(
         what=f"log-probabilities of {tokens} tokens at a vocabulary of {arch.vocab_size}, GiB beyond what is given",
         kernels=str(dtype),
-        ranks=groups.train.world_size,
+        ranks=groups.layout.size,
         tokens=tokens,
         phases=phases,
     )
@@ -369,8 +371,8 @@ def measure_log_probs(arch: Architecture, groups: Groups, tokens: int) -> Figure
 # ------------------------------------------------------------------------------------------------------ figures
 
 
-def phase(groups: Groups, seconds: float, peak_gib: float, tokens: int, flops: float) -> Phase:
-    per_rank = 1 / seconds / groups.train.world_size
+def phase(world: World, seconds: float, peak_gib: float, tokens: int, flops: float) -> Phase:
+    per_rank = 1 / seconds / world.size
     return Phase(
         seconds=seconds,
         tokens_per_second=tokens * per_rank,

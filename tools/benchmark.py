@@ -19,8 +19,7 @@ from megarl.config.load import with_values
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source
 from megarl.models.tensors import Box, LogicalTensor
-from megarl.parallel.from_config import generation_layout, train_layout
-from megarl.parallel.groups import Groups, build_groups, init_distributed
+from megarl.parallel.world import World, init_distributed
 from megarl.rewards import Reward
 from megarl.rewards.parts import Part
 from megarl.trainer.checks import check_layouts, check_run
@@ -36,10 +35,10 @@ Figures = TypeVar("Figures", bound=Any)
 """A dataclass of what was measured."""
 
 
-def start(config: Config) -> Groups:
+def start() -> World:
     """Join the other ranks."""
     init_distributed()
-    return build_groups(train_layout(config), generation_layout(config))
+    return World()
 
 
 class NoText:
@@ -98,12 +97,12 @@ def synthetic_inputs(config: Config, arch: Architecture) -> Inputs:
     )
 
 
-def run_of(inputs: Inputs, groups: Groups, callbacks: Sequence[Callback] = ()) -> Run:
+def run_of(inputs: Inputs, world: World, callbacks: Sequence[Callback] = ()) -> Run:
     """A run from its beginning that leaves no records, whatever its folder holds."""
     inputs = replace(inputs, config=with_values(inputs.config, "trainer", logger=["console"], log_rollouts=0))
-    report = Report(inputs, rank=groups.rank, first_step=1)
+    report = Report(inputs, rank=world.rank, first_step=1)
     report.begin()
-    return Run(inputs, groups, report, StopRequest(groups.rank), Start(), callbacks)
+    return Run(inputs, world, report, StopRequest(world.rank), Start(), callbacks)
 
 
 def finish(figures: Figures, print_table: Callable[[Figures], None], json_file: str | None) -> None:
@@ -130,12 +129,12 @@ def random_weights(arch: Architecture, device: torch.device) -> Source:
     return source
 
 
-def milliseconds(groups: Groups, job: Callable[[], object], rounds: int) -> float:
+def milliseconds(world: World, job: Callable[[], object], rounds: int) -> float:
     """Median over the rounds of the slowest rank's time, from a barrier until its GPU is done."""
     taken = []
     for _ in range(rounds):
-        _synchronise(groups)
-        if groups.device.type == "cuda":
+        _synchronise(world)
+        if world.device.type == "cuda":
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             began.record()
             job()
@@ -146,10 +145,10 @@ def milliseconds(groups: Groups, job: Callable[[], object], rounds: int) -> floa
             start = time.perf_counter()
             job()
             taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(max(ranks) for ranks in zip(*groups.all_gather(taken), strict=True))
+    return statistics.median(max(ranks) for ranks in zip(*world.all_gather(taken), strict=True))
 
 
-def _synchronise(groups: Groups) -> None:
-    if groups.device.type == "cuda":
+def _synchronise(world: World) -> None:
+    if world.device.type == "cuda":
         torch.cuda.synchronize()
-    dist.barrier(group=groups.control)
+    world.barrier("a benchmark")

@@ -17,7 +17,7 @@ from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, transformer_config
 from megarl.models.placements import Placement, engine_placements, training_placements
 from megarl.models.tensors import EMBEDDING, Box, logical_tensors, volume
-from megarl.parallel.layout import TrainLayout
+from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.roles.model import MegatronModel
 
 if TYPE_CHECKING:
@@ -34,11 +34,11 @@ class TensorGather:
     copies its slice into the engine's parameter.
     """
 
-    def __init__(self, model: MegatronModel, engine: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: MegatronModel, engine: Mapping[str, Tensor], generation: GenerationLayout) -> None:
         groups, arch = model.groups, model.arch
         self._model, self._engine, self._pgs = model, engine, groups.pgs
         self._tensors = logical_tensors(arch)
-        train, at = groups.train, groups.train.coords(groups.rank)
+        train, at = groups.layout, groups.layout.coords(groups.world.rank)
         self._stages = {
             pp: {
                 tp: _by_tensor(
@@ -54,12 +54,11 @@ class TensorGather:
             for pp in range(train.pp)
         }
         self._roots = {pp: train.rank(tp=at.tp, dp=at.dp, pp=pp, cp=at.cp) for pp in range(train.pp)}
-        generation = groups.generation
         self._wanted = _by_tensor(
             engine_placements(
                 arch,
                 generation.tp,
-                generation.coords(groups.rank).tp,
+                generation.coords(groups.world.rank).tp,
                 vocab_rows=len(engine[EMBEDDING]),
             )
         )
@@ -163,7 +162,7 @@ class Refit:
         NotImplementedError: it cannot do this.
     """
 
-    def __init__(self, model: MegatronModel) -> None:
+    def __init__(self, model: MegatronModel, tp: int) -> None:
         try:
             from megatron.core.resharding.refit import swap_model_weights
         except ImportError as e:
@@ -171,12 +170,11 @@ class Refit:
         groups, arch = model.groups, model.arch
         if len(model.chunks) > 1:
             raise NotImplementedError("refit takes one model chunk per rank")
-        tp, world = groups.generation.tp, groups.train.world_size
-        if arch.padded_vocab_size(groups.train.tp) != arch.padded_vocab_size(tp):
+        if arch.padded_vocab_size(groups.layout.tp) != arch.padded_vocab_size(tp):
             # one rank alone would find out, and leave the others waiting
             raise NotImplementedError("refit takes vocabularies that both layouts pad alike")
-        pgs = _groups_of(tp, world)
-        there = replace(groups, train=TrainLayout(world_size=world, tp=tp), pgs=pgs)
+        layout = TrainLayout(ranks=groups.layout.ranks, tp=tp)
+        there = replace(groups, layout=layout, pgs=_groups_of(tp, layout.size))
         config = transformer_config(
             arch,
             there,

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from benchmark import milliseconds
 
 from megarl.models.kernels import TRITON
-from megarl.parallel.groups import Groups, join
+from megarl.parallel.world import World, join
 from megarl.reshard.transport import cuda_ipc
 from megarl.reshard.transport.agreement import Offer, agree, host_identity
 from megarl.reshard.transport.collective import post_exchange
@@ -37,30 +38,29 @@ class Links:
         return max((rate for rate in (self.pull, self.pull_by_kernel, self.exchange) if rate), default=None)
 
 
-def measure_links(groups: Groups, nbytes: int) -> Links:
+def measure_links(world: World, nbytes: int) -> Links:
     """Every rank calls it.
 
     Args:
         nbytes: that are moved at once.
     """
-    world = groups.train.world_size
-    if world == 1:
+    if world.size == 1:
         return Links()
-    source, destination = (torch.zeros(nbytes, dtype=torch.uint8, device=groups.device) for _ in range(2))
-    pull, by_kernel = _pull(groups, source, destination) if groups.device.type == "cuda" else (None, None)
-    partner = groups.rank ^ 1
+    source, destination = (torch.zeros(nbytes, dtype=torch.uint8, device=world.device) for _ in range(2))
+    pull, by_kernel = _pull(world, source, destination) if world.device.type == "cuda" else (None, None)
+    partner = world.rank ^ 1
 
     def exchange() -> None:
-        if partner < world:
-            for work in post_exchange({partner: source}, {partner: destination}, torch.distributed.group.WORLD):
+        if partner < world.size:
+            for work in post_exchange({partner: source}, {partner: destination}, dist.group.WORLD):
                 work.wait()
 
-    join(torch.distributed.group.WORLD, groups.device)
+    join(dist.group.WORLD, world.device)
     exchange()
-    return Links(pull=pull, pull_by_kernel=by_kernel, exchange=nbytes / milliseconds(groups, exchange, ROUNDS) * 1e3)
+    return Links(pull=pull, pull_by_kernel=by_kernel, exchange=nbytes / milliseconds(world, exchange, ROUNDS) * 1e3)
 
 
-def _pull(groups: Groups, source: torch.Tensor, destination: torch.Tensor) -> tuple[float | None, float | None]:
+def _pull(world: World, source: torch.Tensor, destination: torch.Tensor) -> tuple[float | None, float | None]:
     allocation = cuda_ipc.allocation_at(source.data_ptr())
     try:
         handles, refusal = (cuda_ipc.export_handle(allocation),), ""
@@ -68,30 +68,30 @@ def _pull(groups: Groups, source: torch.Tensor, destination: torch.Tensor) -> tu
         handles, refusal = (), str(e)
     place = 0, source.data_ptr() - allocation.start
     offer = Offer(host=host_identity(), handles=handles, places={"source": place}, refusal=refusal)
-    next_rank = (groups.rank + 1) % groups.train.world_size
+    next_rank = (world.rank + 1) % world.size
 
     def open_(_: int, theirs: Offer) -> tuple[int, int]:
         start = cuda_ipc.open_handle(theirs.handles[0])
         return start, start + theirs.places["source"][1]
 
-    agreement, opened = agree(offer, [next_rank], open_, groups.control)
-    if len(agreement.direct) < groups.train.world_size:
+    agreement, opened = agree(offer, [next_rank], open_, dist.group.WORLD)
+    if len(agreement.direct) < world.size:
         return None, None
     start, address = opened[next_rank]
-    there = memory_at(address, rows=1, width=len(source), stride=0, device=groups.device)
-    here = memory_at(destination.data_ptr(), rows=1, width=len(source), stride=0, device=groups.device)
-    engine = len(source) / milliseconds(groups, lambda: here.copy_(there), ROUNDS) * 1e3
+    there = memory_at(address, rows=1, width=len(source), stride=0, device=world.device)
+    here = memory_at(destination.data_ptr(), rows=1, width=len(source), stride=0, device=world.device)
+    engine = len(source) / milliseconds(world, lambda: here.copy_(there), ROUNDS) * 1e3
     kernel = None
     if TRITON:
         from megarl.reshard.transport.copy_kernel import FusedCopy
 
-        fused = FusedCopy(np.array([(0, 0, 1, 0, 0, 1, len(source), 0, 0)], dtype=COPY), groups.device)
+        fused = FusedCopy(np.array([(0, 0, 1, 0, 0, 1, len(source), 0, 0)], dtype=COPY), world.device)
         fused.place(np.array([address, destination.data_ptr()]))
         fused.run()
-        kernel = len(source) / milliseconds(groups, fused.run, ROUNDS) * 1e3
+        kernel = len(source) / milliseconds(world, fused.run, ROUNDS) * 1e3
     torch.cuda.synchronize()
     cuda_ipc.close_handle(start)
-    torch.distributed.barrier(group=groups.control)
+    world.barrier("a benchmark")
     return engine, kernel
 
 

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
+
+from megarl.parallel.world import World
 
 Job = Callable[[], object]
 
@@ -15,12 +16,8 @@ Job = Callable[[], object]
 class Rounds:
     """Wall-clock seconds of jobs on all ranks, and the peak of allocated GPU memory (0 on CPUs)."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """
-        Args:
-            group: all ranks, over gloo.
-        """
-        self._on_gpu, self._group = device.type == "cuda", group
+    def __init__(self, world: World) -> None:
+        self._on_gpu, self._world = world.device.type == "cuda", world
 
     def medians(self, jobs: Mapping[str, Job], rounds: int, *, warm_up: int) -> dict[str, tuple[float, float]]:
         """Seconds, median over the rounds after the warm-up, and peak GiB in the last one, of each job."""
@@ -46,4 +43,4 @@ class Rounds:
     def _wait(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
-        dist.barrier(group=self._group)
+        self._world.barrier("a benchmark")

@@ -10,7 +10,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from svg import BLUE, GREEN, GREY, ORANGE, RED, VIOLET, Drawing  # noqa: E402
 
-from megarl.phases import Item, Phase, away  # noqa: E402
+from megarl.phases import Item, Phase  # noqa: E402
+from megarl.role_kinds import ACTOR  # noqa: E402
 
 
 def step() -> Drawing:
@@ -115,7 +116,7 @@ def memory() -> Drawing:
     }
     for i, (phase, others) in enumerate(beside.items()):
         x, y = 90 + 180 * i, 300.0
-        held = [size for item, size in sizes.items() if phase not in away("actor", item)]
+        held = [size for item, size in sizes.items() if phase not in ACTOR.without(item)]
         for name, height, colour in [*held, *others]:
             y -= height
             d.box(x, y, 150, height, colour)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megarl.checkpoint.manifest import one_line
-from megarl.parallel.control import all_gather
+from megarl.parallel.world import World
 
 T = TypeVar("T")
 
@@ -18,11 +18,10 @@ class RankFailed(OSError):
     """Raised on every rank alike: what failed on the first of the ranks that could not do their part."""
 
 
-def on_every_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T:
+def on_every_rank(world: World, work: Callable[[], T]) -> T:
     """Do this rank's work, which must not leave others waiting when it fails, and wait for theirs.
 
     Args:
-        control: the ranks that call, over gloo.
 
     Raises:
         RankFailed: on all ranks, if the work ended in an OSError on any of them.
@@ -33,7 +32,7 @@ def on_every_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T:
         done.append(work())
     except Exception as e:
         failure = e
-    said = first_of(control, None if failure is None else _failure(failure))
+    said = first_of(world, None if failure is None else _failure(failure))
     if failure is not None and os_error(failure) is None:
         raise failure  # a fault of the program: this rank shows where
     if said is not None:
@@ -41,9 +40,9 @@ def on_every_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T:
     return done[0]
 
 
-def first_of(control: dist.ProcessGroup, said: str | None) -> str | None:
+def first_of(world: World, said: str | None) -> str | None:
     """What the first of the ranks with something to say says; the same on every rank."""
-    everything = all_gather(control, said, "all ranks at a checkpoint")
+    everything = world.all_gather(said, "all ranks at a checkpoint")
     return next((one for one in everything if one is not None), None)
 
 

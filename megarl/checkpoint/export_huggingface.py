@@ -21,7 +21,7 @@ from megarl.checkpoint.safetensors_file import SafetensorsWriter
 from megarl.models.fill import local_view
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, LogicalTensor, volume
-from megarl.parallel.groups import join
+from megarl.parallel.world import join
 
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}

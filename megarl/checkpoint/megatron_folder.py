@@ -43,8 +43,8 @@ from megarl.models.architecture import Architecture
 from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
 from megarl.models.placements import Placement, training_placements
-from megarl.parallel.groups import stand_in
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.train_groups import stand_in
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -188,7 +188,7 @@ class MegatronWeights:
             self._reader = CheckpointReader(folder)
         except ValueError as e:
             raise ValueError(f"'{folder}': {e}") from e
-        self.parameters = describe(arch, TrainLayout(world_size=1), 0, torch.float32).parameters
+        self.parameters = describe(arch, TrainLayout(ranks=range(1)), 0, torch.float32).parameters
         self._by_tensor = {
             place.tensor: name for name, stored in self.parameters.items() for place in stored.placements
         }

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
@@ -45,7 +44,7 @@ from megarl.checkpoint.plan_items import (
 )
 from megarl.checkpoint.stored_objects import COMMON_FILE, CheckpointReader, read_common, read_object
 from megarl.data.balance import karmarkar_karp
-from megarl.parallel.control import gather
+from megarl.parallel.world import World
 
 FILES_PER_RANK = 4
 """At most; each has a thread of its own."""
@@ -54,25 +53,24 @@ FILE_BYTES = 2**26
 """A rank with less than this writes one file."""
 
 
-def write_sharded(folder: str, sharded: dict[str, Any], control: dist.ProcessGroup) -> None:
+def write_sharded(folder: str, sharded: dict[str, Any], world: World) -> None:
     """Write what each rank has to write into an existing, empty folder. Every rank calls it.
 
     A thread holds one tensor in host memory at a time.
 
     Args:
-        control: all ranks, over gloo.
 
     Raises:
         RankFailed: on all ranks, if one cannot write its part.
     """
     parts, common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
     planner = _Planner([part for part in nested_values(parts) if is_main_replica(part.replica_id)])
-    first = dist.get_rank(control) == 0
-    everyone = gather(control, planner.items, "the plan of a checkpoint")
+    first = world.rank == 0
+    everyone = world.gather(planner.items, "the plan of a checkpoint")
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(first)
-    written = on_every_rank(control, lambda: _write_part(writer, planner, dist.get_rank(control)))
-    results = gather(control, written, "all parts of a checkpoint")
+    written = on_every_rank(world, lambda: _write_part(writer, planner, world.rank))
+    results = world.gather(written, "all parts of a checkpoint")
 
     def finish() -> None:
         if first:
@@ -81,7 +79,7 @@ def write_sharded(folder: str, sharded: dict[str, Any], control: dist.ProcessGro
             writer.finish(metadata, results)
             save_config(CheckpointingConfig("torch_dist"), folder)
 
-    on_every_rank(control, finish)
+    on_every_rank(world, finish)
 
 
 def difference(reader: CheckpointReader, sharded: dict[str, Any]) -> str | None:

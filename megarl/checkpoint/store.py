@@ -35,7 +35,7 @@ from megarl.checkpoint.manifest import (
 )
 from megarl.checkpoint.sharded_files import difference, read_sharded, write_sharded
 from megarl.checkpoint.stored_objects import CheckpointReader
-from megarl.parallel.control import broadcast, gather
+from megarl.parallel.world import World
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def save_checkpoint(
     trainer_state: dict[str, Any],
     *,
     write_model: Callable[[str], None],
-    control: dist.ProcessGroup,
+    world: World,
 ) -> str:
     """Write `global_step_{step}`; every rank calls it, and it returns once the checkpoint is complete and on the disk.
 
@@ -63,7 +63,6 @@ def save_checkpoint(
         trainer_state: small JSON-able state, the same on every rank; the position is added.
         write_model: called on every rank with the unfinished folder, to add the model's Hugging Face files. If it
             raises an OSError, it does so on every rank.
-        control: all ranks, over gloo.
 
     Returns:
         the checkpoint's folder.
@@ -76,38 +75,36 @@ def save_checkpoint(
     of_position = {"format": FORMAT, "loop": position.loop, "order": position.order, "step": position.step}
     state = {**trainer_state, **of_position, "world_size": dist.get_world_size()}
     try:
-        _on_first_rank(control, lambda: _make_empty(partial))
+        _on_first_rank(world, lambda: _make_empty(partial))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            write_sharded(partial, {**sharded, "rng": _rng_state()}, control)
+            write_sharded(partial, {**sharded, "rng": _rng_state()}, world)
         write_model(partial)
-        _on_first_rank(control, lambda: write_state(partial, state))
-        _write_manifest(partial, control)
-        _on_first_rank(control, lambda: take_place(partial, final))
+        _on_first_rank(world, lambda: write_state(partial, state))
+        _write_manifest(partial, world)
+        _on_first_rank(world, lambda: take_place(partial, final))
     except RankFailed as e:
-        raise SaveFailed(_give_up(run_dir, position, partial, str(e), control)) from None
+        raise SaveFailed(_give_up(run_dir, position, partial, str(e), world)) from None
     return final
 
 
-def verify_checkpoint(folder: str, control: dist.ProcessGroup) -> str | None:
+def verify_checkpoint(folder: str, world: World) -> str | None:
     """Compare every file with the manifest; the ranks share the reading. Every rank calls it.
 
     Returns:
         on every rank the same line, which names the first file that is not as it was written; None if there is none.
     """
-    rank, world = dist.get_rank(control), dist.get_world_size(control)
     problem = problem_with(folder)
     if problem is None and (records := read_manifest(folder)) is not None:
-        problem = checksum_problem(folder, records, sorted(records)[rank::world])
-    return first_of(control, problem)
+        problem = checksum_problem(folder, records, sorted(records)[world.rank :: world.size])
+    return first_of(world, problem)
 
 
-def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, control: dist.ProcessGroup) -> dict[str, Any]:
+def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, world: World) -> dict[str, Any]:
     """Read a checkpoint into the layout of `sharded`, which may differ from the one that wrote it.
 
     Args:
         rng: restore the random number generators too, where the number of ranks is the same.
-        control: all ranks, over gloo.
 
     Returns:
         the state dict to load from.
@@ -126,12 +123,12 @@ def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, control:
             problem = difference(reader, sharded)
         except ValueError as e:
             problem = one_line(e)
-        if (problem := first_of(control, problem)) is None:
+        if (problem := first_of(world, problem)) is None:
             try:
                 loaded = read_sharded(folder, reader, sharded)
             except Exception as e:  # whatever reading a damaged file raises
                 problem = one_line(e) if isinstance(e, ValueError) else f"it cannot be read: {one_line(e)}"
-            problem = first_of(control, problem)
+            problem = first_of(world, problem)
     if problem is not None:
         raise ValueError(f"checkpoint '{folder}': {problem}")
     if rng:
@@ -144,29 +141,28 @@ def _make_empty(folder: str) -> None:
     os.makedirs(folder)
 
 
-def _on_first_rank(control: dist.ProcessGroup, work: Callable[[], T]) -> T | None:
+def _on_first_rank(world: World, work: Callable[[], T]) -> T | None:
     """What the work gives, on the first rank; it fails on all."""
 
     def local() -> T | None:
-        return work() if dist.get_rank(control) == 0 else None
+        return work() if world.rank == 0 else None
 
-    return on_every_rank(control, local)
+    return on_every_rank(world, local)
 
 
-def _write_manifest(folder: str, control: dist.ProcessGroup) -> None:
+def _write_manifest(folder: str, world: World) -> None:
     """The ranks share the hashing: each takes every world-th file, and waits until it is on the disk."""
-    rank, world = dist.get_rank(control), dist.get_world_size(control)
-    listed = broadcast(control, _on_first_rank(control, lambda: files_of(folder)), "a checkpoint's files")
-    mine = on_every_rank(control, lambda: record_files(folder, listed[rank::world], sync=True))
-    everyone = gather(control, mine, "the checksums of a checkpoint")
+    listed = world.broadcast(_on_first_rank(world, lambda: files_of(folder)), "a checkpoint's files")
+    mine = on_every_rank(world, lambda: record_files(folder, listed[world.rank :: world.size], sync=True))
+    everyone = world.gather(mine, "the checksums of a checkpoint")
     records = {name: record for part in everyone for name, record in part.items()}
-    _on_first_rank(control, lambda: write_manifest(folder, records))
+    _on_first_rank(world, lambda: write_manifest(folder, records))
 
 
-def _give_up(run_dir: str, position: Position, partial: str, reason: str, control: dist.ProcessGroup) -> str:
+def _give_up(run_dir: str, position: Position, partial: str, reason: str, world: World) -> str:
     """Make room again; returns what all ranks say."""
     said = None
-    if dist.get_rank(control) == 0:
+    if world.rank == 0:
         with suppress(OSError):
             delete(partial)
         newest = next(iter(whole_checkpoints(run_dir)), None)
@@ -174,7 +170,7 @@ def _give_up(run_dir: str, position: Position, partial: str, reason: str, contro
             f"{position.name} could not be saved in '{os.path.dirname(partial)}': {reason}; the newest whole "
             f"checkpoint there is {os.path.basename(newest) if newest else 'none'}"
         )
-    said = first_of(control, said)
+    said = first_of(world, said)
     assert said is not None
     return said
 

@@ -13,8 +13,8 @@ from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.megatron_folder import MegatronWeights
 from megarl.models.architecture import Architecture
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
-from megarl.parallel.groups import stand_in
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.train_groups import stand_in
 
 ANSWER = 8
 """Tokens of a greedy answer at most."""
@@ -111,7 +111,7 @@ def _sequences(arch: Architecture) -> list[Tensor]:
 def megatron_model(folder: str, arch: Architecture) -> Iterator[Callable[[Tensor], Tensor]]:
     """Log-probabilities [T, V] of token ids [T]."""
     weights = MegatronWeights(folder, arch)
-    with stand_in(TrainLayout(world_size=1), 0, torch.device("cpu")) as groups:
+    with stand_in(TrainLayout(ranks=range(1)), 0, torch.device("cpu")) as groups:
         config = transformer_config(arch, groups, dtype=torch.float32, overrides={"use_cpu_initialization": True})
         (model,) = build_chunks(arch, config, groups, transformer_engine=False)
         for name, parameter in named_parameters([model]).items():

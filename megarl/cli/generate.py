@@ -122,24 +122,24 @@ def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
         os.environ.pop(name, None)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     enable_cpu_ranks()  # before Megatron-Core is imported
-    from megarl.parallel.from_config import generation_layout, train_layout
-    from megarl.parallel.groups import build_groups, destroy_groups, init_distributed
     from megarl.parallel.meeting import follow_launcher
+    from megarl.parallel.train_groups import leave_groups
+    from megarl.parallel.world import World, init_distributed
     from megarl.trainer.answering import Answering
 
     follow_launcher()
     init_distributed(config.trainer.timeout_minutes)
-    groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
+    world = World()
     made: list[Answering] = []
 
     def answering_of(inputs: Inputs) -> Answering:
-        made.append(Answering(inputs, groups))
+        made.append(Answering(inputs, world))
         return made[-1]
 
     yield answering_of
     for answering in made:  # after an error the process ends, and what it held with it
         answering.close()
-    destroy_groups(groups)
+    leave_groups(world)
     dist.destroy_process_group()
 
 

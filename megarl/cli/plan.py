@@ -70,7 +70,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         ValueError: the run cannot work; what to change, in one line.
     """
     config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
-    from megarl.data.formats import trains
+    from megarl.flow_kinds import trains
 
     if not trains(config):
         raise ValueError(f"megarl plan predicts steps of training, and trainer.flow = {config.trainer.flow} has none")
@@ -148,7 +148,7 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
 
 def _headline(job: Job) -> str:
     train, generation = job.train, job.generation
-    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.world_size} GPUs"
+    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.size} GPUs"
     if not job.generates:
         return f"{model}: training {train}, {job.sequences} sequences a step"
     return (

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(args.config, [*overrides, *ranks])
     check_nothing_hidden(config)
     node_rank = _node_rank(args, config.trainer.nnodes)
-    from megarl.flows.registry import FLOWS
+    from megarl.flow_kinds import FLOWS
     from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.resuming.identity import configuration_digest
     from megarl.trainer.resuming.resume import expected_start, finished

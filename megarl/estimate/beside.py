@@ -14,9 +14,6 @@ from megarl.estimate.model import ModelJob
 from megarl.estimate.model_memory import Items, forward, forward_and_backward, masters_of, state_of
 from megarl.phases import Phase
 
-FORWARD = {"reward_model": Phase.REWARD, "teacher": Phase.TEACHER, "critic": Phase.VALUES}
-"""Role -> the phase of its forward pass."""
-
 
 def state_beside(job: Job) -> Items:
     """What all of them hold with every memory mode off."""
@@ -26,7 +23,8 @@ def state_beside(job: Job) -> Items:
 def passes_beside(job: Job) -> Iterator[tuple[Phase, Items]]:
     """What their passes hold beside that."""
     for model in job.beside:
-        phase = FORWARD[model.role]
+        phase = model.kind.forward
+        assert phase is not None
         yield phase, _fullest(model, forward) | _fullest(model, partial(masters_of, phase=phase))
         if model.mini_batch is not None:
             yield Phase.UPDATE_CRITIC, _fullest(model, forward_and_backward)

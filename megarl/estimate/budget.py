@@ -5,7 +5,7 @@ model holds of gradients, optimizer state and activations is in `megarl.estimate
 the policy do, in `megarl.estimate.beside`.
 
 A memory mode (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) takes its item off
-the GPU in the phases that `megarl.phases.AWAY` names. The phases are those that a run times.
+the GPU in the phases that `megarl.role_kinds` names. The phases are those that a run times.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from megarl.estimate.model import item_name
 from megarl.estimate.model_memory import Items, MemoryMode, forward, forward_and_backward, modes_of, state_of
 from megarl.models.sizes import (
     blocks_for,
-    layer_activations,
     most_blocks,
-    native_activation_bytes,
-    sampler_bytes,
 )
-from megarl.phases import Item, Phase, away
+from megarl.phases import Item, Phase
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
+from megarl.role_kinds import REFERENCE
 
 TILE_ENTRY = 8
 """Bytes for a tile of the copy kernel: the numbers of the copy and of the tile within it."""
@@ -56,9 +54,9 @@ class StageBudget:
     """
 
     stage: int
-    phases: dict[Phase, Items]
+    phases: dict[str, Items]
 
-    def total(self, phase: Phase) -> int:
+    def total(self, phase: str) -> int:
         """Bytes held in a phase."""
         return sum(self.phases[phase].values())
 
@@ -83,7 +81,7 @@ def memory_modes(job: Job) -> list[MemoryMode]:
     reference = MemoryMode(
         key="ref.megatron.param_offload",
         item=item_name("reference", Item.WEIGHTS),
-        without=away("reference", Item.WEIGHTS),
+        without=REFERENCE.without(Item.WEIGHTS),
         on=job.config.actor_rollout_ref.ref.megatron.param_offload,
         kept=True,
     )
@@ -133,24 +131,18 @@ def _state(job: Job, stage: int) -> Items:
 
 def engine_activations(job: Job) -> int:
     """Bytes of one layer's activations over the tokens computed together, and of the sampler's logits."""
-    rollout, tp = job.config.actor_rollout_ref.rollout, job.generation.tp
-    if rollout.name != "vllm":
-        return native_activation_bytes(
-            job.arch,
-            tp=tp,
-            itemsize=job.itemsize,
-            max_num_seqs=rollout.max_num_seqs,
-            max_num_batched_tokens=rollout.max_num_batched_tokens,
-            max_model_len=job.max_sequence_length,
-        )
-    layer = layer_activations(job.arch, tp=tp, sequence_parallel=False)
-    sampler = sampler_bytes(job.arch, max_num_seqs=rollout.max_num_seqs, itemsize=job.itemsize)
-    return int(job.itemsize * rollout.max_num_batched_tokens * layer) + sampler
+    return job.engine.activation_bytes(
+        job.config.actor_rollout_ref.rollout,
+        job.arch,
+        tp=job.generation.tp,
+        itemsize=job.itemsize,
+        max_model_len=job.max_sequence_length,
+    )
 
 
 def cache_room(job: Job, accelerator: Accelerator) -> CacheRoom:
     """The blocks that `gpu_memory_utilization` leaves room for (0 if none), but no more than the engine can use."""
-    rollout, block_size = job.config.actor_rollout_ref.rollout, job.block_size
+    rollout, block_size = job.config.actor_rollout_ref.rollout, job.engine.block_size
     block_bytes = block_size * job.kv_bytes_per_token
     weights = job.itemsize * max(own_engine_elements(job, stage) for stage in range(job.train.pp))
     left = int(rollout.gpu_memory_utilization * accelerator.memory) - weights - engine_activations(job)
@@ -175,6 +167,6 @@ def reshard_buffers(job: Job, moved: int) -> int:
         moved: bytes that one rank receives; it sends about as much.
     """
     reshard = job.config.actor_rollout_ref.reshard
-    if reshard.transport == "auto" and job.train.world_size <= job.gpus_per_node:
+    if reshard.transport == "auto" and job.train.size <= job.gpus_per_node:
         return TILE_ENTRY * (moved // (TILE_WORDS * WIDEST))
     return 2 * min(reshard.bucket_bytes, moved) * (2 if moved > reshard.bucket_bytes else 1)

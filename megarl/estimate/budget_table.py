@@ -9,7 +9,6 @@ from rich.table import Table
 from megarl.estimate.accelerator import Accelerator
 from megarl.estimate.budget import StageBudget, host_bytes
 from megarl.estimate.job import Job
-from megarl.phases import Phase
 
 
 def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accelerator) -> Table:
@@ -34,7 +33,7 @@ def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accele
     return table
 
 
-def measured_table(stages: Sequence[StageBudget], measured: Mapping[Phase, int], accelerator: Accelerator) -> Table:
+def measured_table(stages: Sequence[StageBudget], measured: Mapping[str, int], accelerator: Accelerator) -> Table:
     """The peak of each measured phase beside the fullest stage's prediction, if there is one for the phase.
 
     Args:

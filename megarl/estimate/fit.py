@@ -49,7 +49,7 @@ def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget])
         )
 
 
-def _what_would_help(job: Job, stage: StageBudget, phase: Phase, accelerator: Accelerator) -> str:
+def _what_would_help(job: Job, stage: StageBudget, phase: str, accelerator: Accelerator) -> str:
     """The memory modes that are off and would free memory in the phase, the largest saving first."""
     if not accelerator.offloads:
         return "take a smaller model, or fewer ranks on a machine"
@@ -60,17 +60,16 @@ def _what_would_help(job: Job, stage: StageBudget, phase: Phase, accelerator: Ac
         without_shared = {"training weights": job.itemsize * shared}
     saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
     advice = [f"{key}=true frees {n / 2**30:.2f} GiB" for key, n in sorted(saved.items(), key=lambda x: -x[1]) if n > 0]
-    if phase is Phase.GENERATE and job.config.actor_rollout_ref.rollout.name == "vllm":
+    if phase == Phase.GENERATE and job.engine.fixed_cache:
         advice.append("a lower rollout.gpu_memory_utilization or rollout.max_num_seqs takes a smaller KV cache")
     return ", ".join(advice) or "split the model over more GPUs"
 
 
 def _certain(job: Job, stage: StageBudget) -> StageBudget:
-    """The stage without estimates. The native engine's KV cache takes what is left: at least that of a sequence."""
-    flexible = job.config.actor_rollout_ref.rollout.name != "vllm"
+    """The stage without estimates. A KV cache that takes what is left has at least a sequence."""
 
     def least(item: str, nbytes: int) -> int:
-        return min(nbytes, _sequence(job)) if flexible and item == "KV cache" else nbytes
+        return nbytes if job.engine.fixed_cache or item != "KV cache" else min(nbytes, _sequence(job))
 
     phases = {
         phase: {item: least(item, nbytes) for item, nbytes in items.items() if item not in ESTIMATES}

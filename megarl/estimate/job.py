@@ -6,17 +6,19 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.config import Config
-from megarl.data.formats import SEQUENCES, format_of, generates
+from megarl.data.formats import SEQUENCES
 from megarl.estimate.model import ModelJob
+from megarl.flow_kinds import format_of, generates
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement, engine_placements, training_placements
-from megarl.models.sizes import BLOCK_SIZE, kv_bytes_per_token
+from megarl.models.sizes import kv_bytes_per_token
 from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
-from megarl.rollout.vllm import checks as vllm
+from megarl.role_kinds import ACTOR
+from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Job:
         sequences = actor.ppo_mini_batch_size * self._sequences_per_row if self.generates else self.sequences
         return ModelJob(
             config=self.config,
-            role="actor",
+            kind=ACTOR,
             arch=self.arch,
             layout=self.train,
             megatron=actor.megatron,
@@ -89,18 +91,12 @@ class Job:
     @property
     def vocab_rows(self) -> int:
         """Rows of the engine's embedding on each rank."""
-        tp = self.generation.tp
-        multiple = vllm.VOCAB_MULTIPLE if self._on_vllm else tp
-        return -(-self.arch.vocab_size // multiple) * multiple // tp
+        return self.engine.vocab_rows(self.arch, self.generation.tp)
 
     @property
-    def block_size(self) -> int:
-        """Tokens in a block of the engine's KV cache; vLLM's may be smaller."""
-        return vllm.BLOCK_SIZE if self._on_vllm else BLOCK_SIZE
-
-    @property
-    def _on_vllm(self) -> bool:
-        return self.config.actor_rollout_ref.rollout.name == "vllm"
+    def engine(self) -> EngineKind:
+        """What generates, where something does."""
+        return engine_kind(self.config.actor_rollout_ref.rollout.name) if self.generates else NATIVE
 
     @property
     def layouts(self) -> Layouts:
@@ -150,7 +146,7 @@ def own_engine_elements(job: Job, stage: int) -> int:
     Ranks with the same place in both tensor-parallel groups have equally many, so one of each such set is counted.
     """
     train, generation = job.train, job.generation
-    first, ranks = train.rank(tp=0, dp=0, pp=stage), train.world_size // train.pp
+    first, ranks = train.rank(tp=0, dp=0, pp=stage), train.size // train.pp
     one_of_each = {(train.coords(rank).tp, generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
     return max(_own_elements(job, rank) for rank in one_of_each.values())
 
@@ -177,7 +173,7 @@ def active_parameter_count(arch: Architecture) -> int:
     times = repetitions(arch)
     if arch.moe:
         times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)
-    whole = TrainLayout(world_size=1)  # no engine has a scalar output
+    whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
     held = training_placements(arch, whole, 0, transformer_engine=True, layers=(0,), experts=FIRST_EXPERT)
     return _elements((p for p in held if p.tensor != EMBEDDING or arch.tied), times)
 

@@ -11,6 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.sizes import ITEMSIZE
 from megarl.parallel.layout import TrainLayout
 from megarl.phases import Item
+from megarl.role_kinds import RoleKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class ModelJob:
 
     Attributes:
         config: of the run.
-        role: as `megarl.phases.AWAY` names it.
+        kind: of its role.
         arch: with the output that the role has.
         layout, megatron, batching: its own.
         forward_batch: sequences whose forward pass is planned at once, over all ranks.
@@ -28,7 +29,7 @@ class ModelJob:
     """
 
     config: Config
-    role: str
+    kind: RoleKind
     arch: Architecture
     layout: TrainLayout
     megatron: Megatron
@@ -36,6 +37,11 @@ class ModelJob:
     forward_batch: int
     mini_batch: int | None = None
     epochs: int = 1
+
+    @property
+    def role(self) -> str:
+        """The configuration's section."""
+        return self.kind.name
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megarl.estimate.job import training_elements
 from megarl.estimate.model import ModelJob, item_name
 from megarl.models.sizes import LOGITS_CHUNK_BYTES, layer_activations
-from megarl.phases import Item, Phase, away
+from megarl.phases import Item, Phase
 
 Items = dict[str, int]
 """Bytes by what they are for."""
@@ -36,7 +36,7 @@ class MemoryMode:
 
     key: str
     item: str
-    without: frozenset[Phase]
+    without: frozenset[str]
     on: bool
     kept: bool
 
@@ -56,7 +56,7 @@ def modes_of(model: ModelJob) -> list[MemoryMode]:
         MemoryMode(
             key=f"{model.role}.megatron.{key}",
             item=item_name(model.role, item),
-            without=away(model.role, item),
+            without=model.kind.without(item),
             on=on,
             kept=kept,
         )
@@ -83,7 +83,7 @@ def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
     their own, its fp32 weights stand in for them until the update, which is not counted.
     """
     megatron = model.megatron
-    moved = megatron.param_offload and megatron.optimizer_offload and phase in away(model.role, Item.OPTIMIZER)
+    moved = megatron.param_offload and megatron.optimizer_offload and phase in model.kind.without(Item.OPTIMIZER)
     if model.mini_batch is None or not moved or not _master(model):
         return {}
     return {f"{model.role} fp32 weights": -(-_master(model) * _elements(model, stage) // _split(model))}

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.beside import FORWARD
 from megarl.estimate.budget import CacheRoom
 from megarl.estimate.job import (
     Job,
@@ -131,7 +130,7 @@ def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: 
     layout, layers = model.layout, model.arch.num_layers
     flops = job.sequences * forward_flops(model.arch, lengths.total)
     most = max(layout.layers_of_stage(layers, stage) for stage in range(layout.pp))
-    return flops * (most * layout.pp / layers) / (layout.world_size * _flops(job, accelerator))
+    return flops * (most * layout.pp / layers) / (layout.size * _flops(job, accelerator))
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
@@ -184,7 +183,8 @@ def step_seconds(
     if job.reference:  # KTO's log-probabilities are of mismatched answers, which the reference reads as well
         seconds[Phase.REF] = log_probs * (2 if job.log_probs and not job.generates else 1)
     for model in job.beside:
-        seconds[FORWARD[model.role]] = forward_seconds(job, model, accelerator, lengths)
+        assert model.kind.forward is not None
+        seconds[model.kind.forward] = forward_seconds(job, model, accelerator, lengths)
         if model.mini_batch is not None:
             seconds[Phase.UPDATE_CRITIC] = update_seconds(job, model, accelerator, lengths)
     return {phase: seconds[phase] for phase in Phase if phase in seconds}
@@ -200,7 +200,7 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
     warnings = []
     others = ((model.name, model.layout.tp) for model in job.beside)
     for what, tp in (("training", job.train.tp), ("generation", generation.tp), *others):
-        if job.gpus_per_node % tp and job.train.world_size > job.gpus_per_node:
+        if job.gpus_per_node % tp and job.train.size > job.gpus_per_node:
             warnings.append(
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )

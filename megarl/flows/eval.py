@@ -11,6 +11,7 @@ from megarl.evaluation.summary import summarize, table
 from megarl.trainer.build import build_policy
 from megarl.trainer.experience.evaluate import answered, ks_of, records_of
 from megarl.trainer.experience.judging import scorer
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.start_line import start_line
 from megarl.trainer.session import Run
 from megarl.trainer.stopped import RunStopped
@@ -18,21 +19,21 @@ from megarl.trainer.stopped import RunStopped
 
 def flow(run: Run) -> None:
     """`rollout.val_kwargs.n` responses to each prompt of `data.val_files`, into eval.json and samples.jsonl."""
-    inputs, groups = run.inputs, run.groups
-    actor = run.add("actor", build_policy(inputs, groups))
+    inputs, world = run.inputs, run.world
+    actor = run.add("actor", build_policy(inputs, run.groups))
     generation = run.generation(actor)
     score = scorer(run)
     model, n = inputs.config.actor_rollout_ref.model, inputs.config.actor_rollout_ref.rollout.val_kwargs.n
     run.report.say(f"evaluating {model.checkpoint or model.path}: {n} x {len(inputs.val_prompts)} responses")
-    run.report.say(start_line(inputs, groups, [], run.generations))
-    replicas = groups.generation.replicas
+    run.report.say(start_line(inputs, world, [], run.generations))
+    replicas = generation_layout(inputs.config).replicas
     mine = n * len(inputs.val_prompts[::replicas])  # of the first replica, which speaks
     what = "responses" if replicas == 1 else f"responses of one of {replicas} replicas"
     with run.report.counting(mine, what) as one_more:
         rollouts = answered(run, generation, score, lambda place, rollout: one_more())
-    records = records_of(rollouts, inputs, groups)
+    records = records_of(rollouts, inputs, world)
     summaries = summarize(records, ks_of(inputs))
-    if groups.rank == 0:
+    if world.rank == 0:
         try:
             write_evaluation(inputs.config.trainer.run_dir, _settings(inputs.config), records, summaries)
         except OSError as e:

@@ -57,7 +57,7 @@ def flow(run: Run) -> None:
     if control.type == "adaptive":  # a fixed one is what the configuration says, also where a run goes on
         run.add("kl_coef", kl)
     sampler = run.add("sampler", prompt_sampler(inputs))
-    carry_over = run.add("carry_over", CarryOver(config, run.groups, inputs.train_prompts)) if carries else None
+    carry_over = run.add("carry_over", CarryOver(config, inputs.train_prompts)) if carries else None
     held_out = partial(evaluate, run, generation, score) if inputs.val_prompts else None
 
     for step in run.steps("rl", inputs.total_steps, before=0, validate=held_out):

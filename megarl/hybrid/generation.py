@@ -16,11 +16,13 @@ from megarl.config.policy import Reshard
 from megarl.config.policy import Rollout as RolloutKeys
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.model import MegatronModel
-from megarl.rollout.build import build_engine
+from megarl.rollout.engine import EngineSettings
 from megarl.rollout.episodes import Episodes
+from megarl.rollout.kinds import engine_kind
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
 from megarl.rollout.speed import Speed
 from megarl.rollout.stop_strings import Decode
@@ -34,6 +36,7 @@ class Generation:
     The actor is one that is trained, or one that only answers (`roles.frozen.Policy`).
 
     Attributes:
+        groups: this rank's replica.
         engine: asleep outside `phase`.
         sync: what brings the actor's weights into it.
         speed: of what was generated since somebody asked.
@@ -42,6 +45,7 @@ class Generation:
     def __init__(
         self,
         actor: MegatronModel,
+        groups: GenerationGroups,
         *,
         rollout: RolloutKeys,
         reshard: Reshard,
@@ -61,27 +65,28 @@ class Generation:
             decode: token ids to text, for stop strings.
             episodes: who answers the policy; None: a response is over when the policy ends it.
         """
-        groups = actor.groups
-        self._actor, self._rollout, self._groups = actor, rollout, groups
+        self._actor, self._rollout, self.groups = actor, rollout, groups
         self._residency, self._timers = residency, timers
         self._episodes, self.speed = episodes, Speed()
         self._weights_leave = actor.weights_leave
-        shared = SharedParameters(layouts_of(actor), groups.rank, actor.parameters(), none=self._weights_leave)
+        layouts = layouts_of(actor, groups.layout)
+        shared = SharedParameters(layouts, groups.world.rank, actor.parameters(), none=self._weights_leave)
         residency.enter(Phase.GENERATE)  # an engine that measures how much memory is free finds what it will find later
-        self.engine = build_engine(
-            rollout,
-            actor.arch,
-            groups,
+        settings = EngineSettings(
+            arch=actor.arch,
+            groups=groups,
+            rollout=rollout,
             path=model_path,
             dtype=actor.dtype,
             max_model_len=max_model_len,
             decode=decode,
             share=shared.tensors,
         )
+        self.engine = engine_kind(rollout.name).build(settings)
         self._sleep()  # what it holds awake beside the training weights no phase has room for
         self.engine.wake(weights_only=True)
         actor.gather_parameters()
-        self.sync = WeightSync(actor, self.engine, shared, reshard)
+        self.sync = WeightSync(actor, self.engine, layouts, shared, reshard)
         self._sleep()
 
     @contextmanager
@@ -155,7 +160,7 @@ class Generation:
                 made = self._episodes.play(self.engine, rollouts, params, version=version, on_finished=on_finished)
             else:
                 made = generate_rollouts(
-                    self.engine, self._groups, rollouts, params, version=version, on_finished=told, quota=quota
+                    self.engine, self.groups, rollouts, params, version=version, on_finished=told, quota=quota
                 )
         self.speed.count(rollouts, made)
         return Rollouts(items=tuple(made), temperature=params.temperature or 1.0, version=version)

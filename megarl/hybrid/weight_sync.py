@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megarl.config.policy import Reshard
 from megarl.models.tensors import EMBEDDING
+from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
 from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import plan_reshard
@@ -15,15 +16,14 @@ from megarl.roles.model import MegatronModel
 from megarl.rollout.engine import Engine
 
 
-def layouts_of(model: MegatronModel) -> Layouts:
+def layouts_of(model: MegatronModel, generation: GenerationLayout) -> Layouts:
     """Between which a model's weights move."""
-    groups = model.groups
     return Layouts(
         arch=model.arch,
-        train=groups.train,
-        generation=groups.generation,
+        train=model.groups.layout,
+        generation=generation,
         transformer_engine=model.transformer_engine,
-        ranks_per_node=groups.ranks_per_node,
+        ranks_per_node=model.groups.world.ranks_per_node,
     )
 
 
@@ -34,14 +34,20 @@ class WeightSync:
         shared: the engine's parameters that are the model's, and need no move.
     """
 
-    def __init__(self, model: MegatronModel, engine: Engine, shared: SharedParameters, reshard: Reshard) -> None:
-        """Every rank calls it, while the engine's weights are held."""
+    def __init__(
+        self, model: MegatronModel, engine: Engine, layouts: Layouts, shared: SharedParameters, reshard: Reshard
+    ) -> None:
+        """Every rank calls it, while the engine's weights are held.
+
+        Args:
+            layouts: of the model and of the engine.
+        """
         self.shared, self._engine, self._always_verifies = shared, engine, reshard.verify
         self._verified = False
         destination = engine.parameters()
-        layouts = replace(layouts_of(model), vocab_rows=len(destination[EMBEDDING]))
+        layouts = replace(layouts, vocab_rows=len(destination[EMBEDDING]))
         self.resharder = Resharder(
-            plan_reshard(layouts, model.groups.rank).without(shared.places),
+            plan_reshard(layouts, model.groups.world.rank).without(shared.places),
             model.parameters(),
             destination,
             model.groups.model,

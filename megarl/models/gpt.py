@@ -16,8 +16,8 @@ from megarl.models.architecture import Architecture, MixtureOfExperts
 from megarl.models.layer_spec import block_spec
 from megarl.models.rope import rope_frequencies
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
-from megarl.parallel.groups import Groups
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.train_groups import TrainGroups
 
 
 class TransformerModel(GPTModel):
@@ -55,7 +55,7 @@ class _ScalarLayer(torch.nn.Module):
 
 def transformer_config(
     arch: Architecture,
-    groups: Groups,
+    groups: TrainGroups,
     *,
     dtype: torch.dtype,
     sequence_parallel: bool = False,
@@ -72,12 +72,12 @@ def transformer_config(
     enable_gradient_accumulation_fusion()
     fields = transformer_fields(
         arch,
-        groups.train,
+        groups.layout,
         dtype=dtype,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
         transformer_engine=transformer_engine,
-        on_gpu=groups.device.type == "cuda",
+        on_gpu=groups.world.device.type == "cuda",
     )
     chosen = {"deterministic_mode": torch.are_deterministic_algorithms_enabled()} | with_kernels_here(overrides or {})
     return TransformerConfig(**fields | chosen)
@@ -176,7 +176,7 @@ def _keep(weight: Tensor) -> Tensor:
 def build_chunks(
     arch: Architecture,
     config: TransformerConfig,
-    groups: Groups,
+    groups: TrainGroups,
     *,
     transformer_engine: bool,
     model_class: type[GPTModel] | None = None,
@@ -186,7 +186,7 @@ def build_chunks(
     Args:
         model_class: by default the one for the architecture's output.
     """
-    layout, at = groups.train, groups.train.coords(groups.rank)
+    layout, at = groups.layout, groups.layout.coords(groups.world.rank)
     if model_class is None:
         model_class = ScalarModel if arch.output == "scalar" else TransformerModel
     chunks = []
@@ -209,10 +209,10 @@ def build_chunks(
             )
         if transformer_engine:
             # Megatron-Core's own take an integer base, and only some of Llama's scaling
-            model.rotary_pos_emb.inv_freq = rope_frequencies(arch, groups.device)
+            model.rotary_pos_emb.inv_freq = rope_frequencies(arch, groups.world.device)
         for parameter in model.parameters():
             parameter.data.zero_()  # nothing fills the vocabulary's padding, and 0 x NaN in its gradient is NaN
-        chunks.append(model.to(groups.device))
+        chunks.append(model.to(groups.world.device))
     return chunks
 
 

@@ -56,8 +56,9 @@ def enable_cpu_ranks() -> None:
     """Redirect what Megatron-Core asks of `torch.cuda` to the CPU; does nothing where there is a GPU. Idempotent.
 
     It changes torch for the whole process, so only a process that is to be a rank calls it, as the functions of
-    `megarl.parallel.groups` that begin one do. Called before the first import of Megatron-Core it saves the seconds
-    that loading torch's compiler takes; after it, an optimizer of Transformer Engine or apex would stay in use.
+    `megarl.parallel.world` and `megarl.parallel.train_groups` that begin one do. Called before the first import of
+    Megatron-Core it saves the seconds that loading torch's compiler takes; after it, an optimizer of Transformer Engine
+    or apex would stay in use.
     """
     if torch.cuda.is_available():
         return

@@ -20,39 +20,44 @@ class TrainLayout:
     """Megatron-Core's `tp-cp-dp-pp` rank order: tensor-parallel ranks are neighbours, pipeline stages farthest apart.
 
     Attributes:
-        world_size: ranks in the job.
+        ranks: of the job, those that hold the models of this layout.
         tp, pp, cp: tensor, pipeline and context parallel sizes.
         chunks: model chunks per pipeline stage (virtual pipeline size); 1 is the plain 1F1B schedule.
     """
 
-    world_size: int
+    ranks: range
     tp: int = 1
     pp: int = 1
     cp: int = 1
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size % (self.tp * self.pp * self.cp):
+        if self.size % (self.tp * self.pp * self.cp):
             raise ValueError(
-                f"{self.world_size} ranks cannot be split into tensor x pipeline x context = "
+                f"{self.size} ranks cannot be split into tensor x pipeline x context = "
                 f"{self.tp} x {self.pp} x {self.cp}; use a multiple of {self.tp * self.pp * self.cp} ranks"
             )
 
     @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @property
     def dp(self) -> int:
-        return self.world_size // (self.tp * self.pp * self.cp)
+        return self.size // (self.tp * self.pp * self.cp)
 
     def __str__(self) -> str:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         return f"TP{self.tp} x PP{self.pp}{chunks} x DP{self.dp}"
 
     def coords(self, rank: int) -> TrainCoords:
-        tp, rest = rank % self.tp, rank // self.tp
+        rest, tp = divmod(rank - self.ranks.start, self.tp)
         cp, rest = rest % self.cp, rest // self.cp
         return TrainCoords(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp)
 
     def rank(self, *, tp: int, dp: int, pp: int, cp: int = 0) -> int:
-        return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
+        return self.ranks.start + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def model_ranks(self, rank: int) -> tuple[int, ...]:
         """Ranks that hold one whole model together with `rank`: same dp and cp, every tp and pp. Ascending."""
@@ -98,10 +103,10 @@ class GenerationCoords:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLayout:
-    """Tensor-parallel replicas over all ranks: `tp` ranks hold one whole model.
+    """Tensor-parallel replicas over some ranks: `tp` ranks hold one whole model.
 
     Attributes:
-        world_size: ranks in the job.
+        ranks: of the job, those that generate.
         tp: tensor-parallel size.
         stride: distance between neighbouring ranks of a replica. 1 is neighbours, the only order that vLLM has.
             Where generation has a smaller tp than training, stride = training tp / generation tp puts into each rank's
@@ -110,31 +115,36 @@ class GenerationLayout:
             2409.19256, section 5). As neighbours {0, 1} and {2, 3}, ranks 1 and 2 would have nothing in place.
     """
 
-    world_size: int
+    ranks: range
     tp: int = 1
     stride: int = 1
 
     def __post_init__(self) -> None:
-        if self.world_size % self.tp:
+        if self.size % self.tp:
             raise ValueError(
-                f"{self.world_size} ranks cannot be split into generation replicas of {self.tp}; "
-                f"use a rollout tensor_model_parallel_size that divides {self.world_size}"
+                f"{self.size} ranks cannot be split into generation replicas of {self.tp}; "
+                f"use a rollout tensor_model_parallel_size that divides {self.size}"
             )
-        assert self.world_size % (self.tp * self.stride) == 0, "the stride is a quotient of tensor-parallel sizes"
+        assert self.size % (self.tp * self.stride) == 0, "the stride is a quotient of tensor-parallel sizes"
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
 
     @property
     def replicas(self) -> int:
-        return self.world_size // self.tp
+        return self.size // self.tp
 
     def coords(self, rank: int) -> GenerationCoords:
-        block, within = divmod(rank, self.tp * self.stride)
+        block, within = divmod(rank - self.ranks.start, self.tp * self.stride)
         tp, first = divmod(within, self.stride)
         return GenerationCoords(tp=tp, replica=block * self.stride + first)
 
-    def ranks(self, replica: int) -> tuple[int, ...]:
+    def replica_ranks(self, replica: int) -> tuple[int, ...]:
         """Those of a replica, by tensor-parallel index; ascending."""
         block, first = divmod(replica, self.stride)
-        start = block * self.tp * self.stride + first
+        start = self.ranks.start + block * self.tp * self.stride + first
         return tuple(range(start, start + self.tp * self.stride, self.stride))
 
 

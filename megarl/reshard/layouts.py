@@ -30,7 +30,7 @@ class Layouts:
     ranks_per_node: int = sys.maxsize
 
     def __post_init__(self) -> None:
-        assert self.train.world_size == self.generation.world_size, "both layouts are of the same ranks"
+        assert self.train.size == self.generation.size, "both layouts are of the same ranks"
 
     def held(
         self, rank: int, *, layers: Container[int] = EVERY, experts: Container[int] = EVERY

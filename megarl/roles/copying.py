@@ -13,7 +13,6 @@ from torch import Tensor
 from megarl.models.fill import local_view
 from megarl.models.placements import Placement
 from megarl.models.tensors import OUTPUT, SCORE, Box, intersect, logical_tensors, relative, volume
-from megarl.parallel.control import exchange
 
 if TYPE_CHECKING:
     from megarl.roles.model import MegatronModel
@@ -29,12 +28,12 @@ def copy_weights(source: MegatronModel, target: MegatronModel) -> None:
     """
     theirs, ours = logical_tensors(source.arch), logical_tensors(target.arch)
     assert ours.keys() - theirs.keys() <= _OUTPUTS, f"{sorted(ours.keys() - theirs.keys())} would stay as they are"
-    if source.groups.train == target.groups.train:
+    if source.groups.layout == target.groups.layout:
         copy_boxes(source.parameters(), source.placements(), target.parameters(), target.placements())
         return
-    world = range(source.groups.train.world_size)
+    world = source.groups.layout.ranks
     held, wanted = ([_by_tensor(model.placements(rank)) for rank in world] for model in (source, target))
-    read, written, rank = source.parameters(), target.parameters(), source.groups.rank
+    read, written, rank = source.parameters(), target.parameters(), source.groups.world.rank
     for name in [name for name in theirs if name in ours]:
         moves = list(_moves([of[name] for of in held], [of[name] for of in wanted]))
         parts: list[list[Tensor]] = [[torch.empty(0)] for _ in world]
@@ -45,7 +44,7 @@ def copy_weights(source: MegatronModel, target: MegatronModel) -> None:
             if move.taker == rank:
                 sizes[move.giver] += volume(move.box)
         given = [torch.cat(of) for of in parts]
-        received = exchange(source.groups.control, given, sizes, "the weights of another model")
+        received = source.groups.world.exchange(given, sizes, "the weights of another model")
         for move in moves:
             if move.taker == rank:
                 size = volume(move.box)

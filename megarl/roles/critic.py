@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.models.heads import Head, ScalarHead
+from megarl.role_kinds import CRITIC
 from megarl.roles.passes import Passes
 from megarl.roles.trained import TrainedModel
 from megarl.types import Batch
@@ -13,7 +14,7 @@ from megarl.types import Batch
 class Critic(TrainedModel):
     """A transformer with a value head, trained."""
 
-    scalar_output = True
+    kind = CRITIC
 
     def make_head(self) -> Head:
         return ScalarHead(per="token")

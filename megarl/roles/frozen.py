@@ -9,9 +9,10 @@ from torch import Tensor
 from megarl.config.policy import Batching, Megatron, Model
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Head, ScalarHead
-from megarl.parallel.groups import Groups
 from megarl.parallel.offload import OnHost
+from megarl.parallel.train_groups import TrainGroups
 from megarl.phases import Item
+from megarl.role_kinds import ACTOR, REWARD_MODEL, TEACHER
 from megarl.roles.model import MegatronModel
 from megarl.roles.passes import Passes
 from megarl.types import Batch
@@ -26,7 +27,7 @@ class FrozenModel(MegatronModel):
     def __init__(
         self,
         arch: Architecture,
-        groups: Groups,
+        groups: TrainGroups,
         *,
         model: Model,
         megatron: Megatron,
@@ -47,26 +48,13 @@ class FrozenModel(MegatronModel):
 class Policy(FrozenModel):
     """A language model that answers prompts, and is not trained."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        groups: Groups,
-        *,
-        model: Model,
-        megatron: Megatron,
-        batching: Batching,
-        balance: bool = True,
-        initial: Callable[[MegatronModel], None],
-    ) -> None:
-        """As `FrozenModel`. Where the layouts coincide the weights stay, and the engine shares them."""
-        train, generation = groups.train, groups.generation
-        stays = train.pp == 1 and train.tp == generation.tp
-        kept = megatron.model_copy(update={"param_offload": megatron.param_offload and not stays})
-        super().__init__(arch, groups, model=model, megatron=kept, batching=batching, balance=balance, initial=initial)
+    kind = ACTOR
 
 
 class Teacher(FrozenModel):
     """The language model that a policy is to become like."""
+
+    kind = TEACHER
 
     def log_probs(self, batch: Batch, passes: Passes) -> Tensor:
         """See `Actor.log_probs`."""
@@ -76,7 +64,7 @@ class Teacher(FrozenModel):
 class Judge(FrozenModel):
     """A reward model that has been trained."""
 
-    scalar_output = True
+    kind = REWARD_MODEL
 
     def make_head(self) -> Head:
         return ScalarHead(per="sequence")

@@ -23,10 +23,10 @@ from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, make_micro_batch
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
-from megarl.parallel.control import sum_
-from megarl.parallel.groups import Groups, in_its_layout
 from megarl.parallel.offload import Resident
+from megarl.parallel.train_groups import TrainGroups, in_its_layout
 from megarl.phases import Item
+from megarl.role_kinds import RoleKind
 from megarl.roles.copying import copy_weights
 from megarl.roles.passes import Passes, StepPlan, plan_passes
 from megarl.roles.writers import spread_over_replicas
@@ -39,7 +39,7 @@ class MegatronModel:
     """Owns this rank's chunks of one model in the training layout, all weights zero until they are loaded.
 
     Attributes:
-        scalar_output: whether the output layer is a vector; else the architecture's own.
+        kind: what residency and prediction know of the role, and whether the output layer is a vector.
         head: what its last stage ends in.
         dtype: of its weights.
         packed: whether sequences share rows without padding.
@@ -48,12 +48,12 @@ class MegatronModel:
             `gather_parameters` first.
     """
 
-    scalar_output: ClassVar[bool] = False
+    kind: ClassVar[RoleKind] = RoleKind()
 
     def __init__(
         self,
         arch: Architecture,
-        groups: Groups,
+        groups: TrainGroups,
         *,
         model: Model,
         megatron: Megatron,
@@ -67,7 +67,7 @@ class MegatronModel:
             batching: how much goes through it at once.
             balance: plans even out tokens over data-parallel ranks (`trainer.balance_batch`).
         """
-        self.arch = arch = arch.with_scalar_output() if self.scalar_output else arch
+        self.arch = arch = arch.with_scalar_output() if self.kind.scalar else arch
         self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
         self.batching, self.balance = batching, balance
         self.head = self.make_head()
@@ -86,8 +86,8 @@ class MegatronModel:
                 arch, self.transformer_config, groups, transformer_engine=self.transformer_engine
             )
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
-        at = groups.train.coords(groups.rank)
-        last_stage = at.pp == groups.train.pp - 1
+        at = groups.layout.coords(groups.world.rank)
+        last_stage = at.pp == groups.layout.pp - 1
         self._reports = last_stage and at.tp == 0 and at.cp == 0
 
     @property
@@ -97,7 +97,7 @@ class MegatronModel:
 
     def make_head(self) -> Head:
         """A language model's, its vocabulary split over the tensor-parallel ranks."""
-        vocab, tp = self.arch.vocab_size, self.groups.train.tp
+        vocab, tp = self.arch.vocab_size, self.groups.layout.tp
         return LMHead(shard=vocab_shard(vocab, self.arch.padded_vocab_size(tp), self.groups.pgs.tp))
 
     def load(self, source: Source) -> None:
@@ -115,8 +115,10 @@ class MegatronModel:
 
     def placements(self, rank: int | None = None) -> list[Any]:
         """Where a rank holds what, this one by default, in the names of `parameters()`."""
-        rank = self.groups.rank if rank is None else rank
-        return list(training_placements(self.arch, self.groups.train, rank, transformer_engine=self.transformer_engine))
+        rank = self.groups.world.rank if rank is None else rank
+        return list(
+            training_placements(self.arch, self.groups.layout, rank, transformer_engine=self.transformer_engine)
+        )
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's parameters by placement name."""
@@ -136,8 +138,8 @@ class MegatronModel:
         """
         return plan_passes(
             batch,
-            self.groups.train,
-            self.groups.rank,
+            self.groups.layout,
+            self.groups.world.rank,
             batching=self.batching,
             balance=self.balance,
             sequences=sequences,
@@ -207,7 +209,7 @@ class MegatronModel:
         if self._reports and trained:
             out[torch.cat([one.places for one in trained])] = torch.cat([one.outputs for one in trained]).cpu()
         # one rank has a value, the others 0: no rounding
-        return sum_(self.groups.control, out, "the outputs of a pass")
+        return self.groups.world.sum_(out, "the outputs of a pass")
 
     @in_its_layout
     def _run(
@@ -228,20 +230,20 @@ class MegatronModel:
         Returns:
             what there is to tell of each micro-batch, in order; empty on the other stages.
         """
-        if passes.layout != self.groups.train:
+        if passes.layout != self.groups.layout:
             raise ValueError(
-                f"a batch was planned for {passes.layout}, and the {type(self).__name__} has {self.groups.train}: "
+                f"a batch was planned for {passes.layout}, and the {type(self).__name__} has {self.groups.layout}: "
                 f"ranks would pass the wrong sequences; pass what its own plan(batch) gives"
             )
         train = loss is not None
-        pad = self.groups.train.tp if self.transformer_config.sequence_parallel else 1
+        pad = self.groups.layout.tp if self.transformer_config.sequence_parallel else 1
         inputs = [
             make_micro_batch(
                 batch,
                 sequences,
                 packed=self.packed,
                 multiple_of=pad,
-                device=self.groups.device,
+                device=self.groups.world.device,
                 columns=columns,
                 sequence_columns=sequence_columns,
             )
@@ -251,7 +253,7 @@ class MegatronModel:
         for chunk in self.chunks:
             if chunk.training != train:  # it goes through hundreds of modules
                 chunk.train(train)
-        layout = self.groups.train
+        layout = self.groups.layout
         interleaved = layout.chunks > 1
         schedule = get_forward_backward_func(layout.pp, layout.chunks if interleaved else None)
         collected = schedule(

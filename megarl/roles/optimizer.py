@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megarl.config.policy import Megatron, Optim
 from megarl.models.kernels import adam_kernels
-from megarl.parallel.groups import Groups, in_its_layout
 from megarl.parallel.megatron_internals import storage_identity
 from megarl.parallel.offload import OnHost, Resident, storages
+from megarl.parallel.train_groups import TrainGroups, in_its_layout
 from megarl.roles.optimizer_state import (
     clip,
     copy_masters_to_weights,
@@ -38,7 +38,9 @@ class MegatronOptimizer:
             what they need.
     """
 
-    def __init__(self, ddp: Sequence[Any], groups: Groups, config: TransformerConfig, *, megatron: Megatron) -> None:
+    def __init__(
+        self, ddp: Sequence[Any], groups: TrainGroups, config: TransformerConfig, *, megatron: Megatron
+    ) -> None:
         """
         Args:
             ddp: the model's chunks in Megatron-Core's DistributedDataParallel, of which it steps the weights.
@@ -160,7 +162,7 @@ class MegatronOptimizer:
         self.moments.restore()
         data_parallel = self.groups.pgs.dp_cp
         if not loading:
-            refuse_nonfinite(self._adam, weights, self.groups.control)
+            refuse_nonfinite(self._adam, weights, self.groups.world)
             weights = spread_over_replicas(weights, data_parallel)
         split = data_parallel if self._megatron.use_distributed_optimizer else None
         state = sharded_optimizer_state(self._adam, weights, split, loading=loading)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megarl.checkpoint.agreement import first_of
 from megarl.parallel.megatron_internals import copy_main_params_to_model_params, model_param_range
+from megarl.parallel.world import World
 from megarl.roles.writers import parameters_in
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -80,14 +81,13 @@ def sharded_optimizer_state(
     return {"step": _step(optimizer), "state": state}
 
 
-def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], control: dist.ProcessGroup) -> None:
+def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], world: World) -> None:
     """Raises ValueError on every rank alike, naming the first parameter whose weight or state is not finite anywhere.
 
     Each rank looks at what it steps: one reduction per tensor, and the device is waited for once.
 
     Args:
         weights: sharded state dict of the model.
-        control: all ranks, over gloo.
     """
     names, extremes = [], []
     for weight in parameters_in(weights):
@@ -98,7 +98,7 @@ def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], control: dist.Proc
                 extremes.append(torch.stack(tensor.detach().aminmax()).float())
     finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
     mine = next((name for name, fine in zip(names, finite, strict=True) if not fine), None)
-    if (found := first_of(control, mine)) is not None:
+    if (found := first_of(world, mine)) is not None:
         raise ValueError(f"{found} is not finite: nothing is saved, and earlier checkpoints stay as they are")
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from megarl.config.policy import Megatron, Model
 from megarl.parallel.offload import OnHost
 from megarl.phases import Item
+from megarl.role_kinds import REFERENCE
 from megarl.roles.model import MegatronModel
 from megarl.roles.passes import Passes
 from megarl.types import Batch
@@ -18,6 +19,8 @@ class Reference(MegatronModel):
     Their `requires_grad` stays on all the same: for frozen weights Megatron-Core takes another matmul, with other bits,
     and the KL of equal models would not be 0.
     """
+
+    kind = REFERENCE
 
     def __init__(self, policy: MegatronModel, *, model: Model, megatron: Megatron, param_offload: bool = False) -> None:
         """

@@ -20,8 +20,8 @@ from megarl.config.policy import Batching, Megatron, Model, Optim
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Passed
 from megarl.models.kernels import layer_kernels
-from megarl.parallel.groups import Groups
 from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Resident
+from megarl.parallel.train_groups import TrainGroups
 from megarl.phases import Item
 from megarl.roles.model import MegatronModel
 from megarl.roles.optimizer import MegatronOptimizer
@@ -43,7 +43,7 @@ class TrainedModel(MegatronModel):
     def __init__(
         self,
         arch: Architecture,
-        groups: Groups,
+        groups: TrainGroups,
         *,
         model: Model,
         megatron: Megatron,
@@ -243,7 +243,7 @@ class TrainedModel(MegatronModel):
         own = [{"loss": Metric(value=out.loss.detach()), **out.metrics} for out in outputs]
         kinds: dict[str, Reduce] = {name: metric.reduce for metrics in own for name, metric in metrics.items()}
         total: dict[str, Metric] = {}
-        for of_rank in self.groups.all_gather(_over_chunks(own, kinds), "the metrics of an update"):
+        for of_rank in self.groups.world.all_gather(_over_chunks(own, kinds), "the metrics of an update"):
             for name, (value, kind) in of_rank.items():
                 so_far = total.get(name)
                 if so_far is not None:

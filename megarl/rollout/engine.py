@@ -7,8 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from megarl.config.policy import Rollout
+from megarl.models.architecture import Architecture
+from megarl.parallel.generation_groups import GenerationGroups
+from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
 
 Share = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Tensor]]
@@ -17,6 +22,30 @@ Share = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Tensor]]
 The engine takes no memory for these. Whoever gave them keeps them where they are and up to date; the engine neither
 writes to them nor releases them.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine is built from.
+
+    Attributes:
+        groups: this rank's replica.
+        rollout: the configuration's section.
+        path: the model's Hugging Face folder.
+        dtype: of weights, activations and KV cache.
+        max_model_len: tokens of the longest prompt and response together.
+        decode: token ids to text, for stop strings.
+        share: gives the weights that are not to be the engine's own.
+    """
+
+    arch: Architecture
+    groups: GenerationGroups
+    rollout: Rollout
+    path: str
+    dtype: torch.dtype
+    max_model_len: int
+    decode: Decode
+    share: Share
 
 
 def share_nothing(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from megarl.parallel.groups import Groups, control_of_replica
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.channel import Channel
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
@@ -120,9 +120,9 @@ class Episodes:
         close: gives back what `begin` took.
     """
 
-    def __init__(self, groups: Groups, begin: Begin, close: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, groups: GenerationGroups, begin: Begin, close: Callable[[], None] = lambda: None) -> None:
         self._groups, self._begin, self._close = groups, begin, close
-        self._channel: Channel[Orders] = Channel(control_of_replica(groups))
+        self._channel: Channel[Orders] = Channel(groups.control)
 
     def play(
         self,
@@ -140,7 +140,7 @@ class Episodes:
         played = None if source is None else {place: tuple(parts) for place, parts in source.played.items()}
         everyone = {
             place: parts
-            for part in self._groups.all_gather(played, "all episodes")
+            for part in self._groups.world.all_gather(played, "all episodes")
             if part is not None
             for place, parts in part.items()
         }

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.parallel.groups import Groups
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
 from megarl.types import Completion, Prompt, Rollout, SamplingParams
 
@@ -61,7 +61,7 @@ def begin_rollouts(
 
 def generate_rollouts(
     engine: Engine,
-    groups: Groups,
+    groups: GenerationGroups,
     rollouts: Sequence[Rollout],
     params: SamplingParams,
     *,
@@ -79,24 +79,22 @@ def generate_rollouts(
         on_finished: is told of each response as soon as it is finished.
         quota: where to stop; what is not finished then stays under way.
     """
-    at, replicas = groups.generation.coords(groups.rank), groups.generation.replicas
     mine = share_of(groups, rollouts)
-    share = None if quota is None else _Share(mine, quota.share(at.replica, replicas), quota.required)
+    share = None if quota is None else _Share(mine, quota.share(groups.replica, groups.layout.replicas), quota.required)
     made: dict[int, Completion] = {}
     for i, completion in _generate(engine, mine, params, share):
         made[i] = completion
-        if on_finished is not None and at.tp == 0 and completion.finish_reason is not None:
+        if on_finished is not None and groups.tp_rank == 0 and completion.finish_reason is not None:
             on_finished(i, mine[i].further(completion, version))
-    gathered = groups.all_gather(made if at.tp == 0 else None, "all completions")
+    gathered = groups.world.all_gather(made if groups.tp_rank == 0 else None, "all completions")
     everyone = {i: completion for part in gathered if part is not None for i, completion in part.items()}
     return [r.further(everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
 
 
-def share_of(groups: Groups, rollouts: Sequence[Rollout]) -> dict[int, Rollout]:
+def share_of(groups: GenerationGroups, rollouts: Sequence[Rollout]) -> dict[int, Rollout]:
     """Those that this rank's replica makes, by place."""
-    replica_of = replicas_of_groups(rollouts, groups.generation.replicas)
-    own = groups.generation.coords(groups.rank).replica
-    return {i: rollout for i, rollout in enumerate(rollouts) if replica_of[rollout.group] == own}
+    replica_of = replicas_of_groups(rollouts, groups.layout.replicas)
+    return {i: rollout for i, rollout in enumerate(rollouts) if replica_of[rollout.group] == groups.replica}
 
 
 def replicas_of_groups(rollouts: Sequence[Rollout], replicas: int) -> dict[int, int]:

@@ -43,7 +43,7 @@ class MetricSpec:
 
 
 PLACEHOLDERS: dict[str, str] = {
-    "phase": "what a rank does at a time: " + ", ".join(Phase),
+    "phase": "what a rank does at a time: " + ", ".join(Phase) + ", or what a flow of one's own calls it",
     "update": "what is updated: `actor` or `critic`; `train` or `warmup` where examples are learnt from, or what a "
     "flow of one's own calls it",
     "examples": "`train`, of the step's examples, or `val`, of all of `data.val_files`",
@@ -56,7 +56,7 @@ PLACEHOLDERS: dict[str, str] = {
 """What stands in braces in names."""
 
 _PATTERNS = {
-    "phase": "(?:" + "|".join(Phase) + ")",
+    "phase": "[a-z][a-z0-9_-]*",
     "update": "[a-z][a-z0-9_-]*",
     "examples": "(?:train|val)",
     "loop": "[a-z][a-z0-9-]*",

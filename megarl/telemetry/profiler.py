@@ -166,7 +166,7 @@ class Profiler:
                         self._write(recorded, number)
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def phase(self, phase: str) -> Iterator[None]:
         """A part of a step; its name is in what is recorded."""
         open_range: AbstractContextManager[Any] | None = None
         if self._recorder is not None:

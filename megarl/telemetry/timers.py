@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.phases import Phase
 from megarl.telemetry.memory import peak_memory
 
-Ranges = Callable[[Phase], AbstractContextManager[None]]
+Ranges = Callable[[str], AbstractContextManager[None]]
 
 
 class Span(NamedTuple):
@@ -45,7 +44,7 @@ class PhaseTimers:
         self._open: list[str] = []
 
     @contextmanager
-    def __call__(self, phase: Phase) -> Iterator[None]:
+    def __call__(self, phase: str) -> Iterator[None]:
         self._edge()
         self._open.append(phase)
         try:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.resuming.digests import digest, file_digest
 from megarl.trainer.resuming.identity import configuration_digest, examples_digest, rows_digest
@@ -31,14 +31,14 @@ _REMEDY = {
 _FILES = "put the files where every node sees the same ones, or copy them again"
 
 
-def check_same_inputs(inputs: Inputs, groups: Groups) -> None:
+def check_same_inputs(inputs: Inputs, world: World) -> None:
     """Every rank calls it, right after the groups are there.
 
     Raises:
         ValueError: on every rank; names the first part that differs, and one host on each side.
     """
     mine = {name: digest([text.encode()]) for name, text in _inputs(inputs).items()}
-    everyone = groups.all_gather((socket.gethostname(), mine))
+    everyone = world.all_gather((socket.gethostname(), mine))
     host, first = everyone[0]
     for part, value in first.items():
         others = [rank for rank, (_, theirs) in enumerate(everyone) if theirs[part] != value]
@@ -49,7 +49,7 @@ def check_same_inputs(inputs: Inputs, groups: Groups) -> None:
             )
 
 
-def check_same_values(batch: Batch, groups: Groups, step: int) -> None:
+def check_same_values(batch: Batch, world: World, step: int) -> None:
     """Whether all ranks computed the same batch; every rank calls it.
 
     Advantages and importance weights are replicated arithmetic. Two CPUs may round `exp` differently and put a sequence
@@ -61,7 +61,7 @@ def check_same_values(batch: Batch, groups: Groups, step: int) -> None:
     values = {"token ids": batch.tokens, "advantages": batch.advantages, "importance weights": batch.importance}
     values |= {"log-probabilities": batch.old_logp, "reference log-probabilities": batch.ref_logp}
     mine = {name: tensor_digest(x) for name, x in values.items() if x is not None}
-    everyone = groups.all_gather((socket.gethostname(), torch.backends.cpu.get_cpu_capability(), mine))
+    everyone = world.all_gather((socket.gethostname(), torch.backends.cpu.get_cpu_capability(), mine))
     host, cpu, first = everyone[0]
     for name in first:
         others = [rank for rank, (_, _, theirs) in enumerate(everyone) if theirs[name] != first[name]]

@@ -11,12 +11,15 @@ from dataclasses import replace
 
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
-from megarl.parallel.groups import Groups
+from megarl.parallel.generation_groups import generation_groups
+from megarl.parallel.train_groups import train_groups
+from megarl.parallel.world import World
 from megarl.rollout.engine import Request
 from megarl.rollout.replicas import sample_seed
 from megarl.telemetry.timers import PhaseTimers
 from megarl.trainer.build import build_policy
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.types import Completion
 
 Watch = Callable[[int, Sequence[int]], None]
@@ -30,13 +33,15 @@ class Answering:
         inputs: with the tokenizer.
     """
 
-    def __init__(self, inputs: Inputs, groups: Groups) -> None:
+    def __init__(self, inputs: Inputs, world: World) -> None:
         self.inputs = inputs
-        roles, residency, timers = inputs.config.actor_rollout_ref, Residency(), PhaseTimers(groups.device)
-        actor = build_policy(inputs, groups)
-        residency.add("actor", actor.memory)
+        config, residency, timers = inputs.config, Residency(), PhaseTimers(world.device)
+        roles = config.actor_rollout_ref
+        actor = build_policy(inputs, train_groups(world, train_layout(config), config.data.seed))
+        residency.add(actor.kind, actor.memory)
         self._generation = Generation(
             actor,
+            generation_groups(world, generation_layout(config)),
             rollout=roles.rollout,
             reshard=roles.reshard,
             model_path=roles.model.path,

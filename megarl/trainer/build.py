@@ -20,7 +20,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.sampler import PromptSampler
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, random_source
-from megarl.parallel.groups import Groups
+from megarl.parallel.train_groups import TrainGroups
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.frozen import FrozenModel, Judge, Policy, Teacher
@@ -28,12 +28,13 @@ from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
 from megarl.roles.reward_model import RewardModel
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.other_models import architecture_of
 from megarl.trainer.session import Run
 from megarl.trainer.stopped import RunRefused
 
 
-def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: int, empty: bool = False) -> Actor:
+def build_actor(inputs: Inputs, groups: TrainGroups, *, optim: Optim, total_steps: int, empty: bool = False) -> Actor:
     """The actor with its first weights.
 
     Args:
@@ -61,14 +62,19 @@ def build_actor(inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: in
     )
 
 
-def build_policy(inputs: Inputs, groups: Groups) -> Policy:
-    """The actor as it would begin, without gradients and optimizer."""
-    roles = inputs.config.actor_rollout_ref
+def build_policy(inputs: Inputs, groups: TrainGroups) -> Policy:
+    """The actor as it would begin, without gradients and optimizer.
+
+    Where the engine shares its weights they stay on the GPU, whatever `param_offload` says.
+    """
+    roles, generation = inputs.config.actor_rollout_ref, generation_layout(inputs.config)
+    shared = groups.layout.pp == 1 and groups.layout.tp == generation.tp
+    offload = roles.actor.megatron.param_offload and not shared
     return Policy(
         inputs.arch,
         groups,
         model=roles.model,
-        megatron=roles.actor.megatron,
+        megatron=roles.actor.megatron.model_copy(update={"param_offload": offload}),
         batching=roles.actor,
         balance=inputs.config.trainer.balance_batch,
         initial=lambda policy: _load_policy(policy, inputs),
@@ -76,23 +82,23 @@ def build_policy(inputs: Inputs, groups: Groups) -> Policy:
 
 
 def _load_policy(policy: MegatronModel, inputs: Inputs) -> None:
-    model, control = inputs.config.actor_rollout_ref.model, policy.groups.control
+    model, world = inputs.config.actor_rollout_ref.model, policy.groups.world
     if not model.checkpoint:
         policy.load(_weights(model, inputs.arch, inputs.config.data.seed))
         return
-    if inputs.config.checkpoint.verify and (problem := verify_checkpoint(model.checkpoint, control)):
+    if inputs.config.checkpoint.verify and (problem := verify_checkpoint(model.checkpoint, world)):
         raise RunRefused(
             f"actor_rollout_ref.model.checkpoint = '{model.checkpoint}' is damaged: {problem}; give another checkpoint"
         )
     try:
-        weights = load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, control=control)
+        weights = load_checkpoint(model.checkpoint, policy.sharded_weights(), rng=False, world=world)
     except ValueError as e:
         raise RunRefused(f"actor_rollout_ref.model.checkpoint: {e}") from e
     policy.load_weights(weights)
 
 
 def build_reward_model(
-    inputs: Inputs, groups: Groups, *, optim: Optim, total_steps: int, empty: bool = False
+    inputs: Inputs, groups: TrainGroups, *, optim: Optim, total_steps: int, empty: bool = False
 ) -> RewardModel:
     """A reward model that begins as the language model, or the sequence classifier, of `actor_rollout_ref.model`.
 

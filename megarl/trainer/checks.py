@@ -8,27 +8,25 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megarl.algorithms.declaration import Needs
-from megarl.algorithms.registry import PREFERENCES
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
 from megarl.config import Config
 from megarl.config.refusal import is_refusal
 from megarl.config.reward import BY_MODEL
-from megarl.data.formats import OF_FLOWS, check_format, generates, trains
 from megarl.data.prompts import PromptSet
 from megarl.evaluation.folder import is_finished
+from megarl.flow_kinds import check_format, flow_kind, generates, trains
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.parallel.from_config import check_megatron, generation_layout, train_layout
 from megarl.parallel.megatron_internals import check_megatron_core
 from megarl.rewards import Reward
 from megarl.rewards.parts import refusal_of, scorers_of
-from megarl.rollout.build import ENGINES
-from megarl.rollout.vllm.checks import check_vllm, check_vllm_temperature, check_vllm_tp
+from megarl.rollout.kinds import engine_kind
 from megarl.telemetry.sinks import SINKS
 from megarl.trainer.deterministic_checks import check_deterministic
 from megarl.trainer.environment_checks import check_conversations, check_environment
 from megarl.trainer.inputs import Inputs, read_inputs, read_model
+from megarl.trainer.layouts import check_megatron, generation_layout, train_layout
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import check_other_files, check_other_layouts
@@ -87,7 +85,7 @@ def check_answering(config: Config) -> Inputs:
         ValueError: the first thing that is wrong, in one line.
     """
     try:
-        ENGINES.check(config.actor_rollout_ref.rollout.name)
+        engine_kind(config.actor_rollout_ref.rollout.name)
         train_layout(config)
         generation_layout(config)
         check_megatron_core()
@@ -113,9 +111,6 @@ def check_layouts(config: Config) -> Architecture:
     _check_configuration(config)
     arch = read_architecture(config.actor_rollout_ref.model.path)
     _check_shapes(config, arch)
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm":
-        check_vllm_tp(arch, rollout.tensor_model_parallel_size)
     return arch
 
 
@@ -124,15 +119,15 @@ def _check_configuration(config: Config) -> None:
     check_format(config)
     check_deterministic(config)
     if generates(config):
-        ENGINES.check(config.actor_rollout_ref.rollout.name)
+        engine_kind(config.actor_rollout_ref.rollout.name)
         _check_samples(config)
         if trains(config):
             _check_batches(config, needs_of(config))
             _check_dynamic_sampling(config)
             _check_carry_over(config)
         check_environment(config)
-    elif config.trainer.flow == "preference":
-        PREFERENCES.check(config.algorithm.preference.loss_mode)
+    else:
+        needs_of(config)
     for name in config.trainer.logger:
         SINKS.check(name)
     check_telemetry(config)
@@ -146,7 +141,7 @@ def _check_configuration(config: Config) -> None:
     check_unread(config)
     _check_optimization(config)
     _check_best(config)
-    if config.trainer.test_freq > 0 and config.trainer.flow in ("ppo", *OF_FLOWS) and not config.data.val_files:
+    if config.trainer.test_freq > 0 and flow_kind(config).validates and not config.data.val_files:
         raise ValueError(
             f"trainer.test_freq = {config.trainer.test_freq} validates on nothing: name held-out files in "
             "data.val_files, or set trainer.test_freq=-1"
@@ -163,10 +158,6 @@ def _check_evaluation(config: Config) -> None:
 def _check_samples(config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
     sampling = rollout.val_kwargs
-    if rollout.name == "vllm":
-        check_vllm_temperature(sampling.temperature, "rollout.val_kwargs.temperature")
-        if trains(config):
-            check_vllm_temperature(rollout.temperature, "rollout.temperature")
     if sampling.k and max(sampling.k) > sampling.n:
         raise ValueError(
             f"rollout.val_kwargs.k asks for {max(sampling.k)} samples per prompt, and rollout.val_kwargs.n = "
@@ -186,7 +177,7 @@ def _check_best(config: Config) -> None:
     key = f"trainer.best_metric = {trainer.best_metric}"
     if trainer.save_freq == 0:
         raise ValueError(f"{key} keeps a checkpoint, and trainer.save_freq=0 saves none; set it to -1 or more steps")
-    unvalidated = trainer.flow in ("ppo", *OF_FLOWS) and not config.data.val_files
+    unvalidated = flow_kind(config).validates and not config.data.val_files
     if trainer.test_freq == 0 or unvalidated:
         what = "data.val_files" if unvalidated else "trainer.test_freq"
         raise ValueError(f"{key} is measured by validations, and there are none; set {what}")
@@ -314,7 +305,7 @@ def _check_batches(config: Config, needs: Needs) -> None:
 
 
 def _check_shapes(config: Config, arch: Architecture) -> None:
-    """Whether the layouts can hold the models, and the models the sequences."""
+    """Whether the layouts can hold the models, the models the sequences, and the engine all of it."""
     layout, actor = train_layout(config), config.actor_rollout_ref.actor
     arch.check_training(
         tp=layout.tp,
@@ -323,6 +314,9 @@ def _check_shapes(config: Config, arch: Architecture) -> None:
         sequence_parallel=actor.megatron.sequence_parallel,
     )
     arch.check_generation(tp=generation_layout(config).tp)
+    if generates(config):
+        rollout = config.actor_rollout_ref.rollout
+        engine_kind(rollout.name).check(rollout, arch, trains=trains(config))
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
@@ -358,13 +352,13 @@ def _check_model_files(inputs: Inputs) -> None:
         refuse_remote_code(model.path)
     except ValueError as e:
         raise ValueError(f"actor_rollout_ref.model.path: {e}") from e
-    if rollout.name == "vllm" and generates(inputs.config):
-        check_vllm(arch, path=model.path, tp=rollout.tensor_model_parallel_size, on_gpu=torch.cuda.is_available())
+    if generates(inputs.config):
+        engine_kind(rollout.name).check_here(rollout, arch, model.path, on_gpu=torch.cuda.is_available())
     if inputs.tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"
         )
-    scores = inputs.config.trainer.flow == "reward_model"
+    scores = flow_kind(inputs.config).scores
     if model.checkpoint and scores:
         raise ValueError(
             "actor_rollout_ref.model.checkpoint: a reward model begins as a Hugging Face folder; set "
@@ -439,10 +433,10 @@ def _check_examples(inputs: Inputs) -> None:
         )
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu < together:
         raise ValueError("actor.ppo_micro_batch_size_per_gpu = 1 holds no pair; set it to 2 or more")
-    if config.trainer.flow == "kto" and 1 in (config.data.train_batch_size, len(inputs.val_examples)):
+    if flow_kind(config).compares_prompts and 1 in (config.data.train_batch_size, len(inputs.val_examples)):
         raise ValueError(
-            "kto compares each answer with those to other prompts: data.train_batch_size, and the rows of "
-            "data.val_files, must be 2 or more"
+            f"{config.trainer.flow} compares each answer with those to other prompts: data.train_batch_size, and the "
+            "rows of data.val_files, must be 2 or more"
         )
 
 

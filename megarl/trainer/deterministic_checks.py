@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.data.formats import generates
+from megarl.flow_kinds import generates
+from megarl.rollout.kinds import engine_kind
 
 
 def check_deterministic(config: Config) -> None:
@@ -11,9 +12,10 @@ def check_deterministic(config: Config) -> None:
     if not config.trainer.deterministic:
         return
     roles = config.actor_rollout_ref
-    if generates(config) and roles.rollout.name == "vllm":
+    if generates(config) and not engine_kind(roles.rollout.name).repeats:
         raise ValueError(
-            "trainer.deterministic: vLLM's kernels round as its batches fall; use rollout.name=native, or leave it out"
+            f"trainer.deterministic: the kernels of rollout.name = {roles.rollout.name} round as its batches fall; use "
+            "rollout.name=native, or leave it out"
         )
     if generates(config) and config.environment.answers:
         raise ValueError(

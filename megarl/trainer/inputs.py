@@ -12,10 +12,10 @@ from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
 from megarl.config.secrets import without_secrets
 from megarl.data.examples import Example
-from megarl.data.formats import format_of, generates, trains
 from megarl.data.load import Loaded, load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.flow_kinds import format_of, generates, trains
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rewards import Reward

@@ -9,15 +9,15 @@ import torch
 
 from megarl.config import Config
 from megarl.config.other_models import Critic
-from megarl.data.formats import format_of, generates
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
 from megarl.estimate.job import Job
 from megarl.estimate.model import ModelJob
+from megarl.flow_kinds import flow_kind, generates
 from megarl.host import host_memory
 from megarl.models.architecture import Architecture
-from megarl.parallel.from_config import generation_layout, train_layout
+from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.needs import needs_of, one_forward_pass
 from megarl.trainer.other_models import Beside, architecture_of, beside_the_policy
 
@@ -36,15 +36,15 @@ def job_of(config: Config, arch: Architecture) -> Job:
     Raises:
         ValueError: the ranks cannot be split as the configuration asks.
     """
-    needs = needs_of(config)
+    needs, kind = needs_of(config), flow_kind(config)
     return Job(
         config=config,
-        arch=arch.with_scalar_output() if config.trainer.flow == "reward_model" else arch,
+        arch=arch.with_scalar_output() if kind.scores else arch,
         train=train_layout(config),
         generation=generation_layout(config),
         beside=tuple(_model_job(beside, config, arch) for beside in beside_the_policy(config, needs)),
         reference=needs.reference,
-        log_probs=not one_forward_pass(config, needs) if generates(config) else format_of(config) == "judged",
+        log_probs=not one_forward_pass(config, needs) if generates(config) else kind.compares_prompts,
     )
 
 
@@ -56,8 +56,8 @@ def _model_job(beside: Beside, config: Config, policy: Architecture) -> ModelJob
         mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
     return ModelJob(
         config=config,
-        role=beside.role,
-        arch=arch.with_scalar_output() if beside.scalar else arch,
+        kind=beside.kind,
+        arch=arch.with_scalar_output() if beside.kind.scalar else arch,
         layout=train_layout(config, beside.megatron),
         megatron=beside.megatron,
         batching=beside.batching,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from megarl.algorithms.declaration import Needs, about_of
-from megarl.algorithms.kto import kto
-from megarl.algorithms.registry import ESTIMATORS, LOSSES, PREFERENCES
+from megarl.algorithms.registry import ESTIMATORS, LOSSES
 from megarl.config import Config
-from megarl.data.formats import format_of, generates, trains
+from megarl.flow_kinds import generates, needs_of_answers, trains
 
 
 def needs_of(config: Config) -> Needs:
@@ -17,17 +16,11 @@ def needs_of(config: Config) -> Needs:
     if not trains(config):
         return Needs()
     if not generates(config):
-        return _of_answers(config)
+        return needs_of_answers(config)
     estimator = ESTIMATORS.load(config.algorithm.adv_estimator)
     loss = LOSSES.load(config.actor_rollout_ref.actor.policy_loss.loss_mode)
     of_keys = Needs(reference=config.needs_reference, old_logp=config.algorithm.use_kl_in_reward)
     return about_of(estimator).needs | about_of(loss).needs | of_keys
-
-
-def _of_answers(config: Config) -> Needs:
-    if config.trainer.flow == "preference":
-        return about_of(PREFERENCES.load(config.algorithm.preference.loss_mode)).needs
-    return about_of(kto).needs if format_of(config) == "judged" else Needs()
 
 
 def one_forward_pass(config: Config, needs: Needs) -> bool:

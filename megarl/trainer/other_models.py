@@ -11,11 +11,12 @@ from megarl.config import Config
 from megarl.config.other_models import Critic, OtherModel, RewardModel, Teacher
 from megarl.config.policy import Batching, Megatron
 from megarl.config.reward import BY_MODEL
-from megarl.data.formats import generates
+from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import SCORE
-from megarl.parallel.from_config import check_megatron, train_layout
+from megarl.role_kinds import CRITIC, REWARD_MODEL, TEACHER, RoleKind
+from megarl.trainer.layouts import check_megatron, train_layout
 from megarl.trainer.resuming.digests import tokenizer_digest
 
 
@@ -24,13 +25,15 @@ class Beside:
     """A model beside the policy.
 
     Attributes:
-        role: the configuration's section.
-        scalar: whether it ends in a value or a score.
+        kind: whose name is the configuration's section.
     """
 
-    role: str
+    kind: RoleKind
     settings: Critic | RewardModel | Teacher
-    scalar: bool
+
+    @property
+    def role(self) -> str:
+        return self.kind.name
 
     @property
     def model(self) -> OtherModel:
@@ -50,11 +53,11 @@ def beside_the_policy(config: Config, needs: Needs) -> Iterator[Beside]:
     if not generates(config):
         return
     if needs.critic:
-        yield Beside(role="critic", settings=config.critic, scalar=True)
+        yield Beside(kind=CRITIC, settings=config.critic)
     if needs.teacher:
-        yield Beside(role="teacher", settings=config.teacher, scalar=False)
+        yield Beside(kind=TEACHER, settings=config.teacher)
     if BY_MODEL in config.reward.names:
-        yield Beside(role="reward_model", settings=config.reward_model, scalar=True)
+        yield Beside(kind=REWARD_MODEL, settings=config.reward_model)
 
 
 def architecture_of(model: OtherModel, policy: Architecture) -> Architecture:
@@ -130,7 +133,7 @@ def _check_files(beside: Beside, config: Config, policy: Architecture) -> None:
     if model.path:
         refuse_remote_code(model.path)
         if not model.random_init:
-            check_weights(model.path, arch.with_scalar_output() if beside.scalar else arch)
+            check_weights(model.path, arch.with_scalar_output() if beside.kind.scalar else arch)
             if scores and SCORE not in weight_entries(model.path):
                 raise ValueError(f"'{model.path}' has no {SCORE}: a model that scores everything 0 is no reward model")
 

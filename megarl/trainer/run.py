@@ -13,9 +13,9 @@ import torch
 from megarl.config.refusal import is_refusal
 from megarl.config.secrets import hide
 from megarl.parallel.deterministic import deterministic
-from megarl.parallel.from_config import generation_layout, train_layout
-from megarl.parallel.groups import Groups, build_groups, init_distributed, leave_world
 from megarl.parallel.meeting import follow_launcher, job_store
+from megarl.parallel.train_groups import leave_world
+from megarl.parallel.world import World, init_distributed
 from megarl.plain import plain
 from megarl.rewards.judge import RewardError
 from megarl.trainer.agreement import check_same_inputs
@@ -44,10 +44,10 @@ def run(
     follow_launcher()
     with deterministic(config.trainer.deterministic):
         init_distributed(config.trainer.timeout_minutes)
-        groups = build_groups(train_layout(config), generation_layout(config), config.data.seed)
-        stopped_by = take_part(inputs, flow, groups, stop, callbacks, ends=ends)
+        world = World()
+        stopped_by = take_part(inputs, flow, world, stop, callbacks, ends=ends)
         if ends:
-            groups.barrier("the end of the run")
+            world.barrier("the end of the run")
         else:
             leave_world()
     return stopped_by
@@ -56,7 +56,7 @@ def run(
 def take_part(
     inputs: Inputs,
     flow: Flow,
-    groups: Groups,
+    world: World,
     stop: StopRequest,
     callbacks: Sequence[Callback] = (),
     *,
@@ -74,16 +74,16 @@ def take_part(
     """
     config = inputs.config
     torch.manual_seed(config.data.seed)
-    hosts = groups.all_gather(socket.gethostname(), "all ranks")
+    hosts = world.all_gather(socket.gethostname(), "all ranks")
     minutes = config.trainer.timeout_minutes
-    watch = partial(groups.watch.active, rank=groups.rank, hosts=hosts, minutes=minutes, join=job_store)
+    watch = partial(world.watch.active, rank=world.rank, hosts=hosts, minutes=minutes, join=job_store)
     with watch(phase=lambda: "the start"):
-        start = _agree(inputs, groups)
+        start = _agree(inputs, world)
     if done := finished(inputs, start):
-        _say(groups, done)
+        _say(world, done)
         return None
-    report = Report(inputs, rank=groups.rank, first_step=last_row(start, config) + 1 if start.folder else None)
-    session = Run(inputs, groups, report, stop, start, callbacks)
+    report = Report(inputs, rank=world.rank, first_step=last_row(start, config) + 1 if start.folder else None)
+    session = Run(inputs, world, report, stop, start, callbacks)
     stopped_by = None
     with watch(phase=lambda: session.timers.phase):
         try:
@@ -104,7 +104,7 @@ def take_part(
             raise
     session.close(engines=not ends)
     if stopped_by is not None:
-        _say(groups, _stop_line(session, stopped_by))
+        _say(world, _stop_line(session, stopped_by))
     return stopped_by
 
 
@@ -113,7 +113,7 @@ def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
     try:
         session.close(engines=isinstance(failure, RunStopped) and not ends)  # all ranks have stopped there
     except Exception as e:
-        _say(session.groups, f"the run's records could not be closed: {type(e).__name__}: {e}")
+        _say(session.world, f"the run's records could not be closed: {type(e).__name__}: {e}")
 
 
 def _save_before(session: Run) -> None:
@@ -122,23 +122,23 @@ def _save_before(session: Run) -> None:
     try:
         session.save_whole_steps()
     except Exception as e:
-        _say(session.groups, f"the steps before could not be saved: {type(e).__name__}: {e}")
-    _say(session.groups, f"step {step} could not be scored; {_goes_on(session)}")
+        _say(session.world, f"the steps before could not be saved: {type(e).__name__}: {e}")
+    _say(session.world, f"step {step} could not be scored; {_goes_on(session)}")
 
 
-def _agree(inputs: Inputs, groups: Groups) -> Start:
+def _agree(inputs: Inputs, world: World) -> Start:
     """Whether all ranks read the same, and where they begin."""
     try:
-        check_same_inputs(inputs, groups)
-        return choose_start(inputs, groups, lambda text: _say(groups, text))
+        check_same_inputs(inputs, world)
+        return choose_start(inputs, world, lambda text: _say(world, text))
     except ValueError as e:
         if not is_refusal(e):
             raise
         raise RunRefused(str(e)) from e
 
 
-def _say(groups: Groups, text: str) -> None:
-    if groups.rank == 0:
+def _say(world: World, text: str) -> None:
+    if world.rank == 0:
         print(f"megarl: {plain(hide(text))}", file=sys.stderr, flush=True)
 
 

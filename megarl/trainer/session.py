@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TypeVar
 
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
 from megarl.config.policy import Megatron
-from megarl.data.formats import trains
+from megarl.flow_kinds import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
-from megarl.parallel.from_config import train_layout
-from megarl.parallel.groups import Groups, add_layout
+from megarl.parallel.generation_groups import GenerationGroups, generation_groups
+from megarl.parallel.train_groups import TrainGroups, train_groups
+from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.rewards.parts import functions_of
 from megarl.roles.frozen import FrozenModel
@@ -27,6 +29,7 @@ from megarl.trainer.agreement import check_same_values
 from megarl.trainer.experience.episodes import build_episodes
 from megarl.trainer.experience.scoring import Scorer
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.nonfinite import NonFiniteUpdates
 from megarl.trainer.records.memory_report import MemoryReport
 from megarl.trainer.records.pace import Pace
@@ -67,21 +70,22 @@ class Run:
     def __init__(
         self,
         inputs: Inputs,
-        groups: Groups,
+        world: World,
         report: Report,
         stop: StopRequest,
         start: Start,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.inputs, self.config, self.groups, self.report = inputs, inputs.config, groups, report
+        self.inputs, self.config, self.world, self.report = inputs, inputs.config, world, report
+        self.groups = self.groups_of(self.config.actor_rollout_ref.actor.megatron)
         self.profiler = Profiler(
-            self.config.profiler, self.config.trainer.run_dir, rank=groups.rank, device=groups.device, warn=report.warn
+            self.config.profiler, self.config.trainer.run_dir, rank=world.rank, device=world.device, warn=report.warn
         )
-        self.timers, self.residency = PhaseTimers(groups.device, self.profiler.phase), Residency()
-        self.memory = MemoryReport(self.config, inputs.arch, groups, report)
-        self.pace = Pace(inputs.arch, groups, self.config.actor_rollout_ref.model.dtype)
-        self._timeline = Timeline(self.config.trainer, groups, report.warn)
-        self.checkpoints = Checkpointing(inputs, groups, start, report)
+        self.timers, self.residency = PhaseTimers(world.device, self.profiler.phase), Residency()
+        self.memory = MemoryReport(self.config, inputs.arch, world, report)
+        self.pace = Pace(inputs.arch, world, self.config.actor_rollout_ref.model.dtype)
+        self._timeline = Timeline(self.config.trainer, world, report.warn)
+        self.checkpoints = Checkpointing(inputs, world, start, report)
         self.position, self.resumes = start.position, start.folder is not None
         self._stop, self._start, self._callbacks = stop, start, tuple(callbacks)
         self._metrics, self._skipped = StepMetrics(), 0
@@ -97,7 +101,7 @@ class Run:
         if trains(self.config):  # else a signal ends the process: there is no step to wait for
             stop.defer(self.config.trainer.stop_timeout, saves=self.config.trainer.save_freq != 0)
         # before any model is built: importing what scores takes seconds meanwhile
-        self._scorer = Scorer(inputs, groups, report.say) if functions_of(inputs.rewards) else None
+        self._scorer = Scorer(inputs, world, report.say) if functions_of(inputs.rewards) else None
 
     def begin(self) -> None:
         """Take the run's folder; every rank calls it, once nothing can refuse the run any more: a fresh one at once,
@@ -106,7 +110,7 @@ class Run:
         Raises:
             RunRefused: on every rank, if the folder cannot be written, or a rank does not see it.
         """
-        begin_in_folder(self.inputs, self.groups, self._start)
+        begin_in_folder(self.inputs, self.world, self._start)
         self.report.begin()
         self.checkpoints.best.mark()
 
@@ -118,7 +122,7 @@ class Run:
             if not isinstance(joining, FrozenModel):
                 self.checkpoints.add_model(name, joining)
             self._roles[name] = joining
-            self.residency.add(name, joining.memory)
+            self.residency.add(joining.kind, joining.memory)
         else:
             self.checkpoints.add_state(name, joining)  # type: ignore[arg-type]
         return joining
@@ -132,10 +136,11 @@ class Run:
         """The engine that the configuration names, around an actor that has joined."""
         if actor not in self._roles.values():
             raise ValueError("an actor joins the run, with run.add, before an engine is built around it")
-        ours = self.config.actor_rollout_ref
+        ours, groups = self.config.actor_rollout_ref, self._generation_groups
         self.generations.append(
             Generation(
                 actor,
+                groups,
                 rollout=ours.rollout,
                 reshard=ours.reshard,
                 model_path=ours.model.path,
@@ -143,18 +148,26 @@ class Run:
                 timers=self.timers,
                 max_model_len=self.inputs.max_sequence_length,
                 decode=self.inputs.tokenizer.decode,
-                episodes=build_episodes(self.inputs, self.groups),
+                episodes=build_episodes(self.inputs, groups),
             )
         )
         return self.generations[-1]
 
-    def groups_of(self, megatron: Megatron) -> Groups:
+    def groups_of(self, megatron: Megatron) -> TrainGroups:
         """The groups of a model with its own Megatron keys; those of models with the same layout are the same."""
-        return add_layout(self.groups, train_layout(self.config, megatron), self.config.data.seed)
+        return train_groups(self.world, train_layout(self.config, megatron), self.config.data.seed)
+
+    @cached_property
+    def _generation_groups(self) -> GenerationGroups:
+        return generation_groups(self.world, generation_layout(self.config))
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
-        """A part of a step: it is timed, and what it has no use for leaves the GPU."""
+    def phase(self, phase: Phase | str) -> Iterator[None]:
+        """A part of a step: it is timed, and what it has no use for leaves the GPU.
+
+        Args:
+            phase: one of the program's, or a name of the flow's own.
+        """
         with self.timers(phase):
             self.residency.enter(phase)
             yield
@@ -260,7 +273,7 @@ class Run:
                     self._keep()
                     self._end_step(total, validate)
                     done = self._after_updates(total, nonfinite)
-            if self._stop.agreed(self.groups) is not None:  # the next loop asks, too late to save this one
+            if self._stop.agreed(self.world) is not None:  # the next loop asks, too late to save this one
                 self._save_if_new()
 
     @property
@@ -278,7 +291,7 @@ class Run:
     def check_agreement(self, batch: Batch) -> None:
         """Stop if a rank computed another batch than the others, in the steps where that is checked."""
         if self.checks_agreement:
-            check_same_values(batch, self.groups, self.position.step)
+            check_same_values(batch, self.world, self.position.step)
 
     def finish(self) -> None:
         """After the flow's last step.
@@ -326,7 +339,7 @@ class Run:
         return [model for model in self.models.values() if isinstance(model, TrainedModel)]
 
     def _announce(self) -> None:
-        self.report.say(start_line(self.inputs, self.groups, self._trained, self.generations))
+        self.report.say(start_line(self.inputs, self.world, self._trained, self.generations))
         for remark in self.inputs.remarks:
             self.report.say(remark)
         if self._start.folder:
@@ -361,7 +374,7 @@ class Run:
             raise ValueError(f"the loop '{loop}' begins while '{self._open}' is not over")
 
     def _leave_if_asked(self, order: int) -> None:
-        asked = self._stop.agreed(self.groups)
+        asked = self._stop.agreed(self.world)
         if asked is None:
             return
         if self.position.order == order:
@@ -419,11 +432,11 @@ class Run:
     def _report_step(self, position: Position, metrics: Metrics, speed: Speed | None = None) -> None:
         loop, step = position.loop, position.step
         named = {f"{loop}/step": float(step)} if loop != "rl" else {}
-        spans, waits = self.timers.spans(), self.groups.watch.collect_waits()
+        spans, waits = self.timers.spans(), self.world.watch.collect_waits()
         seconds = seconds_by_phase(spans)
         told = self.pace.own(seconds, waits, speed), self._timeline.own(spans, waits), self.timers.collect_peaks()
         told_and_problem = *told, self.report.folder_problem()
-        everyone = self.groups.all_gather(told_and_problem, "the seconds of a step")
+        everyone = self.world.all_gather(told_and_problem, "the seconds of a step")
         paces, timelines, peaks, problems = zip(*everyone, strict=True)
         if problems[0] is not None:
             raise RunStopped(f"step {step} is not recorded: {problems[0]}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megarl.processes import STOP_SIGNALS, end_now, signals_handled
 
 if TYPE_CHECKING:  # a rank takes signals before it has imported torch
-    from megarl.parallel.groups import Groups
+    from megarl.parallel.world import World
 
 RELAYED_SECONDS = 2.0  # a launcher sends a signal on that its ranks have got from the terminal or from Slurm already
 
@@ -78,9 +78,9 @@ class StopRequest:
         """
         self._timeout, self._saves = timeout, saves
 
-    def agreed(self, groups: Groups) -> signal.Signals | None:
+    def agreed(self, world: World) -> signal.Signals | None:
         """The signal that any rank got, the same on every rank; every rank calls it."""
-        number = groups.maximum(self._asked or 0, "whether to stop")
+        number = world.maximum(self._asked or 0, "whether to stop")
         return signal.Signals(number) if number else None
 
     def _listen(self, read: socket.socket, written: socket.socket) -> None:

@@ -15,7 +15,6 @@ from megarl.checkpoint.folder import STATE_FILE, check_whole, checkpoints, read_
 from megarl.checkpoint.huggingface_folder import CONFIG
 from megarl.config import Config, build_config, load_config
 from megarl.config.load import CONFIG_FILE
-from megarl.data.formats import EVAL
 from megarl.trainer.resuming.best import best_checkpoint
 
 USUAL_CONTEXT = 4096
@@ -122,7 +121,13 @@ def evaluation_config(
     tree["warmup"]["total_training_steps"] = 0
     tree["profiler"]["tool"] = "none"  # it is for steps, and names ranks that may not be there
     ranks = {"nnodes": 1, **({} if nproc is None else {"n_gpus_per_node": nproc})}
-    kept = {"flow": EVAL, "default_local_dir": folder, "resume_mode": "auto", "best_metric": "", "logger": ["console"]}
+    kept = {
+        "flow": "eval",
+        "default_local_dir": folder,
+        "resume_mode": "auto",
+        "best_metric": "",
+        "logger": ["console"],
+    }
     tree["trainer"] |= {**kept, **ranks}
     return build_config(tree)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.algorithms.kto import kto
-from megarl.algorithms.registry import PREFERENCES
 from megarl.config import Config
 from megarl.config.algorithm import Preference
-from megarl.data.formats import OF_FLOWS
+from megarl.flow_kinds import FlowKind, flow_kind
 
 
 def check_unread(config: Config) -> None:
@@ -21,8 +19,9 @@ def check_unread(config: Config) -> None:
         )
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         raise ValueError("trainer.resume_mode=resume_path goes on from no checkpoint: set trainer.resume_from_path")
-    if trainer.flow in OF_FLOWS:
-        _check_preference(config.algorithm.preference, trainer.flow)
+    kind = flow_kind(config)
+    if kind.reads not in (None, "prompts"):
+        _check_preference(config, kind)
 
 
 def unread(config: Config) -> Iterator[str]:
@@ -33,20 +32,17 @@ def unread(config: Config) -> Iterator[str]:
         yield "remark: warmup.train_files are not read: warmup.total_training_steps = 0, so there is no warm-up"
 
 
-def _check_preference(preference: Preference, flow: str) -> None:
+def _check_preference(config: Config, kind: FlowKind) -> None:
     """The section of the losses on answers that the data holds, each of which declares what it reads of it."""
-    by, section = f"trainer.flow={flow}", "algorithm.preference"
-    read: set[str] = set()
-    if flow in ("preference", "kto"):
-        loss = kto if flow == "kto" else PREFERENCES.load(preference.loss_mode)
-        declared = getattr(loss, "about", None)
+    section, preference, usual = "algorithm.preference", config.algorithm.preference, Preference()
+    by, read = f"trainer.flow={config.trainer.flow}", {kind.loss_key}
+    if kind.loss is not None:
+        declared = getattr(kind.loss(config), "about", None)
         if declared is None:  # a user's, which may read all of it
             return
-        read = {*declared.keys}
-    if flow == "preference":
-        by = f"{section}.loss_mode={preference.loss_mode}"
-        read.add(f"{section}.loss_mode")
-    usual = Preference()
+        read |= {*declared.keys}
+    if kind.loss_key == f"{section}.loss_mode":
+        by = f"{kind.loss_key}={preference.loss_mode}"
     for name in type(preference).model_fields:
         value = getattr(preference, name)
         if value != getattr(usual, name) and f"{section}.{name}" not in read:

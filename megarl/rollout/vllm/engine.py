@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.host import cpu_rank_memory
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import kv_bytes_per_token, most_blocks
-from megarl.parallel.groups import Groups
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request, Share
 from megarl.rollout.requests import check_requests
 from megarl.rollout.stop_strings import Decode, StopStrings
@@ -55,7 +55,7 @@ class VLLMEngine(Engine):
         arch: Architecture,
         *,
         path: str,
-        groups: Groups,
+        groups: GenerationGroups,
         dtype: torch.dtype,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -66,7 +66,7 @@ class VLLMEngine(Engine):
         decode: Decode,
         share: Share,
     ) -> None:
-        tp, on_cpu = groups.generation.tp, groups.device.type == "cpu"
+        tp, on_cpu = groups.layout.tp, groups.world.device.type == "cpu"
         self._arch, self._max_model_len, self._decode = arch, max_model_len, decode
         self._sleeps = sleeps and not on_cpu
         self._asleep: set[str] = set()
@@ -77,10 +77,10 @@ class VLLMEngine(Engine):
         if on_cpu:
             kv_cache_bytes = min(kv_cache_bytes, int(gpu_memory_utilization * cpu_rank_memory()))
         with internals.undisturbed():
-            internals.prepare(groups)
+            internals.prepare(groups.world)
             from vllm import LLM
 
-            with internals.sharing(share, groups.device), internals.kv_cache_at_most(kv_cache_bytes):
+            with internals.sharing(share, groups.world.device), internals.kv_cache_at_most(kv_cache_bytes):
                 self.llm = LLM(
                     model=path,
                     skip_tokenizer_init=True,

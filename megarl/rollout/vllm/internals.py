@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.rollout.engine import Share
 
 _ENVIRONMENT = {
@@ -34,13 +34,13 @@ _CPU_ENVIRONMENT = {
 }
 
 
-def prepare(groups: Groups) -> None:
+def prepare(world: World) -> None:
     """Import vLLM and make it fit for living in a rank of this program; call it before building an engine."""
-    on_cpu = groups.device.type == "cpu"
+    on_cpu = world.device.type == "cpu"
     for name, value in {**_ENVIRONMENT, **(_CPU_ENVIRONMENT if on_cpu else {})}.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(logging.ERROR)  # until vLLM sets its level itself
-    _place_ranks(groups)
+    _place_ranks(world)
     _keep_log_probs_plain()
     _spare_the_world()
     if on_cpu:
@@ -49,12 +49,12 @@ def prepare(groups: Groups) -> None:
         _leave_out_ranks()
 
 
-def _place_ranks(groups: Groups) -> None:
+def _place_ranks(world: World) -> None:
     """vLLM would read ranks from RANK and LOCAL_RANK, and name its shared memory alike in every job on a machine."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    job = groups.all_gather(os.getpid())[0]
-    rank, local_rank = groups.rank, groups.device.index or 0  # not `groups`, which the class would keep alive
+    job = world.all_gather(os.getpid())[0]
+    rank, local_rank = world.rank, world.device.index or 0  # not `world`, which the class would keep alive
 
     def distributed_args(self: Any) -> tuple[str, int, int]:
         # The first is not connected to, the world being there already: its end names the CPU ranks' shared memory.

@@ -17,8 +17,8 @@ from zlib import crc32
 import numpy as np
 
 from megarl.config import Config
-from megarl.parallel.groups import Groups
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.resuming.arrays import Array
 from megarl.types import FinishReason, Prompt, Rollout, Rollouts
 
@@ -45,11 +45,11 @@ class CarryOver:
         prompts: that the sampler draws from, by place.
     """
 
-    def __init__(self, config: Config, groups: Groups, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._wanted, self._at_a_time = config.data.train_batch_size, config.groups_under_way
         self._n, self._seed, self._max_staleness = rollout.n, config.data.seed, rollout.carry_over.max_staleness
-        self._replicas, self._prompts = groups.generation.replicas, prompts
+        self._replicas, self._prompts = generation_layout(config).replicas, prompts
         self._next_group = 0
         self._places: dict[int, int] = {}  # of each group's prompt
         self._under_way: list[Rollout] = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from megarl.config import Config
 from megarl.environments.environment import environment_of
 from megarl.environments.speech import Speech
-from megarl.parallel.groups import Groups
+from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rewards.judge import RewardError
 from megarl.rollout.environments import Rules, WithEnvironments
 from megarl.rollout.episodes import Episodes, Source
@@ -17,7 +17,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.types import Rollout, Rollouts, SamplingParams
 
 
-def build_episodes(inputs: Inputs, groups: Groups) -> Episodes | None:
+def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
     """Who answers the policy, as the configuration says; None: nobody. Every rank calls it."""
     config = inputs.config
     settings, data = config.environment, config.data

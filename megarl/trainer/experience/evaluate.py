@@ -12,7 +12,7 @@ from megarl.evaluation.answers import AnswerOf, answer_in
 from megarl.evaluation.records import Record
 from megarl.evaluation.summary import metrics, summarize
 from megarl.hybrid.generation import Generation
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.rewards.parts import Part
 from megarl.rollout.replicas import OnFinished
 from megarl.trainer.experience.episodes import score_episodes
@@ -36,7 +36,7 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
         sources and of several samples, and `part_metrics` of parts; of episodes val/turns, their mean.
     """
     rollouts = answered(run, generation, judge)
-    records = records_of(rollouts, run.inputs, run.groups)
+    records = records_of(rollouts, run.inputs, run.world)
     run.report.validation(run.row, records)
     overall, episodes = reward_metrics(rollouts.responses()), episode_metrics(rollouts)
     details = {**part_metrics(rollouts.responses()), **run.score_metrics()}
@@ -90,17 +90,17 @@ def _row_digest(prompt: Prompt, config: Config) -> str:
     return digest([json.dumps(read, sort_keys=True, default=str).encode()])
 
 
-def records_of(rollouts: Rollouts, inputs: Inputs, groups: Groups) -> list[Record]:
+def records_of(rollouts: Rollouts, inputs: Inputs, world: World) -> list[Record]:
     """The responses as text, the same on every rank; rank r decodes every world-size-th."""
     rollouts = rollouts.responses()
-    world, decode = groups.train.world_size, inputs.tokenizer.decode
+    decode = inputs.tokenizer.decode
     mine: list[tuple[str, str, str | None]] = []
-    for rollout in rollouts[groups.rank :: world]:
+    for rollout in rollouts[world.rank :: world.size]:
         prompt = decode(rollout.prompt.token_ids) if rollout.sample == 0 else ""  # once for all samples
         response = decode(rollout.token_ids)
         mine.append((prompt, response, _answer_of(inputs.rewards, rollout.prompt.data_source)(response)))
-    gathered = groups.all_gather(mine, "the responses as text")
-    texts = [gathered[i % world][i // world] for i in range(len(rollouts))]
+    gathered = world.all_gather(mine, "the responses as text")
+    texts = [gathered[i % world.size][i // world.size] for i in range(len(rollouts))]
     prompts = {rollout.group: text[0] for rollout, text in zip(rollouts, texts, strict=True) if rollout.sample == 0}
     first = [rollout for rollout in rollouts if rollout.sample == 0]
     rows = {rollout.group: _row_digest(rollout.prompt, inputs.config) for rollout in first}

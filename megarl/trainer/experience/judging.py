@@ -11,7 +11,7 @@ from megarl.data.messages import are_messages
 from megarl.data.readers import Row, value_at
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.tools import tools_of
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.rewards.judge import RewardError
 from megarl.rewards.parts import Part, functions_of
 from megarl.roles.frozen import Judge
@@ -89,7 +89,7 @@ def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tok
     if tokenizer is None:
         batch = rollouts.scored([None] * len(rollouts)).to_batch()
     else:
-        batch = encoded_anew(rollouts, run.inputs, run.groups, tokenizer)
+        batch = encoded_anew(rollouts, run.inputs, run.world, tokenizer)
         _check_lengths(batch, rollouts, run, judge)
     scores = judge.scores(batch, judge.plan(batch)).tolist()
     for rollout, value in zip(rollouts, scores, strict=True):
@@ -98,14 +98,14 @@ def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tok
     return rollouts.scored(scores)
 
 
-def encoded_anew(rollouts: Rollouts, inputs: Inputs, groups: Groups, tokenizer: Tokenizer) -> Batch:
+def encoded_anew(rollouts: Rollouts, inputs: Inputs, world: World, tokenizer: Tokenizer) -> Batch:
     """Prompts and responses in the tokens, and the chat template, of another tokenizer; the same on every rank.
 
     Every rank encodes every world-size-th of them.
     """
-    world, data = groups.train.world_size, inputs.config.data
+    data = inputs.config.data
     mine: list[list[int]] = []
-    for rollout in rollouts[groups.rank :: world]:
+    for rollout in rollouts[world.rank :: world.size]:
         prompt, source = value_at(rollout.prompt.row, data.prompt_key), rollout.prompt.source
         response, ended = inputs.tokenizer.decode(rollout.token_ids), rollout.finish_reason == "stop"
         if are_messages(prompt):
@@ -113,8 +113,8 @@ def encoded_anew(rollouts: Rollouts, inputs: Inputs, groups: Groups, tokenizer: 
             mine.append(conversation_ids(prompt, response, source, tokenizer, ended=ended, tools=tools))
         else:
             mine.append([*tokenizer.encode(f"{prompt}{response}"), *[tokenizer.eos_id] * ended])
-    gathered = groups.all_gather(mine, "the texts for the reward model")
-    texts = [gathered[i % world][i // world] for i in range(len(rollouts))]
+    gathered = world.all_gather(mine, "the texts for the reward model")
+    texts = [gathered[i % world.size][i // world.size] for i in range(len(rollouts))]
     return batch_of(texts, [()] * len(texts), range(len(texts)))
 
 

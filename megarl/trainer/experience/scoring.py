@@ -7,13 +7,14 @@ from typing import Any
 from zlib import crc32
 
 from megarl.data.readers import value_or_none
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import functions_of
 from megarl.rewards.pool import RewardPool
 from megarl.trainer.experience.reward_workers import host_here, workers_of
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.score_metrics import call_metrics, parts_by_name
 from megarl.types import Rollout, Rollouts
 
@@ -31,19 +32,20 @@ class Scorer:
     process can find, is called in those ranks themselves.
     """
 
-    def __init__(self, inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> None:
+    def __init__(self, inputs: Inputs, world: World, say: Callable[[str], None]) -> None:
         """
         Args:
             say: shows how many responses could not be scored.
         """
         self._functions = functions_of(inputs.rewards)
         assert self._functions, "a reward model scores by itself"
-        self._inputs, self._groups, self._say = inputs, groups, say
-        self._leaders = [groups.generation.ranks(replica)[0] for replica in range(groups.generation.replicas)]
+        self._inputs, self._world, self._say = inputs, world, say
+        layout = generation_layout(inputs.config)
+        self._leaders = [layout.replica_ranks(replica)[0] for replica in range(layout.replicas)]
         self._noted: list[Scored | Failure] = []
         self._early: Results = {}
-        hosts = groups.all_gather(host_here(scores=groups.rank in self._leaders), "the CPU cores of the ranks")
-        settings, workers = inputs.config.reward, workers_of(groups.rank, hosts, inputs.config.reward.workers)
+        hosts = world.all_gather(host_here(scores=world.rank in self._leaders), "the CPU cores of the ranks")
+        settings, workers = inputs.config.reward, workers_of(world.rank, hosts, inputs.config.reward.workers)
         self._judge: RewardPool | InRank | None = None
         if workers and all(part.reward.named for part in self._functions):
             self._judge = RewardPool(self._functions, settings, workers)
@@ -79,7 +81,7 @@ class Scorer:
         missing = [rollout for rollout in rollouts if self._reads(rollout) and _key(rollout) not in found]
         if missing:
             if self._judge is not None:
-                for rollout in missing[self._leaders.index(self._groups.rank) :: len(self._leaders)]:
+                for rollout in missing[self._leaders.index(self._world.rank) :: len(self._leaders)]:
                     self.submit(0, rollout)
             found |= self._collect()
         wanted = {_key(rollout) for rollout in rollouts}
@@ -114,7 +116,7 @@ class Scorer:
         failure = next((one for one in mine.values() if isinstance(one, Failure) and not one.left_out), None)
         if failure is not None and self._inputs.config.reward.on_error == "fail":
             wrong = f"{failure}\n(reward.on_error=drop leaves out the responses that cannot be scored)"
-        gathered: list[Results | str] = self._groups.all_gather(mine if wrong is None else wrong, "all scores")
+        gathered: list[Results | str] = self._world.all_gather(mine if wrong is None else wrong, "all scores")
         found: Results = {}
         for rank, of_rank in enumerate(gathered):
             if isinstance(of_rank, str):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megarl.config import Config
-from megarl.data.formats import trains
 from megarl.estimate.budget import StageBudget, budget
 from megarl.estimate.budget_file import write_budget
 from megarl.estimate.budget_table import measured_table, predicted_table
 from megarl.estimate.fit import what_may_not_fit
 from megarl.estimate.prediction import most_received, reshard_of_some_ranks
+from megarl.flow_kinds import trains
 from megarl.models.architecture import Architecture
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.trainer.memory import job_of, this_accelerator
 from megarl.trainer.records.report import Report
@@ -25,8 +25,8 @@ class MemoryReport:
         predicted: of every pipeline stage; empty on CPU ranks, and for a run that trains nothing.
     """
 
-    def __init__(self, config: Config, arch: Architecture, groups: Groups, report: Report) -> None:
-        self._groups, self._report = groups, report
+    def __init__(self, config: Config, arch: Architecture, world: World, report: Report) -> None:
+        self._world, self._report = world, report
         self._run_dir, self._steps = config.trainer.run_dir, 0
         self._accelerator = this_accelerator()
         predicts = self._accelerator and trains(config)
@@ -47,7 +47,7 @@ class MemoryReport:
     def _write(self) -> None:
         """The prediction, into the run's folder."""
         assert self._accelerator
-        if self._groups.rank == 0:
+        if self._world.rank == 0:
             try:
                 write_budget(self._run_dir, self.predicted, self._accelerator)
             except OSError as e:
@@ -67,12 +67,11 @@ class MemoryReport:
         """
         if not self._accelerator:
             return {}
-        most: dict[Phase, int] = {}
+        most: dict[str, int] = {}
         for of_rank in ranks:
-            for name, nbytes in of_rank.items():
-                phase = Phase(name)
+            for phase, nbytes in of_rank.items():
                 most[phase] = max(most.get(phase, 0), nbytes)
-        whole = {Phase.GENERATE, Phase.UPDATE} if self._job and self._job.generates else {Phase.UPDATE}
+        whole: set[str] = {Phase.GENERATE, Phase.UPDATE} if self._job and self._job.generates else {Phase.UPDATE}
         if whole <= most.keys():
             self._steps += 1
             if self._steps == 2 and self.predicted:

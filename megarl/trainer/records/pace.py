@@ -13,8 +13,8 @@ from megarl.estimate.accelerator import peak_flops
 from megarl.estimate.job import active_parameter_count
 from megarl.estimate.prediction import flops_of_sequences
 from megarl.models.architecture import Architecture
-from megarl.parallel.groups import Groups
 from megarl.parallel.watch import Wait
+from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.rollout.speed import Speed
 from megarl.telemetry.gpu import GpuReading, GpuSampler, gpu_metrics
@@ -36,16 +36,16 @@ class OfRank(NamedTuple):
 class Pace:
     """Makes metrics of what each rank measured by itself."""
 
-    def __init__(self, arch: Architecture, groups: Groups, dtype: str) -> None:
+    def __init__(self, arch: Architecture, world: World, dtype: str) -> None:
         """
         Args:
             dtype: of the actor's matrix products.
         """
-        self._arch, self._groups = arch, groups
+        self._arch, self._world = arch, world
         self._peak: float | None = None
         self._gpu: GpuSampler | None = None
-        if groups.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(groups.device)
+        if world.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(world.device)
             self._peak = peak_flops(properties.name, dtype)
             self._gpu = GpuSampler(str(properties.uuid))
         self._parameters = active_parameter_count(arch) if self._peak else 0
@@ -105,7 +105,7 @@ class Pace:
         taken = sum(seconds.get(phase, 0.0) for phase in _OF_MFU)
         if not self._peak or not self._flops or not taken:
             return {}
-        return {"perf/mfu": self._flops / (taken * self._groups.train.world_size * self._peak)}
+        return {"perf/mfu": self._flops / (taken * self._world.size * self._peak)}
 
 
 def stragglers(work: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,9 +12,9 @@ from typing import cast
 from rich.table import Table
 
 from megarl.config.load import CONFIG_FILE
-from megarl.data.formats import trains
 from megarl.data.pieces import Pieces
 from megarl.evaluation.records import Record, write_records
+from megarl.flow_kinds import trains
 from megarl.telemetry.counting import Counting
 from megarl.telemetry.progress import Progress, print_table
 from megarl.telemetry.samples import write_samples

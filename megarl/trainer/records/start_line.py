@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.hybrid.generation import Generation
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.roles.trained import TrainedModel
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout, train_layout
 
 
-def start_line(
-    inputs: Inputs, groups: Groups, trained: Sequence[TrainedModel], generations: Sequence[Generation]
-) -> str:
+def start_line(inputs: Inputs, world: World, trained: Sequence[TrainedModel], generations: Sequence[Generation]) -> str:
     """For people, when everything is built that the first loop needs."""
-    train, generation = groups.train, groups.generation
+    train, generation = train_layout(inputs.config), generation_layout(inputs.config)
     layouts = f"training {train}"
     if generations:
         layouts += f", generation TP{generation.tp} x {generation.replicas} replicas"
-    parts = [f"{layouts} on {train.world_size} {groups.device.type} ranks"]
+    parts = [f"{layouts} on {train.size} {world.device.type} ranks"]
     if trained:
         engines = "".join(_engine(inputs, one) for one in generations)
         parts.append(f"{inputs.arch.family} with {trained[0].kernels}{engines}")

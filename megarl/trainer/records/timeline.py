@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 
 from megarl.config.trainer import Trainer
-from megarl.parallel.groups import Groups
 from megarl.parallel.watch import Wait
+from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.telemetry.spans import RankSpans, SpanFile
 from megarl.telemetry.timers import Span
 
 WAIT = "wait"
 """Beside the phases, and within them: a rank stands in an agreement of all ranks until the last one is there."""
+
+Told = Sequence[tuple[int | str, float, float]]
+"""`RankSpans` in which a phase of the flow's own stands by its name."""
 
 _NAMES = (*map(str, Phase), WAIT)
 _PLACES = {name: place for place, name in enumerate(_NAMES)}
@@ -31,32 +34,32 @@ class Timeline:
     millisecond. Times are counted from there: the hosts' clocks need not agree.
     """
 
-    def __init__(self, trainer: Trainer, groups: Groups, warn: Callable[[str], None]) -> None:
-        self._groups, self._warn = groups, warn
+    def __init__(self, trainer: Trainer, world: World, warn: Callable[[str], None]) -> None:
+        self._world, self._warn = world, warn
         self._on = "jsonl" in trainer.logger
-        self._file = SpanFile(trainer.run_dir) if self._on and groups.rank == 0 else None
+        self._file = SpanFile(trainer.run_dir) if self._on and world.rank == 0 else None
         self._unwritten = False
         self._began = self._began_at = 0.0
 
     def begin(self) -> None:
         """The first step begins: now, on all ranks. What they have waited for until now is of no step."""
         if self._on:
-            self._groups.barrier("the beginning of the timeline")
+            self._world.barrier("the beginning of the timeline")
             self._began, self._began_at = time.perf_counter(), time.time()
-        self._groups.watch.collect_waits()
+        self._world.watch.collect_waits()
 
-    def own(self, spans: Sequence[Span], waits: Sequence[Wait]) -> RankSpans:
+    def own(self, spans: Sequence[Span], waits: Sequence[Wait]) -> Told:
         """What this rank timed since the last step, and its waits for other ranks, to be gathered."""
         if not self._on:
             return []
-        least = _SHORTEST_WAIT if self._groups.train.world_size > 1 else math.inf  # alone: what an agreement takes
+        least = _SHORTEST_WAIT if self._world.size > 1 else math.inf  # alone: what an agreement takes
         waited = [Span(WAIT, wait.start, wait.seconds) for wait in waits if wait.seconds >= least]
-        known = [span for span in spans if span.phase in _PLACES and span.seconds >= _SHORTEST] + waited
+        known = [span for span in spans if span.seconds >= _SHORTEST] + waited
         if len(known) > MOST_SPANS:
             known = sorted(sorted(known, key=lambda span: span.seconds)[-MOST_SPANS:], key=lambda span: span.start)
-        return [(_PLACES[phase], round(start - self._began, 4), round(s, 4)) for phase, start, s in known]
+        return [(_PLACES.get(phase, phase), round(start - self._began, 4), round(s, 4)) for phase, start, s in known]
 
-    def step(self, row: int, loop: str, ranks: Sequence[RankSpans]) -> None:
+    def step(self, row: int, loop: str, ranks: Sequence[Told]) -> None:
         """A step begins where the last one ends: now.
 
         Args:
@@ -69,7 +72,7 @@ class Timeline:
         if self._file is None:
             return
         try:
-            self._file.write(row, loop, began_at, _NAMES, ranks)
+            self._file.write(row, loop, began_at, *_with_places(ranks))
             self._unwritten = False
         except OSError as e:
             if not self._unwritten:
@@ -87,3 +90,14 @@ class Timeline:
                 self._file.close()
             except OSError as e:
                 self._warn(f"the last steps of the timeline are lost: {e}")
+
+
+def _with_places(ranks: Sequence[Told]) -> tuple[Sequence[str], list[RankSpans]]:
+    """The phases' names, a flow's own after the others, and the spans with their places among them."""
+    own = sorted({phase for spans in ranks for phase, _, _ in spans if isinstance(phase, str)})
+    names = (*_NAMES, *own)
+
+    def place(phase: int | str) -> int:
+        return names.index(phase) if isinstance(phase, str) else phase
+
+    return names, [[(place(phase), start, seconds) for phase, start, seconds in spans] for spans in ranks]

@@ -10,11 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from megarl.checkpoint.manifest import one_line
 from megarl.checkpoint.stored_objects import is_compressed
-from megarl.parallel.control import broadcast, broadcast_
+from megarl.parallel.world import World
 
 Array = npt.NDArray[Any]
 
@@ -52,18 +51,17 @@ def write_arrays(file: str, arrays: Mapping[str, Array]) -> None:
         np.savez(f, **named)
 
 
-def read_arrays(file: str, control: dist.ProcessGroup) -> dict[str, Array]:
+def read_arrays(file: str, world: World) -> dict[str, Array]:
     """Read a file on the first rank and send it to the others; every rank calls it.
 
     Args:
-        control: all ranks, over gloo.
 
     Raises:
         ValueError: on every rank, in one line, if it cannot be read.
     """
     arrays: dict[str, Array] = {}
     told: Any = None
-    if dist.get_rank(control) == 0:
+    if world.rank == 0:
         try:
             with zipfile.ZipFile(file) as whole:
                 if is_compressed(whole):
@@ -73,11 +71,11 @@ def read_arrays(file: str, control: dist.ProcessGroup) -> dict[str, Array]:
             told = {name: (array.dtype.str, array.shape) for name, array in arrays.items()}
         except Exception as e:  # whatever reading a damaged file raises
             told = f"{os.path.basename(file)} cannot be read: {one_line(e)}"
-    told = broadcast(control, told, "arrays of a checkpoint")
+    told = world.broadcast(told, "arrays of a checkpoint")
     if isinstance(told, str):
         raise ValueError(told)
     for name, (dtype, shape) in told.items():
         array = arrays.setdefault(name, np.empty(shape, dtype))
         if array.size:
-            broadcast_(control, torch.from_numpy(array.reshape(-1).view(np.uint8)), "arrays of a checkpoint")
+            world.broadcast_(torch.from_numpy(array.reshape(-1).view(np.uint8)), "arrays of a checkpoint")
     return arrays

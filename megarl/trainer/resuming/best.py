@@ -18,13 +18,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megarl.checkpoint.folder import Position, checkpoints, loop_and_step
-from megarl.config.trainer import Trainer
-from megarl.data.formats import OF_FLOWS
+from megarl.config import Config
 from megarl.evaluation.folder import write_json
+from megarl.flow_kinds import flow_kind
 from megarl.telemetry.lines import only_file
 
 if TYPE_CHECKING:  # a command that only reads the marker does without Megatron-Core
-    from megarl.parallel.groups import Groups
+    from megarl.parallel.world import World
 
 BEST_FILE = "best.json"
 
@@ -37,24 +37,25 @@ class BestCheckpoint:
         value: of its validation.
     """
 
-    def __init__(self, trainer: Trainer, groups: Groups, position: Position) -> None:
+    def __init__(self, config: Config, world: World, position: Position) -> None:
         """Every rank calls it.
 
         Args:
             position: where the run begins; later checkpoints are no part of it.
         """
-        self._trainer, self._groups = trainer, groups
+        trainer = config.trainer
+        self._trainer, self._world, self._always_alike = trainer, world, flow_kind(config).validates
         self._marker = os.path.join(trainer.run_dir, "checkpoints", BEST_FILE)
         self.folder: str | None = None
         self.value = math.nan
         if trainer.best_metric:
-            found = self._search(position) if groups.rank == 0 else None
-            self.folder, self.value = groups.broadcast(found or (None, math.nan), "the best checkpoint")
+            found = self._search(position) if world.rank == 0 else None
+            self.folder, self.value = world.broadcast(found or (None, math.nan), "the best checkpoint")
 
     def problem_with(self, validation: Mapping[str, float]) -> str | None:
         """What to say of a validation that does not give the metric; a flow of the user's may have several kinds."""
-        metric, own = self._trainer.best_metric, self._trainer.flow not in ("ppo", *OF_FLOWS)
-        if own or not metric or metric in validation:
+        metric = self._trainer.best_metric
+        if not self._always_alike or not metric or metric in validation:
             return None
         return f"trainer.best_metric = {metric} is no metric of the validation, which gives {', '.join(validation)}"
 
@@ -63,7 +64,7 @@ class BestCheckpoint:
         if not self._trainer.best_metric or not validation:
             return False
         better = self._better(validation.get(self._trainer.best_metric, math.nan))
-        return bool(self._groups.maximum(int(better), "the best checkpoint"))
+        return bool(self._world.maximum(int(better), "the best checkpoint"))
 
     def saved(self, folder: str, validation: Mapping[str, float]) -> None:
         """A checkpoint is written; every rank calls it."""
@@ -88,7 +89,7 @@ class BestCheckpoint:
 
     def mark(self) -> None:
         """Write the marker, or remove one that is out of date; rank 0 does."""
-        if self._groups.rank or not self._trainer.best_metric:
+        if self._world.rank or not self._trainer.best_metric:
             return
         if self.folder is None:
             with suppress(FileNotFoundError):

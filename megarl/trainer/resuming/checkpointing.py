@@ -13,7 +13,7 @@ import torch
 from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
-from megarl.parallel.groups import Groups
+from megarl.parallel.world import World
 from megarl.roles.model import MegatronModel
 from megarl.roles.reference import Reference
 from megarl.trainer.inputs import Inputs
@@ -86,13 +86,13 @@ class Checkpointing:
         best: the checkpoint with the best validation.
     """
 
-    def __init__(self, inputs: Inputs, groups: Groups, start: Start, report: Report) -> None:
-        self._inputs, self._config, self._groups, self._report = inputs, inputs.config, groups, report
+    def __init__(self, inputs: Inputs, world: World, start: Start, report: Report) -> None:
+        self._inputs, self._config, self._world, self._report = inputs, inputs.config, world, report
         self.models: dict[str, MegatronModel] = {}
         self._states: dict[str, Stateful] = {}
         self.latest, self.position = start.folder, start.position if start.folder else None
         self.failure: str | None = None
-        self.best = BestCheckpoint(self._config.trainer, groups, start.position)
+        self.best = BestCheckpoint(self._config, world, start.position)
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
@@ -124,12 +124,12 @@ class Checkpointing:
         Raises:
             RunStopped: something to save is not finite.
         """
-        run_dir, control = self._config.trainer.run_dir, self._groups.control
+        run_dir, world = self._config.trainer.run_dir, self._world
         try:
             sharded = {name: self._sharded(name, loading=False) for name in self.models}
         except ValueError as e:
             raise RunStopped(f"not saved: {e}; the last checkpoint is {self.latest or 'none'}") from e
-        if problem := self._groups.broadcast(self._report.folder_problem(), "a look at the run's folder"):
+        if problem := self._world.broadcast(self._report.folder_problem(), "a look at the run's folder"):
             raise RunStopped(f"step {position.step} is not saved: {problem}")
         exported = self.models.get(ACTOR, self.models.get(REWARD_MODEL))
         if kept is not None:
@@ -150,7 +150,7 @@ class Checkpointing:
                     "validation": finite(validation),
                 },
                 write_model=partial(self._write_beside, exported, states),
-                control=control,
+                world=world,
             )
         except SaveFailed as e:
             self.failure = str(e)
@@ -160,7 +160,7 @@ class Checkpointing:
         self.best.saved(self.latest, validation)
         if self._config.checkpoint.save_hf:
             self._report.artifact(os.path.join(self.latest, "huggingface"))
-        if self._groups.rank == 0:
+        if self._world.rank == 0:
             keep = self._config.trainer.max_ckpt_to_keep
             for problem in prune_checkpoints(run_dir, keep, self.latest, self.best.folder):
                 self._report.warn(problem)
@@ -184,7 +184,7 @@ class Checkpointing:
             raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
         wanted = {name: self._sharded(name, loading=True) for name in self.models if name in saved}
         try:
-            loaded = load_checkpoint(folder, wanted, rng=True, control=self._groups.control)
+            loaded = load_checkpoint(folder, wanted, rng=True, world=self._world)
         except ValueError as e:
             raise RunRefused(str(e)) from e
         for name in wanted:
@@ -198,7 +198,7 @@ class Checkpointing:
                 if state.get(name) is not None:
                     joined.load_state(state[name])
                     if isinstance(joined, HasArrays):
-                        joined.load_arrays(read_arrays(file_of(folder, name), self._groups.control))
+                        joined.load_arrays(read_arrays(file_of(folder, name), self._world))
         except ValueError as e:
             raise RunRefused(f"checkpoint '{folder}': {e}") from e
 
@@ -207,10 +207,10 @@ class Checkpointing:
 
         def write() -> None:
             for name, joined in states.items():
-                if isinstance(joined, HasArrays) and self._groups.rank == 0:
+                if isinstance(joined, HasArrays) and self._world.rank == 0:
                     write_arrays(file_of(folder, name), joined.arrays())
 
-        on_every_rank(self._groups.control, write)
+        on_every_rank(self._world, write)
         write_model_files(self._inputs, exported, folder)
 
     def _check_name(self, name: str) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.data.examples import Example
-from megarl.data.formats import format_of, generates
 from megarl.data.prompts import PromptSet
+from megarl.flow_kinds import format_of, generates
 from megarl.trainer.needs import needs_of
 from megarl.trainer.other_models import beside_the_policy
 from megarl.trainer.resuming.digests import digest, file_digest, tokenizer_digest

@@ -33,7 +33,7 @@ def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str
     config, model = inputs.config, inputs.config.actor_rollout_ref.model
     tokenizer = tokenizer_place(model.tokenizer_path or model.path)
     huggingface = os.path.join(folder, "huggingface")
-    control = trained.groups.control
+    world = trained.groups.world
 
     def copy() -> None:
         if dist.get_rank() == 0:
@@ -42,11 +42,11 @@ def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str
             keep_tokenizer(model.path, tokenizer, folder)
             if config.checkpoint.save_hf:
                 os.makedirs(huggingface)
-                write_exported_files(inputs, huggingface, classifier=trained.scalar_output)
+                write_exported_files(inputs, huggingface, classifier=trained.kind.scalar)
 
-    on_every_rank(control, copy)
+    on_every_rank(world, copy)
     if config.checkpoint.save_hf:
-        on_every_rank(control, lambda: _export(trained, huggingface))
+        on_every_rank(world, lambda: _export(trained, huggingface))
 
 
 def write_exported_files(inputs: Inputs, folder: str, *, classifier: bool = False) -> list[str]:
@@ -71,9 +71,9 @@ def write_exported_files(inputs: Inputs, folder: str, *, classifier: bool = Fals
 
 def _export(model: MegatronModel, folder: str) -> None:
     """The ranks of the first copy of the model write its weights."""
-    layout = model.groups.train
+    layout = model.groups.layout
     ranks = layout.model_ranks(0)
-    if model.groups.rank in ranks:
+    if model.groups.world.rank in ranks:
         placements = {
             rank: training_placements(model.arch, layout, rank, transformer_engine=model.transformer_engine)
             for rank in ranks

@@ -20,13 +20,12 @@ from megarl.checkpoint.folder import (
     read_state,
     remark_on,
     remove_partials,
-    rl_step,
     set_aside,
 )
 from megarl.config import Config, dump_config
 from megarl.config.load import CONFIG_FILE
 from megarl.config.trainer import Trainer
-from megarl.data.formats import OF_FLOWS, trains
+from megarl.flow_kinds import flow_kind, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.lines import rewrite
 from megarl.trainer.inputs import Inputs
@@ -34,7 +33,7 @@ from megarl.trainer.resuming.identity import as_recorded_before, differences
 from megarl.trainer.stopped import RunRefused
 
 if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
-    from megarl.parallel.groups import Groups
+    from megarl.parallel.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +84,8 @@ def expected_start(inputs: Inputs) -> Start:
 
 def finished(inputs: Inputs, start: Start) -> str | None:
     """What to say of a run that has nothing left to do; None if it has."""
-    flow, total = inputs.config.trainer.flow, inputs.total_steps
-    last = rl_step(total) if flow == "ppo" else Position(0, total, "train") if flow in OF_FLOWS else None
-    if last is None or start.position < last:
+    last_loop, total = flow_kind(inputs.config).last_loop, inputs.total_steps
+    if last_loop is None or start.position < Position(last_loop[0], total, last_loop[1]):
         return None
     return (
         f"nothing to do: {start.folder} has step {start.position.step}, and the run ends with step "
@@ -95,7 +93,7 @@ def finished(inputs: Inputs, start: Start) -> str | None:
     )
 
 
-def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> Start:
+def choose_start(inputs: Inputs, world: World, say: Callable[[str], None]) -> Start:
     """The newest checkpoint that is whole; every rank calls it. Nothing on the disk changes: see `begin_in_folder`.
 
     Args:
@@ -105,14 +103,14 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
         ValueError: on every rank; see `expected_start`, and for a rank that does not see the run's folder.
     """
     trainer = inputs.config.trainer
-    first = groups.rank == 0
+    first = world.rank == 0
     if first:
         bring_back_replaced(trainer.run_dir)
-    candidates = groups.broadcast(_candidates(trainer) if first else None, "the choice of a checkpoint")
+    candidates = world.broadcast(_candidates(trainer) if first else None, "the choice of a checkpoint")
     passed_over: list[Found] = []
     for found in candidates:
-        check_seen(found.folder, groups)
-        problem = found.problem or _damage(inputs, found.folder, groups)
+        check_seen(found.folder, world)
+        problem = found.problem or _damage(inputs, found.folder, world)
         if problem is None:
             start = replace(_start_at(found, inputs), passed_over=tuple(passed_over))
             if remark := remark_on(found.folder):
@@ -130,7 +128,7 @@ def choose_start(inputs: Inputs, groups: Groups, say: Callable[[str], None]) -> 
     return Start()
 
 
-def begin_in_folder(inputs: Inputs, groups: Groups, start: Start) -> None:
+def begin_in_folder(inputs: Inputs, world: World, start: Start) -> None:
     """Change what is on the disk as the run's beginning asks for; every rank calls it.
 
     What dead jobs left is removed, damaged checkpoints that are newer than the one that the run goes on from are set
@@ -143,8 +141,8 @@ def begin_in_folder(inputs: Inputs, groups: Groups, start: Start) -> None:
 
     run_dir = inputs.config.trainer.run_dir
     try:
-        on_every_rank(groups.control, lambda: _take_folder(inputs, start) if groups.rank == 0 else None)
-        check_seen(os.path.join(run_dir, CONFIG_FILE), groups)
+        on_every_rank(world, lambda: _take_folder(inputs, start) if world.rank == 0 else None)
+        check_seen(os.path.join(run_dir, CONFIG_FILE), world)
     except RankFailed as e:
         raise RunRefused(f"the run folder {run_dir} cannot be written: {e}; set trainer.default_local_dir") from None
     except ValueError as e:
@@ -196,17 +194,17 @@ def _start_at(found: Found, inputs: Inputs) -> Start:
     return Start(folder=found.folder, state=found.state, differs=frozenset(other))
 
 
-def _damage(inputs: Inputs, folder: str, groups: Groups) -> str | None:
+def _damage(inputs: Inputs, folder: str, world: World) -> str | None:
     if not inputs.config.checkpoint.verify:
         return None
     from megarl.checkpoint.store import verify_checkpoint
 
-    return verify_checkpoint(folder, groups.control)
+    return verify_checkpoint(folder, world)
 
 
-def check_seen(path: str, groups: Groups) -> None:
+def check_seen(path: str, world: World) -> None:
     """Raises ValueError, on every rank, if a rank does not see a file or folder that rank 0 sees."""
-    everyone = groups.all_gather((os.path.lexists(path), socket.gethostname()), "all ranks' view of the disk")
+    everyone = world.all_gather((os.path.lexists(path), socket.gethostname()), "all ranks' view of the disk")
     for rank, (seen, host) in enumerate(everyone):
         if not seen:
             raise ValueError(

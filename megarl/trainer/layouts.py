@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megarl.config import Config
 from megarl.config.policy import Megatron
-from megarl.data.formats import generates
+from megarl.flow_kinds import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
+from megarl.rollout.kinds import engine_kind
 
 
 def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayout:
@@ -16,7 +17,7 @@ def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayou
     """
     megatron = megatron or config.actor_rollout_ref.actor.megatron
     return TrainLayout(
-        world_size=config.trainer.world_size,
+        ranks=range(config.trainer.world_size),
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
         chunks=megatron.virtual_pipeline_model_parallel_size or 1,
@@ -37,9 +38,8 @@ def generation_layout(config: Config) -> GenerationLayout:
     Every rank is a replica of its own in a run that generates nothing.
     """
     if not generates(config):
-        return GenerationLayout(world_size=config.trainer.world_size, tp=1, stride=1)
+        return GenerationLayout(ranks=range(config.trainer.world_size), tp=1, stride=1)
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
-    # vLLM's external launcher makes replicas of neighbouring ranks, whatever the layout says
-    stride = 1 if rollout.name == "vllm" else closest_stride(train_layout(config), tp)
-    return GenerationLayout(world_size=config.trainer.world_size, tp=tp, stride=stride)
+    stride = closest_stride(train_layout(config), tp) if engine_kind(rollout.name).strided else 1
+    return GenerationLayout(ranks=range(config.trainer.world_size), tp=tp, stride=stride)

@@ -1,0 +1,50 @@
+"""Who generates together with whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megarl.parallel.layout import GenerationLayout
+from megarl.parallel.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationGroups:
+    """This rank's generation replica.
+
+    Attributes:
+        tp: its ranks, which compute together; None where this rank is alone.
+        control: the same ranks, over gloo.
+    """
+
+    world: World
+    layout: GenerationLayout
+    tp: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+
+    @property
+    def replica(self) -> int:
+        """The replica's number."""
+        return self.layout.coords(self.world.rank).replica
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place in it."""
+        return self.layout.coords(self.world.rank).tp
+
+
+def generation_groups(world: World, layout: GenerationLayout) -> GenerationGroups:
+    """Create the groups of all replicas. Every rank calls it."""
+    if layout.tp == 1:
+        return GenerationGroups(world=world, layout=layout, tp=None, control=None)
+
+    def replica(backend: str | None) -> dist.ProcessGroup:
+        made = [world.new_group(layout.replica_ranks(i), backend) for i in range(layout.replicas)]
+        return made[layout.coords(world.rank).replica]
+
+    tp = replica(None)
+    return GenerationGroups(
+        world=world, layout=layout, tp=tp, control=tp if world.device.type == "cpu" else replica("gloo")
+    )

@@ -1,0 +1,67 @@
+"""The roles that models have in a run, as the rest of the program knows them. Torch-free.
+
+One table: a run moves memory by it (`megarl.hybrid.residency`), and the prediction counts by it (`megarl.estimate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.phases import Item, Phase
+
+_GENERATION = frozenset[str]({Phase.OFFLOAD, Phase.RESHARD, Phase.GENERATE})
+_CRITIC = frozenset[str]({Phase.VALUES, Phase.UPDATE_CRITIC})
+_FORWARD = frozenset[str]({Phase.LOG_PROBS, Phase.REF, Phase.TEACHER})
+_ALL = frozenset[str](Phase)
+
+
+def _in_generation() -> Mapping[Item, frozenset[str]]:
+    return dict.fromkeys(Item, _GENERATION)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleKind:
+    """What residency and prediction know of a role. A class of the user's has its own in the attribute `kind`.
+
+    Attributes:
+        name: of the configuration's section, where it has one.
+        scalar: whether its model ends in a value or a score in place of a vocabulary.
+        forward: the phase of its forward pass, where that is one of its own.
+        absent: memory -> the phases in which it is not on the GPU, if the configuration lets it leave at all. By
+            default all of it leaves during generation.
+    """
+
+    name: str = ""
+    scalar: bool = False
+    forward: Phase | None = None
+    absent: Mapping[Item, frozenset[str]] = field(default_factory=_in_generation)
+
+    def without(self, item: Item) -> frozenset[str]:
+        """The phases that do without it."""
+        return self.absent.get(item, frozenset())
+
+
+_OF_POLICY = {
+    Item.WEIGHTS: frozenset[str]({Phase.GENERATE}),  # the reshard reads them
+    Item.GRADIENTS: _GENERATION | _FORWARD | _CRITIC | {Phase.SAVE},
+    Item.OPTIMIZER: _GENERATION | _CRITIC,
+}
+
+ACTOR = RoleKind(name="actor", absent=_OF_POLICY)
+TRAINED_REWARD_MODEL = RoleKind(name="reward_model", scalar=True, absent=_OF_POLICY)
+CRITIC = RoleKind(
+    name="critic",
+    scalar=True,
+    forward=Phase.VALUES,
+    absent={
+        Item.WEIGHTS: _ALL - _CRITIC - {Phase.SAVE},
+        Item.GRADIENTS: _ALL - {Phase.UPDATE_CRITIC},
+        Item.OPTIMIZER: _ALL - {Phase.UPDATE_CRITIC, Phase.SAVE},
+    },
+)
+REFERENCE = RoleKind(name="reference", absent={Item.WEIGHTS: _GENERATION | {Phase.UPDATE} | _CRITIC})
+REWARD_MODEL = RoleKind(
+    name="reward_model", scalar=True, forward=Phase.REWARD, absent={Item.WEIGHTS: _ALL - {Phase.REWARD}}
+)
+TEACHER = RoleKind(name="teacher", forward=Phase.TEACHER, absent={Item.WEIGHTS: _ALL - {Phase.TEACHER}})

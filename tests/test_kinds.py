@@ -1,0 +1,209 @@
+"""Flows and engines of users' own, which declare what checks, prediction and resuming know of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+from run_cases import run_here
+from tiny_run import metrics_of, write_run
+
+from megarl.config import Config, load_config
+from megarl.flow_kinds import FlowKind, flow_kind, format_of, generates, trains
+from megarl.rollout.kinds import NATIVE, engine_kind
+from megarl.rollout.vllm.kind import VLLM
+from megarl.trainer.checks import check_layouts, check_run
+from megarl.trainer.layouts import generation_layout
+from megarl.trainer.memory import job_of
+from megarl.trainer.resuming.resume import Start, finished
+
+ENGINE = """
+from dataclasses import dataclass
+
+import megarl
+from megarl.rollout.native.engine import NativeEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind(megarl.EngineKind):
+    repeats: bool = False
+    strided: bool = False
+    vocab_multiple: int = 24
+
+    def check(self, rollout, arch, *, trains):
+        if rollout.max_num_seqs == 7:
+            raise ValueError("Mine answers no seven at a time; lower rollout.max_num_seqs")
+
+    def activation_bytes(self, rollout, arch, *, tp, itemsize, max_model_len):
+        return 12345
+
+
+class Mine(NativeEngine):
+    kind = Kind()
+"""
+
+
+def _with_engine(folder: Path, *overrides: str) -> Config:
+    (folder / "engine.py").write_text(ENGINE)
+    name = f"actor_rollout_ref.rollout.name={folder / 'engine.py'}:Mine"
+    return load_config(str(write_run(folder)), [name, *overrides])
+
+
+def test_an_engine_declares_its_kind(tmp_path: Path) -> None:
+    megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+    layouts = [f"{megatron}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    config = _with_engine(tmp_path, *layouts)
+    kind = engine_kind(config.actor_rollout_ref.rollout.name)
+    assert kind.engine.__name__ == "Mine" and not kind.repeats and kind.block_size == NATIVE.block_size
+    assert generation_layout(config).stride == 1
+    assert generation_layout(load_config(str(tmp_path / "run.yaml"), layouts)).stride == 2
+    job = job_of(config, check_layouts(config))
+    assert job.vocab_rows == 24 and job.engine.activation_bytes(
+        config.actor_rollout_ref.rollout, job.arch, tp=1, itemsize=4, max_model_len=8
+    ) == 12345  # fmt: skip
+    with pytest.raises(ValueError, match=r"^Mine answers no seven at a time; lower rollout.max_num_seqs$"):
+        check_run(_with_engine(tmp_path, f"{rollout}.max_num_seqs=7"))
+    with pytest.raises(ValueError, match=r"round as its batches fall; use rollout.name=native"):
+        check_run(_with_engine(tmp_path, "trainer.deterministic=true"))
+
+
+def test_engines_that_declare_nothing_are_like_the_native_one(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("class Plain:\n    pass\n")
+    kind = engine_kind(f"{tmp_path / 'plain.py'}:Plain")
+    assert isinstance(kind.engine, type) and kind.engine.__name__ == "Plain"
+    assert (kind.repeats, kind.strided, kind.fixed_cache) == (NATIVE.repeats, NATIVE.strided, NATIVE.fixed_cache)
+    assert engine_kind("native") is NATIVE and engine_kind("vllm") is VLLM
+    with pytest.raises(ValueError, match=r"rollout.name = 'vlm' is not known; use vllm"):
+        engine_kind("vlm")
+
+
+FLOW = """
+import megarl
+
+
+@megarl.flow(last_loop=(0, "count"), validates=True)
+def flow(run):
+    for step in run.steps("count", run.inputs.total_steps):
+        run.log("count", {"of": step})
+
+
+@megarl.flow(reads="preferences", scores=True)
+def pairs(run):
+    pass
+
+
+@megarl.flow(trains=False)
+def looks(run):
+    pass
+
+
+def silent(run):
+    pass
+"""
+
+
+def _with_flow(folder: Path, name: str, *overrides: str) -> Config:
+    (folder / "flow.py").write_text(FLOW)
+    return load_config(str(write_run(folder)), [f"trainer.flow={folder / 'flow.py'}:{name}", *overrides])
+
+
+def test_a_flow_declares_its_kind(tmp_path: Path) -> None:
+    config = _with_flow(tmp_path, "flow")
+    inputs = check_run(config)
+    at = {"format": 1, "order": 0, "loop": "count"}
+    last = Start(folder="somewhere", state={**at, "step": inputs.total_steps})
+    assert "nothing to do: somewhere has step" in (finished(inputs, last) or "")
+    assert finished(inputs, replace(last, state={**at, "step": inputs.total_steps - 1})) is None
+    pairs = _with_flow(tmp_path, "pairs")
+    assert (
+        format_of(pairs) == "preferences"
+        and not generates(pairs)
+        and job_of(pairs, inputs.arch).arch.output == "scalar"
+    )
+    assert not trains(_with_flow(tmp_path, "looks"))
+    with pytest.raises(ValueError, match=r"data.format = prompts: trainer.flow = .*flow.py:pairs reads preferences"):
+        check_run(_with_flow(tmp_path, "pairs", "data.format=prompts"))
+    with pytest.raises(ValueError, match=r"validates on nothing: name held-out files"):
+        check_run(_with_flow(tmp_path, "flow", "data.val_files=[]", "trainer.test_freq=1"))
+    for silent in (_with_flow(tmp_path, "silent"), _with_flow(tmp_path, "nobody")):
+        assert flow_kind(silent) == FlowKind() and generates(silent) and trains(silent)
+
+
+def test_a_declared_flow_that_is_done_is_told_before_it_begins(ranks: Ranks, tmp_path: Path) -> None:
+    config = str(write_run(tmp_path, trainer__total_training_steps=2, trainer__save_freq=1))
+    (tmp_path / "flow.py").write_text(FLOW)
+    words = [f"trainer.flow={tmp_path / 'flow.py'}:flow"]
+    ended, said = ranks.run(1, run_here, config, words)[0]
+    assert ended == "" and "nothing to do" not in said
+    ended, said = ranks.run(1, run_here, config, words)[0]
+    assert ended == "" and "nothing to do" in said
+
+
+ROLE = """
+from torch.nn.functional import logsigmoid
+
+import megarl
+from megarl.models.heads import ScalarHead
+
+
+class Verifier(megarl.Actor):
+    kind = megarl.RoleKind(
+        name="verifier", scalar=True, absent={item: frozenset({megarl.Phase.GENERATE}) for item in megarl.Item}
+    )
+
+    def make_head(self):
+        return ScalarHead(per="sequence")
+
+
+def verdict(x):
+    return megarl.LossOutput(loss=-x.weights.dot(logsigmoid(x.output * (2 * x.columns["rewards"] - 1))))
+
+
+verdict.columns = ("rewards",)
+
+
+def flow(run):
+    roles = run.config.actor_rollout_ref
+    own = {"model": roles.model, "megatron": roles.actor.megatron, "batching": roles.actor, "optim": roles.actor.optim}
+    actor = run.add("actor", megarl.build_actor(run.inputs, run.groups, optim=roles.actor.optim, total_steps=4))
+    verifier = Verifier(run.inputs.arch, run.groups, total_steps=4, initial=lambda it: it.copy_from(actor), **own)
+    run.add("verifier", verifier)
+    generation, prompts = run.generation(actor), run.add("prompts", megarl.prompt_sampler(run.inputs))
+    for step in run.steps("verify", run.inputs.total_steps):
+        chosen = [run.inputs.train_prompts[i] for i in prompts.next()]
+        with generation.phase():
+            made = generation.rollouts(chosen, 2, run.inputs.sampling(validation=False), seed=1, round_=step)
+        batch = run.score(made).to_batch()
+        with run.phase("verify"):
+            scores = verifier.forward(batch, verifier.plan(batch))
+        run.log("verifier", {"score": float(scores.mean())})
+        run.log("verifier", verifier.update(batch, *verifier.plan(batch).mini_batches, verdict))
+"""
+
+
+def test_a_role_an_engine_and_a_phase_of_the_users(ranks: Ranks, tmp_path: Path) -> None:
+    """Each in a file of its own; the run is stopped half-way, goes on, and ends with the same numbers."""
+    megatron = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+    keys = {"trainer__logger": ["jsonl"], "trainer__val_before_train": False, "trainer__save_freq": 1}
+    seen = []
+    for name, stops in (("whole", [4]), ("halves", [2, 4])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "flow.py").write_text(ROLE)
+        (folder / "engine.py").write_text(ENGINE)
+        config = str(write_run(folder, actor_rollout_ref__actor__megatron=megatron, **keys))
+        own = [f"trainer.flow={folder / 'flow.py'}:flow"]
+        own += [f"actor_rollout_ref.rollout.name={folder / 'engine.py'}:Mine"]
+        for steps in stops:
+            words = [*own, f"trainer.total_training_steps={steps}"]
+            ended, said = ranks.run(1, run_here, config, words)[0]
+            assert ended == "", ended + said
+        rows = metrics_of(folder)
+        assert all("timing/verify_s" in row for row in rows)
+        seen.append([(row["step"], row["verifier/score"], row["verifier/loss"]) for row in rows])
+    assert seen[0] == seen[1] and len(seen[0]) == 4
+    spans = (tmp_path / "whole" / "run" / "timeline" / "newer.jsonl").read_text().splitlines()
+    assert all("verify" in json.loads(line)["phases"] for line in spans)
