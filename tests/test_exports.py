@@ -15,9 +15,10 @@ import pytest
 import sentencepiece
 import torch
 from huggingface_cases import write_folder
+from ranks import Ranks
+from test_generate_command import answered
 from test_vllm_engine import needs_vllm
 from tiny_families import CONFIGS
-from tiny_run import megarl
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -177,17 +178,16 @@ FAMILY_AND_KIND = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), FAMILY_AND_KIND)
 def test_transformers_answers_as_megarl_generate(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, kind: str
+    ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str, kind: str
 ) -> None:
     checkpoint, folder = exported(tmp_path, family, kind)
     said = capsys.readouterr().out
     assert "compared: 4 greedy answers are the same in transformers" in said
     assert ("add_special_tokens=false" in said) == (kind == "byte_level")
     (tmp_path / "prompts.txt").write_text("3 + 5 =\n the  quick fox\n")
-    asked = ["--prompts", str(tmp_path / "prompts.txt"), "--raw", "--max-tokens", "9"]
-    done = megarl("generate", str(checkpoint), "actor_rollout_ref.model.dtype=float32", *asked)
-    assert done.returncode == 0, done.stderr
-    for line in done.stdout.splitlines():
+    asked = [str(checkpoint), "--prompts", str(tmp_path / "prompts.txt"), "--raw", "--max-tokens", "9"]
+    out, _ = ranks.run(1, answered, asked, ["actor_rollout_ref.model.dtype=float32"])[0]
+    for line in out.splitlines():
         row = json.loads(line)
         ids, text = greedy(folder, row["prompt"], 9)
         assert len(ids) == row["tokens"]

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +32,7 @@ def prompts_of(small: TrainedRun) -> list[str]:
     return [json.loads(line)["prompt"] for line in (small.folder / "val.jsonl").read_text().splitlines()]
 
 
-def _answer(words: list[str]) -> tuple[str, list[list[int]]]:
+def answered(words: list[str], overrides: Sequence[str] = ()) -> tuple[str, list[list[int]]]:
     """`megarl generate` in a rank of the pool; what it printed, and how long the text was at each of its flushes."""
     from megarl.cli import generate
     from megarl.config import Config
@@ -42,9 +43,10 @@ def _answer(words: list[str]) -> tuple[str, list[list[int]]]:
 
     parser, _ = parser_for(["generate"])
     args = parser.parse_args(["generate", *words])
-    config: Config = generate.config_of(args, None if args.words else generate.find_subject(args.path).recorded, [])
+    recorded = None if args.words else generate.find_subject(args.path).recorded
+    config: Config = generate.config_of(args, recorded, overrides)
     prompts = generate._prompts(args, config.data.prompt_key)
-    config = generate._for_one_rank(config, args, [], requests=len(prompts))
+    config = generate._for_one_rank(config, args, overrides, requests=len(prompts))
     world = World()
     inputs = check_answering(config)
     answering = Answering(inputs, world)
@@ -69,7 +71,7 @@ def test_answers_are_those_of_the_validation(ranks: Ranks, small: TrainedRun, tm
     plain = tmp_path / "prompts.txt"
     plain.write_text("\n".join(prompts_of(small)) + "\n")
     for file in (plain, small.folder / "val.jsonl"):
-        out, _ = ranks.run(1, _answer, [str(small.folder / "run"), "--prompts", str(file)])[0]
+        out, _ = ranks.run(1, answered, [str(small.folder / "run"), "--prompts", str(file)])[0]
         lines = [json.loads(line) for line in out.splitlines()]
         assert [line["response"] for line in lines] == [record.response for record in records]
         assert [line["prompt"] for line in lines] == prompts_of(small)
@@ -79,12 +81,12 @@ def test_answers_are_those_of_the_validation(ranks: Ranks, small: TrainedRun, tm
 def test_tokens_come_one_by_one(ranks: Ranks, small: TrainedRun) -> None:
     path = str(small.checkpoint(2) / "huggingface")
     words = [path, "--prompt", "3+4=", "--max-tokens", "6", "--temperature", "1", "--seed", "5"]
-    out, seen = ranks.run(1, _answer, words)[0]
+    out, seen = ranks.run(1, answered, words)[0]
     assert [len(tokens) for tokens in seen] == list(range(1, len(seen) + 1)) and len(seen) >= 2
     assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(seen))
-    again, _ = ranks.run(1, _answer, words)[0]
+    again, _ = ranks.run(1, answered, words)[0]
     assert out == again and out.endswith("\n") and out.count("\n") == 1
-    others = {ranks.run(1, _answer, [*words[:-1], str(seed)])[0][0] for seed in range(3)}
+    others = {ranks.run(1, answered, [*words[:-1], str(seed)])[0][0] for seed in range(3)}
     assert others != {out}
 
 

@@ -276,7 +276,7 @@ def test_epochs_and_layouts_of_a_run(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flow", ["sft", "preference", "kto", "reward_model"])
+@pytest.mark.parametrize("flow", ["preference", "reward_model"])
 def test_the_command_trains(tmp_path: Path, flow: str) -> None:
     config = offline_run(tmp_path, flow, even_over_odd, trainer__logger=["console", "jsonl"])
     done = megarl("train", str(config))
