@@ -28,7 +28,7 @@ from tiny_run import FOUR_RANKS, megarl, metrics_of, train_in, write_run
 from megarl.environments.agent_process import check_agent
 from megarl.environments.speech import Speech
 from megarl.loopback import STRANGERS
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.rollout.agents import Agents
 from megarl.rollout.channel import Channel
 from megarl.rollout.chat_reply import reply_message

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ORDER = [
     "plain",
+    "private_folder",
     "processes",
     "debugging",
     "phases",
@@ -48,6 +49,7 @@ ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
     "plain.py",
     "loopback.py",
+    "private_folder.py",
     "processes.py",
     "host.py",
     "debugging.py",

@@ -1,4 +1,4 @@
-"""Rows with a prompt and its answer, or with a whole conversation."""
+"""Reads rows with a prompt and its answer, or with a whole conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.data.tools import tools_of
 
 
 def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
-    """What is learnt of a row: its answer or, with `data.messages_key`, every message of the assistant.
+    """Tokenise what is learnt of a row: its answer or, with `data.messages_key`, every message of the assistant.
 
     Raises:
         ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.

@@ -1,4 +1,4 @@
-"""Rows with an answer that is said to be desirable or not."""
+"""Reads rows with an answer that is said to be desirable or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.data.tokenizer import Tokenizer
 
 
 def judged(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
-    """An answer with the label 1 for desirable, 0 for not.
+    """Tokenise an answer with the label 1 for desirable, 0 for not.
 
     Raises:
         ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.

@@ -70,7 +70,7 @@ def load_examples(
 
 
 def _nothing_to_learn(examples: Sequence[Example], format: Format, what: str) -> tuple[str, ...]:
-    """What is odd about rows that only together teach something."""
+    """Remark on rows that teach nothing, of a format whose rows only together teach something."""
     if format == "preferences":
         same = sum(example.sequences[0] == example.sequences[1] for example in examples)
         if same:

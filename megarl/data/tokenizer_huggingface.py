@@ -1,4 +1,4 @@
-"""Tokenizer from a Hugging Face directory."""
+"""Reads a tokenizer from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "tokenize")
 
 @contextmanager
 def no_panic(what: str) -> Iterator[None]:
-    """What the library gives up at inside becomes a ValueError of `what`; its own error is not even an Exception."""
+    """Raise ValueError for what makes the library panic inside; its own error is not even an Exception."""
     try:
         yield
     except BaseException as e:
@@ -141,12 +141,12 @@ class HuggingFaceTokenizer:
             raise ValueError(f"the tokenizer in '{self._directory}' has no chat template: give prompts as plain text")
         schemas = [dict(tool) for tool in tools] or None
         variables: dict[str, Any] = {"tools": schemas, "documents": None, "add_generation_prompt": reply}
-        told = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if not self._reads_special_tokens:
-            told, variables = self._special.masked(told), self._special.masked(variables)
+            given, variables = self._special.masked(given), self._special.masked(variables)
         variables |= {**self._tokenizer.special_tokens_map, **self._arguments}
         template = self._tokenizer.get_chat_template(None, schemas)
-        return self._template.render(str(template), told, variables)
+        return self._template.render(str(template), given, variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]

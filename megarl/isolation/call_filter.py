@@ -1,4 +1,4 @@
-"""Which system calls a program that nobody trusts has: those that Python programs need for their own work.
+"""Leaves a program that nobody trusts some system calls: those that Python programs need for their own work.
 
 Calls that are not named here fail: numbers up to 423 with EPERM, later ones with ENOSYS, as on an older kernel, so that
 the C library takes what it took there. A new kernel's calls are refused before anybody has thought of them.

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import IO, Literal
 
 from megarl.isolation.memory_group import MemoryGroup, memory_group
+from megarl.private_folder import private_folder
 
 Isolation = Literal["namespaces", "process"]
 
@@ -22,8 +22,6 @@ MIB = 1 << 20
 GRACE = 10.0
 """Seconds over a limit of time that starting and ending may take on a busy machine."""
 _FILES = 4096  # in /tmp
-_PREFIX = "megarl-program-"
-_SURELY_LOCKED = 60.0  # seconds after which who made a folder has locked it
 _SEALS, _ALL_SEALS = 1033, 0xF  # F_ADD_SEALS: linux/fcntl.h
 # The face of the package is left out: what it imports takes half as long as Python's start.
 _START = f"""
@@ -41,7 +39,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use up.
+    """Limits of what a program may use up.
 
     Attributes:
         wall: seconds by the clock.
@@ -147,7 +145,7 @@ def start_isolated(
         words = [word for word in words if not word.startswith(("wall=", "cpu="))] + ["wall=0", "cpu=0"]
         text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
         report, report_in = os.pipe()
-        said = stack.enter_context(open(report, "rb", buffering=0))
+        lines = stack.enter_context(open(report, "rb", buffering=0))
         words += [f"program={text}", f"stdin={nothing}", f"report={report_in}", f"channel={channel.fileno()}"]
         try:
             process = popen(words, (text, nothing, report_in, channel.fileno()), subprocess.DEVNULL, stderr)
@@ -155,12 +153,12 @@ def start_isolated(
             os.close(report_in)
         stack.callback(end, process)
         line = b""
-        while not line.endswith(b"\n") and (byte := said.read(1)):
+        while not line.endswith(b"\n") and (byte := lines.read(1)):
             line += byte
         word, _, reason = line.decode().strip().partition(" ")
         if word != "started":
             raise SandboxError(refusal(reason) if word == "failed" else "an isolated process was killed as it started")
-        return IsolatedProcess(process, said, stack.pop_all())
+        return IsolatedProcess(process, lines, stack.pop_all())
 
 
 def begin(
@@ -171,21 +169,15 @@ def begin(
     folders: Sequence[str] = (),
     imports_from: Sequence[str] | None = None,
 ) -> tuple[list[str], MemoryGroup | None]:
-    """For `megarl.isolation.start.Job`, but for the file descriptors; what it needs is given back by the stack."""
+    """Return the words of `start.Arguments`, but for the file descriptors; the stack gives back what they need."""
     imports_from = folders if imports_from is None else imports_from
-    import shutil
-    import tempfile
-
     group = memory_group(limits.memory * MIB + size) if isolation == "namespaces" else None
     if group is not None:
         stack.callback(group.close)
     folder = "/"
     if isolation == "process":
-        _remove_what_was_left()
-        folder = tempfile.mkdtemp(prefix=_PREFIX)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack.callback(os.close, _locked(folder))
-    said = {
+        folder = stack.enter_context(private_folder("megarl-program-"))
+    values = {
         "isolated": int(isolation == "namespaces"),
         "python": os.path.realpath(sys.executable),
         "prefix": os.path.realpath(sys.base_prefix),
@@ -201,44 +193,14 @@ def begin(
         "processes": limits.processes,
         "open_files": limits.open_files,
     }
-    words = [f"{key}={value}" for key, value in said.items()]
+    words = [f"{key}={value}" for key, value in values.items()]
     words += [f"shown={path}" for path in folders] + [f"path={path}" for path in imports_from]
     return words, group
 
 
-@cache
-def _remove_what_was_left() -> None:
-    """Folders of programs whose starter was killed: nobody holds their locks."""
-    import glob
-    import shutil
-    import tempfile
-
-    for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{_PREFIX}*")):
-        with suppress(OSError):
-            found = os.lstat(folder)
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _SURELY_LOCKED:
-                os.close(_locked(folder))
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(folder: str) -> int:
-    """A descriptor that locks it; raises OSError where another process does."""
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 @contextmanager
 def file_in_memory(content: str | bytes) -> Iterator[int]:
-    """A file that nobody can change, at its beginning."""
-    import fcntl
-
+    """Make a file that nobody can change; its descriptor is at its beginning."""
     descriptor = os.memfd_create("megarl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as f:
@@ -251,7 +213,7 @@ def file_in_memory(content: str | bytes) -> Iterator[int]:
 
 
 def popen(words: list[str], descriptors: Sequence[int], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-    """The process of `megarl.isolation.start`; the end of its standard input tells it to end.
+    """Start a process of `megarl.isolation.start`; the end of its standard input tells it to end.
 
     Raises:
         SandboxError: it cannot be started.
@@ -285,7 +247,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def refusal(reason: str) -> str:
-    """What to change where namespaces cannot be made."""
+    """Say what to change where namespaces cannot be made."""
     return (
         f"no namespaces can be made here ({reason}): allow user namespaces (sysctl user.max_*_namespaces of each kind, "
         "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "

@@ -1,4 +1,4 @@
-"""Where a name in tests leads: to the program under test, or to Python.
+"""Tells where a name in tests leads: to the program under test, or to Python.
 
 A program that defines `abs` or `math` must not decide what `abs(f(1) - 2) < 1e-6` says.
 """

@@ -1,4 +1,4 @@
-"""1 for a mathematical answer that equals the reference, as the library math-verify reads both."""
+"""Scores a mathematical answer: 1 if it equals the reference, as the library math-verify reads both."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from megarl.evaluation.answers import last_boxed
 from megarl.isolation.launch import Isolation
-from megarl.rewards.deadline import seconds_left
 from megarl.rewards.latex_number import same_number
 from megarl.rewards.math_answer import Answer, answer_from, is_one_answer, is_readable, last_value
 from megarl.rewards.outsiders import check_outsiders, outsider, score_of
 from megarl.rewards.registry import register
 from megarl.rewards.rows import answer_of, check_answer
 from megarl.workers import Child, WorkerError
+from megarl.workers.deadline import seconds_left
 
 _LONGEST_REFERENCE = 20_000
 
@@ -98,8 +98,8 @@ def math_verify(
         return 0.0
     if not loose and (known := _without_library(answer, reference)) is not None:
         return float(known)
-    asked = {"reference": reference.text, "response": answer.text}
-    return score_of(_process(isolation).ask(asked, timeout=min(timeout, seconds_left() / 2))) or 0.0
+    request = {"reference": reference.text, "response": answer.text}
+    return score_of(_process(isolation).ask(request, timeout=min(timeout, seconds_left() / 2))) or 0.0
 
 
 def _without_library(answer: Answer, reference: Answer) -> bool | None:

@@ -1,4 +1,4 @@
-"""Score as the verifier of the reasoning-gym task does that a row was generated from."""
+"""Scores as the verifier of the reasoning-gym task does that a row was generated from."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 from megarl.isolation.launch import Isolation
-from megarl.rewards.deadline import seconds_left
 from megarl.rewards.outsiders import check_outsiders, outsider, score_of
 from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.registry import register
 from megarl.workers import Child, WorkerError
+from megarl.workers.deadline import seconds_left
 
 COLUMNS = ("data_source", "question", "answer", "metadata")
 _LOOKING = 60.0  # seconds for a row
@@ -40,10 +40,10 @@ def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(f"needs columns that tools/prepare_reasoning_gym.py writes: {e}") from e
     try:
-        said = _process(isolation).ask({"row": columns}, timeout=_LOOKING)
+        answer = _process(isolation).ask({"row": columns}, timeout=_LOOKING)
     except WorkerError as e:
         raise ValueError(f"cannot look at the row: {e}") from e
-    why = said.get("refused") if isinstance(said, dict) else None
+    why = answer.get("refused") if isinstance(answer, dict) else None
     if not isinstance(why, str):
         raise ValueError(f"holds a row that the verifier of {row['data_source']:.80} cannot read")
     if why:
@@ -88,8 +88,8 @@ def reasoning_gym_score(
     if (compared := _compared(response, row)) is not None:
         return compared
     columns = {key: row[key] for key in COLUMNS}
-    said = _process(isolation).ask({"row": columns, "response": response}, timeout=min(timeout, seconds_left() / 2))
-    score = score_of(said)
-    if score is None and isinstance(said, dict) and said.get("raised") is True:
+    answer = _process(isolation).ask({"row": columns, "response": response}, timeout=min(timeout, seconds_left() / 2))
+    score = score_of(answer)
+    if score is None and isinstance(answer, dict) and answer.get("raised") is True:
         _check_row(row, isolation=isolation)  # whose fault it is: the response has no part in this
     return score or 0.0

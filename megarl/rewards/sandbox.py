@@ -36,7 +36,7 @@ _SIGXCPU, _SIGKILL = 24, 9
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
         stdout, stderr: what it wrote, up to the limit; what is not UTF-8 as U+FFFD.
@@ -86,7 +86,7 @@ def run_python(
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What tests ask a program.
+    """Tests, as they ask a program.
 
     Attributes:
         tests: texts of Python, run one after another in one namespace.
@@ -120,27 +120,27 @@ def run_tests(
         SandboxError: as `run_python`.
     """
     limits = limits or Limits()
-    job = json.dumps({"source": source, **asdict(examination)})
+    text = json.dumps({"source": source, **asdict(examination)})
     with ExitStack() as stack:
         program = _answering()
         words, group = begin(stack, limits, isolation, len(program), folders)
-        text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
-        tests = stack.enter_context(file_in_memory(job))
+        main, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
+        tests = stack.enter_context(file_in_memory(text))
         start = time.monotonic()
-        streams, overflow = _run([*words, f"tests={tests}"], text, nothing, limits, tests)
+        streams, overflow = _run([*words, f"tests={tests}"], main, nothing, limits, tests)
         stdout, stderr, report = (bytes(stream).decode(errors="replace") for stream in streams)
         lines = report.splitlines()
-        said = [line.partition(" ")[2] for line in lines if line.startswith("tests ")]
+        digits = [line.partition(" ")[2] for line in lines if line.startswith("tests ")]
         ends = [line for line in lines if line.startswith(("done ", "time ", "memory", "failed "))]
-        ended = ends[-1] if ends else "done 0 0 0" if said else ""
+        ended = ends[-1] if ends else "done 0 0 0" if digits else ""
         outcome = _outcome(stdout, stderr, ended, overflow, time.monotonic() - start, limits, group)
-        return outcome, [digit == "1" for digit in said[0]] if said and not overflow else []
+        return outcome, [digit == "1" for digit in digits[0]] if digits and not overflow else []
 
 
 @cache
 def _answering() -> bytes:
     """`megarl.isolation.answer` and what it imports, compiled: the file that the program's process runs."""
-    names = [f"megarl.isolation.{name}" for name in ("plain", "remote", "answer")]
+    names = [f"megarl.isolation.{name}" for name in ("plain", "far", "remote", "answer")]
     codes = []
     for name in names:
         spec = importlib.util.find_spec(name)
@@ -167,15 +167,15 @@ def check_isolation() -> None:
     except SandboxError as e:
         raise ValueError(str(e)) from e
     if outcome.stdout != "42\n":
-        said = " ".join((outcome.stderr or outcome.ended).split())[-300:]
-        raise ValueError(f"no program runs in the sandbox: {said}; isolation=process has limits alone (unsafe)")
+        reason = " ".join((outcome.stderr or outcome.ended).split())[-300:]
+        raise ValueError(f"no program runs in the sandbox: {reason}; isolation=process has limits alone (unsafe)")
 
 
 def _run(words: list[str], program: int, stdin: int, limits: Limits, *more: int) -> tuple[list[bytearray], bool]:
     """Stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
     report, report_in = os.pipe()
     words = [*words, f"program={program}", f"stdin={stdin}", f"report={report_in}"]
-    with open(report, "rb", buffering=0) as said:
+    with open(report, "rb", buffering=0) as lines:
         try:
             process = popen(words, (program, stdin, report_in, *more), subprocess.PIPE, subprocess.PIPE)
         finally:
@@ -183,13 +183,13 @@ def _run(words: list[str], program: int, stdin: int, limits: Limits, *more: int)
         assert process.stdout is not None and process.stderr is not None
         with process.stdout, process.stderr:
             try:
-                return _read([process.stdout, process.stderr, said], limits)
+                return _read([process.stdout, process.stderr, lines], limits)
             finally:
                 end(process)
 
 
 def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bool]:
-    """All that the streams give until their ends, or until one gives too much or the time is over.
+    """Read the streams until their ends, or until one gives too much or the time is over.
 
     At the end of the last one, the report, all processes have ended; a descriptor may be on its way to nobody.
     """
@@ -217,7 +217,7 @@ def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bo
 def _outcome(
     stdout: str, stderr: str, report: str, overflow: bool, seconds: float, limits: Limits, group: MemoryGroup | None
 ) -> Outcome:
-    """From what was written, and from the line of `megarl.isolation.start.main`."""
+    """Tell the outcome by what was written, and by the line of `megarl.isolation.start.main`."""
     line = report.partition("\n")[0]
     word, _, rest = line.partition(" ")
     if word == "failed":

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from megarl.environments.agent_process import NO_AGENT, Job, Outcome
 from megarl.environments.agent_workers import GRACE, AgentWorker
 from megarl.environments.speech import Speech
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.rollout.endpoint import Endpoint, Waiting
 from megarl.rollout.engine import Request
 from megarl.rollout.environments import Rules

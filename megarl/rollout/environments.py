@@ -13,7 +13,7 @@ from megarl.data.tools import tools_of
 from megarl.environments.calls import Answer, Calls
 from megarl.environments.environment import Environment, MakeEnvironment, Turn
 from megarl.environments.speech import Speech
-from megarl.rewards.judge import NoScore, finite, number, shown
+from megarl.rewards.results import NoScore, finite, number, shown
 from megarl.rollout.engine import Request
 from megarl.rollout.episodes import Orders, Played
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams

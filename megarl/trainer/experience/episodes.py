@@ -9,7 +9,7 @@ from megarl.config import Config
 from megarl.environments.environment import environment_of
 from megarl.environments.speech import Speech
 from megarl.parallel.generation_groups import GenerationGroups
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.rollout.environments import Rules, WithEnvironments
 from megarl.rollout.episodes import Episodes, Source
 from megarl.trainer.experience.scoring import Score

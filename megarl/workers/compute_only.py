@@ -1,6 +1,7 @@
-"""The few system calls that a process needs which computes, reads files and answers: it cannot reach another process.
+"""Leaves a process the few system calls that it needs to compute, read files and answer.
 
-Every other call fails with EPERM: no signal, no program, no process or thread, no socket, no file to write.
+It cannot reach another process. Every other call fails with EPERM: no signal, no program, no process or thread, no
+socket, no file to write.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def compute_only() -> None:
 
 
 def _filter(column: int, architecture: int) -> bytes:
-    """The filter as the kernel reads it, 8 bytes an instruction."""
+    """Return the filter as the kernel reads it, 8 bytes an instruction."""
     allow, refuse = _instruction(_RETURN, _ALLOW), _instruction(_RETURN, _ERROR | errno.EPERM)
     code = [
         _instruction(_LOAD, _ARCHITECTURE),
