@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megarl.config.data import Data
-from megarl.data.demonstrations import demonstration
+from megarl.data.demonstrations import demonstration, judged
 from megarl.data.encode import TooLong, special_remark
 from megarl.data.examples import Example
 from megarl.data.formats import Format
-from megarl.data.judged import judged
 from megarl.data.messages import strings_in
 from megarl.data.preferences import preference
 from megarl.data.readers import Row, iterate_rows, value_or_none

@@ -33,11 +33,6 @@ class Row(NamedTuple):
     columns: Mapping[str, Any]
 
 
-def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
-    """`iterate_rows`, all at once."""
-    return list(iterate_rows(patterns, what))
-
-
 def iterate_rows(patterns: Sequence[str], what: str) -> Iterator[Row]:
     """Yield the rows of the files that the patterns match, in the order of `data_files`.
 

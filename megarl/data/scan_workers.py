@@ -6,9 +6,8 @@ import pickle
 import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import cycle
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 from megarl.data.files import stem_of
@@ -52,32 +51,23 @@ def look_at(stretch: Stretch, rules: Scan) -> Scanned:
         raise ValueError(f"{rules.what}: '{stretch.name}' cannot be read: {e.strerror or e}") from e
 
 
-class ScanWorkers:
-    """A context with some processes that look at stretches."""
+class ScanWorkers(AbstractContextManager["ScanWorkers"]):
+    """Some processes that look at stretches, and end with the context."""
 
     def __init__(self, rules: Scan, processes: int) -> None:
         self._rules = rules
         environment = {"OMP_NUM_THREADS": "1"}
         self._processes = [Interpreter(f"{__name__}:serve", environment=environment) for _ in range(processes)]
 
-    def __enter__(self) -> ScanWorkers:
-        try:
-            for process in self._processes:
-                self._send(process, self._rules)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.close()
 
     def look_at(self, stretches: Iterable[Stretch]) -> Iterator[Scanned]:
-        """Scan each stretch, in order; raises ValueError if a process is lost or a file cannot be read."""
+        """Scan each stretch, in order, once; raises ValueError if a process is lost or a file cannot be read."""
         under_way: deque[Interpreter] = deque()
+        for process in self._processes:
+            self._send(process, self._rules)
         for process, stretch in zip(cycle(self._processes), stretches, strict=False):
             if len(under_way) == 2 * len(self._processes):  # a small message each, which no connection is too full for
                 yield self._receive(under_way.popleft())

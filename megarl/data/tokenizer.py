@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from megarl.data.messages import Messages
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
 from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
 
@@ -38,13 +39,7 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
         """Tokenise many texts, by all CPUs that this process may use."""
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> list[int]:
         """Tokenise a conversation in the chat template.
 
         Args:
@@ -56,13 +51,7 @@ class Tokenizer(Protocol):
             ValueError: there is no chat template, it refuses the messages, or needs too much time or memory.
         """
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
+    def chat_text(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> str:
         """Write a conversation in the chat template, for `encode_template`.
 
         Special tokens that the messages spell are masked by words of letters and digits.

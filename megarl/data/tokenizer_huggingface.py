@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+from megarl.data.messages import Messages
 from megarl.data.special_tokens import SpecialTokens
 from megarl.data.template_process import TemplateProcess
 from megarl.data.tokenizer_growth import check_growth
@@ -103,13 +104,7 @@ class HuggingFaceTokenizer:
             for text, ids, is_spelt in zip(texts, encoded, spelt, strict=True)
         ]
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> list[int]:
         return self.encode_template(self.chat_text(messages, reply=reply, tools=tools))
 
     def encode_template(self, text: str) -> list[int]:
@@ -130,13 +125,7 @@ class HuggingFaceTokenizer:
         spelt = [[self._special.ids[part]] if i % 2 else self._as_text(part) for i, part in enumerate(parts) if part]
         return list(chain.from_iterable(spelt))
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
+    def chat_text(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in '{self._directory}' has no chat template: give prompts as plain text")
         schemas = [dict(tool) for tool in tools] or None

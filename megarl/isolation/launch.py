@@ -8,8 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Literal
 
@@ -72,7 +72,7 @@ class Limits:
                 raise ValueError(f"limit {name} = {value!r} must be a whole number from {least} on")
 
 
-class IsolatedProcess:
+class IsolatedProcess(AbstractContextManager["IsolatedProcess"]):
     """A process of `start_isolated`; as a context manager it is closed at the end.
 
     Attributes:
@@ -104,9 +104,6 @@ class IsolatedProcess:
             code = os.waitstatus_to_exitcode(int(rest.split()[0]))
             return f"exit {code}" if code >= 0 else f"signal {-code}"
         return word or "killed"
-
-    def __enter__(self) -> IsolatedProcess:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -143,22 +140,16 @@ def start_isolated(
     with ExitStack() as stack:
         words, _ = begin(stack, limits, isolation, len(program), folders, imports_from)
         words = [word for word in words if not word.startswith(("wall=", "cpu="))] + ["wall=0", "cpu=0"]
-        text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
-        report, report_in = os.pipe()
-        lines = stack.enter_context(open(report, "rb", buffering=0))
-        words += [f"program={text}", f"stdin={nothing}", f"report={report_in}", f"channel={channel.fileno()}"]
-        try:
-            process = popen(words, (text, nothing, report_in, channel.fileno()), subprocess.DEVNULL, stderr)
-        finally:
-            os.close(report_in)
+        files = {"program": program, "stdin": "", "channel": channel.fileno()}
+        process, report = popen(stack, words, files, subprocess.DEVNULL, stderr)
         stack.callback(end, process)
         line = b""
-        while not line.endswith(b"\n") and (byte := lines.read(1)):
+        while not line.endswith(b"\n") and (byte := report.read(1)):
             line += byte
         word, _, reason = line.decode().strip().partition(" ")
         if word != "started":
             raise SandboxError(refusal(reason) if word == "failed" else "an isolated process was killed as it started")
-        return IsolatedProcess(process, lines, stack.pop_all())
+        return IsolatedProcess(process, report, stack.pop_all())
 
 
 def begin(
@@ -199,7 +190,7 @@ def begin(
 
 
 @contextmanager
-def file_in_memory(content: str | bytes) -> Iterator[int]:
+def _file_in_memory(content: str | bytes) -> Iterator[int]:
     """Make a file that nobody can change; its descriptor is at its beginning."""
     descriptor = os.memfd_create("megarl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -212,26 +203,43 @@ def file_in_memory(content: str | bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-def popen(words: list[str], descriptors: Sequence[int], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
+def popen(
+    stack: ExitStack, words: Sequence[str], files: Mapping[str, str | bytes | int], stdout: int, stderr: int
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Start a process of `megarl.isolation.start`; the end of its standard input tells it to end.
+
+    Args:
+        words, files: what `start.Arguments` is told; each file is its content, or a descriptor. The stack closes them.
+
+    Returns:
+        the process, and the lines that it writes to its report.
 
     Raises:
         SandboxError: it cannot be started.
     """
+    report, report_in = os.pipe()
+    lines = stack.enter_context(open(report, "rb", buffering=0))  # noqa: SIM115
     try:
-        return subprocess.Popen(
+        descriptors = {"report": report_in}
+        for name, file in files.items():
+            descriptors[name] = file if isinstance(file, int) else stack.enter_context(_file_in_memory(file))
+        words = [*words, *(f"{name}={descriptor}" for name, descriptor in descriptors.items())]
+        process = subprocess.Popen(
             [os.path.realpath(sys.executable), "-I", "-S", "-c", _START, *words],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
             bufsize=0,
-            pass_fds=descriptors,
+            pass_fds=tuple(descriptors.values()),
             env={},
             cwd="/",
             start_new_session=True,
         )
     except OSError as e:
         raise SandboxError(f"no process can be started for a program: {e}") from e
+    finally:
+        os.close(report_in)
+    return process, lines
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

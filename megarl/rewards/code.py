@@ -131,43 +131,45 @@ class _Runs:
         examination = Examination(
             tests=tests, subjects=subjects, functions=functions, entry_point=entry_point, whole=self._whole
         )
-        outcome, results = self._run(
-            lambda limits: run_tests(self._source, examination, limits=limits, **self._sandbox), self._limits
-        )
-        return sum(results) if outcome.ended == "exit" else 0
+        results: list[bool] = []
+
+        def run(limits: Limits) -> Outcome:
+            outcome, results[:] = run_tests(self._source, examination, limits=limits, **self._sandbox)
+            return outcome
+
+        return sum(results) if self._run(run, self._limits).ended == "exit" else 0
 
     def of_texts(self, tests: list[Mapping[str, str]]) -> int:
         """Run the program on each input; return for how many it writes the output."""
         passed = 0
         for test in tests:
             room = max(self._limits.output, 2 * len(test["output"].encode()) + _ROOM)
-            outcome, _ = self._run(partial_of(self._written, test["input"]), replace(self._limits, output=room))
+            outcome = self._run(partial_of(self._written, test["input"]), replace(self._limits, output=room))
             right = outcome.ended == "exit" and outcome.exit_code == 0
             passed += right and _lines(outcome.stdout) == _lines(test["output"])
             if self._whole and passed < len(self.outcomes):
                 break
         return passed
 
-    def _written(self, stdin: str, limits: Limits) -> tuple[Outcome, list[bool]]:
-        return run_python(self._source, stdin=stdin, limits=limits, **self._sandbox), []
+    def _written(self, stdin: str, limits: Limits) -> Outcome:
+        return run_python(self._source, stdin=stdin, limits=limits, **self._sandbox)
 
-    def _run(self, run: Callable[[Limits], tuple[Outcome, list[bool]]], limits: Limits) -> tuple[Outcome, list[bool]]:
+    def _run(self, run: Callable[[Limits], Outcome], limits: Limits) -> Outcome:
         """Run it within the time that is left.
 
         Once more if it was killed from outside, where no limit was reached: the response may be right. Whoever killed
         the second one as well, it was not a right response.
         """
         outcome = Outcome(stdout="", stderr="", ended="time", exit_code=None, seconds=0.0, cpu_seconds=None)
-        passed: list[bool] = []
         for _ in range(2):
             left = self._end - time.monotonic()
             if left <= 0:
                 break
-            outcome, passed = run(replace(limits, wall=min(limits.wall, left)))
+            outcome = run(replace(limits, wall=min(limits.wall, left)))
             if outcome.ended != "killed":
                 break
         self.outcomes.append(outcome)
-        return outcome, passed
+        return outcome
 
 
 def last_block(response: str) -> str | None:

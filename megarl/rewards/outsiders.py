@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from megarl.isolation.launch import Isolation
 from megarl.rewards.arguments import check_timeout
 from megarl.rewards.sandbox import check_isolation
-from megarl.workers import Child
+from megarl.workers import Child, WorkerError
 
 
 @cache
 def outsider(function: str, distributions: tuple[str, ...], isolation: Isolation) -> Child:
     """Return the process that calls a function, "module:function", which imports some distributions."""
     return Child(function, distributions=distributions, isolation=isolation)
+
+
+def start_early(process: Callable[[Isolation], Child]) -> None:
+    """Start a process before its first call, where namespaces can be made."""
+    with suppress(WorkerError):  # none can, and isolation=process
+        process("namespaces").start()
 
 
 def check_outsiders(timeout: float, isolation: Isolation) -> None:

@@ -77,9 +77,7 @@ async def _once(url: str, body: bytes, timeout: float, key: str | None) -> bytes
                 content += part
                 if len(content) > _MOST:
                     raise ServiceError(_line_of(url, f"answered more than {_MOST} bytes", key))
-    except TimeoutError as e:
-        raise _TryAgain(f"no answer in {timeout:g} s") from e
-    except asyncio.TimeoutError as e:  # another class before Python 3.11
+    except (TimeoutError, asyncio.TimeoutError) as e:  # two classes before Python 3.11
         raise _TryAgain(f"no answer in {timeout:g} s") from e
     except aiohttp.InvalidURL as e:
         raise ServiceError(_line_of(url, "is no address", key)) from e

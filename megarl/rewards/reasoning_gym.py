@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from megarl.isolation.launch import Isolation
-from megarl.rewards.outsiders import check_outsiders, outsider, score_of
+from megarl.rewards.outsiders import check_outsiders, outsider, score_of, start_early
 from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.registry import register
-from megarl.workers import Child, WorkerError
+from megarl.workers import WorkerError
 from megarl.workers.deadline import seconds_left
 
 COLUMNS = ("data_source", "question", "answer", "metadata")
 _LOOKING = 60.0  # seconds for a row
-
-
-def _check_args(*, timeout: float, isolation: Isolation) -> None:
-    check_outsiders(timeout, isolation)
-
-
-def _process(isolation: Isolation) -> Child:
-    return outsider("megarl.rewards.outside.reasoning_gym:answer", ("reasoning-gym",), isolation)
+_process = partial(outsider, "megarl.rewards.outside.reasoning_gym:answer", ("reasoning-gym",))
 
 
 def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -> None:
@@ -56,12 +49,7 @@ def _compared(response: str, row: Mapping[str, Any]) -> float | None:
     return None if compare is None or not isinstance(answer, str) else compare(response.strip(), answer)
 
 
-def _prepare() -> None:
-    with suppress(WorkerError):  # no namespaces, and isolation=process
-        _process("namespaces").start()
-
-
-@register("reasoning_gym", check_row=_check_row, check_args=_check_args, prepare=_prepare)
+@register("reasoning_gym", check_row=_check_row, check_args=check_outsiders, prepare=partial(start_early, _process))
 def reasoning_gym_score(
     response: str, row: Mapping[str, Any], *, timeout: float = 10.0, isolation: Isolation = "namespaces"
 ) -> float:

@@ -15,14 +15,14 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.abc import InspectLoader
 from typing import IO, Literal
 
-from megarl.isolation.launch import GRACE, Isolation, Limits, SandboxError, begin, end, file_in_memory, popen, refusal
+from megarl.isolation.launch import GRACE, Isolation, Limits, SandboxError, begin, end, popen, refusal
 from megarl.isolation.memory_group import MemoryGroup
 from megarl.isolation.start import CHANNEL
 
@@ -77,10 +77,8 @@ def run_python(
     limits = limits or Limits()
     with ExitStack() as stack:
         words, group = begin(stack, limits, isolation, len(source), folders)
-        program, text_in = stack.enter_context(file_in_memory(source)), stack.enter_context(file_in_memory(stdin))
         start = time.monotonic()
-        streams, overflow = _run(words, program, text_in, limits)
-        stdout, stderr, report = (bytes(stream).decode(errors="replace") for stream in streams)
+        (stdout, stderr, report), overflow = _run(stack, words, {"program": source, "stdin": stdin}, limits)
         return _outcome(stdout, stderr, report, overflow, time.monotonic() - start, limits, group)
 
 
@@ -124,11 +122,9 @@ def run_tests(
     with ExitStack() as stack:
         program = _answering()
         words, group = begin(stack, limits, isolation, len(program), folders)
-        main, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
-        tests = stack.enter_context(file_in_memory(text))
         start = time.monotonic()
-        streams, overflow = _run([*words, f"tests={tests}"], main, nothing, limits, tests)
-        stdout, stderr, report = (bytes(stream).decode(errors="replace") for stream in streams)
+        files = {"program": program, "stdin": "", "tests": text}
+        (stdout, stderr, report), overflow = _run(stack, words, files, limits)
         lines = report.splitlines()
         digits = [line.partition(" ")[2] for line in lines if line.startswith("tests ")]
         ends = [line for line in lines if line.startswith(("done ", "time ", "memory", "failed "))]
@@ -171,21 +167,18 @@ def check_isolation() -> None:
         raise ValueError(f"no program runs in the sandbox: {reason}; isolation=process has limits alone (unsafe)")
 
 
-def _run(words: list[str], program: int, stdin: int, limits: Limits, *more: int) -> tuple[list[bytearray], bool]:
-    """Stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
-    report, report_in = os.pipe()
-    words = [*words, f"program={program}", f"stdin={stdin}", f"report={report_in}"]
-    with open(report, "rb", buffering=0) as lines:
+def _run(
+    stack: ExitStack, words: Sequence[str], files: Mapping[str, str | bytes], limits: Limits
+) -> tuple[list[str], bool]:
+    """Return stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
+    process, report = popen(stack, words, files, subprocess.PIPE, subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
         try:
-            process = popen(words, (program, stdin, report_in, *more), subprocess.PIPE, subprocess.PIPE)
+            streams, overflow = _read([process.stdout, process.stderr, report], limits)
         finally:
-            os.close(report_in)
-        assert process.stdout is not None and process.stderr is not None
-        with process.stdout, process.stderr:
-            try:
-                return _read([process.stdout, process.stderr, lines], limits)
-            finally:
-                end(process)
+            end(process)
+    return [bytes(stream).decode(errors="replace") for stream in streams], overflow
 
 
 def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bool]:

@@ -36,7 +36,7 @@ class Child:
     """Answers requests by a function that another process calls; it ends with this one.
 
     The process is a fresh interpreter with an empty environment. It loads the function once, and forks processes that
-    call it. A forked process computes, reads and answers, and can do nothing else (`megarl.workers.calls`); one that is
+    call it. A forked process can do nothing but compute, read and answer (`megarl.isolation.compute_only`); one that is
     late, ends, or answers what is no JSON is replaced. It answers up to 64 requests.
 
     With isolation "namespaces" all of them are in a sandbox that has no network, and no file but Python's library, this

@@ -15,8 +15,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from megarl.isolation.compute_only import compute_only
 from megarl.workers.channel import read_message, write_message
-from megarl.workers.compute_only import compute_only
 
 READY, FORKED, BROKEN = b"r", b"f", b"b"
 """Words of the server: it is ready; a process answers the new connection; it does not start, and why."""

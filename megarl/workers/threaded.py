@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -22,20 +22,13 @@ class ThreadedInterpreter(Interpreter):
         gone: whether the process has ended, or its connection has.
     """
 
-    def __init__(
-        self,
-        target: str,
-        take: Callable[[Any], None],
-        *,
-        environment: Mapping[str, str] | None = None,
-        output: int = 2,
-    ) -> None:
+    def __init__(self, target: str, take: Callable[[Any], None], **options: Any) -> None:
         """
         Args:
-            target, environment, output: as of `Interpreter`.
             take: gets each message, which is JSON, in a thread, and None once the process is gone.
+            options: of `Interpreter`.
         """
-        super().__init__(target, environment=environment, output=output)
+        super().__init__(target, **options)
         self.heard, self.gone, self._take = 0, False, take
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._write, self._read)]
