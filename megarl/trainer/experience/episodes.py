@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from megarl.config import Config
 from megarl.environments.environment import environment_of
+from megarl.environments.environment_episodes import Rules, WithEnvironments
+from megarl.environments.episodes import Episodes, Source
 from megarl.environments.speech import Speech
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rewards.judge import RewardError
-from megarl.rollout.environments import Rules, WithEnvironments
-from megarl.rollout.episodes import Episodes, Source
 from megarl.trainer.experience.scoring import Score
 from megarl.trainer.inputs import Inputs
 from megarl.types import Rollout, Rollouts, SamplingParams
@@ -34,7 +34,7 @@ def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
         threads=settings.workers,
     )
     if settings.agent:
-        from megarl.rollout.agents import Agents  # imports an HTTP server, which takes half a second
+        from megarl.environments.agent_episodes import Agents  # imports an HTTP server, which takes half a second
 
         agents = Agents(settings.agent, speech=speech, rules=rules, training=inputs.sampling(validation=False))
         return Episodes(groups, agents.begin, agents.close)
