@@ -25,7 +25,7 @@ from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_part
 from megarl.config import load_config
 from megarl.config.trainer import Trainer
 from megarl.telemetry.lines import LineFile, rewrite
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.resuming.run_folder import HeldFolder, check_run_folder
 from megarl.trainer.resuming.run_lock import RunLock, check_free
 

@@ -28,10 +28,10 @@ from megarl.rewards.in_rank import InRank
 from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward, load_reward
-from megarl.trainer.checks import check_run
-from megarl.trainer.experience.scoring import Scorer
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.records.step_metrics import reward_metrics
 from megarl.trainer.resuming.identity import Identity, differences
+from megarl.trainer.scoring.scorer import Scorer
 from megarl.types import Prompt, Rollout, Rollouts
 
 PROMPT = Prompt(index=3, token_ids=(1, 2), row={"answer": "4"}, source="train.jsonl:17")
