@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.other_models import Critic
+from megarl.config.other_models import CriticConfig
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
@@ -52,7 +52,7 @@ def _model_job(beside: Beside, config: Config, policy: Architecture) -> ModelJob
     """Its forward pass goes through all sequences of a step in one plan."""
     settings, arch = beside.settings, architecture_of(beside.model, policy)
     n, mini_batch, epochs = config.actor_rollout_ref.rollout.n, None, 1
-    if isinstance(settings, Critic):
+    if isinstance(settings, CriticConfig):
         mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
     return ModelJob(
         config=config,

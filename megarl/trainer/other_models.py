@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megarl.algorithms.declaration import Needs
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code, weight_entries
 from megarl.config import Config
-from megarl.config.other_models import Critic, OtherModel, RewardModel, Teacher
-from megarl.config.policy import Batching, Megatron
+from megarl.config.other_models import CriticConfig, OtherModelConfig, RewardModelConfig, TeacherConfig
+from megarl.config.policy import BatchingConfig, MegatronConfig
 from megarl.config.reward import BY_MODEL
 from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
@@ -29,22 +29,22 @@ class Beside:
     """
 
     kind: RoleKind
-    settings: Critic | RewardModel | Teacher
+    settings: CriticConfig | RewardModelConfig | TeacherConfig
 
     @property
     def role(self) -> str:
         return self.kind.name
 
     @property
-    def model(self) -> OtherModel:
+    def model(self) -> OtherModelConfig:
         return self.settings.model
 
     @property
-    def megatron(self) -> Megatron:
+    def megatron(self) -> MegatronConfig:
         return self.settings.megatron
 
     @property
-    def batching(self) -> Batching:
+    def batching(self) -> BatchingConfig:
         return self.settings
 
 
@@ -60,7 +60,7 @@ def beside_the_policy(config: Config, needs: Needs) -> Iterator[Beside]:
         yield Beside(kind=REWARD_MODEL, settings=config.reward_model)
 
 
-def architecture_of(model: OtherModel, policy: Architecture) -> Architecture:
+def architecture_of(model: OtherModelConfig, policy: Architecture) -> Architecture:
     """Of its folder, or the policy's where it names none."""
     return read_architecture(model.path) if model.path else policy
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
-from megarl.config.policy import Megatron
+from megarl.config.policy import MegatronConfig
 from megarl.flow_kinds import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
@@ -153,7 +153,7 @@ class Run:
         )
         return self.generations[-1]
 
-    def groups_of(self, megatron: Megatron) -> TrainGroups:
+    def groups_of(self, megatron: MegatronConfig) -> TrainGroups:
         """The groups of a model with its own Megatron keys; those of models with the same layout are the same."""
         return train_groups(self.world, train_layout(self.config, megatron), self.config.data.seed)
 
