@@ -21,7 +21,7 @@ from ranks import Ranks
 from tiny_run import metrics_of, train, train_in, write_run
 
 from megarl.config import build_config, load_config
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import RewardConfig
 from megarl.parallel.world import World
 from megarl.rewards.deadline import DeadlinePassed, call_within
 from megarl.rewards.in_rank import InRank
@@ -43,7 +43,7 @@ def returning(value: object) -> Reward:
 
 def judge(reward: Reward, response: str, prompt: Prompt, *, timeout: float) -> float | Failure:
     """One response, in this process."""
-    here = InRank(Part(reward=reward), Settings(timeout=timeout))
+    here = InRank(Part(reward=reward), RewardConfig(timeout=timeout))
     here.submit("it", Response(text=response), prompt)
     result = here.collect()["it"]
     return result.score if isinstance(result, Scored) else result

@@ -10,10 +10,8 @@ from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint, verify_checkpoint
 from megarl.config import Config
-from megarl.config.other_models import OtherModel
-from megarl.config.other_models import RewardModel as RewardModelKeys
-from megarl.config.other_models import Teacher as TeacherKeys
-from megarl.config.policy import Model, Optim
+from megarl.config.other_models import OtherModelConfig, RewardModelConfig, TeacherConfig
+from megarl.config.policy import ModelConfig, OptimConfig
 from megarl.data.curriculum import Columns, Order, as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
 from megarl.data.prompts import PromptSet
@@ -34,7 +32,9 @@ from megarl.trainer.session.run import Run
 from megarl.trainer.stopped import RunRefused
 
 
-def build_actor(inputs: Inputs, groups: TrainGroups, *, optim: Optim, total_steps: int, empty: bool = False) -> Actor:
+def build_actor(
+    inputs: Inputs, groups: TrainGroups, *, optim: OptimConfig, total_steps: int, empty: bool = False
+) -> Actor:
     """Build the actor with its first weights.
 
     Args:
@@ -98,7 +98,7 @@ def _load_policy(policy: MegatronModel, inputs: Inputs) -> None:
 
 
 def build_reward_model(
-    inputs: Inputs, groups: TrainGroups, *, optim: Optim, total_steps: int, empty: bool = False
+    inputs: Inputs, groups: TrainGroups, *, optim: OptimConfig, total_steps: int, empty: bool = False
 ) -> RewardModel:
     """Build a reward model that begins as the language model, or the sequence classifier, of `actor_rollout_ref.model`.
 
@@ -174,7 +174,7 @@ def build_judge(run: Run) -> Judge:
 F = TypeVar("F", bound=FrozenModel)
 
 
-def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModelKeys) -> F:
+def _frozen(kind: type[F], run: Run, settings: TeacherConfig | RewardModelConfig) -> F:
     config, arch = run.config, architecture_of(settings.model, run.inputs.arch)
     return kind(
         arch,
@@ -187,7 +187,7 @@ def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModelKeys) ->
     )
 
 
-def _weights(model: Model | OtherModel, arch: Architecture, seed: int) -> Source:
+def _weights(model: ModelConfig | OtherModelConfig, arch: Architecture, seed: int) -> Source:
     return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.path, arch).box
 
 

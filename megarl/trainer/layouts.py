@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.config.policy import Megatron
+from megarl.config.policy import MegatronConfig
 from megarl.flow_kinds import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.rollout.kinds import engine_kind
 
 
-def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayout:
+def train_layout(config: Config, megatron: MegatronConfig | None = None) -> TrainLayout:
     """Return the training layout of the actor, or of the model with other Megatron keys.
 
     Raises:
@@ -24,7 +24,7 @@ def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayou
     )
 
 
-def check_megatron(megatron: Megatron) -> None:
+def check_megatron(megatron: MegatronConfig) -> None:
     """Raise ValueError, with what to change, for keys that do not go together."""
     if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
         raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")

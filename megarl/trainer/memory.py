@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.other_models import Critic
+from megarl.config.other_models import CriticConfig
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
@@ -53,7 +53,7 @@ def _model_job(role: OtherRole, config: Config, policy: Architecture) -> ModelJo
     plan."""
     settings, arch = role.settings, architecture_of(role.model, policy)
     n, mini_batch, epochs = config.actor_rollout_ref.rollout.n, None, 1
-    if isinstance(settings, Critic):
+    if isinstance(settings, CriticConfig):
         mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
     return ModelJob(
         config=config,

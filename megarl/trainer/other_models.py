@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megarl.algorithms.declaration import Needs
 from megarl.config import Config
-from megarl.config.other_models import Critic, OtherModel, RewardModel, Teacher
-from megarl.config.policy import Batching, Megatron
+from megarl.config.other_models import CriticConfig, OtherModelConfig, RewardModelConfig, TeacherConfig
+from megarl.config.policy import BatchingConfig, MegatronConfig
 from megarl.config.reward import BY_MODEL
 from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
@@ -26,22 +26,22 @@ class OtherRole:
     """
 
     kind: RoleKind
-    settings: Critic | RewardModel | Teacher
+    settings: CriticConfig | RewardModelConfig | TeacherConfig
 
     @property
     def name(self) -> str:
         return self.kind.name
 
     @property
-    def model(self) -> OtherModel:
+    def model(self) -> OtherModelConfig:
         return self.settings.model
 
     @property
-    def megatron(self) -> Megatron:
+    def megatron(self) -> MegatronConfig:
         return self.settings.megatron
 
     @property
-    def batching(self) -> Batching:
+    def batching(self) -> BatchingConfig:
         return self.settings
 
 
@@ -57,7 +57,7 @@ def other_roles(config: Config, needs: Needs) -> Iterator[OtherRole]:
         yield OtherRole(kind=REWARD_MODEL, settings=config.reward_model)
 
 
-def architecture_of(model: OtherModel, policy: Architecture) -> Architecture:
+def architecture_of(model: OtherModelConfig, policy: Architecture) -> Architecture:
     """Return the architecture of the model's folder, or the policy's where it names none."""
     return read_architecture(model.path) if model.path else policy
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from megarl.config.trainer import Trainer
+from megarl.config.trainer import TrainerConfig
 from megarl.parallel.watch import Wait
 from megarl.parallel.world import World
 from megarl.phases import Phase
@@ -34,7 +34,7 @@ class Timeline:
     millisecond. Times are counted from there: the hosts' clocks need not agree.
     """
 
-    def __init__(self, trainer: Trainer, world: World, warn: Callable[[str], None]) -> None:
+    def __init__(self, trainer: TrainerConfig, world: World, warn: Callable[[str], None]) -> None:
         self._world, self._warn = world, warn
         self._on = "jsonl" in trainer.logger
         self._file = SpanFile(trainer.run_dir) if self._on and world.rank == 0 else None

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import Position
-from megarl.config.policy import Megatron
+from megarl.config.policy import MegatronConfig
 from megarl.flow_kinds import trains
 from megarl.hybrid.generation import Generation
 from megarl.hybrid.residency import Residency
@@ -131,7 +131,7 @@ class Run:
         self._records.add_engine(generation)
         return generation
 
-    def groups_of(self, megatron: Megatron) -> TrainGroups:
+    def groups_of(self, megatron: MegatronConfig) -> TrainGroups:
         """Return the groups of a model with its own Megatron keys; models of one layout share them."""
         return train_groups(self.world, train_layout(self.config, megatron), self.config.data.seed)
 
