@@ -31,7 +31,7 @@ from megarl.environments.speech import Speech
 from megarl.rollout.engine import Request
 from megarl.rollout.native import engine as native
 from megarl.rollout.native.scheduler import Admission, Scheduler
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
 
 ARCH = ARCHITECTURES["qwen3"]

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megarl.config.policy import Reshard
-from megarl.config.policy import Rollout as RolloutKeys
+from megarl.config.policy import ReshardConfig, RolloutConfig
 from megarl.environments.episodes import Episodes
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
@@ -47,8 +46,8 @@ class Generation:
         actor: MegatronModel,
         groups: GenerationGroups,
         *,
-        rollout: RolloutKeys,
-        reshard: Reshard,
+        rollout: RolloutConfig,
+        reshard: ReshardConfig,
         model_path: str,
         residency: Residency,
         timers: PhaseTimers,
