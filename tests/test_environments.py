@@ -24,7 +24,7 @@ from megarl.environments.python_tool import PythonTool
 from megarl.environments.speech import Speech
 from megarl.rewards.exact_match import exact_match
 from megarl.rewards.results import RewardError
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 
 # ------------------------------------------------------------------------------------------------------------- tools
 

@@ -25,7 +25,7 @@ from megarl.cli.main import main
 from megarl.config.load import build_config, load_config
 from megarl.evaluation.records import Record, read_records
 from megarl.telemetry.lines import complete_lines
-from megarl.trainer.telemetry_checks import check_telemetry
+from megarl.trainer.admission.telemetry import check_telemetry
 
 ROOT = Path(__file__).parents[1]
 QUICK = ("safetensors", "model_folder", "sentencepiece", "manifest", "jsonl")

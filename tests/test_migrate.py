@@ -17,7 +17,7 @@ from megarl.config import Config, ConfigError, build_config, load_config
 from megarl.config.load import all_keys
 from megarl.config.migration import convert, entries, entry_of, read_written
 from megarl.rewards.parts import parts_of
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 
 SHIPPED = ROOT / "tests" / "migration"
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

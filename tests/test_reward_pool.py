@@ -23,8 +23,8 @@ from megarl.rewards import pool as pool_module
 from megarl.rewards.parts import parts_of
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.results import Failure, Response, RewardError, Scored
-from megarl.trainer.experience.reward_workers import Host, workers_of
 from megarl.trainer.records.score_metrics import call_metrics, part_metrics, parts_by_name
+from megarl.trainer.scoring.reward_workers import Host, workers_of
 from megarl.types import Prompt, Rollout, Rollouts
 
 ROOT = Path(__file__).parents[1]

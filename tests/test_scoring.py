@@ -21,16 +21,16 @@ from ranks import Ranks
 from tiny_run import metrics_of, train, train_in, write_run
 
 from megarl.config import build_config, load_config
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import RewardConfig
 from megarl.parallel.world import World
 from megarl.rewards.in_rank import InRank
 from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward, load_reward
 from megarl.rewards.results import Failure, Response, RewardError, Scored
-from megarl.trainer.checks import check_run
-from megarl.trainer.experience.scoring import Scorer
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.records.step_metrics import reward_metrics
 from megarl.trainer.resuming.identity import Identity, differences
+from megarl.trainer.scoring.scorer import Scorer
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.deadline import DeadlinePassed, call_within
 
@@ -43,7 +43,7 @@ def returning(value: object) -> Reward:
 
 def judge(reward: Reward, response: str, prompt: Prompt, *, timeout: float) -> float | Failure:
     """One response, in this process."""
-    here = InRank(Part(reward=reward), Settings(timeout=timeout))
+    here = InRank(Part(reward=reward), RewardConfig(timeout=timeout))
     here.submit("it", Response(text=response), prompt)
     result = here.collect()["it"]
     return result.score if isinstance(result, Scored) else result

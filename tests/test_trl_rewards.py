@@ -16,7 +16,7 @@ from megarl.rewards.in_rank import InRank
 from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward, load_reward
 from megarl.rewards.results import Failure, Response, Scored
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.types import Prompt
 
 FUNCTIONS = '''

@@ -10,8 +10,6 @@ if TYPE_CHECKING:  # the module typing takes as long to import as Python to star
     from collections.abc import Callable
     from typing import Any
 
-    from megarl.isolation.remote import Peer
-
 _OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 BINARY = {f"__{side}{name}__" for name in _OPERATORS.split() for side in ("", "r", "i")}
 COMPARISONS = {"__eq__", "__lt__", "__le__", "__gt__", "__ge__"}
@@ -32,7 +30,7 @@ class FarType(type):
     """A class of the other side. Its instances are `Far`."""
 
     _far_number: int
-    _far_peer: Peer
+    _far_peer: Any  # the `Peer`
     _far_family: tuple[int, ...]
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +145,7 @@ _METHODS = {name: _method(name) for name in SPECIAL}
 class FarTypes:
     """Makes the classes of stand-ins for the objects of one peer, each once."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Any) -> None:
         self._peer = peer
         self._types: dict[Any, Any] = {}
         self._exceptions: dict[int, Any] = {}

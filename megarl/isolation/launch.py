@@ -140,7 +140,7 @@ def start_isolated(
     with ExitStack() as stack:
         words, _ = begin(stack, limits, isolation, len(program), folders, imports_from)
         words = [word for word in words if not word.startswith(("wall=", "cpu="))] + ["wall=0", "cpu=0"]
-        files = {"program": program, "stdin": "", "channel": channel.fileno()}
+        files: dict[str, str | bytes | int] = {"program": program, "stdin": "", "channel": channel.fileno()}
         process, report = popen(stack, words, files, subprocess.DEVNULL, stderr)
         stack.callback(end, process)
         line = b""

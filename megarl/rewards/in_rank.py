@@ -7,7 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import RewardConfig
 from megarl.rewards.call import Caller
 from megarl.rewards.parts import Part, combined
 from megarl.rewards.results import (
@@ -34,7 +34,7 @@ _Submitted = tuple[Hashable, Response, "Prompt"]
 class InRank:
     """Takes the place of a `RewardPool`: `collect` calls the function, one response after another."""
 
-    def __init__(self, part: Part, settings: Settings) -> None:
+    def __init__(self, part: Part, settings: RewardConfig) -> None:
         self._part, self._settings = part, settings
         self._caller = Caller(part.reward, part.args)
         self._submitted: list[_Submitted] = []

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
 
-from megarl.config.reward import BY_MODEL
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import BY_MODEL, RewardConfig
 from megarl.rewards.call import check_arguments, is_async, takes_lists
 from megarl.rewards.registry import Reward, RowCheck, is_registered, load_reward
 from megarl.rewards.results import CallResult, Failure, NoScore, Scored, finite, shown
@@ -98,7 +97,7 @@ def _row_check(name: str, args: str) -> RowCheck | None:
     return None if check_row is None else partial(check_row, **json.loads(args))
 
 
-def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...]:
+def parts_of(settings: RewardConfig, given: Reward | None = None) -> tuple[Part, ...]:
     """Return the parts that score a response.
 
     Args:
@@ -124,7 +123,7 @@ def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...
     return (Part(reward=reward, args=settings.args, kind=_kind(reward, settings)),)
 
 
-def _several(settings: Settings) -> tuple[Part, ...]:
+def _several(settings: RewardConfig) -> tuple[Part, ...]:
     if settings.args:
         raise ValueError("reward.args belong to reward.name; with reward.parts, set reward.parts.<label>.args")
     if settings.batch_size is not None:
@@ -168,7 +167,7 @@ def _function(settings: Any, key: str) -> Reward:
     return reward
 
 
-def _kind(reward: Reward, settings: Settings) -> Kind:
+def _kind(reward: Reward, settings: RewardConfig) -> Kind:
     if (lists := takes_lists(reward.function)) is not None and lists != (settings.batch_size is not None):
         what = "lists: set reward.batch_size, to 64 say" if lists else "one response at a time: unset reward.batch_size"
         raise ValueError(f"reward {reward.name} takes {what}")

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import RewardConfig
 from megarl.rewards.parts import Part, combined
 from megarl.rewards.results import CallResult, Failure, Response, RewardError, Scored
 from megarl.rewards.supervisor import START_SECONDS, Setup
@@ -67,7 +67,7 @@ class RewardPool:
     ends, or gives no sign of life, another one gets what was waiting, once.
     """
 
-    def __init__(self, parts: Sequence[Part], settings: Settings, workers: int) -> None:
+    def __init__(self, parts: Sequence[Part], settings: RewardConfig, workers: int) -> None:
         """
         Args:
             parts: named functions.

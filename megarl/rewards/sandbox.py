@@ -123,7 +123,7 @@ def run_tests(
         program = _answering()
         words, group = begin(stack, limits, isolation, len(program), folders)
         start = time.monotonic()
-        files = {"program": program, "stdin": "", "tests": text}
+        files: dict[str, str | bytes | int] = {"program": program, "stdin": "", "tests": text}
         (stdout, stderr, report), overflow = _run(stack, words, files, limits)
         lines = report.splitlines()
         digits = [line.partition(" ")[2] for line in lines if line.startswith("tests ")]
@@ -168,7 +168,7 @@ def check_isolation() -> None:
 
 
 def _run(
-    stack: ExitStack, words: Sequence[str], files: Mapping[str, str | bytes], limits: Limits
+    stack: ExitStack, words: Sequence[str], files: Mapping[str, str | bytes | int], limits: Limits
 ) -> tuple[list[str], bool]:
     """Return stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
     process, report = popen(stack, words, files, subprocess.PIPE, subprocess.PIPE)

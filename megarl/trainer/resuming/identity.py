@@ -13,7 +13,7 @@ from megarl.data.examples import Example
 from megarl.data.prompts import PromptSet
 from megarl.flow_kinds import format_of, generates
 from megarl.trainer.needs import needs_of
-from megarl.trainer.other_models import beside_the_policy
+from megarl.trainer.other_models import other_roles
 from megarl.trainer.resuming.digests import digest, file_digest, tokenizer_digest
 from megarl.types import Prompt
 
@@ -162,10 +162,10 @@ def _as_recorded_now(recorded: Identity, now: Identity) -> Identity:
 def _other_models(config: Config) -> dict[str, Any]:
     """The critic, whose state is in the checkpoint, and the models that scores and targets come from."""
     found = {}
-    for beside in beside_the_policy(config, needs_of(config)):
-        model = beside.model
+    for other in other_roles(config, needs_of(config)):
+        model = other.model
         file = os.path.join(model.path, "config.json")
-        found[beside.role] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
+        found[other.name] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
     return found
 
 

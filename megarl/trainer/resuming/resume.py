@@ -24,7 +24,7 @@ from megarl.checkpoint.folder import (
 )
 from megarl.config import Config, dump_config
 from megarl.config.load import CONFIG_FILE
-from megarl.config.trainer import Trainer
+from megarl.config.trainer import TrainerConfig
 from megarl.flow_kinds import flow_kind, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.lines import rewrite
@@ -165,7 +165,7 @@ def _take_folder(inputs: Inputs, start: Start) -> None:
     rewrite(os.path.join(run_dir, CONFIG_FILE), dump_config(inputs.config).encode(), private=True)
 
 
-def _candidates(trainer: Trainer) -> list[Found]:
+def _candidates(trainer: TrainerConfig) -> list[Found]:
     """Newest first."""
     if trainer.resume_mode == "disable":
         return []
@@ -213,7 +213,7 @@ def check_seen(path: str, world: World) -> None:
             )
 
 
-def _none_is_whole(trainer: Trainer, passed_over: list[Found]) -> ValueError:
+def _none_is_whole(trainer: TrainerConfig, passed_over: list[Found]) -> ValueError:
     reasons = "; ".join(f"{os.path.basename(found.folder)}: {found.problem}" for found in passed_over)
     return ValueError(
         f"{trainer.run_dir} has checkpoints, but none is whole ({reasons}): bring one back, or start anew with another "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megarl.checkpoint.folder import checkpoints, position_of, read_state
-from megarl.config.trainer import Trainer
+from megarl.config.trainer import TrainerConfig
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.trainer.resuming.run_lock import LOCK_FILE
 
@@ -13,7 +13,7 @@ ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints
 _RESULTS = ("checkpoints", METRICS_FILE, "rollouts", "tensorboard", "validation", "eval.json")
 
 
-def check_run_folder(trainer: Trainer, resume_from: str | None, *, room: int = ROOM) -> None:
+def check_run_folder(trainer: TrainerConfig, resume_from: str | None, *, room: int = ROOM) -> None:
     """Raises ValueError, in one line with what to change, if the run must not or cannot write into its folder.
 
     Args:

@@ -1,4 +1,4 @@
-"""Refuses what environments and agents could not work with, before any rank starts."""
+"""Checks of environments and agents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOKED_AT = 64  # prompts, of any number
 
 
 def check_environment(config: Config) -> None:
-    """What the configuration says of it; raises ValueError, in one line."""
+    """Check the keys of environment and agent; raises ValueError, in one line."""
     settings, limit = config.environment, config.data.max_response_length
     if not settings.answers:
         if config.reward.name == "environment":
@@ -61,7 +61,7 @@ def _check_agent(config: Config) -> None:
 
 
 def check_conversations(inputs: Inputs) -> None:
-    """Whether the tokenizer can write down what they say; raises ValueError, in one line."""
+    """Check that the tokenizer can write down what environments and agents say; raises ValueError, in one line."""
     config = inputs.config
     settings, key = config.environment, config.data.prompt_key
     if not settings.answers:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from megarl.environments.channel import Channel
 from megarl.parallel.generation_groups import GenerationGroups
-from megarl.rollout.channel import Channel
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams

@@ -12,17 +12,17 @@ from megarl.rewards.in_rank import InRank
 from megarl.rewards.parts import functions_of
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.results import Failure, Response, RewardError, Scored
-from megarl.trainer.experience.reward_workers import host_here, workers_of
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.score_metrics import call_metrics, parts_by_name
+from megarl.trainer.scoring.reward_workers import host_here, workers_of
 from megarl.types import Rollout, Rollouts
 
 Score = Callable[[Rollouts], Rollouts]
 """Rollouts -> the same with `rewards`; every rank calls it."""
 
 Results = dict[tuple[int, int], Scored | Failure]
-"""What became of responses, by `_key`."""
+"""Results of responses, by `_key`."""
 
 
 class Scorer:
@@ -69,7 +69,7 @@ class Scorer:
         self._judge.submit(_key(rollout), response, rollout.prompt, rollout.prompt.data_source)
 
     def __call__(self, rollouts: Rollouts) -> Rollouts:
-        """The same rollouts with `rewards`, the same on every rank; those that nobody submitted are scored now.
+        """Return the rollouts with `rewards`, the same on every rank; those that nobody submitted are scored now.
 
         With `reward.on_error` drop or retry a response that could not be scored has the reward None, and one line says
         how many of them there are.
@@ -77,25 +77,26 @@ class Scorer:
         Raises:
             RewardError: a response could not be scored, with `reward.on_error=fail`, or none at all could.
         """
-        found = self._early | self._collect()
-        missing = [rollout for rollout in rollouts if self._reads(rollout) and _key(rollout) not in found]
+        results = self._early | self._collect()
+        missing = [rollout for rollout in rollouts if self._reads(rollout) and _key(rollout) not in results]
         if missing:
             if self._judge is not None:
                 for rollout in missing[self._leaders.index(self._world.rank) :: len(self._leaders)]:
                     self.submit(0, rollout)
-            found |= self._collect()
-        wanted = {_key(rollout) for rollout in rollouts}
-        self._early = {key: result for key, result in found.items() if key not in wanted}
+            results |= self._collect()
+        keys = {_key(rollout) for rollout in rollouts}
+        self._early = {key: result for key, result in results.items() if key not in keys}
         nothing = Scored(score=0.0)
-        results = [found[_key(rollout)] if self._reads(rollout) else nothing for rollout in rollouts]
-        return self._with_rewards(rollouts, results)
+        return self._with_rewards(
+            rollouts, [results[_key(rollout)] if self._reads(rollout) else nothing for rollout in rollouts]
+        )
 
     def _reads(self, rollout: Rollout) -> bool:
-        """Whether a function does; else a reward model alone does."""
+        """Tell whether a function scores the rollout; else a reward model alone does."""
         return any(part.applies_to(rollout.prompt.data_source) for part in self._functions)
 
     def metrics(self) -> dict[str, float]:
-        """Of the calls since the last time: see `call_metrics`."""
+        """Return the metrics of the calls since the last time: see `call_metrics`."""
         noted, self._noted = self._noted, []
         return call_metrics(noted)
 
@@ -105,7 +106,8 @@ class Scorer:
             self._judge.close()
 
     def _collect(self) -> Results:
-        """What became of all responses that were submitted on any rank since the last time; every rank calls it."""
+        """Gather the results of all responses that were submitted on any rank since the last time; every rank calls
+        it."""
         mine: dict[Any, Scored | Failure] = {}
         wrong: str | None = None
         try:
@@ -113,16 +115,18 @@ class Scorer:
                 mine = self._judge.collect()
         except RewardError as e:
             wrong = str(e)
-        failure = next((one for one in mine.values() if isinstance(one, Failure) and not one.left_out), None)
+        failure = next(
+            (result for result in mine.values() if isinstance(result, Failure) and not result.left_out), None
+        )
         if failure is not None and self._inputs.config.reward.on_error == "fail":
             wrong = f"{failure}\n(reward.on_error=drop leaves out the responses that cannot be scored)"
         gathered: list[Results | str] = self._world.all_gather(mine if wrong is None else wrong, "all scores")
-        found: Results = {}
+        results: Results = {}
         for rank, of_rank in enumerate(gathered):
             if isinstance(of_rank, str):
                 raise RewardError(of_rank, rank=rank)
-            found |= of_rank
-        return found
+            results |= of_rank
+        return results
 
     def _with_rewards(self, rollouts: Rollouts, results: list[Scored | Failure]) -> Rollouts:
         failures = [result for result in results if isinstance(result, Failure)]
@@ -133,11 +137,11 @@ class Scorer:
             self._say(f"{len(failures)} of {len(results)} responses could not be scored; the first: {first}")
         self._noted += results
         return rollouts.scored(
-            [None if isinstance(one, Failure) else one.score for one in results],
-            [{} if isinstance(one, Failure) else parts_by_name(one) for one in results],
+            [None if isinstance(result, Failure) else result.score for result in results],
+            [{} if isinstance(result, Failure) else parts_by_name(result) for result in results],
         )
 
 
 def _key(rollout: Rollout) -> tuple[int, int]:
-    """Tells apart what is scored between two collections: equal tokens to one prompt have the same score."""
+    """Return what tells responses apart between two collections: equal tokens to one prompt have the same score."""
     return rollout.seed, crc32(rollout.token_ids.tobytes())

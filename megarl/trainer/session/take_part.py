@@ -18,11 +18,12 @@ from megarl.parallel.train_groups import leave_world
 from megarl.parallel.world import World, init_distributed
 from megarl.plain import plain
 from megarl.rewards.results import RewardError
-from megarl.trainer.agreement import check_same_inputs
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report, title_of
+from megarl.trainer.records.run_records import Callback
 from megarl.trainer.resuming.resume import Start, choose_start, finished, last_row
-from megarl.trainer.session import Callback, Run
+from megarl.trainer.session.agreement import check_same_inputs
+from megarl.trainer.session.run import Run
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
 
@@ -36,9 +37,9 @@ def run(
     """Join the job's ranks and `take_part`.
 
     Args:
-        ends: the process does when this returns, which is when all ranks have come so far, with `end_now`. Leaving
-            NCCL's communicators one by one, the engines' among them, would be dozens of agreements more, each of which
-            can hang.
+        ends: the caller ends the process with `end_now` when this returns, which is when all ranks have come so far.
+            Leaving NCCL's communicators one by one, the engines' among them, would be dozens of agreements more, each
+            of which can hang.
     """
     config = inputs.config
     follow_launcher()
@@ -109,7 +110,7 @@ def take_part(
 
 
 def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
-    """What ended the run is what a person hears of, whatever fails now; its records tell of the steps before."""
+    """Close the run after a failure. Whatever fails now, a person hears of the first failure."""
     try:
         session.close(engines=isinstance(failure, RunStopped) and not ends)  # all ranks have stopped there
     except Exception as e:
@@ -117,7 +118,7 @@ def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
 
 
 def _save_before(session: Run) -> None:
-    """A step that could not be scored has changed nothing: keep the ones before."""
+    """Save the steps before one that could not be scored: it has changed nothing."""
     step = session.position.step
     try:
         session.save_whole_steps()
@@ -127,7 +128,7 @@ def _save_before(session: Run) -> None:
 
 
 def _agree(inputs: Inputs, world: World) -> Start:
-    """Whether all ranks read the same, and where they begin."""
+    """Check that all ranks read the same; returns where they begin."""
     try:
         check_same_inputs(inputs, world)
         return choose_start(inputs, world, lambda text: _say(world, text))

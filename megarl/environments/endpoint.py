@@ -13,12 +13,12 @@ from typing import Any
 
 from aiohttp import web
 
+from megarl.environments.chat_reply import MODEL, Said, completion_body, completion_events
+from megarl.environments.chat_request import Asked, Refused, read_request
+from megarl.environments.responses_api import read_response_request, response_body, response_events
+from megarl.environments.sessions import Session, Ticket
 from megarl.loopback import Loopback
-from megarl.rollout.chat_reply import MODEL, Said, completion_body, completion_events
-from megarl.rollout.chat_request import Asked, Refused, read_request
 from megarl.rollout.engine import Request
-from megarl.rollout.responses_api import read_response_request, response_body, response_events
-from megarl.rollout.sessions import Session, Ticket
 from megarl.types import Completion, SamplingParams
 
 _LARGEST_BODY = 64 * 2**20

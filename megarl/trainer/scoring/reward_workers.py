@@ -1,4 +1,4 @@
-"""How many processes score responses on each rank."""
+"""The number of processes that score responses on each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a rank knows of where it runs.
+    """The machine that a rank runs on.
 
     Attributes:
         scores: whether responses are scored on this rank.
@@ -25,13 +25,13 @@ class Host:
 
 
 def host_here(*, scores: bool) -> Host:
-    """Of this process."""
+    """Return the machine of this process."""
     name, cores = socket.gethostname(), frozenset(os.sched_getaffinity(0))
     return Host(name=name, scores=scores, cores=cores, quota=_quota())
 
 
 def workers_of(rank: int, hosts: Sequence[Host], per_node: int | None) -> int:
-    """Workers of a rank: its share of its node's, at least 1; 0 where nothing is scored.
+    """Return how many workers a rank has: its share of its node's, at least 1; 0 where nothing is scored.
 
     The node's are `per_node`, or as many as the ranks there have cores: of 2 ranks that share cores 0 to 7 each has 4.
 
@@ -51,7 +51,7 @@ def workers_of(rank: int, hosts: Sequence[Host], per_node: int | None) -> int:
 
 
 def _quota() -> float | None:
-    """The CPU limit of this process's control group, in cores."""
+    """Return the CPU limit of this process's control group, in cores."""
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as f:
             limit, period = f.read().split()

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.rollout.chat_reply import MODEL, Said, event
-from megarl.rollout.chat_request import Asked, Refused, check_parameters, read_request
-from megarl.rollout.parameters import RESPONSES
+from megarl.environments.chat_reply import MODEL, Said, event
+from megarl.environments.chat_request import Asked, Refused, check_parameters, read_request
+from megarl.environments.parameters import RESPONSES
 from megarl.types import SamplingParams
 
 _ID = "resp_"

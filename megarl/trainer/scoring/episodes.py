@@ -1,4 +1,4 @@
-"""A run's episodes: who answers the policy, and what that is worth."""
+"""Episodes of a run: which environment or agent answers the policy, and how an episode is scored."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import replace
 
 from megarl.config import Config
 from megarl.environments.environment import environment_of
+from megarl.environments.environment_episodes import Rules, WithEnvironments
+from megarl.environments.episodes import Episodes, Source
 from megarl.environments.speech import Speech
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rewards.results import RewardError
-from megarl.rollout.environments import Rules, WithEnvironments
-from megarl.rollout.episodes import Episodes, Source
-from megarl.trainer.experience.scoring import Score
 from megarl.trainer.inputs import Inputs
+from megarl.trainer.scoring.scorer import Score
 from megarl.types import Rollout, Rollouts, SamplingParams
 
 
 def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
-    """Who answers the policy, as the configuration says; None: nobody. Every rank calls it."""
+    """Build what answers the policy, as the configuration says; None: nothing does. Every rank calls it."""
     config = inputs.config
     settings, data = config.environment, config.data
     if not settings.answers:
@@ -34,7 +34,7 @@ def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
         threads=settings.workers,
     )
     if settings.agent:
-        from megarl.rollout.agents import Agents  # imports an HTTP server, which takes half a second
+        from megarl.environments.agent_episodes import Agents  # imports an HTTP server, which takes half a second
 
         agents = Agents(settings.agent, speech=speech, rules=rules, training=inputs.sampling(validation=False))
         return Episodes(groups, agents.begin, agents.close)
@@ -50,14 +50,14 @@ def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
 def score_episodes(
     rollouts: Rollouts, *, score: Score, config: Config, say: Callable[[str], None], last_turn: bool = True
 ) -> Rollouts:
-    """The same rollouts with `rewards`: of an environment or an agent, else of the run's own scoring.
+    """Return the rollouts with `rewards`: those of an environment or an agent, else those of the run's own scoring.
 
     The rollouts of one sample are parts of one episode: the last one is scored, and all have its reward.
 
     Args:
-        score: asked about the episodes that nobody has scored yet.
+        score: scores the episodes without a reward.
         say: shows a line.
-        last_turn: it reads what the policy said last, not the whole response.
+        last_turn: `score` reads the last turn of the policy, not the whole response.
 
     Raises:
         RewardError: an episode failed, with `reward.on_error=fail`, or all did; or what `score` raises.
@@ -73,8 +73,8 @@ def score_episodes(
     unscored = [i for i in sorted(last) if _unscored(rollouts[i])]
     rewards, parts = [rollout.reward for rollout in rollouts], [rollout.parts for rollout in rollouts]
     if unscored:
-        asked = rollouts.of((_last_turn if last_turn else _itself)(rollouts[i]) for i in unscored)
-        for i, judged in zip(unscored, score(asked), strict=True):
+        read = rollouts.of((_last_turn if last_turn else _itself)(rollouts[i]) for i in unscored)
+        for i, judged in zip(unscored, score(read), strict=True):
             rewards[i], parts[i] = judged.reward, judged.parts
     for parts_of_one in rollouts.episodes:
         for i in parts_of_one:
@@ -95,8 +95,8 @@ def _itself(rollout: Rollout) -> Rollout:
 
 
 def _last_turn(rollout: Rollout) -> Rollout:
-    """With nothing but what the policy said last, as its response."""
-    own, token_ids = rollout.turns[-1] if rollout.token_ids else (True, rollout.token_ids)
-    said = token_ids if own else token_ids[:0]
-    logp = rollout.logp[len(rollout.logp) - len(said) :]
-    return replace(rollout, token_ids=said, logp=logp, sampled=None, versions=())
+    """Return the rollout with its last turn of the policy as its response."""
+    drawn, token_ids = rollout.turns[-1] if rollout.token_ids else (True, rollout.token_ids)
+    last = token_ids if drawn else token_ids[:0]
+    logp = rollout.logp[len(rollout.logp) - len(last) :]
+    return replace(rollout, token_ids=last, logp=logp, sampled=None, versions=())

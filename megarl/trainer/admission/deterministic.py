@@ -1,4 +1,4 @@
-"""What a run cannot have if its kernels are to add up in a fixed order. No Megatron."""
+"""Checks of `trainer.deterministic`: kernels that add up in a fixed order. No Megatron."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.rollout.kinds import engine_kind
 
 
 def check_deterministic(config: Config) -> None:
-    """Raises ValueError, naming what cannot repeat itself, if `trainer.deterministic` asks for it."""
+    """Raise ValueError if `trainer.deterministic` is set and a part of the run cannot repeat itself."""
     if not config.trainer.deterministic:
         return
     roles = config.actor_rollout_ref

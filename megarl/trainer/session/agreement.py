@@ -1,4 +1,4 @@
-"""Whether the ranks agree: on what they read, right after they met, and on what each computes for itself."""
+"""Comparisons between ranks: of what they read, right after they met, and of what each computes for itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILES = "put the files where every node sees the same ones, or copy them again"
 
 
 def check_same_inputs(inputs: Inputs, world: World) -> None:
-    """Every rank calls it, right after the groups are there.
+    """Compare what the ranks read; every rank calls it, right after the groups are there.
 
     Raises:
         ValueError: on every rank; names the first part that differs, and one host on each side.
@@ -41,7 +41,7 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
     everyone = world.all_gather((socket.gethostname(), mine))
     host, first = everyone[0]
     for part, value in first.items():
-        others = [rank for rank, (_, theirs) in enumerate(everyone) if theirs[part] != value]
+        others = [rank for rank, (_, digests) in enumerate(everyone) if digests[part] != value]
         if others:
             raise ValueError(
                 f"the ranks differ in their {part}: {_ranks(others)} on {everyone[others[0]][0]} and rank 0 on {host}; "
@@ -50,7 +50,7 @@ def check_same_inputs(inputs: Inputs, world: World) -> None:
 
 
 def check_same_values(batch: Batch, world: World, step: int) -> None:
-    """Whether all ranks computed the same batch; every rank calls it.
+    """Compare the batches of all ranks; every rank calls it.
 
     Advantages and importance weights are replicated arithmetic. Two CPUs may round `exp` differently and put a sequence
     on different sides of a threshold: tensor-parallel ranks would then train one model with two losses, for ever.
@@ -64,7 +64,7 @@ def check_same_values(batch: Batch, world: World, step: int) -> None:
     everyone = world.all_gather((socket.gethostname(), torch.backends.cpu.get_cpu_capability(), mine))
     host, cpu, first = everyone[0]
     for name in first:
-        others = [rank for rank, (_, _, theirs) in enumerate(everyone) if theirs[name] != first[name]]
+        others = [rank for rank, (_, _, digests) in enumerate(everyone) if digests[name] != first[name]]
         if others:
             there, other_cpu, _ = everyone[others[0]]
             raise RunStopped(
@@ -74,7 +74,7 @@ def check_same_values(batch: Batch, world: World, step: int) -> None:
 
 
 def tensor_digest(x: Tensor) -> str:
-    """Of the bits."""
+    """Digest the bits of a tensor."""
     return digest([np.ascontiguousarray(x.numpy()).view(np.uint8).data])
 
 
@@ -95,11 +95,11 @@ def _inputs(inputs: Inputs) -> Mapping[str, str]:
 
 
 def _sources_digest() -> str:
-    """Of the package's files. An installation from a working copy keeps its version number over every change."""
+    """Digest the package's files. An installation from a working copy keeps its version number over every change."""
     place = files("megarl")
     with as_file(place) as folder:
-        found = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-        return digest(part for path in found for part in (str(path.relative_to(folder)).encode(), path.read_bytes()))
+        paths = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        return digest(part for path in paths for part in (str(path.relative_to(folder)).encode(), path.read_bytes()))
 
 
 def _version(package: str) -> str | None:

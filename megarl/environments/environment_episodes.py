@@ -12,10 +12,10 @@ from megarl.data.readers import Row, value_or_none
 from megarl.data.tools import tools_of
 from megarl.environments.calls import Answer, Calls
 from megarl.environments.environment import Environment, MakeEnvironment, Turn
+from megarl.environments.episodes import Orders, Played
 from megarl.environments.speech import Speech
 from megarl.rewards.results import NoScore, finite, number, shown
 from megarl.rollout.engine import Request
-from megarl.rollout.episodes import Orders, Played
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams
 
 _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that nothing was decided

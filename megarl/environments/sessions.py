@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.data.messages import Message, read_messages
+from megarl.environments.chat_reply import Said, reply_message
+from megarl.environments.chat_request import Asked, Refused, same_message, sampling
+from megarl.environments.episodes import Played, seed_of
 from megarl.environments.speech import Speech
-from megarl.rollout.chat_reply import Said, reply_message
-from megarl.rollout.chat_request import Asked, Refused, same_message, sampling
 from megarl.rollout.engine import Request
-from megarl.rollout.episodes import Played, seed_of
 from megarl.rollout.replicas import sample_seed
 from megarl.types import Completion, Episode, Rollout, SamplingParams
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.rollout.chat_request import Asked
+from megarl.environments.chat_request import Asked
 
 MODEL = "policy"
 """What the endpoint calls the model; a request may call it anything."""

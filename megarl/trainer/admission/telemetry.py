@@ -1,4 +1,4 @@
-"""Whether metrics can go where `trainer.logger` says, before any rank starts."""
+"""Checks of the places that `trainer.logger` sends metrics to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megarl.telemetry.sinks.jsonl import METRICS_FILE
 
 
 def check_telemetry(config: Config) -> None:
-    """Raises ValueError, with what to change: no package, a key of Prometheus that is missing, a folder for a file."""
+    """Raise ValueError, with what to change, for a missing package, a missing key of Prometheus, a folder for a
+    file."""
     check_packages(config.trainer.logger)
     metrics = os.path.join(config.trainer.default_local_dir, METRICS_FILE)
     if "jsonl" in config.trainer.logger and os.path.isdir(metrics):

@@ -1,4 +1,4 @@
-"""What follows updates whose loss or gradient was not finite: `trainer.on_nonfinite`. The actor has left them out."""
+"""Handling of updates whose loss or gradient was not finite: `trainer.on_nonfinite`. The actor has left them out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIMIT = 3
 
 
 class NonFiniteUpdates:
-    """Asked at the end of every step, so that a run which stops can still save a whole step.
+    """Decides at the end of every step whether the run goes on, so that a run which stops can still save a whole step.
 
     Args:
         mode: skip goes on until `LIMIT` updates of a model in a row were left out; stop and rollback do not wait.
@@ -24,7 +24,7 @@ class NonFiniteUpdates:
         self._rolled_back_to: list[int] = []
 
     def after_step(self, step: int, skipped: Mapping[str, Sequence[bool]]) -> str | None:
-        """The same on every rank.
+        """Note the updates of a step; the result is the same on every rank.
 
         Args:
             skipped: by model, of each of its updates in the step, whether it was left out.

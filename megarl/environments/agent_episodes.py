@@ -12,13 +12,13 @@ from queue import Empty, SimpleQueue
 
 from megarl.environments.agent_process import NO_AGENT, Job, Outcome
 from megarl.environments.agent_workers import GRACE, AgentWorker
+from megarl.environments.endpoint import Endpoint, Waiting
+from megarl.environments.environment_episodes import Rules
+from megarl.environments.episodes import Orders, Played
+from megarl.environments.sessions import Session
 from megarl.environments.speech import Speech
 from megarl.rewards.results import RewardError
-from megarl.rollout.endpoint import Endpoint, Waiting
 from megarl.rollout.engine import Request
-from megarl.rollout.environments import Rules
-from megarl.rollout.episodes import Orders, Played
-from megarl.rollout.sessions import Session
 from megarl.types import Completion, Rollout, SamplingParams
 
 _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that nothing was decided

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.data.messages import Message, are_messages, read_messages
-from megarl.rollout.parameters import CHAT, UNKNOWN, Parameter
+from megarl.environments.parameters import CHAT, UNKNOWN, Parameter
 from megarl.types import SamplingParams
 
 _MOST_CHOICES = 128  # as OpenAI
