@@ -19,9 +19,10 @@ import pytest
 from ranks import Ranks
 from run_cases import run_here
 from small_disk import small_disk
+from small_state import rl_step, state_at
 from tiny_run import ROOT, write_run
 
-from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_partials, rl_step, write_state
+from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_partials, write_state
 from megarl.config import load_config
 from megarl.config.trainer import Trainer
 from megarl.telemetry.lines import LineFile, rewrite
@@ -144,7 +145,7 @@ def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> N
     for step in (20, 40):
         folders[step] = checkpoint_folder(str(tmp_path), rl_step(step))
         os.makedirs(folders[step])
-        write_state(folders[step], {"step": step})
+        write_state(folders[step], state_at(rl_step(step)))
     earlier = Trainer(default_local_dir=str(tmp_path), resume_mode="resume_path", resume_from_path=folders[20])
     assert refusal(earlier, folders[20]) == (
         f"{tmp_path} holds global_step_40, which is later than global_step_20 of trainer.resume_from_path; set another "

@@ -21,7 +21,7 @@ from megarl.rewards.judge import RewardError
 from megarl.trainer.agreement import check_same_inputs
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report, title_of
-from megarl.trainer.resuming.resume import Start, choose_start, finished, last_row
+from megarl.trainer.resuming.resume import Start, choose_start, finished
 from megarl.trainer.session import Callback, Run
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
@@ -82,7 +82,7 @@ def take_part(
     if done := finished(inputs, start):
         _say(world, done)
         return None
-    report = Report(inputs, rank=world.rank, first_step=last_row(start, config) + 1 if start.folder else None)
+    report = Report(inputs, rank=world.rank, first_step=start.state["row"] + 1 if start.folder else None)
     session = Run(inputs, world, report, stop, start, callbacks)
     stopped_by = None
     with watch(phase=lambda: session.timers.phase):
@@ -130,7 +130,7 @@ def _agree(inputs: Inputs, world: World) -> Start:
     """Whether all ranks read the same, and where they begin."""
     try:
         check_same_inputs(inputs, world)
-        return choose_start(inputs, world, lambda text: _say(world, text))
+        return choose_start(inputs, world)
     except ValueError as e:
         if not is_refusal(e):
             raise

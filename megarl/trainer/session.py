@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from megarl.algorithms.loss import Metric
 from megarl.checkpoint.folder import LOOP, Position
+from megarl.checkpoint.store import Saved
 from megarl.config.policy import Megatron
 from megarl.flow_kinds import trains
 from megarl.hybrid.generation import Generation
@@ -37,7 +38,7 @@ from megarl.trainer.records.report import Report, title_of
 from megarl.trainer.records.start_line import start_line
 from megarl.trainer.records.step_metrics import StepMetrics
 from megarl.trainer.records.timeline import Timeline
-from megarl.trainer.resuming.checkpointing import Checkpointing, Kept, saved_models
+from megarl.trainer.resuming.checkpointing import Checkpointing, Kept
 from megarl.trainer.resuming.resume import Start, begin_in_folder
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
@@ -130,7 +131,7 @@ class Run:
     def restores(self, name: str) -> bool:
         """Whether a model of that name is in the checkpoint that the run goes on from: its first weights need not be
         read then."""
-        return self._start.folder is not None and name in saved_models(self._start.state)
+        return self._start.folder is not None and name in self._start.state["models"]
 
     def generation(self, actor: MegatronModel) -> Generation:
         """The engine that the configuration names, around an actor that has joined."""
@@ -452,8 +453,8 @@ class Run:
         with self.timers(Phase.VALIDATE):
             return dict(validate())
 
-    def _save(self, kept: Kept | None = None) -> bool:
-        """A checkpoint of everything that the next step depends on; returns whether it could be written."""
+    def _save(self, kept: Kept | None = None) -> Saved | None:
+        """Save everything on which the next step depends; None if it could not be written."""
         with self.phase(Phase.SAVE):
             return self.checkpoints.save(self.position, self._before + self.position.step, self._validated, kept)
 
