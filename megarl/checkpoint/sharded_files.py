@@ -53,9 +53,9 @@ FILE_BYTES = 2**26
 
 
 class ShardedParts:
-    """What this rank writes of a sharded state dict. The ranks plan it together; each then writes on any thread.
+    """This rank's share of a sharded state dict. The ranks plan the shares together; each then writes on any thread.
 
-    Tensors are the model's and the optimizer's own wherever the state dict has them: they must not change before
+    Tensors are not copied: where the state dict refers to those of a model or an optimizer, they must not change before
     `write` returns. A thread holds one tensor in host memory at a time.
     """
 
