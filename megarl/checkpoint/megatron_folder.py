@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 
 from megarl.checkpoint.folder import write_state
 from megarl.checkpoint.manifest import FORMAT, one_line
@@ -32,12 +32,10 @@ from megarl.checkpoint.plan_items import (
     chunk_index,
     object_bytes,
     object_item,
-    parts_to_read,
-    place_in,
     stored_shape,
     tensor_item,
 )
-from megarl.checkpoint.sharded_files import write_common
+from megarl.checkpoint.sharded_files import Reads, write_common
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.models.architecture import Architecture
 from megarl.models.fill import local_view
@@ -210,14 +208,13 @@ class MegatronWeights:
         """Read a parameter of the one-rank model, in the checkpoint's type."""
         stored = self.parameters[name]
         whole = torch.empty(stored.meta.shape, dtype=self.dtype)
+        planner = Reads(self._reader)
         for chunk in stored.chunks(whole):
-            tensor = self._reader.stored[chunk.key]
-            assert isinstance(tensor, TensorStorageMetadata) and chunk.data is not None
-            into = _Into(chunk.data.view(stored_shape(chunk)))
-            try:
-                self._reader.read_data(LoadPlan(parts_to_read(chunk, tensor)), into).wait()
-            except Exception as e:  # whatever reading a damaged file raises
-                raise ValueError(f"'{self._folder}': {chunk.key} cannot be read: {one_line(e)}") from e
+            planner.add(chunk)
+        try:
+            self._reader.read_data(LoadPlan(planner.items), planner).wait()
+        except Exception as e:  # whatever reading a damaged file raises
+            raise ValueError(f"'{self._folder}': {name} cannot be read: {one_line(e)}") from e
         return whole
 
     def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
@@ -238,16 +235,3 @@ class MegatronWeights:
         if len(dtypes) > 1:
             raise ValueError(f"'{self._folder}' mixes weights of several types: {', '.join(sorted(map(str, dtypes)))}")
         return dtypes.pop()
-
-
-class _Into(DefaultLoadPlanner):
-    """Reads into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return place_in(self._target, read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...

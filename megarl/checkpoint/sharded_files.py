@@ -121,7 +121,7 @@ def read_sharded(folder: str, reader: CheckpointReader, sharded: dict[str, Any])
     """
     parts, plain, factories = load_preprocess(sharded)
     parts, _ = extract_sharded_base(parts)
-    planner = _Reads(reader)
+    planner = Reads(reader)
     for part in nested_values(parts):
         planner.add(part)
     reader.read_data(LoadPlan(planner.items), planner).wait()
@@ -165,7 +165,7 @@ class _Planner(DefaultSavePlanner):
         return part.data.detach().view(stored_shape(part))
 
 
-class _Reads(DefaultLoadPlanner):
+class Reads(DefaultLoadPlanner):
     """Tells the reader where each item belongs, and keeps the objects that it reads."""
 
     def __init__(self, reader: CheckpointReader) -> None:

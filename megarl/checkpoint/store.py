@@ -196,7 +196,9 @@ def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, world: W
     if problem is not None:
         raise ValueError(f"checkpoint '{folder}': {problem}")
     if rng:
-        _set_rng_state(loaded["rng"])
+        torch.set_rng_state(loaded["rng"]["torch"])
+        if "cuda" in loaded["rng"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(loaded["rng"]["cuda"])
     return loaded
 
 
@@ -204,12 +206,6 @@ def rng_state() -> dict[str, Tensor]:
     """Copy the states of this rank's random number generators."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     return {"torch": torch.get_rng_state(), **cuda}
-
-
-def _set_rng_state(state: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _make_empty(folder: str) -> None:

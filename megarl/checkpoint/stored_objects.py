@@ -142,11 +142,7 @@ def _is_key(key: Any) -> bool:
 
 
 def _check_tuples(pickled: bytes) -> None:
-    """Refuse tuples that multiply: (t, t) of (t, t), 40 times, is 200 bytes and takes hours to hash.
-
-    Raises:
-        ValueError: the pickle has such tuples.
-    """
+    """Refuse tuples that multiply (ValueError): (t, t) of (t, t), 40 times, is 200 bytes and takes hours to hash."""
     parts: list[int] = []  # of each value on the stack: number of a tuple's parts and of their parts; else 1
     marks: list[int] = []
     kept: dict[Any, int] = {}
@@ -206,11 +202,7 @@ def read_object(stream: io.BytesIO, name: str) -> Any:
 
 
 def _check_cost(stream: io.BytesIO) -> None:
-    """Refuse an object that takes more memory or time than its bytes: torch admits `bytearray(1 << 40)`.
-
-    Raises:
-        ValueError: the reason.
-    """
+    """Refuse an object that takes more memory than its bytes (ValueError): torch admits `bytearray(1 << 40)`."""
     begin = stream.tell()
     if re.search(rb"c(builtins|__builtin__)\nbytearray\n", stream.getbuffer()):
         raise ValueError("it asks for memory")

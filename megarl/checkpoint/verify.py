@@ -52,7 +52,9 @@ def compare_logits(huggingface: str, megatron: str, arch: Architecture, *, toler
     Raises:
         ValueError: the difference is more than `tolerance`, or transformers is not installed.
     """
-    sequences = _sequences(arch)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(n, arch.max_position_embeddings) for n in (5, 16, 33)]
+    sequences = [torch.randint(arch.vocab_size, (n,), generator=generator) for n in lengths]
     model = _transformers_model(huggingface)
     expected = [torch.log_softmax(model(tokens[None]).logits[0], -1) for tokens in sequences]
     del model
@@ -103,13 +105,6 @@ def compare_answers(
                     f"ids {expected[text]}, the checkpoint with {answer}"
                 )
     return len(questions)
-
-
-def _sequences(arch: Architecture) -> list[Tensor]:
-    """Draw a few random sequences of token ids."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [min(n, arch.max_position_embeddings) for n in (5, 16, 33)]
-    return [torch.randint(arch.vocab_size, (n,), generator=generator) for n in lengths]
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class Slots:
             if hasattr(part, "model_param_group_index_map"):
                 self._distributed |= {p: part for buffer in part.buffers for p in buffer.param_index_map}
             else:
-                self._whole |= dict.fromkeys(_masters(part.optimizer), part.optimizer)
+                self._whole |= dict.fromkeys(master_weights(part), part.optimizer)
 
     def of(self, parameter: Tensor) -> Slot | None:
         """Slot of a model parameter; None if other data-parallel ranks have all of its state."""
@@ -165,7 +165,8 @@ def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[s
 def master_weights(optimizer: Any) -> Iterator[Tensor]:
     """The fp32 weights that this rank steps; where the model is fp32 they are views of the model's."""
     for part in _parts(optimizer):
-        yield from _masters(part.optimizer)
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
 
 
 def moments(optimizer: Any) -> Iterator[Tensor]:
@@ -219,11 +220,6 @@ def _fp32(weight: Any) -> dict[str, Any]:
 
 def _parts(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _masters(adam: Any) -> Iterator[Tensor]:
-    for group in adam.param_groups:
-        yield from group["params"]
 
 
 def _step(optimizer: Any) -> int:

@@ -189,7 +189,8 @@ class Checkpointing:
         Raises:
             RunRefused: the checkpoint cannot be read, or lacks another model.
         """
-        saved = self.models.keys() & set((read_state(folder) if state is None else state)["models"])
+        stored = (read_state(folder) if state is None else state)["models"]
+        saved = {name for name in self.models if name in stored}
         copies = {name: model for name, model in self.models.items() if isinstance(model, Reference)}
         for name in self.models.keys() - saved - copies.keys():
             raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
@@ -202,7 +203,7 @@ class Checkpointing:
             self.models[name].load_sharded(loaded[name], _prefix(name))
         if state is None:
             return
-        for name in copies.keys() - saved:
+        for name in sorted(copies.keys() - saved):
             copies[name].renew()
         try:
             for name, joined in self._states.items():

@@ -23,7 +23,10 @@ def check_run_folder(trainer: Trainer, resume_from: str | None, *, room: int = R
     run_dir = trainer.run_dir
     _check_place(run_dir, room)
     if trainer.resume_mode == "disable":
-        results = [name for name in _RESULTS if _holds_something(os.path.join(run_dir, name))]
+        paths = {name: os.path.join(run_dir, name) for name in _RESULTS}
+        results = [
+            name for name, path in paths.items() if (os.listdir(path) if os.path.isdir(path) else os.path.exists(path))
+        ]
         if results:
             raise ValueError(
                 f"{run_dir} holds another run's {', '.join(results)}, and trainer.resume_mode=disable starts anew; set "
@@ -91,7 +94,3 @@ def _check_place(run_dir: str, room: int) -> None:
             f"the disk of the run folder {run_dir} has {free / 2**20:.0f} MiB and {disk.f_favail} files left; make "
             f"room, or set trainer.default_local_dir"
         )
-
-
-def _holds_something(path: str) -> bool:
-    return bool(os.listdir(path)) if os.path.isdir(path) else os.path.exists(path)

@@ -46,7 +46,7 @@ class RunLock:
             os.close(self._descriptor)
             raise
         # A helper that outlives this process would keep the folder locked.
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=self.release)
         since = datetime.now().strftime("%Y-%m-%d %H:%M")
         self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "steps": steps}
         self._write()
@@ -59,17 +59,14 @@ class RunLock:
 
     def release(self) -> None:
         """Give the folder back before the process ends."""
-        self._close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _write(self) -> None:
         written = json.dumps(self._holder).encode()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, written, 0)
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 def check_free(run_dir: str) -> None:
