@@ -82,7 +82,7 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
     """Say what ended the run, the rank that knows most first; returns the exit code."""
     from megarl.data.row_files import RowsChanged
     from megarl.parallel.watch import Stalled, is_peer_loss
-    from megarl.rewards.judge import RewardError
+    from megarl.rewards.results import RewardError
     from megarl.telemetry.profiler import OutOfMemory
 
     if debugging():

@@ -23,7 +23,7 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
     from megarl.flow_kinds import FLOWS
     from megarl.parallel.train_groups import leave_groups
     from megarl.parallel.world import World
-    from megarl.rewards.judge import RewardError
+    from megarl.rewards.results import RewardError
     from megarl.trainer.admission.checks import check_run
     from megarl.trainer.session.take_part import take_part
     from megarl.trainer.stop import StopRequest

@@ -36,7 +36,7 @@ from megarl.environments.parameters import CHAT
 from megarl.environments.sessions import Session
 from megarl.environments.speech import Speech
 from megarl.loopback import STRANGERS
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.rollout.engine import Request
 from megarl.types import Completion, Prompt, Rollout, SamplingParams
 

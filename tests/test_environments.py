@@ -23,7 +23,7 @@ from megarl.environments.environment import Turn, blocks, environment_of
 from megarl.environments.python_tool import PythonTool
 from megarl.environments.speech import Speech
 from megarl.rewards.exact_match import exact_match
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.trainer.admission.checks import check_run
 
 # ------------------------------------------------------------------------------------------------------------- tools

@@ -11,6 +11,7 @@ import pytest
 
 ORDER = [
     "plain",
+    "private_folder",
     "processes",
     "debugging",
     "phases",
@@ -52,6 +53,7 @@ ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
     "plain.py",
     "loopback.py",
+    "private_folder.py",
     "processes.py",
     "host.py",
     "debugging.py",

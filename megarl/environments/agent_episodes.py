@@ -17,7 +17,7 @@ from megarl.environments.environment_episodes import Rules
 from megarl.environments.episodes import Orders, Played
 from megarl.environments.sessions import Session
 from megarl.environments.speech import Speech
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.rollout.engine import Request
 from megarl.types import Completion, Rollout, SamplingParams
 

@@ -14,7 +14,7 @@ from megarl.environments.calls import Answer, Calls
 from megarl.environments.environment import Environment, MakeEnvironment, Turn
 from megarl.environments.episodes import Orders, Played
 from megarl.environments.speech import Speech
-from megarl.rewards.judge import NoScore, finite, number, shown
+from megarl.rewards.results import NoScore, finite, number, shown
 from megarl.rollout.engine import Request
 from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams
 

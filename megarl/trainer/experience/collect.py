@@ -11,7 +11,7 @@ import torch
 from megarl.data.sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.rollout.replicas import Quota
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.dynamic_sampling import fill_batch

@@ -12,8 +12,8 @@ from megarl.data.readers import Row, value_at
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.tools import tools_of
 from megarl.parallel.world import World
-from megarl.rewards.judge import RewardError
 from megarl.rewards.parts import Part, functions_of
+from megarl.rewards.results import RewardError
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
 from megarl.trainer.inputs import Inputs

@@ -11,7 +11,7 @@ from megarl.environments.environment_episodes import Rules, WithEnvironments
 from megarl.environments.episodes import Episodes, Source
 from megarl.environments.speech import Speech
 from megarl.parallel.generation_groups import GenerationGroups
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.scoring.scorer import Score
 from megarl.types import Rollout, Rollouts, SamplingParams

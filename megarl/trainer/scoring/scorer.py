@@ -9,9 +9,9 @@ from zlib import crc32
 from megarl.data.readers import value_or_none
 from megarl.parallel.world import World
 from megarl.rewards.in_rank import InRank
-from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import functions_of
 from megarl.rewards.pool import RewardPool
+from megarl.rewards.results import Failure, Response, RewardError, Scored
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.score_metrics import call_metrics, parts_by_name

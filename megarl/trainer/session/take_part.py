@@ -17,7 +17,7 @@ from megarl.parallel.meeting import follow_launcher, job_store
 from megarl.parallel.train_groups import leave_world
 from megarl.parallel.world import World, init_distributed
 from megarl.plain import plain
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report, title_of
 from megarl.trainer.records.run_records import Callback

@@ -1,4 +1,4 @@
-"""A time limit for code that knows nothing of it."""
+"""Limits the time of calls that know nothing of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ends: list[float] = []
 
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """Whoever calls a function will end it, and the process perhaps, after a while: `seconds_left` says so there."""
+    """Let `seconds_left` know, inside, that the call is ended from outside after a while, perhaps with the process."""
     _ends.append(time.monotonic() + seconds)
     try:
         yield
@@ -29,7 +29,7 @@ def ends_within(seconds: float) -> Iterator[None]:
 
 
 def seconds_left() -> float:
-    """Until the call is ended from outside that this function is called in; infinity if nobody does."""
+    """Return the seconds until the present call is ended from outside; infinity if nobody does that."""
     return min(_ends, default=math.inf) - time.monotonic()
 
 
@@ -38,7 +38,7 @@ class DeadlinePassed(BaseException):
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """`call()`, stopped after a while by an exception between two of its bytecodes.
+    """Call a function, and stop it after a while by an exception between two of its bytecodes.
 
     Python code, regular expressions and waiting (for a process, a lock, a socket) are stopped; a C extension only when
     it returns. A call that sets SIGALRM for itself replaces the deadline by its own. Outside the main thread, where no

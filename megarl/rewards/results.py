@@ -1,4 +1,4 @@
-"""What a reward function returned as a score, or what is wrong with it, in the words that people read. Torch-free."""
+"""Turns what a reward function returned or raised into a score, or into words for what is wrong. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import re
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
-_OURS = os.path.dirname(os.path.abspath(__file__))
-_FRAMEWORK = {
-    os.path.join(_OURS, name)
-    for name in ("judge.py", "call.py", "deadline.py", "registry.py", "worker.py", "supervisor.py", "in_rank.py")
-}
-_FRAMES = 12  # of a traceback, at either end
-_FRAMES_LENGTH = 20_000  # characters: a line of source can have any length
-_DUMPED = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+from megarl.workers.frames import cut, frames_of
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_NAMES = ("results", "call", "registry", "worker", "supervisor", "in_rank")
+FRAMEWORK = frozenset(os.path.join(_FOLDER, f"{name}.py") for name in _NAMES)
+"""Files whose frames are left out of what is shown of a call."""
 _METRIC = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _METRICS = 64  # of one score
 _TAKEN = {"mean", "accuracy", "failed", "retried", "greedy", "kl", "overlong_penalty", "part", "source"}
@@ -41,7 +38,7 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """What is scored.
+    """A response to be scored.
 
     Attributes:
         text: the decoded response.
@@ -57,8 +54,8 @@ class Response:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """What one call of a reward function came to; JSON values.
+class CallResult:
+    """The score that one call of a reward function gave, or what is wrong; JSON values.
 
     Attributes:
         score: None if something is wrong.
@@ -123,51 +120,51 @@ NOT_APPLICABLE = object()
 """In a score's place: the response is not the function's to score."""
 
 
-def judged(call: Callable[[], Any], *failures: type[BaseException]) -> Judged:
-    """What the call comes to, in whatever way it fails.
+def result_of(call: Callable[[], Any], *failures: type[BaseException]) -> CallResult:
+    """Call a function, and read its score.
 
     Args:
-        failures: the exceptions that are the user's.
+        failures: the exceptions that are the user's; others are raised.
     """
     try:
-        return judged_value(call())
+        return result_of_value(call())
     except failures as e:  # a user's function can fail in any way
-        return judged_error(e)
+        return result_of_error(e)
 
 
-def judged_value(value: Any) -> Judged:
-    """A number, or a mapping with "score" and further numbers."""
+def result_of_value(value: Any) -> CallResult:
+    """Read a number, or a mapping with "score" and further numbers."""
     if value is NOT_APPLICABLE:
-        return Judged(score=0.0, applies=False)
+        return CallResult(score=0.0, applies=False)
     try:
         if not isinstance(value, Mapping):
-            return Judged(score=number(value))
+            return CallResult(score=number(value))
         if "score" not in value:
             raise NoScore(f'returned {shown(value)}, a {type(value).__name__} without "score"')
         if len(value) > _METRICS:
             raise NoScore(f"returned {len(value)} numbers; there may be {_METRICS}")
-        return Judged(
+        return CallResult(
             score=number(value["score"], "returned score: "),
             metrics={_name(key): number(value[key], f"returned {key}: ") for key in value if key != "score"},
         )
     except NoScore as e:
-        return Judged(wrong=str(e))
+        return result_of_error(e)
 
 
-def judged_error(error: BaseException) -> Judged:
-    """Of an exception that left the user's function, or that says what is wrong with its value."""
+def result_of_error(error: BaseException) -> CallResult:
+    """Describe an exception that left the user's function, or that says what is wrong with its value."""
     if isinstance(error, NoScore):
-        return Judged(wrong=str(error))
+        return CallResult(wrong=str(error))
     try:
         lines = traceback.TracebackException(type(error), error, None).format_exception_only()
-        said = " ".join("".join(lines)[:10_000].split())
+        text = " ".join("".join(lines)[:10_000].split())
     except Exception:  # its own __str__ fails, in a way that traceback does not expect
-        said = type(error).__name__
-    return Judged(wrong=f"raised {cut(said)}", frames=users_frames(error.__traceback__))
+        text = type(error).__name__
+    return CallResult(wrong=f"raised {cut(text)}", frames=frames_of(error.__traceback__, FRAMEWORK))
 
 
-def too_late(timeout: float, frames: str = "") -> Judged:
-    return Judged(wrong=f"took longer than reward.timeout = {timeout:g} s", frames=frames)
+def too_late(timeout: float, frames: str = "") -> CallResult:
+    return CallResult(wrong=f"took longer than reward.timeout = {timeout:g} s", frames=frames)
 
 
 def _name(key: Any) -> str:
@@ -179,14 +176,13 @@ def _name(key: Any) -> str:
 
 
 def number(value: Any, verb: str = "returned ") -> float:
-    """What user's code gave as a number, of Python's, numpy's or torch's; raises NoScore unless float32 holds it."""
+    """Read a number of Python's, numpy's or torch's that user's code gave; raises NoScore unless float32 holds it."""
     if not isinstance(value, bool | int | float) and not _is_number_of_a_library(value):
         raise NoScore(f"{verb}{shown(value)}, a {type(value).__name__}, and not one number")
     try:
-        found = float(value)
+        return finite(float(value), verb)
     except OverflowError as e:  # a whole number of more than 308 digits
         raise NoScore(f"{verb}a number that is too large for float32") from e
-    return finite(found, verb)
 
 
 def finite(number: float, verb: str) -> float:
@@ -208,44 +204,11 @@ def _is_number_of_a_library(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex()
 
 
-def users_frames(frames: TracebackType | None) -> str:
-    """The part of a traceback that begins in the user's function and ends where the exception came from."""
-    return _formatted(traceback.extract_tb(frames))
-
-
-def dumped_frames(dump: str) -> str:
-    """The same, of what `faulthandler` wrote: the most recent call first, without source."""
-    found = [
-        traceback.FrameSummary(name, int(line), function) for name, line, function in reversed(_DUMPED.findall(dump))
-    ]
-    return _formatted([frame for frame in found if frame.filename != "<string>"])
-
-
-def live_frames(coroutine: Any) -> str:
-    """The same, of a coroutine that waits."""
-    found = []
-    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-        found.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        coroutine = coroutine.cr_await
-    return _formatted(found)
-
-
-def _formatted(stack: Sequence[traceback.FrameSummary]) -> str:
-    lines = traceback.format_list([frame for frame in stack if os.path.abspath(frame.filename) not in _FRAMEWORK])
-    if len(lines) > 2 * _FRAMES:
-        lines = [*lines[:_FRAMES], f"  ... {len(lines) - 2 * _FRAMES} more\n", *lines[-_FRAMES:]]
-    return cut("".join(lines).rstrip(), _FRAMES_LENGTH)
-
-
 def shown(value: Any) -> str:
-    """What a value looks like, cut; a text of a gigabyte is cut before."""
+    """Write down a value, cut; a text of a gigabyte is cut before."""
     if isinstance(value, str | bytes):
         value = value[:300]
     try:
         return cut(repr(value))
     except Exception as e:
         return f"a value whose repr raises {type(e).__name__}"
-
-
-def cut(text: str, length: int = 200) -> str:
-    return text if len(text) <= length else f"{text[:length]}..."
