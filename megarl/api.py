@@ -19,7 +19,7 @@ from megarl.flow_kinds import FLOWS
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.rewards import Reward, RewardFunction
 from megarl.trainer.admission.checks import check_run
-from megarl.trainer.resuming.run_lock import RunLock
+from megarl.trainer.run_lock import RunLock
 from megarl.trainer.stop import StopRequest, interruption
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         from megarl.flow_kinds import FLOWS
         from megarl.parallel.cpu import enable_cpu_ranks
         from megarl.trainer.admission.checks import check_run
-        from megarl.trainer.resuming.run_lock import RunLock
+        from megarl.trainer.run_lock import RunLock
 
         hush_dependencies()  # checks of overrides import Megatron-Core
         inputs = check_run(config)

@@ -120,8 +120,8 @@ TORCH_FREE = [
     "trainer/subject.py",
     "trainer/trust.py",
     "trainer/stop.py",
-    "trainer/resuming/run_lock.py",
-    "trainer/resuming/run_folder.py",
+    "trainer/run_lock.py",
+    "trainer/run_folder.py",
 ]
 
 

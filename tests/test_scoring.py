@@ -29,7 +29,7 @@ from megarl.rewards.registry import Reward, load_reward
 from megarl.rewards.results import Failure, Response, RewardError, Scored
 from megarl.trainer.admission.checks import check_run
 from megarl.trainer.records.step_metrics import reward_metrics
-from megarl.trainer.resuming.identity import Identity, differences
+from megarl.trainer.resuming.identity import Identity, differences, identity_of
 from megarl.trainer.scoring.scorer import Scorer
 from megarl.types import Prompt, Rollout, Rollouts
 from megarl.workers.deadline import DeadlinePassed, call_within
@@ -322,7 +322,7 @@ def test_a_checkpoint_records_what_scores_are_made_of(tmp_path: Path) -> None:
     def identity(**reward: Any) -> Identity:
         tree = load_config(path).model_dump()
         tree["reward"] |= reward
-        return check_run(build_config(tree)).identity
+        return identity_of(check_run(build_config(tree)))
 
     before = {"reward": {"reward.name": "exact_match", "file": None}}  # as in a checkpoint from before there were parts
     assert differences(before, identity(workers=7, timeout=3, on_error="retry", retries=2, concurrency=9)) == {}

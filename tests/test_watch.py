@@ -19,11 +19,11 @@ import tiny_run
 import torch.distributed as dist
 from ranks import Ranks
 from selection import quick
+from small_state import STATE, rl_step
 from tiny_run import write_run
 from torch.distributed import distributed_c10d
 from training_cases import Case, actor_in, beside, fixed_batch, update
 
-from megarl.checkpoint.folder import rl_step
 from megarl.parallel.watch import Stalled, Watch, is_peer_loss
 
 LIMIT = 5.0
@@ -141,7 +141,7 @@ def _save(actor: Any, other: Any, folder: str) -> None:
 
     state = actor.sharded_state(loading=False)
     world = actor.groups.world
-    save_checkpoint(folder, rl_step(1), state, {}, write_model=lambda folder: None, world=world)
+    save_checkpoint(folder, rl_step(1), state, STATE, write_model=lambda folder: None, world=world)
 
 
 def _copy(actor: Any, other: Any, folder: str) -> None:

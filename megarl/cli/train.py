@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.resuming.identity import configuration_digest
     from megarl.trainer.resuming.resume import expected_start, finished
-    from megarl.trainer.resuming.run_lock import check_free
+    from megarl.trainer.run_lock import check_free
 
     inputs = check_run(config)
     FLOWS.check(config.trainer.flow)

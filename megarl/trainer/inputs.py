@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
-from megarl.config.secrets import without_secrets
 from megarl.data.examples import Example
 from megarl.data.load import Loaded, load_examples
 from megarl.data.prompts import load_prompts
@@ -20,8 +19,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rewards import Reward
 from megarl.rewards.parts import Part, parts_of, scorers_of
-from megarl.trainer.resuming.digests import tokenizer_digest
-from megarl.trainer.resuming.identity import Identity, identity_of
+from megarl.trainer.digests import tokenizer_digest
 from megarl.trainer.trust import unsafe_remarks
 from megarl.trainer.unread_keys import unread
 from megarl.types import Prompt, SamplingParams
@@ -53,11 +51,6 @@ class Inputs:
     train_examples: list[Example] = field(default_factory=list)
     val_examples: list[Example] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
-
-    @cached_property
-    def identity(self) -> Identity:
-        """The record of the inputs in a checkpoint of the run."""
-        return {part: without_secrets(values) for part, values in identity_of(self).items()}
 
     @property
     def train_rows(self) -> int:

@@ -14,7 +14,7 @@ from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.role_kinds import CRITIC, REWARD_MODEL, TEACHER, RoleKind
-from megarl.trainer.resuming.digests import tokenizer_digest
+from megarl.trainer.digests import tokenizer_digest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from megarl.trainer.layouts import check_megatron, generation_layout, train_layo
 from megarl.trainer.memory import check_memory
 from megarl.trainer.needs import needs_of
 from megarl.trainer.resuming.resume import expected_start
-from megarl.trainer.resuming.run_folder import check_run_folder
+from megarl.trainer.run_folder import check_run_folder
 from megarl.trainer.unread_keys import check_unread
 
 LONGEST_LINE = 1000

@@ -16,10 +16,10 @@ from zlib import crc32
 
 import numpy as np
 
+from megarl.checkpoint.arrays import Array
 from megarl.config import Config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
 from megarl.trainer.layouts import generation_layout
-from megarl.trainer.resuming.arrays import Array
 from megarl.types import FinishReason, Prompt, Rollout, Rollouts
 
 _FINISHES: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))

@@ -15,10 +15,10 @@ from megarl.hybrid.generation import Generation
 from megarl.parallel.world import World
 from megarl.rewards.parts import Part
 from megarl.rollout.replicas import OnFinished
+from megarl.trainer.digests import digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, reward_metrics
-from megarl.trainer.resuming.digests import digest
 from megarl.trainer.scoring.episodes import score_episodes
 from megarl.trainer.scoring.scorer import Score
 from megarl.trainer.session.run import Run

@@ -23,7 +23,7 @@ from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.shown_rollouts import ShownRollouts
-from megarl.trainer.resuming.run_folder import HeldFolder
+from megarl.trainer.run_folder import HeldFolder
 from megarl.types import Batch, Rollouts
 
 

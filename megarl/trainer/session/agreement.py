@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megarl.parallel.world import World
+from megarl.trainer.digests import digest, file_digest
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.resuming.digests import digest, file_digest
-from megarl.trainer.resuming.identity import configuration_digest, examples_digest, rows_digest
+from megarl.trainer.resuming.identity import Identity, configuration_digest, examples_digest, rows_digest
 from megarl.trainer.stopped import RunStopped
 from megarl.trainer.trust import user_files
 from megarl.types import Batch
@@ -31,13 +31,13 @@ _REMEDY = {
 _FILES = "put the files where every node sees the same ones, or copy them again"
 
 
-def check_same_inputs(inputs: Inputs, world: World) -> None:
+def check_same_inputs(inputs: Inputs, identity: Identity, world: World) -> None:
     """Compare what the ranks read; every rank calls it, right after the groups are there.
 
     Raises:
         ValueError: on every rank; names the first part that differs, and one host on each side.
     """
-    mine = {name: digest([text.encode()]) for name, text in _inputs(inputs).items()}
+    mine = {name: digest([text.encode()]) for name, text in _inputs(inputs, identity).items()}
     everyone = world.all_gather((socket.gethostname(), mine))
     host, first = everyone[0]
     for part, value in first.items():
@@ -78,8 +78,7 @@ def tensor_digest(x: Tensor) -> str:
     return digest([np.ascontiguousarray(x.numpy()).view(np.uint8).data])
 
 
-def _inputs(inputs: Inputs) -> Mapping[str, str]:
-    identity = inputs.identity
+def _inputs(inputs: Inputs, identity: Identity) -> Mapping[str, str]:
     return {
         "packages": f"{platform.python_version()} {[_version(name) for name in _PACKAGES]}",
         "code of megarl": _sources_digest(),

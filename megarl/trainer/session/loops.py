@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from megarl.checkpoint.folder import LOOP, Position
+from megarl.checkpoint.store import Saved
 from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.roles.trained import TrainedModel
@@ -227,8 +228,8 @@ class Loops:
         with self._records.timers(Phase.VALIDATE):
             return dict(validate())
 
-    def _save(self, kept: Kept | None = None) -> bool:
-        """Write a checkpoint of everything that the next step depends on; returns whether it could be written."""
+    def _save(self, kept: Kept | None = None) -> Saved | None:
+        """Save everything on which the next step depends; None if it could not be written."""
         with self._phase(Phase.SAVE):
             return self._checkpoints.save(self.position, self._before + self.position.step, self._validation, kept)
 

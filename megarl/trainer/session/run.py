@@ -27,7 +27,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.records.report import Report
 from megarl.trainer.records.run_records import Callback, RunRecords
-from megarl.trainer.resuming.checkpointing import Checkpointing, saved_models
+from megarl.trainer.resuming.checkpointing import Checkpointing
 from megarl.trainer.resuming.resume import Start
 from megarl.trainer.scoring.episodes import build_episodes
 from megarl.trainer.scoring.scorer import Scorer
@@ -109,7 +109,7 @@ class Run:
     def restores(self, name: str) -> bool:
         """Tell whether a model of that name is in the checkpoint that the run goes on from: its first weights need not
         be read then."""
-        return self._start.folder is not None and name in saved_models(self._start.state)
+        return self._start.folder is not None and name in self._start.state["models"]
 
     def generation(self, actor: MegatronModel) -> Generation:
         """Build the engine that the configuration names, around an actor that has joined."""

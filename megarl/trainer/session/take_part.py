@@ -21,7 +21,8 @@ from megarl.rewards.results import RewardError
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report, title_of
 from megarl.trainer.records.run_records import Callback
-from megarl.trainer.resuming.resume import Start, choose_start, finished, last_row
+from megarl.trainer.resuming.identity import identity_of
+from megarl.trainer.resuming.resume import Start, choose_start, finished
 from megarl.trainer.session.agreement import check_same_inputs
 from megarl.trainer.session.run import Run
 from megarl.trainer.stop import StopRequest
@@ -83,7 +84,7 @@ def take_part(
     if done := finished(inputs, start):
         _say(world, done)
         return None
-    report = Report(inputs, rank=world.rank, first_step=last_row(start, config) + 1 if start.folder else None)
+    report = Report(inputs, rank=world.rank, first_step=start.state["row"] + 1 if start.folder else None)
     session = Run(inputs, world, report, stop, start, callbacks)
     stopped_by = None
     with watch(phase=lambda: session.timers.phase):
@@ -130,8 +131,9 @@ def _save_before(session: Run) -> None:
 def _agree(inputs: Inputs, world: World) -> Start:
     """Check that all ranks read the same; returns where they begin."""
     try:
-        check_same_inputs(inputs, world)
-        return choose_start(inputs, world, lambda text: _say(world, text))
+        identity = identity_of(inputs)
+        check_same_inputs(inputs, identity, world)
+        return choose_start(inputs, identity, world)
     except ValueError as e:
         if not is_refusal(e):
             raise

@@ -1,4 +1,4 @@
-"""RUN/lock: a run folder belongs to one run at a time. The file says whose it is, and how the last one ended.
+"""Locks a run folder for one run at a time, with the file RUN/lock. It names that run, or how the last one ended.
 
 {"host": "node7", "pid": 123, "since": "2026-01-31 12:00", "steps": 500, "ended": "finished"}
 """
@@ -23,18 +23,18 @@ _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK)
 
 
 class RunLock:
-    """Holds a run folder until this process ends; the kernel gives it back, however the process ends."""
+    """Holds a run folder until this process ends, however it ends: the kernel gives the lock back."""
 
     def __init__(self, run_dir: str, *, steps: int | None = None) -> None:
         """
         Args:
-            steps: of the whole run.
+            steps: number of steps of the whole run.
 
         Raises:
             ValueError: another run is in the folder, or a link leads the run's files elsewhere; says what to change.
         """
         os.makedirs(os.path.dirname(os.path.abspath(run_dir)), exist_ok=True)
-        with suppress(FileExistsError):  # one that is there keeps the rights that it has
+        with suppress(FileExistsError):  # an existing folder keeps its rights
             os.mkdir(run_dir, 0o700)
         # a descriptor that Python opens is closed in programs that this process starts; see below for forked helpers
         self._descriptor = _open(run_dir, os.O_RDWR | os.O_CREAT)
@@ -46,7 +46,7 @@ class RunLock:
             os.close(self._descriptor)
             raise
         # A helper that outlives this process would keep the folder locked.
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=self.release)
         since = datetime.now().strftime("%Y-%m-%d %H:%M")
         self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "steps": steps}
         self._write()
@@ -59,21 +59,18 @@ class RunLock:
 
     def release(self) -> None:
         """Give the folder back before the process ends."""
-        self._close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _write(self) -> None:
         written = json.dumps(self._holder).encode()
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, written, 0)
 
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
 
 def check_free(run_dir: str) -> None:
-    """Raises ValueError if a run is in the folder; leaves nothing there and holds nothing."""
+    """Refuse a folder that a run is in; leaves nothing there and holds nothing. Raises ValueError."""
     try:
         descriptor = _open(run_dir, os.O_RDONLY)
     except (OSError, ValueError):
@@ -85,7 +82,7 @@ def check_free(run_dir: str) -> None:
 
 
 def holder_of(run_dir: str) -> tuple[dict[str, Any], bool]:
-    """What the lock's file says, empty if there is none, and whether a run holds the folder now."""
+    """Read the lock's file, empty if there is none, and whether a run holds the folder now."""
     try:
         descriptor = _open(run_dir, os.O_RDONLY)
     except (OSError, ValueError):
@@ -93,22 +90,22 @@ def holder_of(run_dir: str) -> tuple[dict[str, Any], bool]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            held = False
+            is_held = False
         except OSError as e:
-            held = e.errno in (errno.EWOULDBLOCK, errno.EACCES)
+            is_held = e.errno in (errno.EWOULDBLOCK, errno.EACCES)
         holder: Any = {}
         with suppress(OSError, ValueError):
             holder = json.loads(os.pread(descriptor, 4096, 0))
-        return (holder if isinstance(holder, dict) else {}), held
+        return (holder if isinstance(holder, dict) else {}), is_held
     finally:
         os.close(descriptor)
 
 
 def _open(run_dir: str, flags: int) -> int:
-    """The lock's file, never one that a link leads to: what is written there replaces what it held.
+    """Open the lock's file, and never a file that a link leads to: the lock's text would replace that file's.
 
     Raises:
-        ValueError: it is a link.
+        ValueError: the lock is a link.
     """
     file = os.path.join(run_dir, LOCK_FILE)
     try:  # without O_NONBLOCK a pipe that somebody put there would be waited for
@@ -120,21 +117,21 @@ def _open(run_dir: str, flags: int) -> int:
 
 
 def _check_ours(descriptor: int, run_dir: str) -> None:
-    """Raises ValueError if the file is no lock: it would be overwritten."""
-    found = os.fstat(descriptor)
-    text = os.pread(descriptor, 4096, 0) if stat.S_ISREG(found.st_mode) else b"?"
+    """Refuse a file that is no lock: it would be overwritten. Raises ValueError."""
+    status = os.fstat(descriptor)
+    text = os.pread(descriptor, 4096, 0) if stat.S_ISREG(status.st_mode) else b"?"
     holder: Any = {}
     with suppress(ValueError):
-        holder = json.loads(text or b"{}") if found.st_nlink <= 1 else None
+        holder = json.loads(text or b"{}") if status.st_nlink <= 1 else None
     if not isinstance(holder, dict) or (text and "pid" not in holder):
         file = os.path.join(run_dir, LOCK_FILE)
         raise ValueError(f"{file} is not a run's lock; move it away, or set trainer.default_local_dir")
 
 
 def _check_links(run_dir: str) -> None:
-    """Raises ValueError if something in the folder is a link: the run would write where it leads.
+    """Refuse a link in the folder: the run would write where it leads. Raises ValueError.
 
-    The folder of checkpoints may be one, to another disk.
+    The folder of checkpoints may be a link, to another disk.
     """
     with os.scandir(run_dir) as entries:
         for entry in entries:
@@ -146,7 +143,7 @@ def _check_links(run_dir: str) -> None:
 
 
 def _take(descriptor: int, kind: int, run_dir: str, *, remark: bool) -> None:
-    """Lock the file, or go without where the filesystem has no locks; raises ValueError if another run holds it."""
+    """Lock the file, or do without where the filesystem has no locks. Raises ValueError if another run holds it."""
     end = time.monotonic() + PATIENCE
     while True:
         try:

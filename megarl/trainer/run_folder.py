@@ -1,4 +1,4 @@
-"""Whether a run can use its folder: a place to write to, with room, with no other run's results in it, and there."""
+"""Checks that a run can use its folder: it is there, writable, with room, and holds no other run's results."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import os
 from megarl.checkpoint.folder import checkpoints, position_of, read_state
 from megarl.config.trainer import TrainerConfig
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
-from megarl.trainer.resuming.run_lock import LOCK_FILE
+from megarl.trainer.run_lock import LOCK_FILE
 
 ROOM = 16 * 2**20  # bytes: metrics and samples of a short run; what checkpoints need is far more
 _RESULTS = ("checkpoints", METRICS_FILE, "rollouts", "tensorboard", "validation", "eval.json")
 
 
 def check_run_folder(trainer: TrainerConfig, resume_from: str | None, *, room: int = ROOM) -> None:
-    """Raises ValueError, in one line with what to change, if the run must not or cannot write into its folder.
+    """Refuse a folder into which the run must not or cannot write. Raises ValueError with what to change.
 
     Args:
-        resume_from: the checkpoint that the run goes on from.
+        resume_from: checkpoint that the run goes on from.
         room: bytes that must be free.
     """
     run_dir = trainer.run_dir
     _check_place(run_dir, room)
     if trainer.resume_mode == "disable":
-        found = [name for name in _RESULTS if _holds_something(os.path.join(run_dir, name))]
-        if found:
+        paths = {name: os.path.join(run_dir, name) for name in _RESULTS}
+        results = [
+            name for name, path in paths.items() if (os.listdir(path) if os.path.isdir(path) else os.path.exists(path))
+        ]
+        if results:
             raise ValueError(
-                f"{run_dir} holds another run's {', '.join(found)}, and trainer.resume_mode=disable starts anew; set "
+                f"{run_dir} holds another run's {', '.join(results)}, and trainer.resume_mode=disable starts anew; set "
                 f"trainer.resume_mode=auto to go on with that run, or another trainer.default_local_dir or "
                 f"trainer.experiment_name"
             )
@@ -43,24 +46,24 @@ def check_run_folder(trainer: TrainerConfig, resume_from: str | None, *, room: i
 class HeldFolder:
     """Knows whether the run's folder is still the one that the run began in.
 
-    One that is moved, deleted or unmounted takes the lock along: what the run wrote from then on would lie in another
-    place, on a bare mount point perhaps, beside a second run.
+    A folder that is moved, deleted or unmounted takes the lock along: the run would go on writing in another place, on
+    a bare mount point perhaps, beside a second run.
     """
 
     def __init__(self, run_dir: str) -> None:
         self._run_dir = run_dir
         lock = os.path.join(run_dir, LOCK_FILE)
         # as long as they are open no other folder or file gets their numbers
-        self._held = {path: os.open(path, os.O_PATH) for path in (run_dir, lock) if os.path.exists(path)}
+        self._descriptors = {path: os.open(path, os.O_PATH) for path in (run_dir, lock) if os.path.exists(path)}
 
     def problem(self) -> str | None:
-        """What to say of a folder that has gone; None if it is there."""
-        for path, descriptor in self._held.items():
+        """Say that the folder has gone; None if it is there."""
+        for path, descriptor in self._descriptors.items():
             try:
-                there = os.path.samestat(os.stat(path), os.fstat(descriptor))
+                is_there = os.path.samestat(os.stat(path), os.fstat(descriptor))
             except OSError:
-                there = False
-            if not there:
+                is_there = False
+            if not is_there:
                 return (
                     f"the run folder {self._run_dir} has gone: it was moved, deleted or unmounted; bring it back, and "
                     f"start again to go on from its newest checkpoint"
@@ -68,10 +71,10 @@ class HeldFolder:
         return None
 
     def release(self) -> None:
-        """Let it go; there is no problem with it any more."""
-        for descriptor in self._held.values():
+        """Let the folder go; there is no problem with it any more."""
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._held = {}
+        self._descriptors = {}
 
 
 def _check_place(run_dir: str, room: int) -> None:
@@ -91,7 +94,3 @@ def _check_place(run_dir: str, room: int) -> None:
             f"the disk of the run folder {run_dir} has {free / 2**20:.0f} MiB and {disk.f_favail} files left; make "
             f"room, or set trainer.default_local_dir"
         )
-
-
-def _holds_something(path: str) -> bool:
-    return bool(os.listdir(path)) if os.path.isdir(path) else os.path.exists(path)

@@ -1,4 +1,4 @@
-"""Short names for contents, to tell them apart."""
+"""Digests of files and values, to tell contents apart."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from megarl.data.tokenizer import tokenizer_place
 
 
 def tokenizer_digest(path: str) -> str:
-    """Of a SentencePiece model file, or of the tokenizer's files in a folder."""
+    """Digest of a SentencePiece model file, or of the tokenizer's files in a folder."""
     path = tokenizer_place(path)
     if os.path.isfile(path):
         return file_digest(path) or ""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []
-    own = [
-        n for n in names if n.startswith(("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_"))
-    ]
-    return digest(f"{name} {file_digest(os.path.join(path, name))}".encode() for name in own)
+    beginnings = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_")
+    files = [name for name in names if name.startswith(beginnings)]
+    return digest(f"{name} {file_digest(os.path.join(path, name))}".encode() for name in files)
 
 
 def digest(parts: Iterable[bytes | memoryview]) -> str:
-    """16 hexadecimal digits."""
+    """Digest of byte strings in order: 16 hexadecimal digits."""
     total = hashlib.blake2b(digest_size=8)
     for part in parts:
         total.update(len(part).to_bytes(8, "big"))
@@ -31,7 +30,7 @@ def digest(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def file_digest(path: str) -> str | None:
-    """Of a file's contents; None where there is none."""
+    """Digest of a file's contents; None where there is no file."""
     if not os.path.isfile(path):
         return None
     with open(path, "rb") as f:
