@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.workers import Child, WorkerError
+from megarl.workers.child import Child, WorkerError
 from megarl.workers.deadline import DeadlinePassed, call_within
 from megarl.workers.installed import files_of
 
@@ -167,7 +167,7 @@ def test_it_starts_anew_after_it_was_killed() -> None:
 def test_it_ends_with_the_one_that_started_it() -> None:
     code = """
 import os, psutil
-from megarl.workers import Child
+from megarl.workers.child import Child
 child = Child("builtins:eval")
 assert child.ask("6 * 7", timeout=500) == 42
 print(*[one.pid for one in psutil.Process().children(recursive=True)], flush=True)
@@ -188,3 +188,40 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+ECHO = """
+import os, subprocess
+
+def echo(connection):
+    child = subprocess.Popen(["sleep", "9999"], start_new_session=True)
+    connection.sendall(f"{os.getpid()} {child.pid}".encode())
+    while data := connection.recv(99):
+        connection.sendall(data)
+"""
+
+
+def test_an_interpreter_outlives_its_thread_and_not_its_parent(tmp_path: Path) -> None:
+    """The kernel tells of the end of a thread as of a parent's. What the interpreter has started ends with it."""
+    (tmp_path / "echoes.py").write_text(ECHO)
+    code = f"""
+import os, sys, threading
+sys.path.append({str(tmp_path)!r})
+from megarl.workers.interpreter import Interpreter
+started = []
+thread = threading.Thread(target=lambda: started.append(Interpreter("echoes:echo")))
+thread.start()
+thread.join()
+(interpreter,) = started
+print(interpreter._connection.recv(99).decode())
+interpreter._connection.sendall(b"still here")
+print(interpreter._connection.recv(99).decode(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    pids, answer = done.stdout.splitlines()
+    assert answer == "still here", done.stderr
+    until = time.monotonic() + SECONDS
+    while any(map(runs, map(int, pids.split()))) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(map(runs, map(int, pids.split())))

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.isolation.launch import Isolation
 from megarl.rewards.arguments import check_timeout
 from megarl.rewards.sandbox import check_isolation
-from megarl.workers import Child, WorkerError
+from megarl.workers.child import Child, WorkerError
 
 
 @cache

@@ -11,7 +11,7 @@ from megarl.isolation.launch import Isolation
 from megarl.rewards.outsiders import check_outsiders, outsider, score_of, start_early
 from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.registry import register
-from megarl.workers import WorkerError
+from megarl.workers.child import WorkerError
 from megarl.workers.deadline import seconds_left
 
 COLUMNS = ("data_source", "question", "answer", "metadata")

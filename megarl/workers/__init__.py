@@ -1,11 +1,8 @@
 """Processes that work for another one: started, asked and ended from outside. Torch-free.
 
-`Child` is a fresh interpreter, in a sandbox of its own or without, that loads what takes long once and answers each
-request in a process forked from it. `Channel` carries framed messages between two processes that never wait for each
-other.
+`Interpreter` is a fresh interpreter that calls one function with a connection to this process; `ThreadedInterpreter` is
+one whose messages two threads carry. `Child` is one in a sandbox, that loads what takes long once and answers each
+request in a process forked from it. `ForkedWorkers` is a loop that forks, feeds and ends workers. `Channel`,
+`call_within` and `frames_of` are the messages, deadlines and tracebacks of all of them. Nothing is imported here: every
+process of these kinds would wait for it.
 """
-
-from megarl.workers.channel import Channel
-from megarl.workers.child import Child, WorkerError
-
-__all__ = ["Channel", "Child", "WorkerError"]
