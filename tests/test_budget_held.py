@@ -86,7 +86,7 @@ STEP = (
 
 def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str, int]]:
     """What this rank holds of a critic and a reward model in each phase of the second step."""
-    from megarl.config.policy import Batching, Megatron, Model
+    from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
     from megarl.hybrid.residency import Residency
     from megarl.models.fill import random_source
     from megarl.parallel.train_groups import train_groups
@@ -98,9 +98,9 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
         judge = Judge(
             WIDER,
             train_groups(actor.groups.world, layout_of(JUDGE)),
-            model=Model(dtype=dtype),
-            megatron=Megatron(param_offload=bool(modes)),
-            batching=Batching(),
+            model=ModelConfig(dtype=dtype),
+            megatron=MegatronConfig(param_offload=bool(modes)),
+            batching=BatchingConfig(),
             initial=lambda model: model.load(random_source(model.arch, 2)),
         )
         residency = Residency()

@@ -12,6 +12,7 @@ import pytest
 from chat_tokenizer import write_chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_rows import read_rows
 from pyarrow import parquet
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
@@ -21,10 +22,10 @@ from megarl.config.data import Data
 from megarl.data.examples import Example, Turns, batch_of_examples, mismatched
 from megarl.data.load import load_examples
 from megarl.data.prompts import load_prompts
-from megarl.data.readers import Row, read_rows, require_column
+from megarl.data.readers import Row, require_column
 from megarl.data.sampler import PromptSampler
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.trainer.resuming.digests import digest
+from megarl.trainer.digests import digest
 from megarl.trainer.resuming.identity import examples_digest
 from tools.prepare_reasoning_gym import main, train_tokenizer
 

@@ -18,8 +18,8 @@ from tiny_run import metrics_of, numbers_of, write_run
 
 from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import load_config
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.build import prompt_sampler
-from megarl.trainer.checks import check_run
 from megarl.trainer.resuming.resume import expected_start, finished
 
 RUN: dict[str, Any] = {

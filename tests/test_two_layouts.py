@@ -25,7 +25,7 @@ from training_cases import (
     with_targets,
 )
 
-from megarl.config.policy import Batching
+from megarl.config.policy import BatchingConfig
 from megarl.models.architecture import Architecture
 from megarl.parallel.layout import TrainLayout
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_both(ranks: Ranks, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
 
-TWO_AT_A_TIME = Batching(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
+TWO_AT_A_TIME = BatchingConfig(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
 
 
 def _plans(pair: Pair) -> dict[str, Any]:

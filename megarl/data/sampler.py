@@ -1,4 +1,4 @@
-"""Which rows make up the next batch; resumable."""
+"""Draws the rows of the next batch; resumable."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PromptSampler:
         self._start(epoch=0, position=0)
 
     def next(self) -> list[int]:
-        """Positions of the next batch's rows."""
+        """Draw the positions of the next batch's rows."""
         if self._position + self._batch_size > self._n_rows:
             self._start(epoch=self._epoch + 1, position=0)
         start = self._position
@@ -62,7 +62,7 @@ class PromptSampler:
         return [int(i) for i in self._order[start : self._position]]
 
     def state(self) -> dict[str, Any]:
-        """`epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
+        """Return `epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._depends_on()}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.algorithms.loss import Loss
-from megarl.config.policy import Batching, Megatron, Model
+from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, fill
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
@@ -55,9 +55,9 @@ class MegatronModel:
         arch: Architecture,
         groups: TrainGroups,
         *,
-        model: Model,
-        megatron: Megatron,
-        batching: Batching,
+        model: ModelConfig,
+        megatron: MegatronConfig,
+        batching: BatchingConfig,
         balance: bool = True,
     ) -> None:
         """

@@ -138,8 +138,8 @@ def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], world: World) -> N
                 extremes.append(torch.stack(tensor.detach().aminmax()).float())
     finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
     first_here = next((name for name, fine in zip(names, finite, strict=True) if not fine), None)
-    if (problem := first_of(world, first_here)) is not None:
-        raise ValueError(f"{problem} is not finite: nothing is saved, and earlier checkpoints stay as they are")
+    if (place := first_of(world, first_here)) is not None:
+        raise ValueError(f"{place} is not finite: nothing is saved, and earlier checkpoints stay as they are")
 
 
 def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[str, Any]) -> None:

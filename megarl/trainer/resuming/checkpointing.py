@@ -97,6 +97,7 @@ class Checkpointing:
         self.latest, self.position = start.folder, start.position if start.folder else None
         self.failure: str | None = None
         self.best = BestCheckpoint(self._config, world, start.position)
+        self._identity = start.identity
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
@@ -143,7 +144,7 @@ class Checkpointing:
             **kept.states,
             "row": row,
             "models": sorted(self.models),
-            "identity": self._inputs.identity,
+            "identity": self._identity,
             "validation": finite(validation),
         }
         large = kept.large if self._world.rank == 0 else {}

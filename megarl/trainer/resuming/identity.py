@@ -9,19 +9,18 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.config import Config
+from megarl.config.secrets import without_secrets
 from megarl.data.examples import Example
 from megarl.data.prompts import PromptSet
 from megarl.flow_kinds import format_of, generates
+from megarl.trainer.digests import digest, file_digest, tokenizer_digest
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.needs import needs_of
-from megarl.trainer.other_models import beside_the_policy
-from megarl.trainer.resuming.digests import digest, file_digest, tokenizer_digest
+from megarl.trainer.other_models import other_roles
 from megarl.types import Prompt
-
-if TYPE_CHECKING:
-    from megarl.trainer.inputs import Inputs
 
 Identity = dict[str, dict[str, Any]]
 """Part of a run -> its values by key; JSON values."""
@@ -127,9 +126,9 @@ def _user_code(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _as_read_back(identity: Identity) -> Identity:
-    """The identity as JSON gives it back, without tuples."""
-    plain: Identity = json.loads(json.dumps(identity))
-    return plain
+    """Return the identity as a checkpoint gives it back: in JSON's types, and without secrets."""
+    recorded: Identity = json.loads(json.dumps({part: without_secrets(values) for part, values in identity.items()}))
+    return recorded
 
 
 def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()) -> dict[str, str]:
@@ -148,10 +147,10 @@ def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()
 def _other_models(config: Config) -> dict[str, Any]:
     """Files of the critic, whose state is in the checkpoint, and of the models that give scores and targets."""
     files = {}
-    for other in beside_the_policy(config, needs_of(config)):
+    for other in other_roles(config, needs_of(config)):
         model = other.model
         file = os.path.join(model.path, "config.json")
-        files[other.role] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
+        files[other.name] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
     return files
 
 

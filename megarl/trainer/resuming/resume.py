@@ -23,12 +23,12 @@ from megarl.checkpoint.folder import (
 )
 from megarl.config import dump_config
 from megarl.config.load import CONFIG_FILE
-from megarl.config.trainer import Trainer
+from megarl.config.trainer import TrainerConfig
 from megarl.flow_kinds import flow_kind, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.lines import rewrite
 from megarl.trainer.inputs import Inputs
-from megarl.trainer.resuming.identity import differences
+from megarl.trainer.resuming.identity import Identity, differences, identity_of
 from megarl.trainer.stopped import RunRefused
 
 if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
@@ -44,12 +44,14 @@ class Start:
         state: small state of the checkpoint.
         differs: parts of the run, of those in `trainer.resume_allow`, that differ from the checkpoint's.
         passed_over: newer checkpoints that no run can go on from.
+        identity: of the run, which its checkpoints record.
     """
 
     folder: str | None = None
     state: Mapping[str, Any] = field(default_factory=dict)
     differs: frozenset[str] = frozenset()
     passed_over: tuple[Found, ...] = ()
+    identity: Identity = field(default_factory=dict)
 
     @property
     def position(self) -> Position:
@@ -67,7 +69,7 @@ def expected_start(inputs: Inputs) -> Start:
     candidates = _candidates(trainer)
     for candidate in candidates:
         if candidate.problem is None:
-            return _start_at(candidate, inputs)
+            return _start_at(candidate, inputs, identity_of(inputs))
     if candidates:
         raise _none_is_whole(trainer, candidates)
     return Start()
@@ -84,7 +86,7 @@ def finished(inputs: Inputs, start: Start) -> str | None:
     )
 
 
-def choose_start(inputs: Inputs, world: World) -> Start:
+def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     """Choose the newest checkpoint that is whole. Every rank calls it.
 
     It gives checkpoints their names again that a death left without; all other changes of the disk are
@@ -103,7 +105,7 @@ def choose_start(inputs: Inputs, world: World) -> Start:
         check_seen(candidate.folder, world)
         problem = candidate.problem or _damage(inputs, candidate.folder, world)
         if problem is None:
-            return replace(_start_at(candidate, inputs), passed_over=tuple(passed_over))
+            return replace(_start_at(candidate, inputs, identity), passed_over=tuple(passed_over))
         if trainer.resume_mode == "resume_path":
             raise ValueError(
                 f"trainer.resume_from_path = '{candidate.folder}' is damaged: {problem}; give another checkpoint"
@@ -111,7 +113,7 @@ def choose_start(inputs: Inputs, world: World) -> Start:
         passed_over.append(candidate if candidate.problem else replace(candidate, problem=problem, damaged=True))
     if passed_over:
         raise _none_is_whole(trainer, passed_over)
-    return Start()
+    return Start(identity=identity)
 
 
 def begin_in_folder(inputs: Inputs, world: World, start: Start) -> None:
@@ -151,7 +153,7 @@ def _take_folder(inputs: Inputs, start: Start) -> None:
     rewrite(os.path.join(run_dir, CONFIG_FILE), dump_config(inputs.config).encode(), private=True)
 
 
-def _candidates(trainer: Trainer) -> list[Found]:
+def _candidates(trainer: TrainerConfig) -> list[Found]:
     """List the checkpoints that `trainer.resume_mode` admits, newest first."""
     if trainer.resume_mode == "disable":
         return []
@@ -163,12 +165,12 @@ def _candidates(trainer: Trainer) -> list[Found]:
     return checkpoints(trainer.run_dir)
 
 
-def _start_at(checkpoint: Found, inputs: Inputs) -> Start:
+def _start_at(checkpoint: Found, inputs: Inputs, identity: Identity) -> Start:
     """Begin at a checkpoint. Raises ValueError if it is of another run than `trainer.resume_allow` lets pass."""
     trainer = inputs.config.trainer
     # after the warm-up its settings have had their effect
     ignored = {"warmup"} if checkpoint.position.loop != "warmup" else set()
-    other = differences(checkpoint.state["identity"], inputs.identity, ignore=ignored)
+    other = differences(checkpoint.state["identity"], identity, ignore=ignored)
     refused = {part: how for part, how in other.items() if part not in trainer.resume_allow}
     if refused:
         others = "; another ".join(f"{part} ({how})" for part, how in refused.items())
@@ -176,7 +178,7 @@ def _start_at(checkpoint: Found, inputs: Inputs) -> Start:
             f"{checkpoint.folder} is of a run with another {others}: go on with what it began with, or set "
             f"trainer.resume_allow=[{','.join([*trainer.resume_allow, *refused])}]"
         )
-    return Start(folder=checkpoint.folder, state=checkpoint.state, differs=frozenset(other))
+    return Start(folder=checkpoint.folder, state=checkpoint.state, differs=frozenset(other), identity=identity)
 
 
 def _damage(inputs: Inputs, folder: str, world: World) -> str | None:
@@ -198,7 +200,7 @@ def check_seen(path: str, world: World) -> None:
             )
 
 
-def _none_is_whole(trainer: Trainer, passed_over: list[Found]) -> ValueError:
+def _none_is_whole(trainer: TrainerConfig, passed_over: list[Found]) -> ValueError:
     reasons = "; ".join(f"{os.path.basename(candidate.folder)}: {candidate.problem}" for candidate in passed_over)
     return ValueError(
         f"{trainer.run_dir} has checkpoints, but none is whole ({reasons}): bring one back, or start anew with another "
