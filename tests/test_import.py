@@ -47,7 +47,7 @@ assert {("torch", "empty"), ("torch", "compile"), ("Tensor", "cuda"), ("cuda", "
 
 LATE = """
 import sys
-import megarl.trainer.run, megarl.roles.actor  # and Megatron-Core with them
+import megarl.trainer.run, megarl.roles.trained  # and Megatron-Core with them
 from tiny_run import train
 print(train(sys.argv[1], []))
 """

@@ -14,9 +14,8 @@ from megarl.algorithms.value_loss import ValueLoss
 from megarl.config import Config
 from megarl.flows.sft import sft
 from megarl.phases import Phase
-from megarl.roles.actor import Actor
-from megarl.roles.critic import Critic
 from megarl.roles.passes import StepPlan
+from megarl.roles.trained import Actor, Critic
 from megarl.trainer.build import (
     build_actor,
     build_critic,

@@ -14,8 +14,8 @@ from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.store import SaveFailed, load_checkpoint, save_checkpoint
 from megarl.parallel.world import World
+from megarl.roles.frozen import Reference
 from megarl.roles.model import MegatronModel
-from megarl.roles.reference import Reference
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report
 from megarl.trainer.resuming.arrays import HasArrays, file_of, read_arrays, write_arrays
