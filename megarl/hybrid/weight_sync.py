@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.policy import Reshard
+from megarl.config.policy import ReshardConfig
 from megarl.models.tensors import EMBEDDING
 from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
@@ -27,7 +27,7 @@ class WeightSync:
         engine: Engine,
         layout: GenerationLayout,
         shared: SharedParameters,
-        reshard: Reshard,
+        reshard: ReshardConfig,
     ) -> None:
         """Every rank calls it, while the engine's weights are held.
 

@@ -1,10 +1,10 @@
-"""Models that are not trained: those that come from their files at every start, and the reference."""
+"""Holds models that are not trained: they come from their files at every start, or are a copy, the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from megarl.config.policy import Batching, Megatron, Model
+from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Head, ScalarHead
 from megarl.parallel.offload import OnHost
@@ -27,9 +27,9 @@ class FrozenModel(MegatronModel):
         arch: Architecture,
         groups: TrainGroups,
         *,
-        model: Model,
-        megatron: Megatron,
-        batching: Batching,
+        model: ModelConfig,
+        megatron: MegatronConfig,
+        batching: BatchingConfig,
         balance: bool = True,
         initial: Callable[[MegatronModel], None],
     ) -> None:
@@ -79,7 +79,9 @@ class Reference(MegatronModel):
     log_probs = MegatronModel.forward
     """See `Actor.log_probs`."""
 
-    def __init__(self, policy: MegatronModel, *, model: Model, megatron: Megatron, param_offload: bool = False) -> None:
+    def __init__(
+        self, policy: MegatronModel, *, model: ModelConfig, megatron: MegatronConfig, param_offload: bool = False
+    ) -> None:
         """
         Args:
             model, megatron: those of the policy.

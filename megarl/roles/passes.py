@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.policy import Batching
+from megarl.config.policy import BatchingConfig
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
 from megarl.parallel.layout import TrainLayout
 from megarl.types import Batch
@@ -50,7 +50,7 @@ def plan_passes(
     layout: TrainLayout,
     rank: int,
     *,
-    batching: Batching,
+    batching: BatchingConfig,
     balance: bool,
     sequences: int | None = None,
     together: int = 1,
