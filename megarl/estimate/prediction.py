@@ -23,6 +23,7 @@ from megarl.estimate.job import (
 )
 from megarl.estimate.model import ModelJob
 from megarl.models.architecture import Architecture
+from megarl.models.sizes import attention_flops
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
@@ -92,14 +93,13 @@ def forward_flops(arch: Architecture, tokens: float) -> float:
 
 
 def flops_of_sequences(arch: Architecture, parameters: int, tokens: float, squares: float) -> float:
-    """Count the FLOPs of a forward pass: 2 per weight and token, and causal attention's 2 x tokens^2 per query channel
-    and layer (half of what the full matrix would take; arXiv 2205.05198, appendix A).
+    """Count the FLOPs of a forward pass: 2 per weight and token, and those of attention.
 
     Args:
         parameters: that multiply a token, see `active_parameter_count`.
         tokens, squares: sums of the sequences' lengths and of their squares.
     """
-    return 2 * parameters * tokens + 2 * squares * arch.num_layers * arch.num_attention_heads * arch.head_dim
+    return 2 * parameters * tokens + attention_flops(arch, squares)
 
 
 def bubble(model: ModelJob, lengths: Lengths, sequences: int, mini_batches: int = 1) -> float:

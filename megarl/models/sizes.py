@@ -65,6 +65,17 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -
     return norms + attention + arch.moe.experts_per_token * (2 * hidden + 3 * ffn / tp)
 
 
+def attention_flops(arch: Architecture, squares: float) -> float:
+    """Count causal attention's FLOPs in a forward pass: 2 x tokens^2 per query channel and layer.
+
+    That is half of the full matrix's (arXiv 2205.05198, appendix A).
+
+    Args:
+        squares: sum of the squares of the sequences' lengths.
+    """
+    return 2 * squares * arch.num_layers * arch.num_attention_heads * arch.head_dim
+
+
 def prefill_activations(arch: Architecture, *, tp: int) -> int:
     """Count the elements per token that the native engine holds at once within a layer.
 

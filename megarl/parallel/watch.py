@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megarl.parallel.meeting import job_store
 from megarl.processes import end_now
 
 _SHOWN_RANKS, _SHOWN_FRAMES = 4, 6
@@ -67,7 +68,7 @@ class Watch:
         self._phase: Callable[[], str] = str
         self._hosts: list[str] = []
         self._rank, self._limit = 0, float("inf")
-        self._join: Callable[[], dist.Store] = _job_store
+        self._join: Callable[[], dist.Store] = job_store
         self._end: Callable[[str], None] = _end_process
         self._explained = False  # by the main thread, or its own: the other need not
         self._waits: deque[Wait] = deque(maxlen=_REMEMBERED_WAITS)
@@ -115,11 +116,12 @@ class Watch:
             hosts: of every rank.
             minutes: the limit, which is the process groups' too (`trainer.timeout_minutes`).
             phase: names what the rank does.
-            join: a connection of its own to the job's store; default that of the environment.
+            join: connects to the job's store; default: `job_store`. The process group's connection is locked while the
+                main thread waits in it.
             end: says why and ends the process, from another thread than the main one; default: does so.
         """
         self._rank, self._hosts, self._limit, self._phase = rank, hosts, minutes * 60, phase
-        self._join, self._end = join or _job_store, end or _end_process
+        self._join, self._end = join or job_store, end or _end_process
         self._since, self._explained, ended = time.monotonic(), False, threading.Event()
         thread = threading.Thread(
             target=self._look, args=(threading.get_ident(), ended), daemon=True, name="megarl-watch"
@@ -134,7 +136,7 @@ class Watch:
         finally:
             ended.set()
             # what it is told of the run ends with it: a watch lives as long as its group, which the run holds
-            self._hosts, self._phase, self._join, self._end = [], str, _job_store, _end_process
+            self._hosts, self._phase, self._join, self._end = [], str, job_store, _end_process
 
     def _look(self, main_thread: int, ended: threading.Event) -> None:
         """Publish what the main thread does, from shortly before the limit on; end the process if it hangs."""
@@ -272,9 +274,3 @@ def _of_collective(error: BaseException, texts: tuple[str, ...]) -> bool:
     message = str(error).lower()
     of_ranks = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in message)
     return of_ranks and any(text in message for text in texts)
-
-
-def _job_store() -> dist.Store:
-    """Connect anew: the process group's is locked while its main thread waits in it."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)

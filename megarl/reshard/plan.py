@@ -47,7 +47,7 @@ Holders = dict[str, dict[Box, dict[int, Placement]]]
 """Logical tensor -> distinct source box -> rank that holds it -> where."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Is a box of a logical tensor that one rank reads and one rank writes.
 
@@ -190,9 +190,9 @@ def plan_once(source: Side, target: Side, rank: int, ranks_per_node: int) -> lis
                     if part is None:
                         continue
                     if rank in (taker, giver):
-                        pieces.append(_piece(giver, taker, holders[giver], to, part))
+                        pieces.append(Piece(giver, taker, holders[giver], to, part))
                     others = (mate for mate in sharing if mate != taker and rank in (taker, mate))
-                    relayed += [_piece(taker, mate, to, to, part) for mate in others]
+                    relayed += [Piece(taker, mate, to, to, part) for mate in others]
         if pieces or relayed:
             first_holder = min(r for holders in boxes.values() for r in holders)
             steps.append(Step(tensor=tensor, first_holder=first_holder, pieces=pieces, relayed=relayed))
@@ -243,12 +243,6 @@ class _Block:
         return self.sharing(rank, holder)
 
 
-def _piece(source_rank: int, destination_rank: int, source: Placement, destination: Placement, box: Box) -> Piece:
-    return Piece(
-        source_rank=source_rank, destination_rank=destination_rank, source=source, destination=destination, box=box
-    )
-
-
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
     """A large model has 200,000 pieces: the collector would walk all objects of the process again and again meanwhile,
@@ -296,7 +290,7 @@ class _RepeatedPieces:
         for expert in range(self._experts):
             at = [placement.at(layer, expert) for placement in self._placements]
             for source, taker, read, write, box in self._pieces:
-                yield Piece(source_rank=source, destination_rank=taker, source=at[read], destination=at[write], box=box)
+                yield Piece(source, taker, at[read], at[write], box)
 
 
 def choose_sources(

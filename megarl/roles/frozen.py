@@ -1,4 +1,4 @@
-"""Holds models that are not trained: they come from their files at every start, or are a copy, the reference."""
+"""Holds models that are not trained: those that come from their files at every start, and the reference."""
 
 from __future__ import annotations
 
