@@ -5,7 +5,7 @@ model holds of gradients, optimizer state and activations is in `megarl.estimate
 policy are in `megarl.estimate.beside`.
 
 A memory mode (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) takes its item off
-the GPU in the phases that `megarl.role_kinds` names. The phases are those that a run times.
+the GPU in the phases that `megarl.role_kinds` names. A run times the same phases.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _what_would_help(job: Job, stage: StageBudget, phase: str, accelerator: Acce
         return "take a smaller model, or fewer ranks on a machine"
     items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
     without_shared: dict[str, int] = {}
-    if job.generates:  # without the training weights the engine needs its own copy of those that it shares
+    if job.generates:  # without the training weights the engine needs a copy of the shared ones
         shared = engine_elements(job.arch, job.generation.tp) - own_engine_elements(job, stage.stage)
         without_shared = {"training weights": job.itemsize * shared}
     saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}

@@ -1,4 +1,4 @@
-"""The parameter names of a layer in the training layout's model. Torch-free."""
+"""Names the parameters of a layer in the training layout's model. Torch-free."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class TrainLayout:
     """Has Megatron-Core's `tp-cp-dp-pp` rank order: tensor-parallel ranks are neighbours, stages farthest apart.
 
     Attributes:
-        ranks: of the job, those that hold the models of this layout.
+        ranks: the job's ranks that hold the models of this layout.
         tp, pp, cp: tensor, pipeline and context parallel sizes.
         chunks: model chunks per pipeline stage (virtual pipeline size); 1 is the plain 1F1B schedule.
     """
@@ -111,7 +111,7 @@ class GenerationLayout:
     """Cuts some ranks into tensor-parallel replicas: `tp` ranks hold one whole model.
 
     Attributes:
-        ranks: of the job, those that generate.
+        ranks: the job's ranks that generate.
         tp: tensor-parallel size.
         stride: distance between neighbouring ranks of a replica. 1 is neighbours, the only order that vLLM has.
             Where generation has a smaller tp than training, stride = training tp / generation tp puts into each rank's

@@ -135,7 +135,7 @@ class Watch:
             raise
         finally:
             ended.set()
-            # what it is told of the run ends with it: a watch lives as long as its group, which the run holds
+            # a watch outlives the run, whose functions it must not hold
             self._hosts, self._phase, self._join, self._end = [], str, job_store, _end_process
 
     def _look(self, main_thread: int, ended: threading.Event) -> None:

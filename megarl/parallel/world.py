@@ -32,7 +32,7 @@ def init_distributed(timeout_minutes: float = 30) -> None:
     device, which would give one to each at once.
 
     Args:
-        timeout_minutes: how long a rank waits for others in any group, also in those that are made later.
+        timeout_minutes: how long a rank waits for others in any group, also in later ones.
     """
     enable_cpu_ranks()
     timeout = timedelta(minutes=timeout_minutes)
@@ -81,7 +81,7 @@ class World:
         self._control = control or self.new_group(range(self.size), backend="gloo")
 
     def new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """Make a group of some ranks. Every rank of the job calls it, also those that are not in it."""
+        """Make a group of some ranks. Every rank of the job calls it, in the group or not."""
         group = dist.new_group(ranks, backend=backend)
         self.note(group)
         return group

@@ -56,7 +56,6 @@ class Resharder:
         bucket_bytes: see `CollectiveTransport`.
 
     Attributes:
-        plan, group: as given.
         local: source and destination view of each of `plan.local`.
         sends, receives: by peer, the view of each piece of `plan.sends` and `plan.receives`.
         relay_sends, relay_receives: likewise; all are the engine's.

@@ -245,8 +245,10 @@ class _Block:
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """A large model has 200,000 pieces: the collector would walk all objects of the process again and again meanwhile,
-    and take as long as the rest."""
+    """Pause the collector, which would walk all objects again and again, and take as long as the rest.
+
+    A large model has 200,000 pieces.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -273,7 +275,7 @@ def _repeat(steps: Iterable[Step], times: Repetitions) -> Iterator[Piece]:
 
 
 class _RepeatedPieces:
-    """Pieces of a layer, or of an expert of it, with the placements that they share."""
+    """Holds the pieces of a layer, or of an expert of it, with the placements that they share."""
 
     def __init__(self, pieces: list[Piece], experts: int) -> None:
         self._experts = experts

@@ -1,4 +1,4 @@
-"""The two sides of a reshard: which ranks hold a model's weights, and where. Torch-free."""
+"""Describes the two sides of a reshard: which ranks hold a model's weights, and where. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlacementsOf(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Ranks that hold a model's weights.
+    """Says which ranks hold a model's weights, and where.
 
     Attributes:
         copies: the ranks, ascending, of each copy of the model.
