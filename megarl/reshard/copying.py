@@ -24,7 +24,7 @@ def copy_weights(
 ) -> None:
     """Copy every tensor that both models have; an output layer of another form stays as it is. Every rank calls it.
 
-    Where ranks need what they do not hold, it is sent over the hosts in fp32, one tensor after the other.
+    Parts that a rank lacks are sent over the hosts in fp32, one tensor after the other.
 
     Args:
         read, written: this rank's parameters, by the names in the placements of the sides.
@@ -45,7 +45,7 @@ def copy_weights(
     plan = plan_reshard(source, replace(target, placements=common), world.rank)
     for piece in plan.local:
         target_part(piece).copy_(source_part(piece))
-    if not world.maximum(bool(plan.sends or plan.receives), "what another model's weights need"):
+    if not world.maximum(bool(plan.sends or plan.receives), "a copy of another model's weights"):
         return
     sends, receives = (_by_tensor(side) for side in (plan.sends, plan.receives))
     for name in tensors:
