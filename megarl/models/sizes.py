@@ -66,13 +66,8 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -
 
 
 def attention_flops(arch: Architecture, squares: float) -> float:
-    """Count causal attention's FLOPs in a forward pass: 2 x tokens^2 per query channel and layer.
-
-    That is half of the full matrix's (arXiv 2205.05198, appendix A).
-
-    Args:
-        squares: sum of the squares of the sequences' lengths.
-    """
+    """Count causal attention's FLOPs in a forward pass: 2 x tokens^2 per query channel and layer, half of what the full
+    matrix takes (arXiv 2205.05198, appendix A); `squares` adds up tokens^2 of the sequences."""
     return 2 * squares * arch.num_layers * arch.num_attention_heads * arch.head_dim
 
 

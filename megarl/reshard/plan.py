@@ -170,9 +170,10 @@ def plan_once(source: Side, target: Side, rank: int, ranks_per_node: int) -> lis
     All other layers and experts are planned alike, so the time does not depend on their number.
     """
     block, times = _Block(source, target, rank, ranks_per_node), repetitions(source.arch, source.runs, target.runs)
+    one_of_each = {place: taker for taker, place in block.place.items()}
     needs = {
         place: by_tensor(target.placements(taker, layers=times.layers, experts=FIRST_EXPERT))
-        for taker, place in block.one_of_each_place()
+        for place, taker in one_of_each.items()
     }
     placements = {r: source.placements(r, layers=times.layers, experts=FIRST_EXPERT) for r in block.holders}
     steps: list[Step] = []
@@ -220,10 +221,6 @@ class _Block:
         self._node = {r: r // ranks_per_node for r in (*self.holders, *self.place)}
         spot = {r: (self._node[r], place) for r, place in self.place.items()}
         self._mates = {r: tuple(mate for mate in spot if spot[mate] == spot[r]) for r in spot}
-
-    def one_of_each_place(self) -> Iterable[tuple[int, object]]:
-        """Pick a rank of each place."""
-        return {place: (rank, place) for rank, place in self.place.items()}.values()
 
     def sharing(self, taker: int, giver: int) -> tuple[int, ...]:
         """List the ranks, `taker` among them, that each take a share of what a rank has for all of them."""
