@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from megarl.phases import Item as Item
     from megarl.phases import Phase as Phase
     from megarl.role_kinds import RoleKind as RoleKind
-    from megarl.roles.actor import Actor as Actor
-    from megarl.roles.critic import Critic as Critic
     from megarl.roles.frozen import Judge as Judge
+    from megarl.roles.frozen import Reference as Reference
     from megarl.roles.frozen import Teacher as Teacher
-    from megarl.roles.reference import Reference as Reference
-    from megarl.roles.reward_model import RewardModel as RewardModel
+    from megarl.roles.trained import Actor as Actor
+    from megarl.roles.trained import Critic as Critic
+    from megarl.roles.trained import RewardModel as RewardModel
     from megarl.rollout.kinds import EngineKind as EngineKind
     from megarl.trainer.build import build_actor as build_actor
     from megarl.trainer.build import build_reference as build_reference
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PLACES = {
-    "Actor": "roles.actor",
+    "Actor": "roles.trained",
     "Batch": "types",
     "Config": "config",
     "ConfigError": "config",
-    "Critic": "roles.critic",
+    "Critic": "roles.trained",
     "EngineKind": "rollout.kinds",
     "Environment": "environments.environment",
     "Generation": "hybrid.generation",
@@ -80,8 +80,8 @@ _PLACES = {
     "Phase": "phases",
     "PolicyClip": "algorithms.losses.vanilla",
     "Prompt": "types",
-    "Reference": "roles.reference",
-    "RewardModel": "roles.reward_model",
+    "Reference": "roles.frozen",
+    "RewardModel": "roles.trained",
     "RoleKind": "role_kinds",
     "Rollouts": "types",
     "Run": "trainer.session.run",

@@ -83,7 +83,6 @@ def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, ma
     """Every (source, target): read the source in a layout, write the target from it."""
     from megarl.checkpoint.export_huggingface import export_weights
     from megarl.checkpoint.import_huggingface import HuggingFaceWeights
-    from megarl.models.placements import training_placements
     from megarl.models.tensors import logical_tensors
 
     for source, target in folders:
@@ -92,12 +91,9 @@ def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, ma
                 parameter.data.fill_(torch.nan)
             policy.load(HuggingFaceWeights(source, policy.arch).box)
             assert all(parameter.isfinite().all() for parameter in policy.parameters().values())
-            layout = policy.groups.layout
-            ranks = layout.model_ranks(0)
+            ranks = policy.side.copies[0]
             if policy.groups.world.rank in ranks:
-                placements = {
-                    rank: training_placements(policy.arch, layout, rank, transformer_engine=False) for rank in ranks
-                }
+                placements = {rank: policy.side.placements(rank) for rank in ranks}
                 export_weights(
                     target,
                     logical_tensors(policy.arch),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, even_share, intersect
-from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import Piece, Plan, choose_sources
+from megarl.reshard.sides import Side
 
 
 @dataclass
@@ -19,16 +19,16 @@ class Exchange:
     receives: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
 
 
-def reference_plans(layouts: Layouts, block: Sequence[int]) -> dict[int, Plan]:
-    """The plan of every rank of a model-parallel block."""
+def reference_plans(source: Side, target: Side, block: Sequence[int], ranks_per_node: int) -> dict[int, Plan]:
+    """The plan of every rank of a model-parallel block, which gives and takes."""
     holders: dict[str, dict[Box, dict[int, Placement]]] = {}
     for r in block:
-        for held in layouts.held(r):
+        for held in source.placements(r):
             holders.setdefault(held.tensor, {}).setdefault(held.box, {}).setdefault(r, held)
     wanted: dict[int, dict[str, list[Placement]]] = {}
     for r in block:
         wanted[r] = defaultdict(list)
-        for placement in layouts.wanted(layouts.generation.coords(r).tp):
+        for placement in target.placements(r):
             wanted[r][placement.tensor].append(placement)
 
     first: dict[int, Exchange] = defaultdict(Exchange)
@@ -44,21 +44,21 @@ def reference_plans(layouts: Layouts, block: Sequence[int]) -> dict[int, Plan]:
             exchanges[taker].receives[source].append(piece)
             exchanges[source].sends[taker].append(piece)
 
-    def replica_rank(r: int) -> tuple[int, int]:
-        return r // layouts.ranks_per_node, layouts.generation.coords(r).tp
+    def replica_rank(r: int) -> tuple[int, object]:
+        return r // ranks_per_node, target.place(r)
 
     for tensor, boxes in holders.items():
         for turn, (box, sources) in enumerate(boxes.items()):
             takers = [r for r in block if any(intersect(box, p.box) for p in wanted[r][tensor])]
-            for taker, source in choose_sources(takers, sources, turn, layouts.ranks_per_node).items():
-                far = source // layouts.ranks_per_node != taker // layouts.ranks_per_node
+            for taker, giver in choose_sources(takers, sources, turn, ranks_per_node).items():
+                far = giver // ranks_per_node != taker // ranks_per_node
                 mates = [r for r in block if replica_rank(r) == replica_rank(taker)] if far else [taker]
                 for placement in wanted[taker][tensor]:
                     whole = intersect(box, placement.box)
                     part = whole and even_share(whole, mates.index(taker), len(mates))
                     if part is None:
                         continue
-                    add(first, source, taker, sources[source], placement, part)
+                    add(first, giver, taker, sources[giver], placement, part)
                     for mate in mates:
                         if mate != taker:
                             add(second, taker, mate, placement, placement, part)

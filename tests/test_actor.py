@@ -12,6 +12,7 @@ from ranks import Ranks
 from training_cases import ARCH, SEQUENCES, Case, actor_in, beside, fixed_batch, mini_batch_of, update
 
 from megarl.models.fill import fill, random_source
+from megarl.models.parameter_names import transformer_engine_names
 from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
 from megarl.parallel.layout import TrainLayout
@@ -140,26 +141,29 @@ def test_one_rotary_table_serves_all_lengths() -> None:
 def copied_under_other_names() -> list[bool]:
     """Whether a model whose norms are called as in Transformer Engine's layers gives all its weights to this one, and
     this one its own to such a one."""
-    from megarl.roles.copying import copy_boxes
+    from megarl.reshard.copying import copy_weights
+    from megarl.reshard.sides import training_side
 
     with actor_in(Case(tp=2)) as actor:
-        ours, held = actor.parameters(), actor.placements()
-        layout, rank = actor.groups.layout, actor.groups.world.rank
-        theirs = list(training_placements(actor.arch, layout, rank, transformer_engine=True))
-        called = {(place.tensor, place.box): place.param for place in held}
-        other = {place.param: ours[called[place.tensor, place.box]].detach().clone() for place in theirs}
+        ours, world = actor.parameters(), actor.groups.world
+        there = training_side(actor.arch, actor.groups.layout, transformer_engine_names(actor.arch))
+        called = {(place.tensor, place.box): place.param for place in actor.side.placements(world.rank)}
+        other = {
+            place.param: ours[called[place.tensor, place.box]].detach().clone()
+            for place in there.placements(world.rank)
+        }
         assert other.keys() != ours.keys() and other.keys() - ours.keys()
         before = {name: weight.detach().clone() for name, weight in ours.items()}
         with torch.no_grad():
             for weight in ours.values():
                 weight.zero_()
-        copy_boxes(other, theirs, ours, held)
-        there = [torch.equal(ours[name], weight) for name, weight in before.items()]
+        copy_weights(there, other, actor.side, ours, world)
+        same = [torch.equal(ours[name], weight) for name, weight in before.items()]
         whole = {name: weight.clone() for name, weight in other.items()}
         for weight in other.values():
             weight.zero_()
-        copy_boxes(ours, held, other, theirs)
-        return [*there, *(torch.equal(other[name], weight) for name, weight in whole.items())]
+        copy_weights(actor.side, ours, there, other, world)
+        return [*same, *(torch.equal(other[name], weight) for name, weight in whole.items())]
 
 
 def test_weights_are_copied_whatever_the_layers_call_them(ranks: Ranks) -> None:
@@ -170,7 +174,7 @@ def test_weights_are_copied_whatever_the_layers_call_them(ranks: Ranks) -> None:
 def test_a_parameter_that_no_weight_fills_is_a_fault() -> None:
     arch = ARCH
     layout = TrainLayout(ranks=range(1))
-    placements = list(training_placements(arch, layout, 0, transformer_engine=False))
+    placements = list(training_placements(arch, layout, 0))
     shapes: dict[str, tuple[int, ...]] = {}
     for place in placements:
         rows, columns = shapes.get(place.param, (0, 0))

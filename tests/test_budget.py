@@ -67,7 +67,7 @@ def test_parameter_counts() -> None:
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)
     for rank in range(4):
-        held = training_placements(arch, layout, rank, transformer_engine=True)
+        held = training_placements(arch, layout, rank)
         assert training_elements(arch, layout, rank) == sum(volume(p.box) for p in held)
     assert engine_elements(arch, 2) == sum(volume(p.box) for p in engine_placements(arch, 2, 0))
 
@@ -164,7 +164,7 @@ def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, in
     for stage in range(train.pp):
         own = []
         for rank in (r for r in train.ranks if train.coords(r).pp == stage):
-            shared = plan_shared(considered.layouts, rank)
+            shared = plan_shared(considered.training, considered.engines, rank)
             wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, vocab_rows=rows)
             own.append(sum(volume(p.box) for p in wanted if p.param not in shared))
         assert own_engine_elements(considered, stage) == max(own)

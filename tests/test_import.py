@@ -47,7 +47,7 @@ assert {("torch", "empty"), ("torch", "compile"), ("Tensor", "cuda"), ("cuda", "
 
 LATE = """
 import sys
-import megarl.trainer.session.take_part, megarl.roles.actor  # and Megatron-Core with them
+import megarl.trainer.session.take_part, megarl.roles.trained  # and Megatron-Core with them
 from tiny_run import train
 print(train(sys.argv[1], []))
 """

@@ -15,11 +15,12 @@ from ranks import Ranks
 from reshard_cases import EXPERTS, INTEGERS, architecture, logical_values, parameters, same_bits
 
 from megarl.models.architecture import Architecture
+from megarl.models.parameter_names import ParameterNames, transformer_engine_names
 from megarl.models.tensors import EMBEDDING, FINAL_NORM
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.execute import Resharder
-from megarl.reshard.layouts import Layouts
-from megarl.reshard.plan import plan_reshard
+from megarl.reshard.plan import Piece, Transform, plan_reshard
+from megarl.reshard.sides import engine_side, training_side
 from megarl.reshard.verify import checksum, verify
 from megarl.reshard.views import StridedView
 
@@ -61,14 +62,12 @@ def build(
     rank = dist.get_rank()
     generation = GenerationLayout(ranks=range(train.size), tp=generation_tp)
     values = logical_values(arch, dtype)
-    layouts = Layouts(
-        arch=arch, train=train, generation=generation, transformer_engine=True, ranks_per_node=ranks_per_node
-    )
-    held, wanted = layouts.held(rank), list(layouts.wanted(generation.coords(rank).tp))
+    sides = training_side(arch, train, transformer_engine_names(arch)), engine_side(arch, generation)
+    held, wanted = (list(side.placements(rank)) for side in sides)
     source = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(held, values, dtype).items()}
     engine = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(wanted, {}, dtype).items()}
     expected = {name: p.to(device) for name, p in parameters(wanted, values, dtype).items()}
-    plan = plan_reshard(layouts, rank)
+    plan = plan_reshard(*sides, rank, ranks_per_node=ranks_per_node)
     resharder = Resharder(plan, source, engine, group or block_group(train), bucket_bytes=bucket_bytes)
     return World(resharder=resharder, source=source, engine=engine, expected=expected)
 
@@ -139,6 +138,43 @@ def reshard_interleaved() -> None:
 
 def test_interleaved_pipeline(ranks: Ranks) -> None:
     ranks.run(2, reshard_interleaved)
+
+
+def reshard_disjoint(tp: int, pp: int, generation_tp: int) -> None:
+    """Ranks 0 and 1 train, 2 and 3 generate; half of the weights' values are negated on their way."""
+    rank, dtype = dist.get_rank(), torch.float32
+    arch = architecture(num_layers=3, qkv_bias=True, moe=EXPERTS)
+    source = training_side(arch, TrainLayout(ranks=range(2), tp=tp, pp=pp), ParameterNames())
+    target = engine_side(arch, GenerationLayout(ranks=range(2, 4), tp=generation_tp))
+    values = logical_values(arch, dtype)
+    flipped = {name: -value if "norm" in name else value for name, value in values.items()}
+    trains = rank in (0, 1)
+    held = parameters(source.placements(rank), values, dtype) if trains else {}
+    engine = {} if trains else parameters(target.placements(rank), {}, dtype)
+    expected = {} if trains else parameters(target.placements(rank), flipped, dtype)
+
+    def transform_of(piece: Piece) -> Transform | None:
+        return torch.neg if "norm" in piece.tensor else None
+
+    plan = plan_reshard(source, target, rank).transformed(transform_of)
+    assert not plan.local and bool(plan.sends) == trains and bool(plan.receives) == (not trains)
+    number = {r: i for i, ranks in enumerate(source.copies) for r in ranks}
+    group = dist.new_group([0, 1, 2, 3])
+    resharder = Resharder(plan, held, engine, group, transport="collective", bucket_bytes=4096)
+    for _ in range(2):
+        resharder.run()
+        verify(resharder)
+        for name, parameter in engine.items():
+            assert same_bits(parameter, expected[name]), name
+            parameter.zero_()
+            expected[name][-1:] = 0  # the guard rows
+    assert len(source.copies) == 1 or set(plan.sends) == ({2 + number[rank]} if trains else set())
+    resharder.release()
+
+
+@pytest.mark.parametrize(("tp", "pp", "generation_tp"), [(2, 1, 2), (2, 1, 1), (1, 2, 1), (1, 1, 1), (1, 1, 2)])
+def test_other_ranks_than_those_that_train_get_the_weights(ranks: Ranks, tp: int, pp: int, generation_tp: int) -> None:
+    ranks.run(4, reshard_disjoint, tp, pp, generation_tp)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

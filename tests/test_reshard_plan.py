@@ -20,31 +20,35 @@ from reference_plan import reference_plans
 from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.models.parameter_names import ParameterNames, transformer_engine_names
 from megarl.models.placements import Placement
 from megarl.models.tensors import EMBEDDING, OUTPUT, Box, intersect, logical_tensors, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
-from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
 from megarl.reshard.sharing import SharedPlace, plan_shared
+from megarl.reshard.sides import Side, engine_side, training_side
 from megarl.reshard.traffic import reshard_traffic
 from megarl.reshard.views import StridedView, view_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    layouts: Layouts
+    source: Side
+    target: Side
+    ranks_per_node: int
     block: tuple[int, ...]
 
     def plans(self) -> dict[int, Plan]:
-        return {rank: plan_reshard(self.layouts, rank) for rank in self.block}
+        per_node = self.ranks_per_node
+        return {rank: plan_reshard(self.source, self.target, rank, ranks_per_node=per_node) for rank in self.block}
 
     def wanted(self, rank: int) -> list[Placement]:
-        return list(self.layouts.wanted(self.layouts.generation.coords(rank).tp))
+        return list(self.target.placements(rank))
 
 
-def layouts_of(arch: Architecture, train: TrainLayout, generation_tp: int, stride: int = 1) -> Layouts:
+def sides_of(arch: Architecture, train: TrainLayout, generation_tp: int, stride: int = 1) -> tuple[Side, Side]:
     generation = GenerationLayout(ranks=range(train.size), tp=generation_tp, stride=stride)
-    return Layouts(arch=arch, train=train, generation=generation, transformer_engine=True)
+    return training_side(arch, train, transformer_engine_names(arch)), engine_side(arch, generation)
 
 
 @st.composite
@@ -71,14 +75,13 @@ def cases(draw: st.DrawFn) -> Case:
     arch.check_training(tp=tp, pp=pp, chunks=chunks, sequence_parallel=True)
     arch.check_generation(tp=generation_tp)
     stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1
-    layouts = Layouts(
-        arch=arch,
-        train=train,
-        generation=GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride),
-        transformer_engine=draw(st.booleans()),
+    names = transformer_engine_names(arch) if draw(st.booleans()) else ParameterNames()
+    return Case(
+        source=training_side(arch, train, names),
+        target=engine_side(arch, GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride)),
         ranks_per_node=draw(st.sampled_from((sys.maxsize, 2, 4))),
+        block=train.model_ranks(draw(st.integers(0, world - 1))),
     )
-    return Case(layouts=layouts, block=train.model_ranks(draw(st.integers(0, world - 1))))
 
 
 def arriving(plan: Plan) -> list[Piece]:
@@ -107,7 +110,7 @@ def test_every_destination_element_is_written_exactly_once(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_the_plan_is_that_of_planning_every_layer_and_expert(case: Case) -> None:
-    reference = reference_plans(case.layouts, case.block)
+    reference = reference_plans(case.source, case.target, case.block, case.ranks_per_node)
     for rank, plan in case.plans().items():
         every = reference[rank]
         assert plan == every
@@ -119,7 +122,7 @@ def test_the_plan_is_that_of_planning_every_layer_and_expert(case: Case) -> None
 @given(cases())
 def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
     for rank, plan in case.plans().items():
-        moved = reshard_traffic(case.layouts, rank)
+        moved = reshard_traffic(case.source, case.target, rank, ranks_per_node=case.ranks_per_node)
 
         def volumes(*sides: dict[int, tuple[Piece, ...]]) -> Counter[int]:
             out = Counter[int]()
@@ -136,14 +139,11 @@ def test_traffic_is_the_volume_of_the_pieces(case: Case) -> None:
 def numbered(case: Case, rank: int, plan: Plan) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The rank's training parameters, every element a number of its own, and its engine parameters after the plan's
     local copies, with -1 where nothing is copied to. Both with their vocabulary padding."""
-    held = case.layouts.held(rank)
-    wanted = case.wanted(rank)
     sizes = []
-    for placements, tp in ((held, case.layouts.train.tp), (wanted, case.layouts.generation.tp)):
-        placements = list(placements)
+    for side in (case.source, case.target):
+        placements = list(side.placements(rank))
         vocabulary = {p.param for p in placements if p.tensor in (EMBEDDING, OUTPUT)}
-        rows = case.layouts.arch.padded_vocab_size(tp) // tp
-        found = shapes(placements)
+        rows, found = side.vocab_rows, shapes(placements)
         sizes.append({name: [rows, *shape[1:]] if name in vocabulary else shape for name, shape in found.items()})
     source, start = {}, 0
     for name, shape in sizes[0].items():
@@ -175,11 +175,11 @@ def test_aliases_are_the_parameters_that_copies_would_leave_in_order(case: Case)
                 offset = int(first) - int(numbers.flatten()[0])
                 if 0 <= offset <= numbers.numel() - len(flat) and offset % 8 == 0:
                     expected[name] = SharedPlace(source=param, offset=offset)
-        found = plan_shared(case.layouts, rank)
+        found = plan_shared(case.source, case.target, rank)
         assert found == expected
-        of_first = plan_shared(case.layouts, rank, first_layers=True)
+        of_first = plan_shared(case.source, case.target, rank, first_layers=True)
         assert of_first.items() <= found.items()
-        moved = reshard_traffic(case.layouts, rank, places=of_first)
+        moved = reshard_traffic(case.source, case.target, rank, ranks_per_node=case.ranks_per_node, places=of_first)
         left = plan.without(found)
         assert moved.local == sum(volume(piece.box) for piece in left.local)
         assert moved.local + moved.shared == sum(volume(piece.box) for piece in plan.local)
@@ -190,9 +190,9 @@ def test_what_identical_layouts_share() -> None:
     """All but queries, keys and values, which are in order where a rank has one KV head; and no stacked experts."""
     for tp, moe in ((1, None), (2, None), (4, None), (2, EXPERTS)):
         arch = architecture(num_layers=2, vocab_size=16, num_key_value_heads=4, qk_norm=True, moe=moe)
-        layouts = layouts_of(arch, TrainLayout(ranks=range(tp), tp=tp), tp)
+        source, target = sides_of(arch, TrainLayout(ranks=range(tp), tp=tp), tp)
         for rank in range(tp):
-            own = {p.param for p in layouts.wanted(rank)} - plan_shared(layouts, rank).keys()
+            own = {p.param for p in target.placements(rank)} - plan_shared(source, target, rank).keys()
             assert len(own) == 2 * ((tp < 4) + 2 * (moe is not None))
             assert all("qkv_proj" in name or "routed_experts" in name for name in own)
 
@@ -211,8 +211,8 @@ def test_strided_replicas_receive_what_they_do_not_hold(
     norms = sum(volume(t.box) for t in logical_tensors(arch).values() if t.kind == "norm")
 
     def most(stride: int) -> int:
-        layouts = layouts_of(arch, train, generation_tp, stride)
-        return max(reshard_traffic(layouts, rank).received.total() for rank in range(tp * pp))
+        sides = sides_of(arch, train, generation_tp, stride)
+        return max(reshard_traffic(*sides, rank).received.total() for rank in range(tp * pp))
 
     stage = 64 * 8 / sharded  # the embedding, or the output layer, makes the first and last stage larger
     assert most(closest_stride(train, generation_tp)) == pytest.approx(received * sharded, rel=stage, abs=norms)
@@ -223,7 +223,7 @@ def test_strided_replicas_receive_what_they_do_not_hold(
 @given(cases())
 def test_sources_hold_what_they_send_and_both_ends_agree(case: Case) -> None:
     plans = case.plans()
-    held = {rank: set(case.layouts.held(rank)) for rank in case.block}
+    held = {rank: set(case.source.placements(rank)) for rank in case.block}
     shares = {
         rank: {(p.destination, p.box) for pieces in plan.receives.values() for p in pieces}
         for rank, plan in plans.items()
@@ -252,10 +252,10 @@ def test_sources_hold_what_they_send_and_both_ends_agree(case: Case) -> None:
 @given(cases())
 def test_what_replicas_of_a_node_share_comes_from_other_nodes_once(case: Case) -> None:
     """No element comes twice for one place in a node's replicas, and what is passed on stays in the node."""
-    per_node = case.layouts.ranks_per_node
-    came: dict[tuple[int, int, str], list[Box]] = {}
+    per_node = case.ranks_per_node
+    came: dict[tuple[int, object, str], list[Box]] = {}
     for rank, plan in case.plans().items():
-        node, place = rank // per_node, case.layouts.generation.coords(rank).tp
+        node, place = rank // per_node, case.target.place(rank)
         for peer, pieces in plan.receives.items():
             for piece in pieces if peer // per_node != node else ():
                 came.setdefault((node, place, piece.tensor), []).append(piece.box)
@@ -267,10 +267,10 @@ def test_what_replicas_of_a_node_share_comes_from_other_nodes_once(case: Case) -
 def test_replicas_of_a_node_take_even_shares_from_the_other_node() -> None:
     """Four stages on two nodes, four replicas: each rank lacks three quarters, of which half come from far."""
     arch = architecture(num_layers=8, hidden_size=64, ffn_hidden_size=64, vocab_size=64)
-    layouts = replace(layouts_of(arch, TrainLayout(ranks=range(4), pp=4), 1), ranks_per_node=2)
+    sides = sides_of(arch, TrainLayout(ranks=range(4), pp=4), 1)
     model = sum(volume(tensor.box) for tensor in logical_tensors(arch).values())
     for rank in range(4):
-        moved = reshard_traffic(layouts, rank)
+        moved = reshard_traffic(*sides, rank, ranks_per_node=2)
         near, far = moved.received[rank ^ 1], sum(moved.received[r] for r in range(4) if r // 2 != rank // 2)
         assert near == pytest.approx(2 / 4 * model, rel=0.1)
         assert far == pytest.approx(1 / 4 * model, rel=0.1)
@@ -280,10 +280,10 @@ def test_replicas_of_a_node_take_even_shares_from_the_other_node() -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_replicated_tensors_are_sent_by_their_holders_in_equal_parts(case: Case) -> None:
-    case = replace(case, layouts=replace(case.layouts, ranks_per_node=sys.maxsize))
+    case = replace(case, ranks_per_node=sys.maxsize)
     sent: dict[tuple[str, object], dict[int, set[int]]] = {}
     for rank, plan in case.plans().items():
-        held = case.layouts.held(rank)
+        held = case.source.placements(rank)
         for placement in held:
             sent.setdefault((placement.tensor, placement.box), {}).setdefault(rank, set())
         for peer, pieces in plan.sends.items():
@@ -328,8 +328,8 @@ def test_sources_are_of_the_taker_s_node_if_one_holds_it(
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_copying_the_pieces_gives_the_engine_the_logical_tensors(case: Case) -> None:
-    values = logical_values(case.layouts.arch, torch.float32)
-    source = {rank: parameters(case.layouts.held(rank), values, torch.float32) for rank in case.block}
+    values = logical_values(case.source.arch, torch.float32)
+    source = {rank: parameters(case.source.placements(rank), values, torch.float32) for rank in case.block}
     plans = case.plans()
     engine = {rank: parameters(case.wanted(rank), {}, torch.float32) for rank in case.block}
 
@@ -408,9 +408,9 @@ def test_planning_at_scale(
     """Holds the memory to its bound; a bound on the time would prove nothing on a shared machine."""
     arch = Architecture(family="test", head_dim=128, max_position_embeddings=8192, **sizes)
     train = TrainLayout(ranks=range(world), tp=tp, pp=pp)
-    layouts = layouts_of(arch, train, generation_tp)
+    sides = sides_of(arch, train, generation_tp)
     tracemalloc.start()
-    plan = plan_reshard(layouts, world // 2 + 1)
+    plan = plan_reshard(*sides, world // 2 + 1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(arriving(plan)) == pieces_arrive

@@ -49,7 +49,7 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
         made = rollouts.to_batch()
         logp = actor.log_probs(made, actor.plan(made))
         assert made.rollout_logp is not None
-        return actor.transformer_engine, before, losses, float((logp - made.rollout_logp).abs().mean())
+        return not actor.layers.rotates, before, losses, float((logp - made.rollout_logp).abs().mean())
 
 
 LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)

@@ -168,7 +168,7 @@ def _model_in(
 
 def reference_of(actor: Any) -> Any:
     """A copy of the actor as it is."""
-    from megarl.roles.reference import Reference
+    from megarl.roles.frozen import Reference
 
     _, config = _MADE_AS[actor]
     offload = config.ref.megatron.param_offload

@@ -42,7 +42,7 @@ from reshard_links import Links, measure_links
 
 from megarl.config import Config, ConfigError
 from megarl.config.load import build_config
-from megarl.hybrid.weight_sync import WeightSync, layouts_of
+from megarl.hybrid.weight_sync import WeightSync
 from megarl.models.architecture import Architecture
 from megarl.parallel.generation_groups import generation_groups
 from megarl.parallel.train_groups import leave_groups
@@ -176,8 +176,8 @@ class Bench:
         self.model.load(weights)
         leave = ours.actor.megatron.param_offload
         self.replica = generation_groups(world, generation_layout(config))
-        layouts = layouts_of(self.model, self.replica.layout)
-        shared = SharedParameters(layouts, world.rank, self.model.parameters(), none=leave)
+        layout = self.replica.layout
+        shared = SharedParameters(self.model.side, layout, world.rank, self.model.parameters(), none=leave)
         settings = EngineSettings(
             arch=arch,
             groups=self.replica,
@@ -190,7 +190,7 @@ class Bench:
         )
         self.engine = engine_kind(ours.rollout.name).build(settings)
         self.engine.wake(weights_only=True)
-        self.sync = WeightSync(self.model, self.engine, layouts, shared, ours.reshard)
+        self.sync = WeightSync(self.model, self.engine, layout, shared, ours.reshard)
         self.sync.release()
         self.parameters = self.engine.parameters()
         self.own = [parameter for name, parameter in self.parameters.items() if name not in shared.places]

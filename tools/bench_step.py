@@ -31,7 +31,7 @@ from benchmark import finish, run_of, start, synthetic_inputs
 from megarl.config import Config, ConfigError, load_run_config
 from megarl.flows import ppo
 from megarl.parallel.world import World
-from megarl.roles.actor import Actor
+from megarl.roles.trained import Actor
 from megarl.rollout.vllm.engine import VLLMEngine
 from megarl.trainer.admission.checks import check_layouts
 from megarl.trainer.inputs import Inputs

@@ -40,11 +40,11 @@ from megarl.models.families import read_architecture
 from megarl.models.gpt import build_chunks
 from megarl.models.heads import Passed
 from megarl.models.logprobs import token_log_probs, token_loss, vocab_shard
-from megarl.models.microbatch import MicroBatch, make_micro_batch
+from megarl.models.microbatch import MicroBatch, SequenceShard, make_micro_batch
 from megarl.parallel.train_groups import TrainGroups, train_groups
 from megarl.parallel.world import World
-from megarl.roles.actor import Actor
 from megarl.roles.passes import Passes
+from megarl.roles.trained import Actor
 from megarl.trainer.layouts import train_layout
 from megarl.types import Batch, batch_of
 
@@ -203,21 +203,16 @@ class PlainMegatron:
     def __init__(self, actor: Actor, batch: Batch, micro_batches: MicroBatches) -> None:
         groups, arch = actor.groups, actor.arch
         self.config = copy.copy(actor.transformer_config)
-        (chunk,) = build_chunks(
-            arch, self.config, groups, transformer_engine=actor.transformer_engine, model_class=GPTModel
-        )
+        (chunk,) = build_chunks(arch, self.config, groups, actor.layers, model_class=GPTModel)
         chunk.load_state_dict(actor.chunks[0].state_dict())
         ddp_config = actor.ddp[0].ddp_config
         self.model = DistributedDataParallel(self.config, ddp_config, chunk, pg_collection=groups.pgs)
         self.config.no_sync_func = self.model.no_sync if ddp_config.overlap_grad_reduce else None
         self.groups, self.tokens = groups, len(batch.tokens)
-        packed = actor.packed
-        self.inputs = [
-            make_micro_batch(batch, sequences, packed=packed, multiple_of=groups.layout.tp, device=groups.world.device)
-            for sequences in micro_batches
-        ]
+        form: Any = dict(packed=actor.packed, shard=SequenceShard(tp=groups.layout.tp), device=groups.world.device)
+        self.inputs = [make_micro_batch(batch, sequences, **form) for sequences in micro_batches]
         on_gpu = groups.world.device.type == "cuda"
-        self.cross_entropies = ["unfused", *["native"] * on_gpu, *["te"] * (on_gpu and actor.transformer_engine)]
+        self.cross_entropies = ["unfused", *["native"] * on_gpu, *["te"] * (on_gpu and (not actor.layers.rotates))]
 
     def step(self, cross_entropy: str) -> None:
         """Forward and backward; `cross_entropy` is one of `cross_entropies`."""

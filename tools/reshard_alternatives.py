@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, transformer_config
-from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.placements import Placement, engine_placements
 from megarl.models.tensors import EMBEDDING, Box, logical_tensors, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.roles.model import MegatronModel
@@ -41,14 +41,7 @@ class TensorGather:
         train, at = groups.layout, groups.layout.coords(groups.world.rank)
         self._stages = {
             pp: {
-                tp: _by_tensor(
-                    training_placements(
-                        arch,
-                        train,
-                        train.rank(tp=tp, dp=at.dp, pp=pp, cp=at.cp),
-                        transformer_engine=model.transformer_engine,
-                    )
-                )
+                tp: _by_tensor(model.side.placements(train.rank(tp=tp, dp=at.dp, pp=pp, cp=at.cp)))
                 for tp in range(train.tp)
             }
             for pp in range(train.pp)
@@ -179,11 +172,9 @@ class Refit:
             arch,
             there,
             dtype=model.transformer_config.params_dtype,
-            transformer_engine=model.transformer_engine,
+            fused_rope=not model.layers.rotates,
         )
-        (self.target,) = build_chunks(
-            arch, config, there, transformer_engine=model.transformer_engine, model_class=GPTModel
-        )
+        (self.target,) = build_chunks(arch, config, there, model.layers, model_class=GPTModel)
         self._source, self._swap = model.chunks[0], swap_model_weights
         self.own_bytes = sum(parameter.nbytes for parameter in self.target.parameters())
         try:

@@ -88,10 +88,10 @@ def describe(arch: Architecture, layout: TrainLayout, rank: int, dtype: torch.dt
     meta = torch.device("meta")
     with stand_in(layout, rank, meta) as groups, meta:
         config = transformer_config(arch, groups, dtype=dtype, overrides={"use_cpu_initialization": True})
-        chunks = build_chunks(arch, config, groups, transformer_engine=False)
+        chunks = build_chunks(arch, config, groups)
         sharded = [value for chunk in chunks for value in nested_values(chunk.sharded_state_dict(""))]
     placed: dict[str, list[Placement]] = {}
-    for placement in training_placements(arch, layout, rank, transformer_engine=False):
+    for placement in training_placements(arch, layout, rank):
         placed.setdefault(placement.param, []).append(placement)
     by_data = {id(value.data): value for value in sharded}
     parameters = {

@@ -113,7 +113,7 @@ def megatron_model(folder: str, arch: Architecture) -> Iterator[Callable[[Tensor
     weights = MegatronWeights(folder, arch)
     with stand_in(TrainLayout(ranks=range(1)), 0, torch.device("cpu")) as groups:
         config = transformer_config(arch, groups, dtype=torch.float32, overrides={"use_cpu_initialization": True})
-        (model,) = build_chunks(arch, config, groups, transformer_engine=False)
+        (model,) = build_chunks(arch, config, groups)
         for name, parameter in named_parameters([model]).items():
             parameter.copy_(weights.parameter(name))
         model.eval()

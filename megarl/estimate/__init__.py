@@ -1,1 +1,1 @@
-"""What a run holds, moves and takes, worked out before it starts: `megarl plan` and the check of memory."""
+"""Works out what a run holds, moves and takes before it starts: `megarl plan` and the check of memory."""

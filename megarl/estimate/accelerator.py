@@ -1,4 +1,4 @@
-"""What predictions assume of a GPU and its links: the only numbers here that are NVIDIA's."""
+"""Holds the rates of GPUs and links that predictions assume: the only numbers here that are NVIDIA's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """A GPU and what connects it, per GPU and direction.
+    """Gives the rates of a GPU and of its links, per GPU and direction.
 
     Attributes:
         name: as people call it.
@@ -62,12 +62,12 @@ PEAKS: Mapping[str, float] = {
     "A800": 312e12,
     "L40S": 362e12,
 }
-"""Peak FLOP/s of dense matrix products in bfloat16, by what stands in a GPU's name, in the order in
-which it is looked for: NVIDIA's data sheets, without sparsity."""
+"""Peak FLOP/s of dense matrix products in bfloat16, by a part of the GPU's name; the
+first match counts. From NVIDIA's data sheets, without sparsity."""
 
 
 def peak_flops(name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a GPU; None where it is not known.
+    """Look up the peak FLOP/s of a GPU; None where it is not known.
 
     Args:
         name: as the driver calls it, such as "NVIDIA H200".

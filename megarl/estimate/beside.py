@@ -1,4 +1,4 @@
-"""The bytes of the models beside the policy, phase by phase. Torch-free.
+"""Counts the bytes of the models beside the policy, phase by phase. Torch-free.
 
 A rank's pipeline stage in another model's layout is not its stage in the policy's: every rank is counted as one of the
 other model's fullest stage. A reward model with a tokenizer of its own is counted with the policy's tokens.
@@ -16,12 +16,12 @@ from megarl.phases import Phase
 
 
 def state_beside(job: Job) -> Items:
-    """What all of them hold with every memory mode off."""
+    """Count what all of them hold with every memory mode off."""
     return {item: nbytes for model in job.beside for item, nbytes in _fullest(model, state_of).items()}
 
 
 def passes_beside(job: Job) -> Iterator[tuple[Phase, Items]]:
-    """What their passes hold beside that."""
+    """Count what their passes hold in addition."""
     for model in job.beside:
         phase = model.kind.forward
         assert phase is not None
@@ -31,5 +31,5 @@ def passes_beside(job: Job) -> Iterator[tuple[Phase, Items]]:
 
 
 def _fullest(model: ModelJob, items_of: Callable[[ModelJob, int], Items]) -> Items:
-    """Of the stage that has most of them together."""
+    """Take the items of the stage that has most bytes."""
     return max((items_of(model, stage) for stage in range(model.layout.pp)), key=lambda items: sum(items.values()))

@@ -1,11 +1,11 @@
-"""Which bytes are on a GPU in which phase of a step, before anything runs. Torch-free.
+"""Predicts which bytes are on a GPU in which phase of a step, before anything runs. Torch-free.
 
 Weights are counted from the placements of both layouts, and once where the engine reads the training weights. What a
-model holds of gradients, optimizer state and activations is in `megarl.estimate.model_memory`; what the models beside
-the policy do, in `megarl.estimate.beside`.
+model holds of gradients, optimizer state and activations is in `megarl.estimate.model_memory`; the models beside the
+policy are in `megarl.estimate.beside`.
 
 A memory mode (`param_offload`, `grad_offload`, `optimizer_offload`, `ref.megatron.param_offload`) takes its item off
-the GPU in the phases that `megarl.role_kinds` names. The phases are those that a run times.
+the GPU in the phases that `megarl.role_kinds` names. A run times the same phases.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from megarl.estimate.beside import passes_beside, state_beside
 from megarl.estimate.job import Job, own_engine_elements
 from megarl.estimate.model import item_name
 from megarl.estimate.model_memory import Items, MemoryMode, forward, forward_and_backward, modes_of, state_of
-from megarl.models.sizes import (
-    blocks_for,
-    most_blocks,
-)
+from megarl.models.sizes import blocks_for, most_blocks
 from megarl.phases import Item, Phase
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 from megarl.role_kinds import REFERENCE
@@ -31,7 +28,7 @@ TILE_ENTRY = 8
 
 @dataclass(frozen=True, kw_only=True)
 class CacheRoom:
-    """Room for keys and values in a replica of the engine.
+    """Counts the room for keys and values in a replica of the engine.
 
     Attributes:
         bytes: of the cache on each rank.
@@ -46,7 +43,7 @@ class CacheRoom:
 
 @dataclass(frozen=True, kw_only=True)
 class StageBudget:
-    """The fullest GPU of a pipeline stage.
+    """Lists the bytes on the fullest GPU of a pipeline stage.
 
     Attributes:
         stage: 0 is the first.
@@ -57,17 +54,17 @@ class StageBudget:
     phases: dict[str, Items]
 
     def total(self, phase: str) -> int:
-        """Bytes held in a phase."""
+        """Add up a phase, bytes."""
         return sum(self.phases[phase].values())
 
     @property
     def peak(self) -> int:
-        """Bytes in the fullest phase."""
+        """Find the bytes of the fullest phase."""
         return max(self.total(phase) for phase in self.phases)
 
 
 def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudget]:
-    """The phases of every pipeline stage, the first stage first.
+    """Predict every pipeline stage, the first one first.
 
     Args:
         moved: bytes that a rank receives in a reshard; the most of any rank.
@@ -77,7 +74,7 @@ def budget(job: Job, accelerator: Accelerator, *, moved: int) -> list[StageBudge
 
 
 def memory_modes(job: Job) -> list[MemoryMode]:
-    """All modes, also those that are off. The reference's mode is among them even if the run has no reference."""
+    """List the modes of all models, also if they are off, and the reference's even if the run has no reference."""
     reference = MemoryMode(
         key="ref.megatron.param_offload",
         item=item_name("reference", Item.WEIGHTS),
@@ -89,7 +86,7 @@ def memory_modes(job: Job) -> list[MemoryMode]:
 
 
 def host_bytes(job: Job, stage: int) -> int:
-    """Pinned host memory of a rank of a stage."""
+    """Count the pinned host memory of a rank of a stage."""
     state = _state(job, stage)
     return sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
 
@@ -114,15 +111,17 @@ def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, ca
     }
     phases = engine | {phase: awake | items for phase, items in passes.items()}
 
-    def held(phase: Phase) -> Items:
+    def present(phase: Phase) -> Items:
         absent = {mode.item for mode in modes if mode.on and phase in mode.without}
         return context | {item: 0 if item in absent else nbytes for item, nbytes in state.items()}
 
-    return StageBudget(stage=stage, phases={phase: held(phase) | phases[phase] for phase in Phase if phase in phases})
+    return StageBudget(
+        stage=stage, phases={phase: present(phase) | phases[phase] for phase in Phase if phase in phases}
+    )
 
 
 def _state(job: Job, stage: int) -> Items:
-    """What all models hold on a rank of the policy's stage, with every memory mode off."""
+    """Count what all models hold on a rank of the policy's stage, with every memory mode off."""
     actor = state_of(job.actor, stage)
     copy = actor[item_name("actor", Item.WEIGHTS)]
     reference = {item_name("reference", Item.WEIGHTS): copy} if job.reference else {}
@@ -130,7 +129,7 @@ def _state(job: Job, stage: int) -> Items:
 
 
 def engine_activations(job: Job) -> int:
-    """Bytes of one layer's activations over the tokens computed together, and of the sampler's logits."""
+    """Count the bytes of one layer's activations over the tokens computed together, and of the sampler's logits."""
     return job.engine.activation_bytes(
         job.config.actor_rollout_ref.rollout,
         job.arch,
@@ -141,7 +140,7 @@ def engine_activations(job: Job) -> int:
 
 
 def cache_room(job: Job, accelerator: Accelerator) -> CacheRoom:
-    """The blocks that `gpu_memory_utilization` leaves room for (0 if none), but no more than the engine can use."""
+    """Count the blocks that `gpu_memory_utilization` leaves room for, at most as many as the engine can use."""
     rollout, block_size = job.config.actor_rollout_ref.rollout, job.engine.block_size
     block_bytes = block_size * job.kv_bytes_per_token
     weights = job.itemsize * max(own_engine_elements(job, stage) for stage in range(job.train.pp))
@@ -158,7 +157,7 @@ def cache_room(job: Job, accelerator: Accelerator) -> CacheRoom:
 
 
 def reshard_buffers(job: Job, moved: int) -> int:
-    """Bytes that a reshard needs beside the weights.
+    """Count the bytes that a reshard needs beside the weights.
 
     Within a host that is the list of the copy kernel's tiles. Between hosts it is the collective transport's buckets:
     two directions, two rounds if one does not carry everything.

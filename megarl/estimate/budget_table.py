@@ -1,4 +1,4 @@
-"""The memory of a run as a table: predicted, and measured beside it. Torch-free."""
+"""Shows the memory of a run as a table: predicted, and measured beside it. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.estimate.job import Job
 
 
 def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accelerator) -> Table:
-    """The fullest stage item by item, and the totals of the first, the middle and the last stage."""
+    """Show the fullest stage item by item, and the totals of the first, the middle and the last stage."""
     fullest = max(stages, key=lambda stage: stage.peak)
     phases = list(fullest.phases)
     table = Table(title=f"Bytes per GPU, pipeline stage {fullest.stage + 1} of {len(stages)}")
@@ -20,8 +20,8 @@ def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accele
     for phase in phases:
         table.add_column(phase, justify="right")
     for item in dict.fromkeys(item for items in fullest.phases.values() for item in items):
-        held = (fullest.phases[phase].get(item) for phase in phases)
-        table.add_row(item, *(size(n) if n else "" for n in held))
+        numbers = (fullest.phases[phase].get(item) for phase in phases)
+        table.add_row(item, *(size(n) if n else "" for n in numbers))
     table.add_section()
     for stage in sorted({fullest.stage, 0, len(stages) // 2, len(stages) - 1}):
         table.add_row(f"stage {stage + 1}, total", *(size(stages[stage].total(phase)) for phase in phases))
@@ -34,7 +34,7 @@ def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accele
 
 
 def measured_table(stages: Sequence[StageBudget], measured: Mapping[str, int], accelerator: Accelerator) -> Table:
-    """The peak of each measured phase beside the fullest stage's prediction, if there is one for the phase.
+    """Show the peak of each measured phase beside the fullest stage's prediction, if there is one for the phase.
 
     Args:
         measured: bytes in use on the fullest GPU, by phase.
@@ -53,7 +53,7 @@ def measured_table(stages: Sequence[StageBudget], measured: Mapping[str, int], a
 
 
 def size(n: float) -> str:
-    """Bytes with a unit in which they are at least 1."""
+    """Write bytes with a unit in which they are at least 1."""
     for unit in ("B", "KiB", "MiB"):
         if n < 1024:
             return f"{n:.0f} {unit}"
@@ -62,5 +62,5 @@ def size(n: float) -> str:
 
 
 def signed(n: float) -> str:
-    """`size` of what may be negative."""
+    """Write bytes that may be negative, as `size` does."""
     return size(n) if n >= 0 else f"-{size(-n)}"

@@ -1,4 +1,4 @@
-"""Whether a run fits into a rank's memory, and which key would help if it does not. Torch-free."""
+"""Says whether a run fits into a rank's memory, and which key would help if it does not. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ESTIMATES = {
 
 
 def what_does_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
-    """What cannot fit, one line each, estimates left out: such a run would not get through its first step."""
+    """Name what cannot fit, one line each, estimates left out: such a run would not get through its first step."""
     yield from _too_much(job, accelerator, [_certain(job, stage) for stage in stages])
     if not job.generates:
         return
@@ -31,14 +31,14 @@ def what_does_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[Stage
 
 
 def what_may_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
-    """What does not fit if the estimates are right, one line each."""
+    """Name what does not fit if the estimates are right, one line each."""
     yield from _too_much(job, accelerator, stages)
     if job.generates and cache_room(job, accelerator).sequences == 0:
         yield _no_sequence(job)
 
 
 def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
-    """One line if the fullest stage needs more than a GPU has, for the phase in which it needs most."""
+    """Name the phase in which the fullest stage needs most, if that is more than a GPU has."""
     stage = max(stages, key=lambda stage: stage.peak)
     if stage.peak > accelerator.memory:
         phase = max(stage.phases, key=stage.total)
@@ -50,12 +50,12 @@ def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget])
 
 
 def _what_would_help(job: Job, stage: StageBudget, phase: str, accelerator: Accelerator) -> str:
-    """The memory modes that are off and would free memory in the phase, the largest saving first."""
+    """List the memory modes that are off and would free memory in the phase, the largest saving first."""
     if not accelerator.offloads:
         return "take a smaller model, or fewer ranks on a machine"
     items, off = stage.phases[phase], [mode for mode in memory_modes(job) if phase in mode.without and not mode.on]
     without_shared: dict[str, int] = {}
-    if job.generates:  # without the training weights the engine needs its own copy of those that it shares
+    if job.generates:  # without the training weights the engine needs a copy of the shared ones
         shared = engine_elements(job.arch, job.generation.tp) - own_engine_elements(job, stage.stage)
         without_shared = {"training weights": job.itemsize * shared}
     saved = {mode.key: items.get(mode.item, 0) - without_shared.get(mode.item, 0) for mode in off}
@@ -66,7 +66,7 @@ def _what_would_help(job: Job, stage: StageBudget, phase: str, accelerator: Acce
 
 
 def _certain(job: Job, stage: StageBudget) -> StageBudget:
-    """The stage without estimates. A KV cache that takes what is left has at least a sequence."""
+    """Leave the estimates out of a stage. A KV cache that takes what is left has at least a sequence."""
 
     def least(item: str, nbytes: int) -> int:
         return nbytes if job.engine.fixed_cache or item != "KV cache" else min(nbytes, _sequence(job))
@@ -79,7 +79,7 @@ def _certain(job: Job, stage: StageBudget) -> StageBudget:
 
 
 def _sequence(job: Job) -> int:
-    """Bytes of the longest sequence's keys and values."""
+    """Count the bytes of the longest sequence's keys and values."""
     return job.kv_bytes_per_token * job.max_sequence_length
 
 

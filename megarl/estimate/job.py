@@ -1,4 +1,4 @@
-"""The run that a configuration asks for, before it starts: its layouts, and what its ranks hold. Torch-free."""
+"""Describes the run that a configuration asks for before it starts: layouts, and what ranks hold. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from megarl.data.formats import SEQUENCES
 from megarl.estimate.model import ModelJob
 from megarl.flow_kinds import format_of, generates
 from megarl.models.architecture import Architecture
+from megarl.models.parameter_names import ParameterNames
 from megarl.models.placements import Placement, engine_placements, training_placements
 from megarl.models.sizes import kv_bytes_per_token
 from megarl.models.tensors import EMBEDDING, volume
 from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
+from megarl.reshard.sides import Side, engine_side, training_side
 from megarl.role_kinds import ACTOR
 from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A configuration with its models and layouts, which `megarl.trainer.admission.checks.check_layouts` has passed.
+    """Holds a configuration with its models and layouts, which `trainer.admission.checks.check_layouts` has passed.
 
     Attributes:
         arch, train, generation: of the policy.
@@ -43,7 +44,7 @@ class Job:
 
     @property
     def actor(self) -> ModelJob:
-        """The policy in its training layout."""
+        """Describe the policy in its training layout."""
         actor = self.config.actor_rollout_ref.actor
         sequences = actor.ppo_mini_batch_size * self._sequences_per_row if self.generates else self.sequences
         return ModelJob(
@@ -60,12 +61,12 @@ class Job:
 
     @property
     def generates(self) -> bool:
-        """Whether it trains on responses of its own; otherwise on answers that the data holds."""
+        """Say whether it trains on its own responses; otherwise it does on answers that the data holds."""
         return generates(self.config)
 
     @property
     def sequences(self) -> int:
-        """Of a step."""
+        """Count the sequences of a step."""
         return self.config.data.train_batch_size * self._sequences_per_row
 
     @property
@@ -75,73 +76,66 @@ class Job:
 
     @property
     def gpus_per_node(self) -> int:
-        """Consecutive ranks that share a node."""
+        """Count the consecutive ranks that share a node."""
         return self.config.trainer.n_gpus_per_node
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight or an activation."""
+        """Count the bytes of a weight or an activation."""
         return self.actor.itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of a token's keys and values on each rank of a replica."""
+        """Count the bytes of a token's keys and values on each rank of a replica."""
         return kv_bytes_per_token(self.arch, tp=self.generation.tp, itemsize=self.itemsize)
 
     @property
-    def vocab_rows(self) -> int:
-        """Rows of the engine's embedding on each rank."""
-        return self.engine.vocab_rows(self.arch, self.generation.tp)
-
-    @property
     def engine(self) -> EngineKind:
-        """What generates, where something does."""
+        """Look up the engine that generates, if the run does."""
         return engine_kind(self.config.actor_rollout_ref.rollout.name) if self.generates else NATIVE
 
     @property
-    def layouts(self) -> Layouts:
-        """Both layouts, named as with Transformer Engine; without it norms have other names and the same sizes."""
-        return Layouts(
-            arch=self.arch,
-            train=self.train,
-            generation=self.generation,
-            transformer_engine=True,
-            vocab_rows=self.vocab_rows,
-            ranks_per_node=self.gpus_per_node,
-        )
+    def training(self) -> Side:
+        """Describe the policy in training. With Transformer Engine norms have other names and the same sizes."""
+        return training_side(self.arch, self.train, ParameterNames())
+
+    @property
+    def engines(self) -> Side:
+        """Describe the policy in the engines."""
+        return engine_side(self.arch, self.generation, self.engine.vocab_rows(self.arch, self.generation.tp))
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of the longest prompt and response together."""
+        """Count the tokens of the longest prompt and response together."""
         return self.config.data.max_sequence_length
 
 
 def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int:
-    """Elements of the weights that a rank holds for training. The few rows that pad the vocabulary are not counted."""
+    """Count the elements of a rank's training weights, but for the few rows that pad the vocabulary."""
     at = layout.coords(rank)
     firsts = {layout.layers(arch.num_layers, at.pp, chunk)[0] for chunk in range(layout.chunks)}
-    held = training_placements(arch, layout, rank, transformer_engine=True, layers=firsts, experts=FIRST_EXPERT)
-    return _elements(held, repetitions(arch, layout))
+    placements = training_placements(arch, layout, rank, layers=firsts, experts=FIRST_EXPERT)
+    return _elements(placements, repetitions(arch, layout.all_layers(arch.num_layers)))
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
-    """Elements of the weights that the first rank of a generation replica uses; no other rank of it uses more."""
-    held = engine_placements(arch, tp, 0, layers=(0,), experts=FIRST_EXPERT)
-    return _elements(held, repetitions(arch))
+    """Count the elements of the weights of a generation replica's first rank; no other rank of it has more."""
+    placements = engine_placements(arch, tp, 0, layers=(0,), experts=FIRST_EXPERT)
+    return _elements(placements, repetitions(arch))
 
 
 def shared_of_first_layers(job: Job, rank: int) -> dict[str, SharedPlace]:
-    """The engine's parameters that read the rank's training weights in place; none if those leave the GPU.
+    """Find the engine's parameters that read the rank's training weights in place; none if those leave the GPU.
 
     Of layers with equal placements only the first is listed.
     """
     if job.config.actor_rollout_ref.actor.megatron.param_offload:
         return {}
-    return plan_shared(job.layouts, rank, first_layers=True)
+    return plan_shared(job.training, job.engines, rank, first_layers=True)
 
 
 def own_engine_elements(job: Job, stage: int) -> int:
-    """Elements of the engine's weights that are no training weights: the most of any rank of the stage.
+    """Count the elements of the engine's weights that are no training weights: the most of any rank of the stage.
 
     Ranks with the same place in both tensor-parallel groups have equally many, so one of each such set is counted.
     """
@@ -155,33 +149,33 @@ def _own_elements(job: Job, rank: int) -> int:
     places = shared_of_first_layers(job, rank)
     shared_layers = {layer for name in places if (layer := layer_of(name)) is not None}
 
-    def held(layers: Container[int]) -> Iterator[Placement]:
-        return job.layouts.wanted(job.generation.coords(rank).tp, layers=layers, experts=FIRST_EXPERT)
+    def placements(layers: Container[int]) -> Iterator[Placement]:
+        return job.engines.placements(rank, layers=layers, experts=FIRST_EXPERT)
 
-    shared = (placement for placement in held(shared_layers) if placement.param in places)
-    in_chunk = repetitions(job.arch, job.train)
-    return _elements(held((0,)), repetitions(job.arch)) - _elements(shared, in_chunk)
+    shared = (placement for placement in placements(shared_layers) if placement.param in places)
+    in_chunk = repetitions(job.arch, job.training.runs)
+    return _elements(placements((0,)), repetitions(job.arch)) - _elements(shared, in_chunk)
 
 
 def parameter_count(arch: Architecture) -> int:
-    """Elements of all weights; tied embeddings count once."""
+    """Count the elements of all weights; tied embeddings count once."""
     return engine_elements(arch, 1)
 
 
 def active_parameter_count(arch: Architecture) -> int:
-    """Elements of the weights that multiply a token: of the experts only its own, and not the embedding it looks up."""
+    """Count the elements that multiply a token: only its own experts, and not the embedding that it looks up."""
     times = repetitions(arch)
     if arch.moe:
         times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)
     whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
-    held = training_placements(arch, whole, 0, transformer_engine=True, layers=(0,), experts=FIRST_EXPERT)
-    return _elements((p for p in held if p.tensor != EMBEDDING or arch.tied), times)
+    placements = training_placements(arch, whole, 0, layers=(0,), experts=FIRST_EXPERT)
+    return _elements((p for p in placements if p.tensor != EMBEDDING or arch.tied), times)
 
 
 def expert_elements(arch: Architecture) -> int:
-    """Elements of all experts' weights; 0 without experts."""
-    held = engine_placements(arch, 1, 0, layers=(0,), experts=FIRST_EXPERT)
-    return _elements((p for p in held if of_expert(p.tensor)), repetitions(arch))
+    """Count the elements of all experts; 0 without experts."""
+    placements = engine_placements(arch, 1, 0, layers=(0,), experts=FIRST_EXPERT)
+    return _elements((p for p in placements if of_expert(p.tensor)), repetitions(arch))
 
 
 def _elements(placements: Iterable[Placement], times: Repetitions) -> int:

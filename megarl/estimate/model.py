@@ -1,4 +1,4 @@
-"""A model of a run in its training layout, before the run starts. Torch-free."""
+"""Describes a model of a run in its training layout, before the run starts. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.role_kinds import RoleKind
 
 @dataclass(frozen=True, kw_only=True)
 class ModelJob:
-    """A model with its layout and keys, and how many sequences go through it.
+    """Holds a model's layout and keys, and how many sequences go through it.
 
     Attributes:
         config: of the run.
@@ -40,17 +40,17 @@ class ModelJob:
 
     @property
     def role(self) -> str:
-        """The configuration's section."""
+        """Name the configuration's section."""
         return self.kind.name
 
     @property
     def name(self) -> str:
-        """For people: "reward model"."""
+        """Name it for people: "reward model"."""
         return _name(self.role)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight or an activation."""
+        """Count the bytes of a weight or an activation."""
         return ITEMSIZE[self.config.actor_rollout_ref.model.dtype]
 
     @property
@@ -58,14 +58,14 @@ class ModelJob:
         return self.megatron.sequence_parallel and self.layout.tp > 1
 
     def micro_batches(self, sequences: int, tokens_per_sequence: float) -> int:
-        """Micro-batches on a data-parallel rank, of so many sequences of that length over all ranks."""
+        """Count the micro-batches on a data-parallel rank, of so many sequences of that length over all ranks."""
         per_micro_batch = self.batching.ppo_micro_batch_size_per_gpu
         if self.batching.use_dynamic_bsz:
             per_micro_batch = max(1, int(self.batching.ppo_max_token_len_per_gpu / tokens_per_sequence))
         return math.ceil(self._on_a_rank(sequences) / per_micro_batch)
 
     def micro_batch_tokens(self, sequences: int) -> int:
-        """Tokens of the largest micro-batch of so many sequences over all ranks."""
+        """Count the tokens of the largest micro-batch of so many sequences over all ranks."""
         longest, limit = self.config.data.max_sequence_length, self.batching.ppo_max_token_len_per_gpu
         if not self.batching.use_dynamic_bsz:
             limit = self.batching.ppo_micro_batch_size_per_gpu * longest
@@ -76,7 +76,7 @@ class ModelJob:
 
 
 def item_name(role: str, item: Item) -> str:
-    """What tables and messages call the memory of a role: "gradients", "reward model weights"."""
+    """Name the memory of a role in tables and messages: "gradients", "reward model weights"."""
     if role == "actor":
         return "training weights" if item is Item.WEIGHTS else str(item)
     return f"{_name(role)} {item}"

@@ -1,4 +1,4 @@
-"""What a GPU holds of a model in its training layout, and beside it during a pass. Torch-free.
+"""Counts what a GPU holds of a model in its training layout, and beside it during a pass. Torch-free.
 
 Optimizer state and gradients are Megatron-Core's: fp32 gradient buffers (`grad_reduce_in_fp32`), fp32 master weights
 and two moments, the latter three split over the data-parallel ranks by the distributed optimizer.
@@ -24,7 +24,7 @@ FP32 = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryMode:
-    """A key that takes an item off the GPU in some phases.
+    """Describes a key that takes an item off the GPU in some phases.
 
     Attributes:
         key: the configuration's; of the policy and the reference without `actor_rollout_ref.`.
@@ -42,15 +42,15 @@ class MemoryMode:
 
 
 def modes_of(model: ModelJob) -> list[MemoryMode]:
-    """The memory modes of a model, also those that are off."""
+    """List the memory modes of a model, also if they are off."""
     megatron, trained = model.megatron, model.mini_batch is not None
     rebuilt = trained and model.itemsize < FP32  # from the optimizer's
-    found = [("param_offload", Item.WEIGHTS, megatron.param_offload, not rebuilt)]
+    modes = [("param_offload", Item.WEIGHTS, megatron.param_offload, not rebuilt)]
     if trained:
-        found = [
+        modes = [
             ("grad_offload", Item.GRADIENTS, megatron.grad_offload, False),
             ("optimizer_offload", Item.OPTIMIZER, megatron.optimizer_offload, True),
-            *found,
+            *modes,
         ]
     return [
         MemoryMode(
@@ -60,12 +60,12 @@ def modes_of(model: ModelJob) -> list[MemoryMode]:
             on=on,
             kept=kept,
         )
-        for key, item, on, kept in found
+        for key, item, on, kept in modes
     ]
 
 
 def state_of(model: ModelJob, stage: int) -> Items:
-    """What a rank of a stage holds, with every memory mode off: weights and, of a trained model, gradients and
+    """Count what a rank of a stage holds, with every memory mode off: weights and, of a trained model, gradients and
     optimizer state."""
     elements = _elements(model, stage)
     items = {Item.WEIGHTS: model.itemsize * elements}
@@ -77,7 +77,7 @@ def state_of(model: ModelJob, stage: int) -> Items:
 
 
 def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
-    """The fp32 weights from which others are rebuilt at the beginning of a phase that does without the optimizer.
+    """Count the fp32 weights from which others are rebuilt as a phase begins that does without the optimizer.
 
     A critic's, before its values. The policy's weights are back by then; where its log-probabilities are no pass of
     their own, its fp32 weights stand in for them until the update, which is not counted.
@@ -94,17 +94,17 @@ def _elements(model: ModelJob, stage: int) -> int:
 
 
 def _master(model: ModelJob) -> int:
-    """Bytes of a master weight; fp32 weights are their own."""
+    """Count the bytes of a master weight; fp32 weights are their own."""
     return FP32 if model.itemsize < FP32 else 0
 
 
 def _split(model: ModelJob) -> int:
-    """Ranks over which the optimizer's state is split."""
+    """Count the ranks over which the optimizer's state is split."""
     return model.layout.dp * model.layout.cp if model.megatron.use_distributed_optimizer else 1
 
 
 def layers_in_flight(model: ModelJob, stage: int) -> int:
-    """Layers of a stage, counted once per micro-batch, whose activations are alive at the peak of an update.
+    """Count the layers of a stage, once per micro-batch, whose activations are alive at the peak of an update.
 
     1F1B holds pp - stage micro-batches; the interleaved schedule runs 2 (pp - stage - 1) + (chunks - 1) pp chunks ahead
     (arXiv 2104.04473, section 2.2; 2205.05198, section 4.2.3).
@@ -119,7 +119,7 @@ def layers_in_flight(model: ModelJob, stage: int) -> int:
 
 
 def forward_and_backward(model: ModelJob, stage: int) -> Items:
-    """Beside the state, in an update."""
+    """Count what an update holds beside the state."""
     assert model.mini_batch is not None, "a model that is only read has no update"
     alive, layer = layers_in_flight(model, stage), _layer(model)
     if model.config.actor_rollout_ref.model.enable_gradient_checkpointing:
@@ -131,7 +131,7 @@ def forward_and_backward(model: ModelJob, stage: int) -> Items:
 
 
 def forward(model: ModelJob, stage: int) -> Items:
-    """Beside the state, in a pass without gradients: a layer's activations are gone when the next one has run."""
+    """Count what a pass without gradients holds beside the state: one layer's activations at a time."""
     return _pass(model, stage, model.forward_batch, _layer(model))
 
 

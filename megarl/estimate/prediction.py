@@ -1,4 +1,4 @@
-"""What a step moves and computes, and the seconds that this takes at an accelerator's rates. Torch-free.
+"""Predicts what a step moves and computes, and the seconds that this takes at an accelerator's rates. Torch-free.
 
 Bounds and estimates, for comparing layouts: nothing here knows of launches of training's kernels, of tensor-parallel
 communication, or of ranks that wait for the longest response.
@@ -23,6 +23,7 @@ from megarl.estimate.job import (
 )
 from megarl.estimate.model import ModelJob
 from megarl.models.architecture import Architecture
+from megarl.models.sizes import attention_flops
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic, reshard_traffic
 
@@ -35,7 +36,7 @@ MOST_BUBBLE = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Mean tokens of a prompt and of a response."""
+    """Holds the mean tokens of a prompt and of a response."""
 
     prompt: float
     response: float
@@ -46,8 +47,8 @@ class Lengths:
 
 
 def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
-    """Traffic of ranks spread over first, middle and last stage, tensor-parallel ranks and replicas, by rank; none of a
-    run that generates nothing."""
+    """Plan the traffic of ranks of first, middle and last stage, of several tensor-parallel ranks and replicas; none
+    of a run that generates nothing."""
     if not job.generates:
         return {}
     train = job.train
@@ -55,16 +56,20 @@ def reshard_of_some_ranks(job: Job) -> dict[int, Traffic]:
     tp_ranks = sorted({k * train.tp // TP_RANKS for k in range(TP_RANKS)} | {train.tp - 1})
     places = [(stage, tp) for stage in stages for tp in tp_ranks]
     ranks = [train.rank(tp=tp, dp=i % train.dp, pp=stage) for i, (stage, tp) in enumerate(places)]
-    return {rank: reshard_traffic(job.layouts, rank, places=shared_of_first_layers(job, rank)) for rank in ranks}
+    ends, per_node = (job.training, job.engines), job.gpus_per_node
+    return {
+        rank: reshard_traffic(*ends, rank, ranks_per_node=per_node, places=shared_of_first_layers(job, rank))
+        for rank in ranks
+    }
 
 
 def most_received(job: Job, traffic: Mapping[int, Traffic]) -> int:
-    """Bytes that one of the ranks receives in a reshard at most; 0 where there is none."""
+    """Count the bytes that one of the ranks receives in a reshard at most; 0 where there is none."""
     return job.itemsize * max((moved.received.total() for moved in traffic.values()), default=0)
 
 
 def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traffic) -> float:
-    """Lower bound for a rank: local copies and both directions of both links all work at once."""
+    """Bound a rank's seconds from below: local copies and both directions of both links all work at once."""
     seconds = [2 * traffic.local / accelerator.memory_rate]
     for elements in (traffic.sent, traffic.received):
         far = between_nodes(job, rank, elements)
@@ -73,7 +78,7 @@ def reshard_seconds(job: Job, accelerator: Accelerator, rank: int, traffic: Traf
 
 
 def between_nodes(job: Job, rank: int, elements: Counter[int]) -> int:
-    """Elements of a rank's traffic that go to, or come from, other nodes.
+    """Count the elements of a rank's traffic that go to, or come from, other nodes.
 
     Args:
         elements: of the traffic, by peer.
@@ -83,23 +88,22 @@ def between_nodes(job: Job, rank: int, elements: Counter[int]) -> int:
 
 
 def forward_flops(arch: Architecture, tokens: float) -> float:
-    """FLOPs of a sequence's forward pass."""
+    """Count the FLOPs of a sequence's forward pass."""
     return flops_of_sequences(arch, active_parameter_count(arch), tokens, tokens**2)
 
 
 def flops_of_sequences(arch: Architecture, parameters: int, tokens: float, squares: float) -> float:
-    """FLOPs of a forward pass: 2 per weight and token, and causal attention's 2 x tokens^2 per query channel and layer
-    (half of what the full matrix would take; arXiv 2205.05198, appendix A).
+    """Count the FLOPs of a forward pass: 2 per weight and token, and those of attention.
 
     Args:
         parameters: that multiply a token, see `active_parameter_count`.
         tokens, squares: sums of the sequences' lengths and of their squares.
     """
-    return 2 * parameters * tokens + 2 * squares * arch.num_layers * arch.num_attention_heads * arch.head_dim
+    return 2 * parameters * tokens + attention_flops(arch, squares)
 
 
 def bubble(model: ModelJob, lengths: Lengths, sequences: int, mini_batches: int = 1) -> float:
-    """Part of a pipelined pass in which a stage waits: (pp - 1) / (chunks m + pp - 1) with m micro-batches
+    """Predict the part of a pipelined pass in which a stage waits: (pp - 1) / (chunks m + pp - 1) with m micro-batches
     (arXiv 2104.04473, section 2.2).
 
     Args:
@@ -111,13 +115,13 @@ def bubble(model: ModelJob, lengths: Lengths, sequences: int, mini_batches: int 
 
 
 def forward_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
-    """Of a forward pass over all sequences of a step."""
+    """Predict the seconds of a forward pass over all sequences of a step."""
     waiting = bubble(model, lengths, model.forward_batch, mini_batches=job.sequences // model.forward_batch)
     return _busy_seconds(job, model, accelerator, lengths) / (1 - waiting)
 
 
 def update_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
-    """Of a model's optimizer steps, each sequence forward, backward (twice that), and forward again if recomputed."""
+    """Predict a model's optimizer steps: each sequence forward, backward (twice that), and forward if recomputed."""
     assert model.mini_batch is not None, "a model that is only read has no update"
     passes = model.epochs * (4 if job.config.actor_rollout_ref.model.enable_gradient_checkpointing else 3)
     waiting = bubble(model, lengths, model.mini_batch)
@@ -125,8 +129,8 @@ def update_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths:
 
 
 def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
-    """Seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not counted. A
-    pipeline is as fast as the stage with the most layers."""
+    """Predict the seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not
+    counted. A pipeline is as fast as the stage with the most layers."""
     layout, layers = model.layout, model.arch.num_layers
     flops = job.sequences * forward_flops(model.arch, lengths.total)
     most = max(layout.layers_of_stage(layers, stage) for stage in range(layout.pp))
@@ -134,9 +138,9 @@ def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: 
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
-    """The prompts' FLOPs; then every decode step reads from memory the weights it needs and the running sequences' keys
-    and values, half of the response being there on average, and schedules and samples for each of them. inf if no
-    sequence fits."""
+    """Predict generation: the prompts' FLOPs; then every decode step reads from memory the weights it needs and the
+    running sequences' keys and values, half of the response being there on average, and schedules and samples for each
+    of them. inf if no sequence fits."""
     rollout, prompts = job.config.actor_rollout_ref.rollout, job.config.data.train_batch_size
     per_replica = math.ceil(prompts / job.generation.replicas)
     prefill = per_replica * forward_flops(job.arch, lengths.prompt) / (job.generation.tp * _flops(job, accelerator))
@@ -151,7 +155,7 @@ def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cac
 
 
 def _engine_bytes_read(job: Job, sequences: int) -> float:
-    """A rank's weights, of the experts only those that one of the sequences is expected to go to."""
+    """Count a rank's weights, without experts that no sequence is expected to go to."""
     weights = job.itemsize * engine_elements(job.arch, job.generation.tp)
     moe = job.arch.moe
     if moe is None:
@@ -167,7 +171,7 @@ def _flops(job: Job, accelerator: Accelerator) -> float:
 def step_seconds(
     job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom | None, traffic: Mapping[int, Traffic]
 ) -> dict[Phase, float]:
-    """Seconds of each phase of a step.
+    """Predict the seconds of each phase of a step.
 
     Args:
         cache: of the engine, if there is one.
@@ -191,7 +195,7 @@ def step_seconds(
 
 
 def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list[str]:
-    """What works, but wastes GPUs, one line each.
+    """Name what works, but wastes GPUs, one line each.
 
     Args:
         cache: of the engine, if there is one.

@@ -10,9 +10,8 @@ from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.loss import Loss, Metric
 from megarl.data.examples import Example, batch_of_examples
 from megarl.phases import Phase
-from megarl.roles.actor import Actor
 from megarl.roles.passes import Passes
-from megarl.roles.trained import TrainedModel
+from megarl.roles.trained import Actor, TrainedModel
 from megarl.trainer.build import build_actor, prompt_sampler
 from megarl.trainer.session.run import Run
 from megarl.types import Batch

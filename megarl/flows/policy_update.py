@@ -7,8 +7,8 @@ from megarl.algorithms.declaration import Needs
 from megarl.algorithms.rollout_correction import without_truncated
 from megarl.config import Config
 from megarl.phases import Phase
-from megarl.roles.actor import Actor
 from megarl.roles.passes import StepPlan
+from megarl.roles.trained import Actor
 from megarl.trainer.build import policy_loss
 from megarl.trainer.engine_check import check_gap
 from megarl.trainer.needs import one_forward_pass

@@ -15,8 +15,7 @@ from megarl.flows.policy_update import PolicyUpdate, per_update
 from megarl.flows.sft import sft
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
-from megarl.roles.actor import Actor
-from megarl.roles.critic import Critic
+from megarl.roles.trained import Actor, Critic
 from megarl.trainer.build import build_actor, build_critic, build_reference, build_teacher, prompt_sampler
 from megarl.trainer.engine_check import check_finite
 from megarl.trainer.experience.carry_over import CarryOver

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.data.sampler import PromptSampler
 from megarl.flows.learn import learn, policy, update_on
-from megarl.roles.actor import Actor
+from megarl.roles.trained import Actor
 from megarl.trainer.session.run import Run
 from megarl.trainer.stopped import RunRefused
 

@@ -1,1 +1,1 @@
-"""The 3D-HybridEngine."""
+"""Shares ranks between training and generation: the 3D-HybridEngine."""

@@ -10,24 +10,24 @@ from megarl.role_kinds import RoleKind
 
 
 class Residency:
-    """The memory of all roles of a run, by their kinds.
+    """Holds the memory of all roles of a run, by their kinds.
 
-    Entering a phase gives back what the kinds say is away in it, and begins to bring back what they do not. The roles
-    wait for what they touch, so that a flow which enters no phase is slower, and right.
+    Entering a phase gives back the memory that is absent in it by kind, and begins to bring back all other. The roles
+    wait for the memory they touch, so that a flow which enters no phase is slower, and right.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[frozenset[str], Resident]] = []
 
     def add(self, kind: RoleKind, memory: Mapping[Item, Sequence[Resident]]) -> None:
-        """The memory of a role of that kind."""
+        """Add the memory of a role of that kind."""
         self._held += [(kind.without(item), part) for item, parts in memory.items() for part in parts]
 
     def enter(self, phase: str, keep: Sequence[Resident] = ()) -> None:
-        """Every rank calls it.
+        """Begin a phase. Every rank calls it.
 
         Args:
-            keep: stays, whatever its kind says: a model of any kind may be the one that an engine answers for.
+            keep: stays, whatever its kind: the weights that the reshard reads may be of a role of any kind.
         """
         leaving = [part for absent, part in self._held if phase in absent and part not in keep]
         for part in leaving:

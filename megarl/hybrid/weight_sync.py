@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megarl.config.policy import ReshardConfig
 from megarl.models.tensors import EMBEDDING
 from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
-from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.shared import SharedParameters
+from megarl.reshard.sides import engine_side
 from megarl.reshard.verify import verify as compare_ends
 from megarl.roles.model import MegatronModel
 from megarl.rollout.engine import Engine
-
-
-def layouts_of(model: MegatronModel, generation: GenerationLayout) -> Layouts:
-    """Between which a model's weights move."""
-    return Layouts(
-        arch=model.arch,
-        train=model.groups.layout,
-        generation=generation,
-        transformer_engine=model.transformer_engine,
-        ranks_per_node=model.groups.world.ranks_per_node,
-    )
 
 
 class WeightSync:
@@ -35,19 +22,25 @@ class WeightSync:
     """
 
     def __init__(
-        self, model: MegatronModel, engine: Engine, layouts: Layouts, shared: SharedParameters, reshard: ReshardConfig
+        self,
+        model: MegatronModel,
+        engine: Engine,
+        layout: GenerationLayout,
+        shared: SharedParameters,
+        reshard: ReshardConfig,
     ) -> None:
         """Every rank calls it, while the engine's weights are held.
 
         Args:
-            layouts: of the model and of the engine.
+            layout: of the engine.
         """
         self.shared, self._engine, self._always_verifies = shared, engine, reshard.verify
         self._verified = False
-        destination = engine.parameters()
-        layouts = replace(layouts, vocab_rows=len(destination[EMBEDDING]))
+        world, destination = model.groups.world, engine.parameters()
+        target = engine_side(model.arch, layout, len(destination[EMBEDDING]))
+        plan = plan_reshard(model.side, target, world.rank, ranks_per_node=world.ranks_per_node)
         self.resharder = Resharder(
-            plan_reshard(layouts, model.groups.world.rank).without(shared.places),
+            plan.without(shared.places),
             model.parameters(),
             destination,
             model.groups.model,
@@ -57,11 +50,11 @@ class WeightSync:
 
     @property
     def statistics(self) -> ReshardStatistics:
-        """What a run moves on this rank."""
+        """Count what a run moves on this rank."""
         return self.resharder.statistics
 
     def run(self, *, verify: bool = False) -> None:
-        """The model's weights into the engine's parameters; both are held, and every rank calls it.
+        """Write the model's weights into the engine's parameters; both are held, and every rank calls it.
 
         Args:
             verify: check every tensor afterwards, as is always done the first time.

@@ -1,4 +1,4 @@
-"""What a decoder-only transformer looks like, whatever its family. Torch-free."""
+"""Describes decoder-only transformers of all families. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Slower rotary frequencies, for sequences longer than those of the pretraining.
+    """Slows rotary frequencies down, for sequences longer than those of the pretraining.
 
     Attributes:
         factor: what the frequencies are divided by.
@@ -28,7 +28,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """Experts in place of every layer's MLP, and a router that sends each token to some of them.
+    """Puts experts in place of every layer's MLP, and a router that sends each token to some of them.
 
     Attributes:
         num_experts: experts per layer.
@@ -66,7 +66,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Dimensions and switches of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention.
+    """Holds dimensions and switches of a decoder with RMSNorm, SwiGLU, RoPE and grouped-query attention.
 
     Attributes:
         family: name of the module in `megarl.models.families` that described it.

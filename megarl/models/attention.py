@@ -1,4 +1,4 @@
-"""Attention for models without Transformer Engine: rotary embedding and torch's kernels, packed or padded."""
+"""Computes attention for models without Transformer Engine: rotary embedding, torch's kernels, packed or padded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.parallel.upload import upload
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's description of a packed micro-batch, with what torch's attention needs beside it.
+    """Describes a packed micro-batch to Megatron-Core, and to torch's attention.
 
     Attributes:
         positions: int64 [tokens], each token's place in its sequence.
@@ -49,7 +49,7 @@ def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequence
 
 
 class TorchAttention(torch.nn.Module):
-    """Causal grouped-query attention with rotary embedding, as Megatron-Core's `core_attention` submodule.
+    """Is causal grouped-query attention with rotary embedding, as Megatron-Core's `core_attention` submodule.
 
     Packed half-precision sequences on a GPU go through `varlen_attn` (FlashAttention); everything else through
     `scaled_dot_product_attention` on a padded view, where causality already hides the padding at the end.
@@ -78,7 +78,7 @@ class TorchAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """query [tokens, heads, dim] packed or [length, batch, heads, dim]; returns the same with heads * dim last."""
+        """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last."""
         assert attention_mask is None and attention_bias is None, "causal masks only"
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params)
@@ -110,7 +110,7 @@ _ROPE: dict[tuple[Architecture, torch.device], Tensor] = {}
 
 
 def _cached_rope(arch: Architecture, length: int, device: torch.device) -> Tensor:
-    """The first `length` rows of one table for all layers, which grows: a table per length would fill the GPU."""
+    """Cut `length` rows of one table for all layers, which grows: a table per length would fill the GPU."""
     key = (arch, device)
     if key not in _ROPE or len(_ROPE[key]) < length:
         _ROPE[key] = rope_table(arch, -(-length // 1024) * 1024, device)
@@ -118,5 +118,5 @@ def _cached_rope(arch: Architecture, length: int, device: torch.device) -> Tenso
 
 
 def core_attention_for(arch: Architecture) -> type[TorchAttention]:
-    """A `TorchAttention` bound to an architecture (Megatron-Core builds submodules from a class)."""
+    """Bind `TorchAttention` to an architecture (Megatron-Core builds submodules from a class)."""
     return type("TorchAttention", (TorchAttention,), {"architecture": arch})

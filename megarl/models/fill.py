@@ -1,4 +1,4 @@
-"""Fills physical parameters from logical tensors, and names what a tensor's random start is."""
+"""Fills physical parameters from logical tensors, and draws random ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_A_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 
 def local_view(parameter: Tensor, placement: Placement) -> Tensor:
-    """The part of a physical parameter that a placement names, with the shape of its box."""
+    """View the part of a physical parameter that a placement names, with the shape of its box."""
     lo, hi = placement.rows
     view = parameter[lo:hi].view(placement.view)
     return view[tuple(slice(*i) for i in placement.index)]
@@ -64,7 +64,7 @@ def check_covered(name: str, parameter: Tensor, placements: Iterable[Placement])
 
 
 def random_source(arch: Architecture, seed: int) -> Source:
-    """Random initial weights that depend on (seed, tensor name) alone, hence not on the layout."""
+    """Draw initial weights that depend on (seed, tensor name) alone, hence not on the layout."""
 
     @lru_cache(maxsize=1)  # a rank may hold several boxes of a tensor, one after the other
     def whole(tensor: LogicalTensor) -> Tensor:

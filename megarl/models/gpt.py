@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.layer_spec import block_spec
+from megarl.models.layer_spec import LayerSpec, torch_layers
 from megarl.models.rope import rope_frequencies
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.layout import TrainLayout
@@ -21,9 +21,9 @@ from megarl.parallel.train_groups import TrainGroups
 
 
 class TransformerModel(GPTModel):
-    """A GPTModel whose last stage returns hidden states instead of logits.
+    """Is a GPTModel whose last stage returns hidden states instead of logits.
 
-    A head (`megarl.models.heads`) makes of them what is wanted; log-probabilities, chunk by chunk, so that no rank ever
+    A head (`megarl.models.heads`) computes from them; log-probabilities chunk by chunk, so that no rank ever
     holds [tokens, vocab] logits.
     """
 
@@ -39,7 +39,7 @@ class TransformerModel(GPTModel):
 
 
 class ScalarModel(TransformerModel):
-    """The same with one output instead of a vocabulary, whole on every tensor-parallel rank."""
+    """Has one output instead of a vocabulary, whole on every tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -60,10 +60,10 @@ def transformer_config(
     dtype: torch.dtype,
     sequence_parallel: bool = False,
     recompute: bool = False,
-    transformer_engine: bool = False,
+    fused_rope: bool = False,
     overrides: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
-    """Megatron-Core's configuration of the training layout.
+    """Configure Megatron-Core for the training layout.
 
     Args:
         recompute: keep only each layer's input and recompute the rest in backward.
@@ -76,7 +76,7 @@ def transformer_config(
         dtype=dtype,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
-        transformer_engine=transformer_engine,
+        fused_rope=fused_rope,
         on_gpu=groups.world.device.type == "cuda",
     )
     chosen = {"deterministic_mode": torch.are_deterministic_algorithms_enabled()} | with_kernels_here(overrides or {})
@@ -84,7 +84,7 @@ def transformer_config(
 
 
 def with_kernels_here(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Without a fused kernel that is not installed: plain torch computes the same, and who plans has no GPU."""
+    """Leave out a fused kernel that is not installed: plain torch computes the same, and a planner has no GPU."""
     absent = importlib.util.find_spec("transformer_engine") is None
     return {name: value for name, value in overrides.items() if not (absent and name == "moe_permute_fusion")}
 
@@ -96,10 +96,10 @@ def transformer_fields(
     dtype: torch.dtype,
     sequence_parallel: bool,
     recompute: bool,
-    transformer_engine: bool,
+    fused_rope: bool = False,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """What the architecture, the layout and this program decide of a TransformerConfig, by field."""
+    """Set what the architecture, the layout and this program decide of a TransformerConfig, by field."""
     fields: dict[str, Any] = dict(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -134,7 +134,7 @@ def transformer_fields(
         masked_softmax_fusion=False,
         bias_activation_fusion=on_gpu,  # compiled: on CPUs that takes longer than it saves
         bias_dropout_fusion=False,
-        apply_rope_fusion=transformer_engine,
+        apply_rope_fusion=fused_rope,
         # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
         deallocate_pipeline_outputs=on_gpu,
         # interleaved stages talk in both directions at once: a batch of sends and receives between the same two
@@ -152,7 +152,7 @@ def transformer_fields(
 
 
 def _uneven_stages(chunks: Sequence[range]) -> list[list[str]]:
-    """What each model chunk holds, as Megatron-Core spells it."""
+    """List what each model chunk holds, as Megatron-Core spells it."""
     rows = [["decoder"] * len(layers) for layers in chunks]
     return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]]
 
@@ -177,37 +177,37 @@ def build_chunks(
     arch: Architecture,
     config: TransformerConfig,
     groups: TrainGroups,
+    layers: LayerSpec | None = None,
     *,
-    transformer_engine: bool,
     model_class: type[GPTModel] | None = None,
 ) -> list[Any]:
-    """This rank's model chunks, on its device, all weights zero.
+    """Build this rank's model chunks, on its device, all weights zero.
 
     Args:
+        layers: by default torch's.
         model_class: by default the one for the architecture's output.
     """
     layout, at = groups.layout, groups.layout.coords(groups.world.rank)
+    layers = layers or torch_layers(arch)
     if model_class is None:
         model_class = ScalarModel if arch.output == "scalar" else TransformerModel
     chunks = []
     for chunk in range(layout.chunks):
-        layers = layout.layers(arch.num_layers, at.pp, chunk)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Megatron-Core names every optional package that is not installed
             model = model_class(
                 config,
-                block_spec(arch, len(layers), transformer_engine=transformer_engine),
+                layers.block(len(layout.layers(arch.num_layers, at.pp, chunk))),
                 vocab_size=arch.padded_vocab_size(layout.tp),
                 max_sequence_length=arch.max_position_embeddings,
                 pre_process=layout.is_first(at.pp, chunk),
                 post_process=layout.is_last(at.pp, chunk),
                 share_embeddings_and_output_weights=arch.tied,
-                # without Transformer Engine the attention module rotates queries and keys itself
-                position_embedding_type="rope" if transformer_engine else "none",
+                position_embedding_type="none" if layers.rotates else "rope",
                 pg_collection=groups.pgs,
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
-        if transformer_engine:
+        if not layers.rotates:
             # Megatron-Core's own take an integer base, and only some of Llama's scaling
             model.rotary_pos_emb.inv_freq = rope_frequencies(arch, groups.world.device)
         for parameter in model.parameters():
@@ -217,5 +217,5 @@ def build_chunks(
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
-    """Parameters by the names that `training_placements` uses: "{chunk}.{name in the chunk}"."""
+    """Name the parameters as `training_placements` uses: "{chunk}.{name in the chunk}"."""
     return {f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}

@@ -1,4 +1,4 @@
-"""What stands on a model's last stage: hidden states -> log-probabilities, values or scores, and their losses."""
+"""Computes log-probabilities, values or scores, and their losses, from the hidden states of a model's last stage."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Head(Protocol):
     def per(self) -> Literal["token", "sequence"]: ...
 
     def outputs(self, hidden: Tensor, weight: Tensor, micro: MicroBatch) -> Tensor:
-        """Without gradients: float32 [R], or [S]."""
+        """Compute without gradients: float32 [R], or [S]."""
         ...
 
     def loss(self, hidden: Tensor, weight: Tensor, micro: MicroBatch, loss: Loss) -> tuple[Tensor, Passed]:
-        """The micro-batch's loss to differentiate, and what is told of it; among its columns are the `weights`."""
+        """Compute the micro-batch's loss to differentiate, and its results; among its columns are the `weights`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What a pass tells of a micro-batch.
+    """Holds the results of a micro-batch's pass.
 
     Attributes:
         losses: of one part of the micro-batch after the other; none of a pass without a loss.
@@ -48,7 +48,7 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True)
 class LMHead:
-    """Log-probabilities of the trained tokens at the batch's temperature, vocabulary split over the TP ranks.
+    """Computes log-probabilities of trained tokens at the batch's temperature, vocabulary split over the TP ranks.
 
     A loss with the scope of tokens is called for one chunk of the micro-batch after the other, while the chunk's logits
     are there. Any other sees all tokens of the micro-batch, and the logits are computed again in the backward pass.
@@ -85,7 +85,7 @@ class LMHead:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarHead:
-    """A linear layer with one output, in fp32.
+    """Computes a linear layer with one output, in fp32.
 
     Attributes:
         per: `token` gives the value of the state before each trained token, `sequence` one score, read at the last
@@ -114,5 +114,5 @@ def _whole(
 
 
 def _states(hidden: Tensor, positions: Tensor) -> Tensor:
-    """[L, B, hidden] -> [R, hidden]; a position occurs once, so its gradient needs no sorting."""
+    """Select: [L, B, hidden] -> [R, hidden]; a position occurs once, so its gradient needs no sorting."""
     return hidden.flatten(0, 1).index_select(0, positions)

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of labels from hidden states: vocab-parallel, chunked over tokens.
+"""Computes log-probabilities and entropies of labels from hidden states: vocab-parallel, chunked over tokens.
 
 The logits of a chunk are computed, reduced over the tensor-parallel group and dropped. Nothing of size [tokens, vocab]
 outlives a chunk, in any precision. A loss that is a sum over tokens takes its gradient chunk by chunk too, while the
@@ -25,7 +25,7 @@ ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class VocabShard:
-    """This rank's columns of the vocabulary.
+    """Locates this rank's columns of the vocabulary.
 
     Attributes:
         group: the tensor-parallel group.
@@ -39,7 +39,7 @@ class VocabShard:
 
 
 def vocab_shard(vocab_size: int, padded: int, group: dist.ProcessGroup) -> VocabShard:
-    """The shard of a vocabulary that is padded to a multiple of the tensor-parallel size."""
+    """Locate the shard of a vocabulary that is padded to a multiple of the tensor-parallel size."""
     rows = padded // group.size()
     start = group.rank() * rows
     return VocabShard(group=group, start=start, valid=max(0, min(rows, vocab_size - start)))
@@ -54,7 +54,7 @@ def token_log_probs(
     temperature: float,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label, and entropy, under softmax(hidden @ weight.T / temperature).
+    """Compute each label's log-probability, and entropies, under softmax(hidden @ weight.T / temperature).
 
     Args:
         hidden: [tokens, hidden_size], the same on every tensor-parallel rank. Its gradient comes back complete.
@@ -79,13 +79,13 @@ def token_loss(
     temperature: float,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """A loss that is a sum over tokens, with its gradient taken in the forward pass: logits are computed once.
+    """Compute a loss that is a sum over tokens, and its gradient, in the forward pass: logits are computed once.
 
     Where Megatron-Core keeps an fp32 gradient buffer (`weight.main_grad`), the weight's gradient is added to it right
     away, so the loss must be differentiated once and as it is, not scaled.
 
     Args:
-        loss: called for one chunk after the other; what it returns adds up.
+        loss: called for one chunk after the other; its results add up.
 
     The other arguments are those of `token_log_probs`, and so are, bit by bit, the log-probabilities.
     """
@@ -94,7 +94,7 @@ def token_loss(
 
 @dataclass(frozen=True)
 class _Head:
-    """The output layer: chunks of hidden states to log-probabilities, and their gradients back."""
+    """Is the output layer: chunks of hidden states to log-probabilities, and their gradients back."""
 
     weight: Tensor
     shard: VocabShard
@@ -109,11 +109,11 @@ class _Head:
         return hidden @ self.weight.t()
 
     def columns(self, labels: Tensor) -> Tensor:
-        """Labels as columns of this shard; outside [0, valid) where another rank has them."""
+        """Turn labels into columns of this shard; outside [0, valid) where another rank has them."""
         return labels - self.shard.start
 
     def log_probs(self, logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities of the labels, entropies and normalisers (log sum exp), float32 [chunk]."""
+        """Compute log-probabilities of the labels, entropies and normalisers (log sum exp), float32 [chunk]."""
         valid = self.shard.valid
         peak, sums = statistics(logits, columns, valid, self.temperature)
         if self.shard.group.size() > 1:
@@ -121,8 +121,8 @@ class _Head:
             self.all_reduce(highest, dist.ReduceOp.MAX)
             exp_sum, weighted, label = sums
             shift = peak - highest
-            own = (columns >= 0) & (columns < valid)
-            sums = torch.stack((exp_sum, weighted + exp_sum * shift, torch.where(own, label + shift, 0.0)))
+            here = (columns >= 0) & (columns < valid)
+            sums = torch.stack((exp_sum, weighted + exp_sum * shift, torch.where(here, label + shift, 0.0)))
             sums[:2] *= shift.exp()
             self.all_reduce(sums, dist.ReduceOp.SUM)
             peak = highest
@@ -227,18 +227,18 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         weight: Tensor = ctx.weight
-        own: Tensor | None = ctx.grad_weight
-        grad_weight = _arrived(weight) if own is None else own.mul_(grad_loss).to(weight.dtype)
+        gradient: Tensor | None = ctx.grad_weight
+        grad_weight = _arrived(weight) if gradient is None else gradient.mul_(grad_loss).to(weight.dtype)
         grad_hidden = ctx.grad_hidden.mul_(grad_loss)
         ctx.grad_hidden = ctx.grad_weight = None
         return grad_hidden, None, grad_weight, None, None, None
 
 
 def _arrived(weight: Any) -> Tensor:
-    """What autograd is given of a weight whose `main_grad` has its gradient already.
+    """Stand in for the gradient of a weight whose `main_grad` has it already.
 
-    It wants one, to call Megatron-Core's hooks. These are told to leave it, and it is `main_grad` itself, so that it
-    takes no memory.
+    Autograd needs one, to call Megatron-Core's hooks. These are told to leave it, and it is `main_grad` itself, so that
+    it takes no memory.
 
     A tied weight gets the embedding's gradient too, which autograd adds to this one: zeros.
     """

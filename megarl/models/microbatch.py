@@ -1,4 +1,4 @@
-"""Sequences of a batch -> the tensors of one forward pass, packed or padded."""
+"""Collates sequences of a batch into the tensors of one forward pass, packed or padded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward pass over S sequences with R trained tokens; L tokens in B rows (B = 1 when packed).
+    """Holds one forward pass over S sequences with R trained tokens; L tokens in B rows (B = 1 when packed).
 
     Attributes:
         tokens: int64 [B, L].
@@ -46,12 +46,52 @@ class MicroBatch:
     temperature: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequenceShard:
+    """Says how the L columns of a micro-batch are cut over ranks.
+
+    Attributes:
+        tp: tensor-parallel ranks that have a part each (sequence parallelism); 1: each has all.
+    """
+
+    tp: int = 1
+
+    def padded(self, length: int) -> int:
+        """Round a length up, so that all ranks have equally much; at least one token each."""
+        return -(-max(1, length) // self.tp) * self.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Grid:
+    """Lays T tokens out in B rows of L columns.
+
+    Attributes:
+        shape: B and L.
+        row, column: int64 [T].
+    """
+
+    shape: tuple[int, int]
+    row: Tensor
+    column: Tensor
+
+    def laid_out(self, values: Tensor) -> Tensor:
+        """Lay out int64 [T] as [B, L]; padding is 0."""
+        cells = torch.zeros(self.shape, dtype=torch.int64)
+        cells[self.row, self.column] = values
+        return cells
+
+    @property
+    def flat(self) -> Tensor:
+        """Positions of the tokens in the flattened hidden states, which come as [L, B, hidden]."""
+        return self.column * self.shape[0] + self.row
+
+
 def make_micro_batch(
     batch: Batch,
     sequences: Sequence[int],
     *,
     packed: bool,
-    multiple_of: int,
+    shard: SequenceShard,
     device: torch.device,
     columns: Mapping[str, Tensor] | None = None,
     sequence_columns: Mapping[str, Tensor] | None = None,
@@ -61,49 +101,40 @@ def make_micro_batch(
     Args:
         sequences: indices into the batch; may be empty, for ranks that have fewer micro-batches than others.
         packed: one row of all tokens, or one padded row per sequence.
-        multiple_of: L is a multiple of this (sequence parallelism splits it over the tensor-parallel ranks).
+        shard: L is padded for it.
         columns: float32 [T] each, on the host, of which the micro-batch gets the values of its trained tokens: the
             whole step's would not fit on the device.
         sequence_columns: [N] each, of which it gets the values of its sequences.
     """
-    starts = [int(batch.cu_seqlens[i]) for i in sequences]
-    lengths = [int(batch.cu_seqlens[i + 1]) - s for i, s in zip(sequences, starts, strict=True)]
-    source = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)] or [torch.arange(0)])
-    positions = torch.cat([torch.arange(n) for n in lengths] or [torch.arange(0)])
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    of_sequence = torch.repeat_interleave(torch.arange(len(lengths)), sizes)
-    is_trained = batch.response_mask[source]
-    index = source[is_trained]
+    places = torch.tensor(list(sequences), dtype=torch.int64)
+    starts, lengths = batch.cu_seqlens[places], batch.lengths[places]
+    ends = lengths.cumsum(0)
+    sequence = torch.repeat_interleave(torch.arange(len(places)), lengths)
+    positions = torch.arange(len(sequence)) - (ends - lengths)[sequence]
+    tokens = starts[sequence] + positions  # in the batch
+    is_trained = batch.response_mask[tokens]
+    index = tokens[is_trained]
+    description = None
     if packed:
-        total = -(-max(1, sum(lengths)) // multiple_of) * multiple_of
-        padding = total - sum(lengths)
-        row, column = torch.zeros_like(positions), torch.arange(len(positions))
-        shape = (1, total)
-        described = packed_sequences([*lengths, *([padding] if padding else [])], device)
+        total = shard.padded(len(tokens))
+        grid = _Grid(shape=(1, total), row=torch.zeros_like(positions), column=torch.arange(len(tokens)))
+        padding = [total - len(tokens)] if total > len(tokens) else []
+        description = packed_sequences([*lengths.tolist(), *padding], device)
     else:
-        longest = -(-max(lengths, default=1) // multiple_of) * multiple_of
-        row, column = of_sequence, positions
-        shape = (max(1, len(lengths)), longest)
-        described = None
-    tokens, position_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    tokens[row, column] = batch.tokens[source]
-    position_ids[row, column] = positions
-    # hidden states come as [L, B, hidden]: the predictor of the token at (row, column) is at (column - 1, row)
-    flat = (column - 1) * shape[0] + row
-    ends = sizes.cumsum(0) - 1
-    which = torch.tensor(list(sequences), dtype=torch.int64)
-    trained = torch.zeros_like(which).index_add_(0, of_sequence, is_trained.long())
+        longest = shard.padded(max(lengths.tolist(), default=0))
+        grid = _Grid(shape=(max(1, len(places)), longest), row=sequence, column=positions)
+    trained = torch.zeros_like(places).index_add_(0, sequence, is_trained.long())
     return MicroBatch(
-        tokens=upload(tokens, device),
-        position_ids=upload(position_ids, device),
-        packed=described,
-        predictors=upload(flat[is_trained], device),
+        tokens=upload(grid.laid_out(batch.tokens[tokens]), device),
+        position_ids=upload(grid.laid_out(positions), device),
+        packed=description,
+        predictors=upload(grid.flat[is_trained] - grid.shape[0], device),  # a token's predictor is one column before
         labels=upload(batch.tokens[index], device),
         index=index,
-        last=upload(flat[ends] + shape[0], device),
-        sequences=which,
+        last=upload(grid.flat[ends - 1], device),
+        sequences=places,
         trained=upload(trained, device),
         columns={name: upload(values[index], device) for name, values in (columns or {}).items()},
-        sequence_columns={name: upload(values[which], device) for name, values in (sequence_columns or {}).items()},
+        sequence_columns={name: upload(values[places], device) for name, values in (sequence_columns or {}).items()},
         temperature=batch.temperature,
     )

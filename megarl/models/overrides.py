@@ -46,7 +46,6 @@ def check_overrides(
         dtype=dtype,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
-        transformer_engine=False,
         on_gpu=torch.cuda.is_available(),
     )
     hints = get_type_hints(TransformerConfig)

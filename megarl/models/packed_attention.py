@@ -1,4 +1,4 @@
-"""Causal grouped-query attention of torch, for sequences that lie one after another and for padded ones."""
+"""Calls torch's causal grouped-query attention, for sequences that lie one after another and for padded ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, longest: int, slots: Tensor) -> Tensor:
-    """Half precision on a GPU goes through `varlen_attn` (FlashAttention); everything else through a padded view.
+    """Attend: half precision on a GPU by `varlen_attn` (FlashAttention), everything else by a padded view.
 
     Args:
         q: [tokens, heads, head_dim].
@@ -33,7 +33,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, lon
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[batch, length, heads, head_dim] -> the same. Causality hides the padding at the end from what precedes it."""
+    """Attend: [batch, length, heads, head_dim] -> the same. Causality hides the padding at the end from the rest."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
@@ -41,7 +41,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11's takes fewer key than query heads as they are, later ones want to be told
+    # torch 2.11's takes fewer key than query heads as they are, later ones must be told
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     out = varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **grouped)
     assert isinstance(out, Tensor)

@@ -1,4 +1,4 @@
-"""Where logical tensors sit in each physical layout. Torch-free.
+"""Places logical tensors in each physical layout. Torch-free.
 
 A **placement** says which box of a logical tensor a rank holds, and where: which rows of which parameter, viewed how.
 From these come random initialisation, import, export and the reshard plan; vocabulary padding, tied embeddings and
@@ -17,25 +17,19 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.tensors import (
-    EMBEDDING,
-    FINAL_NORM,
-    OUTPUT,
-    SCORE,
-    Box,
-    layer_name,
-    mlp_leaves,
-    router_leaf,
-)
+from megarl.models.parameter_names import ParameterNames
+from megarl.models.tensors import EMBEDDING, FINAL_NORM, OUTPUT, SCORE, Box, layer_name, mlp_leaves, router_leaf
 from megarl.parallel.layout import TrainLayout
 
 EVERY = range(sys.maxsize)
 """All layers, or all experts."""
 
+_MEGATRON_CORE = ParameterNames()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a rank holds a box of a logical tensor.
+    """Says where a rank holds a box of a logical tensor.
 
     `parameter[rows[0]:rows[1]].view(view)`, narrowed to `index` on each axis, has the shape of `box`.
 
@@ -57,13 +51,13 @@ class Placement:
 
     @property
     def columns(self) -> int:
-        """Elements in a row of the parameter."""
+        """Count the elements in a row of the parameter."""
         first, last = self.rows
         return math.prod(self.view) // (last - first)
 
 
 def geometry(placement: Placement, part: Box) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Size, stride and offset within the parameter of `parameter[rows].view(view)[index][part]`, elements.
+    """Compute size, stride and offset within the parameter of `parameter[rows].view(view)[index][part]`, elements.
 
     Args:
         part: half-open range per axis, within the placement's box.
@@ -85,14 +79,14 @@ def training_placements(
     layout: TrainLayout,
     rank: int,
     *,
-    transformer_engine: bool,
+    names: ParameterNames = _MEGATRON_CORE,
     layers: Container[int] = EVERY,
     experts: Container[int] = EVERY,
 ) -> Iterator[Placement]:
-    """What a rank of the training layout holds, in the names of its `GPTModel` chunks ("{chunk}.decoder...").
+    """List what a rank of the training layout holds, in the names of its `GPTModel` chunks ("{chunk}.decoder...").
 
     Args:
-        transformer_engine: whether the norms are fused into the linear layers, as Transformer Engine's spec does.
+        names: those of the model whose parameters these are.
         layers, experts: leave the others out.
     """
     at = layout.coords(rank)
@@ -105,7 +99,7 @@ def training_placements(
         for local, layer in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
             if layer in layers:
                 prefix = f"{chunk}.decoder.layers.{local}."
-                yield from _megatron_layer(arch, layer, prefix, layout.tp, at.tp, transformer_engine, experts)
+                yield from _megatron_layer(arch, layer, prefix, names, layout.tp, at.tp, experts)
         if last:
             yield _whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
         if tied_copy or (last and arch.output == "lm"):
@@ -119,37 +113,28 @@ def _megatron_layer(
     arch: Architecture,
     layer: int,
     prefix: str,
+    names: ParameterNames,
     tp: int,
     r: int,
-    transformer_engine: bool,
     experts: Container[int],
 ) -> Iterator[Placement]:
-    hidden = arch.hidden_size
-    attn, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
-    norm1 = f"{attn}linear_qkv.layer_norm_weight" if transformer_engine else f"{prefix}input_layernorm.weight"
-    fused_norm2 = transformer_engine and not arch.moe  # the router needs the normalised input as well
-    norm2 = f"{mlp}linear_fc1.layer_norm_weight" if fused_norm2 else f"{prefix}pre_mlp_layernorm.weight"
+    def norm(leaf: str, param: str, size: int) -> Placement:
+        return _whole(layer_name(layer, leaf), prefix + param, (size,))
 
-    yield _whole(layer_name(layer, "input_layernorm.weight"), norm1, (hidden,))
-    yield from _megatron_qkv(arch, layer, f"{attn}linear_qkv.weight", "weight", tp, r)
-    if arch.qkv_bias:
-        yield from _megatron_qkv(arch, layer, f"{attn}linear_qkv.bias", "bias", tp, r)
+    yield norm("input_layernorm.weight", names.input_norm, arch.hidden_size)
+    for leaf in ("weight", "bias") if arch.qkv_bias else ("weight",):
+        yield from _megatron_qkv(arch, layer, f"{prefix}{names.qkv}{leaf}", leaf, tp, r)
     if arch.qk_norm:
-        for qk in ("q", "k"):
-            yield _whole(
-                layer_name(layer, f"self_attn.{qk}_norm.weight"), f"{attn}{qk}_layernorm.weight", (arch.head_dim,)
-            )
-    yield from _o_proj(arch, layer, f"{attn}linear_proj.weight", tp, r)
-    yield _whole(layer_name(layer, "post_attention_layernorm.weight"), norm2, (hidden,))
-    if arch.moe is None:
-        yield from _mlp(arch, layer, None, f"{mlp}linear_fc1.weight", f"{mlp}linear_fc2.weight", tp, r)
-        return
-    yield _router(arch, arch.moe, layer, f"{mlp}router.weight")
-    for expert in range(arch.moe.num_experts):
-        if expert not in experts:
-            continue
-        one = f"{mlp}experts.local_experts.{expert}."
-        yield from _mlp(arch, layer, expert, f"{one}linear_fc1.weight", f"{one}linear_fc2.weight", tp, r)
+        yield norm("self_attn.q_norm.weight", names.query_norm, arch.head_dim)
+        yield norm("self_attn.k_norm.weight", names.key_norm, arch.head_dim)
+    yield from _o_proj(arch, layer, f"{prefix}{names.projection}weight", tp, r)
+    yield norm("post_attention_layernorm.weight", names.mlp_norm, arch.hidden_size)
+    if arch.moe:
+        yield _router(arch, arch.moe, layer, prefix + names.router)
+    for expert in range(arch.moe.num_experts) if arch.moe else (None,):
+        if expert is None or expert in experts:
+            gate_up, down = names.mlp(expert)
+            yield from _mlp(arch, layer, expert, prefix + gate_up, prefix + down, tp, r)
 
 
 def _megatron_qkv(arch: Architecture, layer: int, param: str, leaf: str, tp: int, r: int) -> Iterator[Placement]:
@@ -204,7 +189,7 @@ def engine_placements(
     layers: Container[int] = EVERY,
     experts: Container[int] = EVERY,
 ) -> Iterator[Placement]:
-    """What tensor-parallel rank `r` of `tp` holds in a generation engine.
+    """List what tensor-parallel rank `r` of `tp` holds in a generation engine.
 
     Parameters have vLLM's names and shapes: `qkv_proj` is all queries, then keys, then values of the rank's heads;
     `gate_up_proj` is gate, then up; embeddings are split over (padded) rows. Each rank has at least one KV head, so
@@ -230,16 +215,17 @@ def _engine_layer(arch: Architecture, layer: int, tp: int, r: int, experts: Cont
     def name(leaf: str) -> str:
         return layer_name(layer, leaf)
 
-    yield _whole(name("input_layernorm.weight"), name("input_layernorm.weight"), (arch.hidden_size,))
-    yield from _engine_qkv(arch, layer, "weight", tp, r)
-    if arch.qkv_bias:
-        yield from _engine_qkv(arch, layer, "bias", tp, r)
+    def norm(leaf: str, size: int) -> Placement:
+        return _whole(name(leaf), name(leaf), (size,))
+
+    yield norm("input_layernorm.weight", arch.hidden_size)
+    for leaf in ("weight", "bias") if arch.qkv_bias else ("weight",):
+        yield from _engine_qkv(arch, layer, leaf, tp, r)
     if arch.qk_norm:
-        for leaf in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
-            yield _whole(name(leaf), name(leaf), (arch.head_dim,))
+        yield norm("self_attn.q_norm.weight", arch.head_dim)
+        yield norm("self_attn.k_norm.weight", arch.head_dim)
     yield from _o_proj(arch, layer, name("self_attn.o_proj.weight"), tp, r)
-    leaf = "post_attention_layernorm.weight"
-    yield _whole(name(leaf), name(leaf), (arch.hidden_size,))
+    yield norm("post_attention_layernorm.weight", arch.hidden_size)
     if arch.moe is None:
         yield from _mlp(arch, layer, None, name("mlp.gate_up_proj.weight"), name("mlp.down_proj.weight"), tp, r)
         return
@@ -256,12 +242,12 @@ def _engine_qkv(arch: Architecture, layer: int, leaf: str, tp: int, r: int) -> I
     groups, queries = heads_on_rank(arch, tp, r)
     n_groups, n_queries = groups[1] - groups[0], queries[1] - queries[0]
     start = 0
-    for proj, held in (("q", queries), ("k", (0, 1)), ("v", (0, 1))):
+    for proj, slots in (("q", queries), ("k", (0, 1)), ("v", (0, 1))):
         heads = n_groups * (n_queries if proj == "q" else 1)
         view = (n_groups, heads // n_groups, dim, *tail)
         yield Placement(
             tensor=layer_name(layer, f"self_attn.{proj}_proj.{leaf}"),
-            box=(groups, held, (0, dim), *tail_box),
+            box=(groups, slots, (0, dim), *tail_box),
             param=layer_name(layer, f"self_attn.qkv_proj.{leaf}"),
             rows=(start, start + heads * dim),
             view=view,
@@ -271,7 +257,7 @@ def _engine_qkv(arch: Architecture, layer: int, leaf: str, tp: int, r: int) -> I
 
 
 def heads_on_rank(arch: Architecture, tp: int, r: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The KV groups of a rank, and which queries of each of those groups it has, as half-open ranges."""
+    """Find the KV groups of a rank, and its queries of each of them, as half-open ranges."""
     groups, per_group = arch.num_key_value_heads, arch.queries_per_group
     if groups % tp == 0:
         n = groups // tp
@@ -286,18 +272,18 @@ def heads_on_rank(arch: Architecture, tp: int, r: int) -> tuple[tuple[int, int],
 
 
 def _whole(tensor: str, param: str, shape: tuple[int, ...]) -> Placement:
-    """A tensor that every rank holds entirely."""
+    """Place a tensor that every rank holds entirely."""
     box = tuple((0, n) for n in shape)
     return Placement(tensor=tensor, box=box, param=param, rows=(0, shape[0]), view=shape, index=box)
 
 
 def _hidden_tail(arch: Architecture, leaf: str) -> tuple[tuple[int, ...], Box]:
-    """The trailing axis that a weight has and a bias has not."""
+    """Give the trailing axis that a weight has and a bias has not."""
     return ((arch.hidden_size,), ((0, arch.hidden_size),)) if leaf == "weight" else ((), ())
 
 
 def _vocab(arch: Architecture, tensor: str, param: str, rows: int, r: int) -> Iterator[Placement]:
-    """`rows` rows of the padded vocabulary on each rank; the padding belongs to no logical tensor."""
+    """Place `rows` rows of the padded vocabulary on each rank; the padding belongs to no logical tensor."""
     lo, hi = r * rows, min((r + 1) * rows, arch.vocab_size)
     if lo < hi:
         view = (hi - lo, arch.hidden_size)
@@ -326,25 +312,25 @@ def _router(arch: Architecture, moe: MixtureOfExperts, layer: int, param: str) -
 def _mlp(
     arch: Architecture, layer: int, expert: int | None, gate_up: str, down: str, tp: int, r: int, stacked: bool = False
 ) -> Iterator[Placement]:
-    """The MLP's or an expert's share of the width; `stacked` parameters hold expert e in row e of their first axis."""
+    """Place a rank's share of the MLP's or an expert's width; `stacked` parameters hold expert e in row e."""
     hidden, n = arch.hidden_size, arch.ffn_hidden_size // tp
-    held, whole = (r * n, (r + 1) * n), (0, hidden)
-    own_row = (expert, expert + 1) if stacked and expert is not None else None
+    share, whole = (r * n, (r + 1) * n), (0, hidden)
+    row = (expert, expert + 1) if stacked and expert is not None else None
     gate_leaf, up_leaf, down_leaf = mlp_leaves(arch, expert)
     for i, leaf in enumerate((gate_leaf, up_leaf)):
         yield Placement(
             tensor=layer_name(layer, leaf),
-            box=(held, whole),
+            box=(share, whole),
             param=gate_up,
-            rows=own_row or (0, 2 * n),
+            rows=row or (0, 2 * n),
             view=(2 * n, hidden),
             index=((i * n, (i + 1) * n), whole),
         )
     yield Placement(
         tensor=layer_name(layer, down_leaf),
-        box=(whole, held),
+        box=(whole, share),
         param=down,
-        rows=own_row or whole,
+        rows=row or whole,
         view=(hidden, n),
         index=(whole, (0, n)),
     )

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864) in the half-rotated form of Hugging Face and Megatron-Core."""
+"""Computes rotary position embeddings (arXiv 2104.09864) in the half-rotated form of Hugging Face and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.models.kernels import TRITON
 
 
 def rope_frequencies(arch: Architecture, device: torch.device | str) -> Tensor:
-    """Radians per position: float32 [head_dim / 2], with the architecture's scaling.
+    """Compute the radians per position: float32 [head_dim / 2], with the architecture's scaling.
 
     Llama 3.1's rule is that of its reference code (`apply_scaling` in meta-llama/llama-models, `llama3` in
     transformers): between the two wavelengths the weight of the unscaled frequency is linear in 1 / wavelength.
@@ -31,7 +31,7 @@ def rope_frequencies(arch: Architecture, device: torch.device | str) -> Tensor:
 
 
 def rope_table(arch: Architecture, length: int, device: torch.device | str) -> Tensor:
-    """cos and sin of every position: float32 [length, 2, head_dim / 2]."""
+    """Tabulate cos and sin of every position: float32 [length, 2, head_dim / 2]."""
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, rope_frequencies(arch, device))
     return torch.stack((angles.cos(), angles.sin()), dim=1)

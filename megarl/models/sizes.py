@@ -1,6 +1,6 @@
-"""Bytes and counts that follow from an architecture's shape. Torch-free.
+"""Counts what follows from an architecture's shape. Torch-free.
 
-What takes memory (the log-probabilities, the engines) and what predicts it (`megarl.estimate`) both count with these.
+The log-probabilities and the engines, which take the memory, and `megarl.estimate`, which predicts it, count alike.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ BLOCK_SIZE = 16
 
 
 def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
-    """Blocks of KV cache that hold so many tokens of one sequence."""
+    """Count the blocks of KV cache that hold so many tokens of one sequence."""
     return -(-tokens // block_size)
 
 
 def most_blocks(*, max_num_seqs: int, max_model_len: int, block_size: int = BLOCK_SIZE) -> int:
-    """Blocks of KV cache that an engine can use: those of all its sequences at their greatest length, and one that the
-    engine keeps for itself. 10 sequences of 100 tokens in blocks of 16: 10 x 7 + 1.
+    """Count the blocks of KV cache that an engine can use: for all its sequences at their greatest length, and one that
+    the engine keeps for itself. 10 sequences of 100 tokens in blocks of 16: 10 x 7 + 1.
     """
     return max_num_seqs * blocks_for(max_model_len, block_size) + 1
 
 
 def kv_heads(arch: Architecture, tp: int) -> int:
-    """KV heads on each rank of a replica; ranks that are more than the heads hold one each, the same on several."""
+    """Count the KV heads on each rank of a replica; ranks that are more than the heads share them."""
     (first, last), _ = heads_on_rank(arch, tp, 0)
     return last - first
 
 
 def kv_bytes_per_token(arch: Architecture, *, tp: int, itemsize: int) -> int:
-    """Bytes of a token's keys and values in all layers, on each rank of a replica."""
+    """Count the bytes of a token's keys and values in all layers, on each rank of a replica."""
     return 2 * arch.num_layers * kv_heads(arch, tp) * arch.head_dim * itemsize
 
 
 def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
-    """Elements per token that a layer of the training layout keeps for the backward pass.
+    """Count the elements per token that a layer of the training layout keeps for the backward pass.
 
     After arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention matrix,
     SwiGLU, grouped queries), t = TP:
@@ -65,12 +65,18 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -
     return norms + attention + arch.moe.experts_per_token * (2 * hidden + 3 * ffn / tp)
 
 
-def prefill_activations(arch: Architecture, *, tp: int) -> int:
-    """Elements per token that the native engine holds at once within a layer: no less than `layer_activations`.
+def attention_flops(arch: Architecture, squares: float) -> float:
+    """Count causal attention's FLOPs in a forward pass: 2 x tokens^2 per query channel and layer, half of what the full
+    matrix takes (arXiv 2205.05198, appendix A); `squares` adds up tokens^2 of the sequences."""
+    return 2 * squares * arch.num_layers * arch.num_attention_heads * arch.head_dim
 
-    In the terms used there: 6 h of residuals, norms and sums over ranks; 8 q / t of queries, keys and values before and
-    after their rotation, and the attention's output; 4 ffn / t of gate, up and their product, with experts
-    k (2 h + 4 ffn / t).
+
+def prefill_activations(arch: Architecture, *, tp: int) -> int:
+    """Count the elements per token that the native engine holds at once within a layer.
+
+    They are no fewer than `layer_activations`. In the terms used there: 6 h of residuals, norms and sums over ranks;
+    8 q / t of queries, keys and values before and after their rotation, and the attention's output; 4 ffn / t of gate,
+    up and their product, with experts k (2 h + 4 ffn / t).
     """
     hidden, ffn = arch.hidden_size, 4 * arch.ffn_hidden_size // tp
     mlp = ffn if arch.moe is None else arch.moe.experts_per_token * (2 * hidden + ffn)
@@ -78,8 +84,8 @@ def prefill_activations(arch: Architecture, *, tp: int) -> int:
 
 
 def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int) -> int:
-    """Bytes of logits [max_num_seqs, vocab_size] in the model's dtype and in fp32, twice: CUDA graphs of several batch
-    sizes hold theirs, and top-k and top-p sort a copy.
+    """Count the bytes of logits [max_num_seqs, vocab_size] in the model's dtype and in fp32, twice: CUDA graphs of
+    several batch sizes hold theirs, and top-k and top-p sort a copy.
     """
     return 2 * max_num_seqs * arch.vocab_size * (itemsize + 4)
 
@@ -93,7 +99,7 @@ def native_activation_bytes(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Bytes that the native engine's forward passes hold beside weights and KV cache, at most."""
+    """Bound the bytes that the native engine's forward passes hold beside weights and KV cache."""
     tokens = max(max_num_batched_tokens, max_model_len)
     layer = itemsize * tokens * prefill_activations(arch, tp=tp)
     return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)

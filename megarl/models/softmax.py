@@ -1,4 +1,4 @@
-"""Softmax statistics and gradients of a chunk of logits: torch's operators, or on GPUs one Triton kernel each.
+"""Computes softmax statistics and gradients of a chunk of logits: torch's operators, or on GPUs one Triton kernel each.
 
 The torch form is the reference. It makes several fp32 copies of the chunk; the kernels read it once, in the weights'
 precision, and write the gradient over it.
@@ -13,7 +13,7 @@ from megarl.models.kernels import TRITON
 
 
 def statistics(logits: Tensor, labels: Tensor, valid: int, temperature: float) -> tuple[Tensor, Tensor]:
-    """What the log-probabilities and entropies of some rows need from one shard of the vocabulary.
+    """Sum up one shard of the vocabulary for the log-probabilities and entropies of some rows.
 
     With x = logits / temperature and peak = max x:
 
@@ -36,8 +36,8 @@ def statistics(logits: Tensor, labels: Tensor, valid: int, temperature: float) -
     peak = x.amax(-1) if valid else x.new_full((len(x),), -1e30)
     x = x - peak.unsqueeze(-1)
     exp = x.exp()
-    local, own = _own(labels, valid)
-    label = torch.where(own, x.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0) if valid else torch.zeros_like(peak)
+    local, here = _in_shard(labels, valid)
+    label = torch.where(here, x.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0) if valid else torch.zeros_like(peak)
     return peak, torch.stack((exp.sum(-1), (exp * x).sum(-1), label))
 
 
@@ -71,15 +71,15 @@ def gradient_(
     if grad_entropy is not None:
         pull = pull + grad_entropy.unsqueeze(-1) * (log_p + entropy.unsqueeze(-1))
     grad = -log_p.exp() * pull
-    local, own = _own(labels, valid)
+    local, here = _in_shard(labels, valid)
     if valid:
-        grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logp * own).unsqueeze(-1))
+        grad.scatter_add_(-1, local.unsqueeze(-1), (grad_logp * here).unsqueeze(-1))
     logits[:, :valid] = (grad / temperature).to(logits.dtype)
     logits[:, valid:] = 0
     return logits
 
 
-def _own(labels: Tensor, valid: int) -> tuple[Tensor, Tensor]:
-    """Labels that index a column in any case, and which of them are this shard's."""
-    own = (labels >= 0) & (labels < valid)
-    return torch.where(own, labels, 0), own
+def _in_shard(labels: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+    """Give labels that index a column in any case, and whether they are this shard's."""
+    here = (labels >= 0) & (labels < valid)
+    return torch.where(here, labels, 0), here

@@ -1,4 +1,4 @@
-"""Triton kernels behind `megarl.models.softmax`: one pass over the chunk each (online softmax, arXiv 1805.02867)."""
+"""Computes `megarl.models.softmax` in Triton: one pass over the chunk each (online softmax, arXiv 1805.02867)."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def _statistics(logits, labels, peak_out, sums_out, stride, rows, valid, scale, 
         exp_sums += exp
         weighted_sums += exp * x
     label = tl.load(labels + row)
-    own = (label >= 0) & (label < valid)
-    at_label = tl.load(logits + label, mask=own, other=0.0).to(tl.float32) * scale - peak
+    here = (label >= 0) & (label < valid)
+    at_label = tl.load(logits + label, mask=here, other=0.0).to(tl.float32) * scale - peak
     tl.store(peak_out + row, peak)
     tl.store(sums_out + row, tl.sum(exp_sums, 0))
     tl.store(sums_out + rows + row, tl.sum(weighted_sums, 0))
-    tl.store(sums_out + 2 * rows + row, tl.where(own, at_label, 0.0))
+    tl.store(sums_out + 2 * rows + row, tl.where(here, at_label, 0.0))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Logical tensors: every weight of the model once, whatever the layout. Torch-free.
+"""Lists logical tensors: every weight of the model once, whatever the layout. Torch-free.
 
 A **logical tensor** is a weight of the model under its Hugging Face name, its rows and columns taken apart into axes:
 
@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalTensor:
-    """A weight of the whole model.
+    """Describes a weight of the whole model.
 
     Attributes:
         name: its Hugging Face name.
@@ -39,18 +39,18 @@ class LogicalTensor:
 
 
 def volume(box: Box) -> int:
-    """Number of elements in a box."""
+    """Count the elements in a box."""
     return math.prod(hi - lo for lo, hi in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes of the same tensor, or None."""
+    """Find the common part of two boxes of the same tensor, or None."""
     out = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return out if all(lo < hi for lo, hi in out) else None
 
 
 def even_share(box: Box, number: int, count: int) -> Box | None:
-    """Part `number` of `count` even parts of a box; None if there are not enough rows for it to get one."""
+    """Cut out part `number` of `count` even parts of a box; None if there are not enough rows for it to get one."""
     if count == 1:
         return box
     axis = next((axis for axis, (lo, hi) in enumerate(box) if hi - lo >= count), 0)
@@ -60,7 +60,7 @@ def even_share(box: Box, number: int, count: int) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """A box in coordinates of another that contains it."""
+    """Move a box into the coordinates of another that contains it."""
     return tuple((lo - base, hi - base) for (lo, hi), (base, _) in zip(box, outer, strict=True))
 
 
@@ -75,7 +75,7 @@ def layer_name(layer: int, leaf: str) -> str:
 
 
 def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
-    """Every weight of the model once, by name."""
+    """List every weight of the model once, by name."""
     out = [_table(EMBEDDING, "matrix", vocab=arch.vocab_size, hidden=arch.hidden_size)]
     for layer in range(arch.num_layers):
         out += _layer_tensors(arch, layer)
@@ -88,7 +88,7 @@ def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
 
 
 def _table(name: str, kind: str, *, out_axes: int = 1, **axes: int) -> LogicalTensor:
-    """A logical tensor whose first `out_axes` axes are the Hugging Face tensor's rows, the rest its columns."""
+    """Make a logical tensor whose first `out_axes` axes are the Hugging Face tensor's rows, the rest its columns."""
     shape = tuple(axes.values())
     hf_shape = (math.prod(shape[:out_axes]), *((math.prod(shape[out_axes:]),) if shape[out_axes:] else ()))
     return LogicalTensor(name=name, shape=shape, hf_shape=hf_shape, kind=kind)
@@ -124,12 +124,12 @@ def _layer_tensors(arch: Architecture, layer: int) -> list[LogicalTensor]:
 
 
 def router_leaf(moe: MixtureOfExperts) -> str:
-    """Name of the router's weight within a layer, in Hugging Face files and in the engines."""
+    """Name the router's weight within a layer, in Hugging Face files and in the engines."""
     return f"{moe.module}.gate.weight"
 
 
 def mlp_leaves(arch: Architecture, expert: int | None) -> tuple[str, str, str]:
-    """Hugging Face names within a layer of the gate, up and down matrices of the MLP, or of one of its experts."""
+    """Name the gate, up and down matrices of the MLP, or of an expert, within a layer of Hugging Face files."""
     moe = arch.moe
     if moe is None:
         return "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"

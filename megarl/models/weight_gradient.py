@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, inputs: Tensor) -> None:
-    """main_grad += grad_output.T @ inputs, summed in main_grad's precision.
+    """Add: main_grad += grad_output.T @ inputs, summed in main_grad's precision.
 
     Args:
         main_grad: [out, in].
@@ -27,7 +27,7 @@ def add_weight_gradient(main_grad: Tensor, grad_output: Tensor, inputs: Tensor) 
 
 
 class _InPlaceOfApex:
-    """What Megatron-Core's linear layers call of apex's module."""
+    """Stands in for apex's module in Megatron-Core's linear layers."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:

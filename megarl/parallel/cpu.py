@@ -1,4 +1,4 @@
-"""Lets Megatron-Core (0.16.1 to 0.19) run on CPU ranks over gloo. The only file that knows what it takes.
+"""Lets Megatron-Core (0.16.1 to 0.19) run on CPU ranks over gloo. No other file knows how.
 
 Megatron-Core writes the literal `device='cuda'`, asks `torch.cuda` for the current device and stream, and compares
 `Tensor.type()` with 'torch.cuda.FloatTensor'. On a machine without a GPU these are redirected to the CPU.
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 
 class _NoStream:
-    """Stands for `torch.cuda.current_stream()`: on a CPU everything has already happened in order."""
+    """Stands in for `torch.cuda.current_stream()`: on a CPU everything has already happened in order."""
 
     def wait_stream(self, stream: object) -> None:
         del stream

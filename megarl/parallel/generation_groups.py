@@ -1,4 +1,4 @@
-"""Who generates together with whom."""
+"""Groups the ranks that generate together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.parallel.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationGroups:
-    """This rank's generation replica.
+    """Holds the groups of this rank's generation replica.
 
     Attributes:
         tp: its ranks, which compute together; None where this rank is alone.
@@ -26,12 +26,12 @@ class GenerationGroups:
 
     @property
     def replica(self) -> int:
-        """The replica's number."""
+        """Number the replica."""
         return self.layout.coords(self.world.rank).replica
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place in it."""
+        """Number this rank within the replica."""
         return self.layout.coords(self.world.rank).tp
 
 
@@ -41,8 +41,8 @@ def generation_groups(world: World, layout: GenerationLayout) -> GenerationGroup
         return GenerationGroups(world=world, layout=layout, tp=None, control=None)
 
     def replica(backend: str | None) -> dist.ProcessGroup:
-        made = [world.new_group(layout.replica_ranks(i), backend) for i in range(layout.replicas)]
-        return made[layout.coords(world.rank).replica]
+        groups = [world.new_group(layout.replica_ranks(i), backend) for i in range(layout.replicas)]
+        return groups[layout.coords(world.rank).replica]
 
     tp = replica(None)
     return GenerationGroups(

@@ -1,4 +1,4 @@
-"""Rank arithmetic for the training and the generation layout. Pure Python: no torch, no process groups."""
+"""Does the rank arithmetic of the training and the generation layout. Pure Python: no torch, no process groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCoords:
-    """A rank's place in the training layout."""
+    """Locates a rank in the training layout."""
 
     tp: int
     cp: int
@@ -17,10 +17,10 @@ class TrainCoords:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLayout:
-    """Megatron-Core's `tp-cp-dp-pp` rank order: tensor-parallel ranks are neighbours, pipeline stages farthest apart.
+    """Has Megatron-Core's `tp-cp-dp-pp` rank order: tensor-parallel ranks are neighbours, stages farthest apart.
 
     Attributes:
-        ranks: of the job, those that hold the models of this layout.
+        ranks: the job's ranks that hold the models of this layout.
         tp, pp, cp: tensor, pipeline and context parallel sizes.
         chunks: model chunks per pipeline stage (virtual pipeline size); 1 is the plain 1F1B schedule.
     """
@@ -40,7 +40,7 @@ class TrainLayout:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Count the ranks."""
         return len(self.ranks)
 
     @property
@@ -60,12 +60,17 @@ class TrainLayout:
         return self.ranks.start + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def model_ranks(self, rank: int) -> tuple[int, ...]:
-        """Ranks that hold one whole model together with `rank`: same dp and cp, every tp and pp. Ascending."""
+        """List the ranks that hold one whole model together with `rank`: same dp and cp, every tp and pp. Ascending."""
         at = self.coords(rank)
         return tuple(self.rank(tp=tp, cp=at.cp, dp=at.dp, pp=pp) for pp in range(self.pp) for tp in range(self.tp))
 
+    @property
+    def copies(self) -> list[tuple[int, ...]]:
+        """List the ranks of each whole model (`model_ranks`)."""
+        return [self.model_ranks(self.rank(tp=0, dp=dp, pp=0, cp=cp)) for dp in range(self.dp) for cp in range(self.cp)]
+
     def layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Global indices of the layers in one model chunk (interleaved placement, arXiv 2104.04473 section 2.2).
+        """Number the layers in a model chunk, over the whole model (interleaved, arXiv 2104.04473 section 2.2).
 
         Where the chunks cannot have equally many, some have one more: not the last one, which has the output layer as
         well, but those right before it, whose stages keep the activations of the fewest micro-batches.
@@ -77,25 +82,25 @@ class TrainLayout:
         return range(first, first + least + (place in one_more))
 
     def all_layers(self, num_layers: int) -> list[range]:
-        """`layers` of every model chunk, in the order of the model."""
+        """List the `layers` of every model chunk, in the order of the model."""
         return [self.layers(num_layers, pp, chunk) for chunk in range(self.chunks) for pp in range(self.pp)]
 
     def layers_of_stage(self, num_layers: int, pp: int) -> int:
-        """How many all of a stage's model chunks have together."""
+        """Count the layers of all of a stage's model chunks."""
         return sum(len(self.layers(num_layers, pp, chunk)) for chunk in range(self.chunks))
 
     def is_first(self, pp: int, chunk: int) -> bool:
-        """Whether the chunk starts the model (holds the embedding)."""
+        """Say whether the chunk starts the model (holds the embedding)."""
         return pp == 0 and chunk == 0
 
     def is_last(self, pp: int, chunk: int) -> bool:
-        """Whether the chunk ends the model (holds the final norm and the output layer)."""
+        """Say whether the chunk ends the model (holds the final norm and the output layer)."""
         return pp == self.pp - 1 and chunk == self.chunks - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationCoords:
-    """A rank's place in the generation layout."""
+    """Locates a rank in the generation layout."""
 
     tp: int
     replica: int
@@ -103,10 +108,10 @@ class GenerationCoords:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLayout:
-    """Tensor-parallel replicas over some ranks: `tp` ranks hold one whole model.
+    """Cuts some ranks into tensor-parallel replicas: `tp` ranks hold one whole model.
 
     Attributes:
-        ranks: of the job, those that generate.
+        ranks: the job's ranks that generate.
         tp: tensor-parallel size.
         stride: distance between neighbouring ranks of a replica. 1 is neighbours, the only order that vLLM has.
             Where generation has a smaller tp than training, stride = training tp / generation tp puts into each rank's
@@ -129,7 +134,7 @@ class GenerationLayout:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Count the ranks."""
         return len(self.ranks)
 
     @property
@@ -142,12 +147,12 @@ class GenerationLayout:
         return GenerationCoords(tp=tp, replica=block * self.stride + first)
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
-        """Those of a replica, by tensor-parallel index; ascending."""
+        """List the ranks of a replica, by tensor-parallel index; ascending."""
         block, first = divmod(replica, self.stride)
         start = self.ranks.start + block * self.tp * self.stride + first
         return tuple(range(start, start + self.tp * self.stride, self.stride))
 
 
 def closest_stride(train: TrainLayout, tp: int) -> int:
-    """The stride of the generation layout that leaves the least to be moved; 1 unless `tp` divides the training's."""
+    """Find the generation layout's stride that leaves the least to move; 1 unless `tp` divides the training's."""
     return train.tp // tp if train.tp % tp == 0 else 1

@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet, and the network interface of their sockets.
+"""Lets the ranks of a job meet, and chooses the network interface of their sockets.
 
 On one node `megarl train` keeps the store in a file that no other user can open. Over several nodes, and under
 torchrun, it is a TCP server without authentication, which whoever reaches its port can read and write.
@@ -21,7 +21,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def job_store() -> dist.Store:
-    """A connection of its own to the job's store, for a thread beside the process groups."""
+    """Connect to the job's store anew, for a thread beside the process groups."""
     if file := os.environ.get(STORE_VARIABLE):
         return dist.FileStore(file)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -37,7 +37,7 @@ def follow_launcher() -> None:
 
 
 def use_interface(name: str, environment: Any) -> None:
-    """The interface for gloo's and NCCL's sockets, unless the user has chosen one."""
+    """Choose the interface for gloo's and NCCL's sockets, unless the user has."""
     for variable in _INTERFACES:
         environment.setdefault(variable, name)
 

@@ -1,4 +1,4 @@
-"""The private names of Megatron-Core and torch that are used, and the versions that they were seen in.
+"""Holds the private names of Megatron-Core and torch that are used, and the versions that they were seen in.
 
 No Megatron is imported here: the names belong to objects that callers hold.
 """
@@ -17,14 +17,14 @@ OLDEST, TOO_NEW = Version("0.16.1"), Version("0.20")
 
 
 def check_megatron_core() -> None:
-    """Raises ValueError, with what to install, if Megatron-Core is none that these names were seen in."""
-    wanted = f"megatron-core>={OLDEST},<{TOO_NEW}"
+    """Raise ValueError, with what to install, if Megatron-Core is none that these names were seen in."""
+    supported = f"megatron-core>={OLDEST},<{TOO_NEW}"
     try:
-        found = Version(version("megatron-core"))
+        installed = Version(version("megatron-core"))
     except PackageNotFoundError:
-        raise ValueError(f"Megatron-Core is not installed: pip install '{wanted}'") from None
-    if not OLDEST <= found < TOO_NEW:
-        raise ValueError(f"megatron-core {found} is not supported: pip install '{wanted}'")
+        raise ValueError(f"Megatron-Core is not installed: pip install '{supported}'") from None
+    if not OLDEST <= installed < TOO_NEW:
+        raise ValueError(f"megatron-core {installed} is not supported: pip install '{supported}'")
 
 
 def copy_main_params_to_model_params(optimizer: Any) -> None:
@@ -33,16 +33,16 @@ def copy_main_params_to_model_params(optimizer: Any) -> None:
 
 
 def model_param_range(optimizer: Any, parameter: Tensor) -> tuple[int, int]:
-    """Which elements [start, stop) of a flattened parameter a rank of the distributed optimizer steps."""
-    held = optimizer._get_model_param_range_map(parameter)["param"]
-    return held.start, held.end
+    """Find the elements [start, stop) of a flattened parameter that a rank of the distributed optimizer steps."""
+    elements = optimizer._get_model_param_range_map(parameter)["param"]
+    return elements.start, elements.end
 
 
 def storage_identity(storage: torch.UntypedStorage) -> int:
-    """The same for all tensors that share a storage; a storage that was resized to nothing has no address."""
+    """Identify a storage, whichever tensor shares it; a storage that was resized to nothing has no address."""
     return storage._cdata
 
 
 def default_store() -> Any:
-    """The key-value store that the ranks of the world found each other through."""
+    """Get the key-value store that the ranks of the world found each other through."""
     return dist.distributed_c10d._get_default_store()

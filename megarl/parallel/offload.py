@@ -1,7 +1,7 @@
-"""Memory that is given back for a while, under tensors that stay the same objects.
+"""Gives memory back for a while, under tensors that stay the same objects.
 
-What goes is the storage behind the tensors (`untyped_storage().resize_(0)`). Parameters, buckets and every other view
-that shares it are valid again when it is back, with the same contents to the bit or, where that is said, without.
+The storage behind the tensors goes (`untyped_storage().resize_(0)`). Parameters, buckets and every other view
+that shares it are valid again when it is back, with the same contents to the bit, or without (`Dropped`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from megarl.parallel.megatron_internals import storage_identity
 
 Tensors = Callable[[], Iterable[Tensor]]
-"""Asked anew at each release: an optimizer's tensors appear with its first step."""
+"""Called anew at each release: an optimizer's tensors appear with its first step."""
 
 SLAB = 2**28
 """Bytes of a piece of pinned memory. A power of two, because torch rounds pinned memory up to one."""
 
 
 class Resident:
-    """Memory that never leaves the device, and the base class of memory that does."""
+    """Is memory that never leaves the device, and the base class of memory that does."""
 
     def release(self) -> None:
         """Give the memory back; nothing may touch the tensors until `restore`. Nothing happens if it is."""
@@ -32,14 +32,14 @@ class Resident:
         """Begin to bring the contents back, beside whatever else the device does."""
 
     def rewritten(self) -> None:
-        """The contents, said to be constant, were written anew."""
+        """Note that the contents, constant so far, were written anew."""
 
     def restore(self) -> None:
-        """From now on the current stream finds the tensors as before the release. Nothing happens if they are."""
+        """Bring the tensors back, for what follows on the current stream. Nothing happens if they are there."""
 
 
 class Dropped(Resident):
-    """Memory whose contents are lost."""
+    """Gives memory back and loses its contents."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -54,14 +54,14 @@ class Dropped(Resident):
             storage.resize_(nbytes)
         self._released = []
 
-    def _free(self, held: list[torch.UntypedStorage]) -> None:
-        self._released = [(storage, storage.nbytes()) for storage in held]
-        for storage in held:
+    def _free(self, present: list[torch.UntypedStorage]) -> None:
+        self._released = [(storage, storage.nbytes()) for storage in present]
+        for storage in present:
             storage.resize_(0)
 
 
 class Rebuilt(Dropped):
-    """Memory whose contents are computed again.
+    """Gives memory back and computes its contents again.
 
     Args:
         source: what they are computed from, which is restored before.
@@ -84,7 +84,7 @@ class Rebuilt(Dropped):
 
 
 class OnHost(Dropped):
-    """Memory whose contents wait on the host: pinned on GPUs, taken at the first release and kept.
+    """Keeps the contents of memory on the host meanwhile: pinned on GPUs, taken at the first release and kept.
 
     Args:
         constant: the contents never change, so that they are copied to the host once.
@@ -100,16 +100,16 @@ class OnHost(Dropped):
         if self._released:
             return
         self.restore()  # finish an outstanding prefetch first, or its copy would write into freed memory
-        held = storages(self._tensors())
-        nbytes = sum(storage.nbytes() for storage in held)
+        present = storages(self._tensors())
+        nbytes = sum(storage.nbytes() for storage in present)
         copied = sum(map(len, self._slabs)) == nbytes
         if not copied:
             self._slabs = []  # given back before more is taken: pinned memory for both may not be there
-            self._slabs = _slabs(nbytes, held[0].device)
+            self._slabs = _slabs(nbytes, present[0].device)
         if not (copied and self._constant):
-            for host, device in self._pieces(held):
+            for host, device in self._pieces(present):
                 host.copy_(device, non_blocking=True)
-        self._free(held)  # on this stream, hence after the copies
+        self._free(present)  # on this stream, hence after the copies
 
     def rewritten(self) -> None:
         self._slabs = []
@@ -117,12 +117,12 @@ class OnHost(Dropped):
     def prefetch(self) -> None:
         if not self._released:
             return
-        held = [storage for storage, _ in self._released]
+        absent = [storage for storage, _ in self._released]
         super().restore()
         stream = _copy_stream()
         stream.wait_stream(torch.cuda.current_stream())  # the memory was somebody else's until now
         with torch.cuda.stream(stream):
-            for host, device in self._pieces(held):
+            for host, device in self._pieces(absent):
                 device.copy_(host, non_blocking=True)
             self._arrival = stream.record_event()
 
@@ -132,10 +132,10 @@ class OnHost(Dropped):
             torch.cuda.current_stream().wait_event(self._arrival)
             self._arrival = None
 
-    def _pieces(self, held: list[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The storages' bytes, one after the other, on the host and on the device; cut where a slab ends."""
+    def _pieces(self, of: list[torch.UntypedStorage]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pair the storages' bytes, one after the other, on the host and on the device; cut where a slab ends."""
         at = 0
-        for storage in held:
+        for storage in of:
             there = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             while len(there):
                 slab, offset = divmod(at, SLAB)
@@ -145,9 +145,9 @@ class OnHost(Dropped):
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind some tensors, each once."""
-    found = [tensor.untyped_storage() for tensor in tensors]
-    return list({storage_identity(storage): storage for storage in found}.values())
+    """List the storages behind some tensors, each once."""
+    behind = (tensor.untyped_storage() for tensor in tensors)
+    return list({storage_identity(storage): storage for storage in behind}.values())
 
 
 def _slabs(nbytes: int, device: torch.device) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Process groups of the training layouts. The only place that touches Megatron-Core's `parallel_state`.
+"""Makes the process groups of the training layouts. The only place that touches Megatron-Core's `parallel_state`.
 
 Megatron-Core knows one training layout: parts of it read its groups and sizes from module globals, whatever they are
 passed. Models may have layouts of their own over the same ranks; while one is built or runs, the globals are those of
@@ -33,12 +33,11 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class MegatronState:
-    """What Megatron-Core has of one training layout.
+    """Keeps Megatron-Core's state of one training layout.
 
     Attributes:
         pgs: its groups.
-        set_aside: what its modules' globals are in this layout, while they are those of another; None: they are in
-            place.
+        set_aside: its modules' globals of this layout, while those of another are in place; None: these are.
     """
 
     pgs: ProcessGroupCollection
@@ -51,7 +50,7 @@ _STATES: dict[TrainLayout, MegatronState] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainGroups:
-    """Who trains together with whom, for one rank and the models of one layout.
+    """Groups the ranks that train the models of one layout together, for one rank.
 
     Attributes:
         pgs: Megatron-Core's groups, passed explicitly to everything below.
@@ -63,26 +62,26 @@ class TrainGroups:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within it Megatron-Core's globals are those of this layout; afterwards those of before again.
+        """Put this layout into Megatron-Core's globals meanwhile; afterwards they are as before.
 
         Outside they are those of the first layout, so for it nothing changes. It may be entered within itself, and
         within that of another layout.
         """
-        own, before = _STATES[self.layout], _in_place()
-        _exchange(before, own)
+        state, before = _STATES[self.layout], _in_place()
+        _exchange(before, state)
         try:
             yield
         finally:
-            _exchange(own, before)
+            _exchange(state, before)
 
     @property
     def model(self) -> dist.ProcessGroup:
-        """The ranks that hold one whole model: same data-parallel index, every tensor and pipeline index."""
+        """Group the ranks that hold one whole model: same data-parallel index, every tensor and pipeline index."""
         return self.pgs.mp
 
 
 def in_its_layout(method: Callable[P, T]) -> Callable[P, T]:
-    """A method of an object with `groups` that runs while these are active."""
+    """Decorate a method of an object with `groups`: it runs while these are active."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -94,7 +93,7 @@ def in_its_layout(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def train_groups(world: World, layout: TrainLayout, seed: int = 1) -> TrainGroups:
-    """The groups of a training layout: made at the first call, the same ones afterwards. Every rank must call it.
+    """Make the groups of a training layout at the first call; get them afterwards. Every rank must call it.
 
     Each layout has a tensor-parallel random number tracker of its own, as if it were the only one. The default
     generator serves all layouts; the first one seeds it.
@@ -110,7 +109,7 @@ def train_groups(world: World, layout: TrainLayout, seed: int = 1) -> TrainGroup
 
 @contextmanager
 def stand_in(layout: TrainLayout, rank: int, device: torch.device) -> Iterator[TrainGroups]:
-    """Groups of a rank of a job that does not run: to describe its model, or to run a world of one rank.
+    """Make groups of a rank of a job that does not run: to describe its model, or to run a world of one rank.
 
     Nothing is sent in these groups: what a collective over several ranks gives means nothing. The process must not be
     in a world already.
@@ -144,7 +143,7 @@ def leave_world() -> None:
 
 
 def _forget_layouts() -> None:
-    """Megatron-Core's globals are as before any layout; the groups stay."""
+    """Reset Megatron-Core's globals to those before any layout; the groups stay."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -171,18 +170,18 @@ def _first_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:
 
 
 def _further_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:
-    """The same for a layout beside others, which then is set aside."""
+    """Do the same for a layout beside others, which then is set aside."""
     from megatron.core import parallel_state
 
     present = _in_place()
     present.set_aside, numbers = _megatron_globals(), torch.cuda.get_rng_state()
     parallel_state.destroy_model_parallel()  # forgets the groups; they stay
-    made = _first_state(world, layout, seed)
+    state = _first_state(world, layout, seed)
     # one buffer for all layouts: nothing of what a layer gathers into it is needed when another model runs
     parallel_state._GLOBAL_MEMORY_BUFFER = present.set_aside["_GLOBAL_MEMORY_BUFFER"]
     torch.cuda.set_rng_state(numbers)
-    _exchange(made, present)
-    return made
+    _exchange(state, present)
+    return state
 
 
 def _training_timeout() -> timedelta:
@@ -191,12 +190,12 @@ def _training_timeout() -> timedelta:
 
 
 def _in_place() -> MegatronState:
-    """The one that Megatron-Core's globals hold."""
+    """Find the state that Megatron-Core's globals hold."""
     return next(state for state in _STATES.values() if state.set_aside is None)
 
 
 def _megatron_globals() -> dict[str, Any]:
-    """Groups, sizes and ranks of the layout in place, by name, and its tracker's states under "rng"."""
+    """Collect groups, sizes and ranks of the layout in place, by name, and its tracker's states under "rng"."""
     from megatron.core import parallel_state, tensor_parallel
 
     values = {

@@ -1,4 +1,4 @@
-"""Copies from the CPU that the GPU's queue does not wait for."""
+"""Copies from the CPU without a wait for the GPU's queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on a device.
+    """Copy a CPU tensor to a device.
 
     A plain `.to` of pageable memory returns only when all kernels before it are done, and the GPU then idles until
     the next ones are launched.

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megarl.parallel.meeting import job_store
 from megarl.processes import end_now
 
 _SHOWN_RANKS, _SHOWN_FRAMES = 4, 6
@@ -43,11 +44,11 @@ _PEER_LOST = ("connection closed by peer", "connection reset", "broken pipe", "c
 
 
 class Stalled(RuntimeError):
-    """A wait for other ranks ran out. Its text says who waited, for what, and where the late ranks are."""
+    """Says that a wait for other ranks ran out: who waited, for what, and where the late ranks are."""
 
 
 class Wait(NamedTuple):
-    """A stretch of `Watch.waiting`: the phase, `start` on this process's `time.perf_counter`, and its seconds."""
+    """Is a stretch of `Watch.waiting`: the phase, `start` on this process's `time.perf_counter`, and its seconds."""
 
     phase: str
     start: float
@@ -55,7 +56,7 @@ class Wait(NamedTuple):
 
 
 class Watch:
-    """What one rank does: which agreement of all ranks it waits for, or since when it works towards the next.
+    """Notes what one rank does: which agreement of all ranks it waits for, or since when it works towards the next.
 
     Passive until `active`: then it only counts.
     """
@@ -67,14 +68,14 @@ class Watch:
         self._phase: Callable[[], str] = str
         self._hosts: list[str] = []
         self._rank, self._limit = 0, float("inf")
-        self._join: Callable[[], dist.Store] = _job_store
+        self._join: Callable[[], dist.Store] = job_store
         self._end: Callable[[str], None] = _end_process
         self._explained = False  # by the main thread, or its own: the other need not
         self._waits: deque[Wait] = deque(maxlen=_REMEMBERED_WAITS)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """An agreement of all ranks: none gets out before the last one is in.
+        """Wait for an agreement of all ranks: none gets out before the last one is in.
 
         Raises:
             Stalled: it took too long, and a rank that is late has a name.
@@ -93,8 +94,7 @@ class Watch:
         self._since = time.monotonic()
 
     def collect_waits(self) -> list[Wait]:
-        """What this rank waited for others since the last call, some thousands of waits at most; starts again from
-        none."""
+        """Take the waits of this rank for others since the last call, some thousands at most."""
         waits = list(self._waits)
         self._waits.clear()
         return waits
@@ -116,11 +116,12 @@ class Watch:
             hosts: of every rank.
             minutes: the limit, which is the process groups' too (`trainer.timeout_minutes`).
             phase: names what the rank does.
-            join: a connection of its own to the job's store; default that of the environment.
+            join: connects to the job's store; default: `job_store`. The process group's connection is locked while the
+                main thread waits in it.
             end: says why and ends the process, from another thread than the main one; default: does so.
         """
         self._rank, self._hosts, self._limit, self._phase = rank, hosts, minutes * 60, phase
-        self._join, self._end = join or _job_store, end or _end_process
+        self._join, self._end = join or job_store, end or _end_process
         self._since, self._explained, ended = time.monotonic(), False, threading.Event()
         thread = threading.Thread(
             target=self._look, args=(threading.get_ident(), ended), daemon=True, name="megarl-watch"
@@ -134,8 +135,8 @@ class Watch:
             raise
         finally:
             ended.set()
-            # what it is told of the run ends with it: a watch lives as long as its group, which the run holds
-            self._hosts, self._phase, self._join, self._end = [], str, _job_store, _end_process
+            # a watch outlives the run, whose functions it must not hold
+            self._hosts, self._phase, self._join, self._end = [], str, job_store, _end_process
 
     def _look(self, main_thread: int, ended: threading.Event) -> None:
         """Publish what the main thread does, from shortly before the limit on; end the process if it hangs."""
@@ -172,14 +173,14 @@ class Watch:
         }
 
     def _waits_by(self, state: dict[str, Any]) -> bool:
-        """Whether this rank, in that state, waits for others."""
+        """Say whether this rank, in that state, waits for others."""
         try:
             return state["waits"] or any(_is_ahead(state, other) for other in self._states(self._join()).values())
         except (RuntimeError, KeyError):
             return bool(state["waits"])
 
     def _states(self, store: dist.Store) -> dict[int, dict[str, Any]]:
-        """What the ranks have published of this wait, by rank; those that gave no sign are missing."""
+        """Read what the ranks have published of this wait, by rank; ranks without a sign of life are missing."""
         states = {}
         for rank in range(len(self._hosts)):
             if store.check([self._key(rank)]):
@@ -189,7 +190,7 @@ class Watch:
         return states
 
     def _explain(self, what: str, seconds: float) -> str:
-        """Who waited, and for the first rank that asks also who is late and where: the others need not repeat it."""
+        """Say who waited, and on the first rank that asks also who is late and where: others need not repeat it."""
         self._explained = True
         waited = f"rank {self._rank} (host {self._hosts[self._rank]}) waited {seconds:.0f} s for {what}"
         try:
@@ -216,7 +217,7 @@ class Watch:
         return "\n".join([f"{waited} ({limit}); late: {', '.join(late) or 'none by now'}", *stacks[:_SHOWN_RANKS]])
 
     def _late(self, states: dict[int, dict[str, Any]]) -> list[int]:
-        """The ranks that wait for nobody: of these the ones that others are ahead of, where there are such."""
+        """Find the ranks that wait for nobody: among them the ones that others are ahead of, where there are such."""
         ranks = [rank for rank in range(len(self._hosts)) if rank != self._rank]
         idle = [
             rank
@@ -236,7 +237,7 @@ class Watch:
 
 
 def _collectives_begun() -> dict[str, int]:
-    """How many collectives this rank has begun in each group of more than one, by the group's name."""
+    """Count the collectives that this rank has begun in each group of more than one, by the group's name."""
     counts, groups = {}, list[Any](distributed_c10d._world.pg_map)
     for group in groups:
         with suppress(RuntimeError):  # a backend that does not count
@@ -246,36 +247,30 @@ def _collectives_begun() -> dict[str, int]:
 
 
 def _is_ahead(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether a rank has begun more than another in a group of both, and less in none."""
+    """Say whether a rank has begun more than another in a group of both, and less in none."""
     shared = one["begun"].keys() & other["begun"].keys()
     differences = [one["begun"][name] - other["begun"][name] for name in shared]
     return any(n > 0 for n in differences) and all(n >= 0 for n in differences)
 
 
 def _end_process(text: str) -> None:
-    """The main thread hangs, and cannot raise."""
+    """End the process: the main thread hangs, and cannot raise."""
     print(f"megarl: {text}", file=sys.stderr, flush=True)
     end_now(1)
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether a collective gave up waiting."""
+    """Say whether a collective gave up waiting."""
     return _of_collective(error, _TIMED_OUT)
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone, which has, or will have, said more."""
+    """Say whether a collective failed because another rank is gone, which has, or will have, said more."""
     return _of_collective(error, _PEER_LOST)
 
 
 def _of_collective(error: BaseException, texts: tuple[str, ...]) -> bool:
-    """A verifier's own time-out, say, is nothing that other ranks caused; gloo's errors have no class of their own."""
-    said = str(error).lower()
-    raised_there = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in said)
-    return raised_there and any(text in said for text in texts)
-
-
-def _job_store() -> dist.Store:
-    """A connection of its own: the process group's is locked while its main thread waits in it."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    """Say whether a collective raised it: a verifier's time-out is not other ranks'. gloo's errors have no class."""
+    message = str(error).lower()
+    of_ranks = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in message)
+    return of_ranks and any(text in message for text in texts)

@@ -1,4 +1,4 @@
-"""The ranks of the job, and what all of them agree on, over gloo.
+"""Holds the ranks of the job, and exchanges what all of them agree on, over gloo.
 
 Every exchange is watched: a rank that waits in one says for what, and the wait counts as none of its work.
 """
@@ -32,7 +32,7 @@ def init_distributed(timeout_minutes: float = 30) -> None:
     device, which would give one to each at once.
 
     Args:
-        timeout_minutes: how long a rank waits for others in any group, also in those that are made later.
+        timeout_minutes: how long a rank waits for others in any group, also in later ones.
     """
     enable_cpu_ranks()
     timeout = timedelta(minutes=timeout_minutes)
@@ -51,7 +51,7 @@ def init_distributed(timeout_minutes: float = 30) -> None:
 
 
 class World:
-    """All ranks of the job, for one of them.
+    """Is the job's ranks, as one of them sees them.
 
     The exchanges carry small Python objects and CPU tensors (token ids, scores), never a model's weights at once.
 
@@ -81,13 +81,13 @@ class World:
         self._control = control or self.new_group(range(self.size), backend="gloo")
 
     def new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """A group of some ranks. Every rank of the job calls it, also those that are not in it."""
+        """Make a group of some ranks. Every rank of the job calls it, in the group or not."""
         group = dist.new_group(ranks, backend=backend)
         self.note(group)
         return group
 
     def note(self, *groups: dist.ProcessGroup) -> None:
-        """Groups that others made over these ranks, which are to be left by `leave`."""
+        """Note groups that others made over these ranks, for `leave`."""
         self._made += groups
 
     def leave(self) -> None:
@@ -102,10 +102,10 @@ class World:
         self._made.clear()
 
     def all_gather(self, value: Any, what: str = "an exchange") -> list[Any]:
-        """One Python object of every rank, in rank order.
+        """Gather one Python object of every rank, in rank order.
 
         Args:
-            what: what a rank waits for here, as it is told if others do not come: "all scores".
+            what: names the wait if other ranks do not come: "all scores".
         """
         values: list[Any] = [None] * self.size
         with self.watch.waiting(what):
@@ -113,14 +113,14 @@ class World:
         return values
 
     def gather(self, value: T, what: str) -> list[T]:
-        """One Python object of every rank, in rank order, on the first rank; nothing on the others."""
+        """Gather one Python object of every rank, in rank order, on the first rank; nothing on the others."""
         values: list[Any] = [None] * self.size if self.rank == 0 else []
         with self.watch.waiting(what):
             dist.gather_object(value, values if self.rank == 0 else None, group=self._control, group_dst=0)
         return values
 
     def broadcast(self, value: T | None, what: str = "an exchange") -> T:
-        """The first rank's Python object, on every rank; what the others give is passed over."""
+        """Send the first rank's Python object to every rank; the other ranks' values are ignored."""
         values: list[Any] = [value]
         with self.watch.waiting(what):
             dist.broadcast_object_list(values, group=self._control, group_src=0)
@@ -128,7 +128,7 @@ class World:
         return received
 
     def broadcast_(self, values: Tensor, what: str) -> Tensor:
-        """The first rank's CPU tensor, into that of each other rank."""
+        """Send the first rank's CPU tensor into that of each other rank."""
         with self.watch.waiting(what):
             dist.broadcast(values, group=self._control, group_src=0)
         return values
@@ -140,7 +140,7 @@ class World:
         return values
 
     def exchange(self, parts: list[Tensor], sizes: list[int], what: str) -> list[Tensor]:
-        """A CPU tensor for each rank, in rank order, from each rank.
+        """Send a CPU tensor to each rank, and receive one from each, in rank order.
 
         Args:
             parts: of one axis and float32.
@@ -154,7 +154,7 @@ class World:
         return list(received.split(sizes))
 
     def maximum(self, value: int, what: str = "an exchange") -> int:
-        """The largest value of any rank."""
+        """Find the largest value of any rank."""
         most = torch.tensor(value, dtype=torch.int64)
         with self.watch.waiting(what):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self._control)

@@ -1,4 +1,4 @@
-"""Carries out a plan: resolves its placements into views of real parameters once, then moves the bytes on demand."""
+"""Carries out a plan: resolves its placements into views of parameters once, then moves the bytes on demand."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.models.placements import Placement
-from megarl.reshard.plan import Piece, Plan
+from megarl.reshard.plan import Piece, Plan, Transform
 from megarl.reshard.transport.agreement import Pair
 from megarl.reshard.transport.collective import CollectiveTransport
-from megarl.reshard.transport.local import copy_local
 from megarl.reshard.transport.peer import PeerTransport
-from megarl.reshard.views import StridedView, view_of
+from megarl.reshard.views import StridedView, copy_local, view_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardStatistics:
-    """What one reshard moves on one rank, bytes.
+    """Counts what one reshard moves on one rank, bytes.
 
     Attributes:
         local: copied within the rank.
@@ -41,8 +40,8 @@ class Resharder:
     """Writes the actor's weights from the training parameters into the engine's, in place, bit for bit.
 
     GPUs of one host read each other's memory, where it can be mapped; all else travels in buckets. Which pairs of
-    ranks do which is settled by both of them together, anew whenever parameters that others read have moved. What ranks
-    of a host take from another host in shares, they then exchange, in buckets.
+    ranks do which is settled by both of them together, anew whenever parameters that others read have moved. Ranks of a
+    host that take shares from another host then exchange them, in buckets.
 
     Built once; building is a collective call over the group. The tensors of both mappings must stay the live
     parameters. Their storage may move between runs (`parameter.data = ...`), and this process holds none of it here;
@@ -50,19 +49,18 @@ class Resharder:
 
     Args:
         plan: of this rank.
-        source: training parameters by the names of `training_placements`.
-        destination: engine parameters by the names of `engine_placements`.
-        group: the ranks of this rank's model-parallel block.
+        source: training parameters by the names of `training_placements`; empty on a rank that only takes.
+        destination: engine parameters by the names of `engine_placements`; empty on a rank that only gives.
+        group: the ranks of this rank's block, see `plan`.
         transport: `actor_rollout_ref.reshard.transport`.
         bucket_bytes: see `CollectiveTransport`.
 
     Attributes:
-        plan, group: as given.
         local: source and destination view of each of `plan.local`.
         sends, receives: by peer, the view of each piece of `plan.sends` and `plan.receives`.
         relay_sends, relay_receives: likewise; all are the engine's.
-        peer: what reads the memory of other ranks of the host; None where there is no such way.
-        statistics: what a run moves, as was settled last.
+        peer: reads the memory of other ranks of the host; None where that is impossible.
+        statistics: of a run, as was settled last.
 
     Raises:
         ValueError: a parameter is missing or has not the shape or dtype that the plan needs.
@@ -81,14 +79,21 @@ class Resharder:
         bucket_bytes: int,
     ) -> None:
         sent = [piece for pieces in plan.sends.values() for piece in pieces]
-        taken = [*plan.local, *sent]
         written = [*plan.local, *(p for pieces in plan.receives.values() for p in pieces)]
-        first = next(iter(destination.values()))
+        taken = [piece for piece in (*plan.local, *sent) if piece.transform is None]
+        first = next(iter((destination or source).values()))
         _check_parameters("training", source, (p.source for p in taken), first.dtype)
         _check_parameters("engine", destination, (p.destination for p in written), first.dtype)
+        self._transformed: list[tuple[StridedView, Transform, torch.Tensor]] = []
 
         def read(piece: Piece) -> StridedView:
-            return view_of(source[piece.source.param], piece.source, piece.source_part)
+            view = view_of(source[piece.source.param], piece.source, piece.source_part)
+            if piece.transform is None:
+                return view
+            result = torch.empty(0, dtype=first.dtype, device=first.device)
+            self._transformed.append((view, piece.transform, result))
+            stride = tuple(math.prod(view.size[axis + 1 :]) for axis in range(len(view.size)))
+            return StridedView(result, view.size, stride, 0)
 
         def write(piece: Piece) -> StridedView:
             return view_of(destination[piece.destination.param], piece.destination, piece.destination_part)
@@ -104,6 +109,7 @@ class Resharder:
         self._direct: frozenset[Pair] | None = None
         self.peer: PeerTransport | None = None
         if transport == "auto" and first.device.type == "cuda":
+            assert not self._transformed, "peers read parameters as they are: transforms need transport='collective'"
             self.peer = PeerTransport(
                 self.local,
                 {peer: list(zip(plan.receives[peer], views, strict=True)) for peer, views in self.receives.items()},
@@ -118,8 +124,10 @@ class Resharder:
 
     @torch.no_grad()
     def run(self) -> None:
-        """One reshard. Every rank of the group calls it; on a GPU it is finished when the current stream is."""
+        """Reshard once. Every rank of the group calls it; on a GPU it is finished when the current stream is."""
         peer = self.peer
+        for view, transform, result in self._transformed:
+            result.data = transform(view.tensor()).contiguous()
         if peer is None:
             self._collective.run(meanwhile=lambda k: copy_local(self.local[k :: self._collective.rounds]))
         else:
@@ -132,15 +140,17 @@ class Resharder:
             self._relay.run(meanwhile=lambda _: None)
 
     def release(self) -> None:
-        """Lets go of the memory of other ranks, which the next run finds anew. Every rank of the group calls it.
+        """Let go of the memory of other ranks, which the next run maps anew. Every rank of the group calls it.
 
         Call it before training parameters move for good: memory that a peer has mapped is not free.
         """
+        for _, _, result in self._transformed:
+            result.data = result.new_empty(0)
         if self.peer is not None:
             self.peer.release()
 
     def _connect(self) -> None:
-        """Settles who reads whose memory; what is left over is the collective transport's."""
+        """Settle who reads whose memory; what is left over is the collective transport's."""
         direct = self.peer.connect().direct if self.peer is not None else frozenset()
         if direct == self._direct:
             return
@@ -170,7 +180,7 @@ def _nbytes(streams: Iterable[Iterable[StridedView]]) -> int:
 def _check_parameters(
     side: str, parameters: Mapping[str, torch.Tensor], placements: Iterable[Placement], dtype: torch.dtype
 ) -> None:
-    """Raises ValueError if a placement does not fit its parameter. More rows than placed are vocabulary padding."""
+    """Raise ValueError if a placement does not fit its parameter. More rows than placed are vocabulary padding."""
     for placement in placements:
         name, (start, stop) = placement.param, placement.rows
         if name not in parameters:

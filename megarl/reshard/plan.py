@@ -1,8 +1,8 @@
-"""Which part of which parameter goes from which rank to which. Pure arithmetic over two layouts, torch-free.
+"""Plans which part of which parameter goes from which rank to which. Pure arithmetic over two sides, torch-free.
 
-A model-parallel block of the training layout (same dp and cp; every tp and pp) holds the whole model, so a rank takes
-all it needs from its own block: the load spreads over the replicas by construction, one process group carries it, and
-planning costs the same at any data-parallel size.
+A rank takes all it needs from one copy of the source's model. If it belongs to a copy, that is the one: the load
+spreads over the copies by construction, one process group carries it, and planning costs the same at any number of
+copies. Ranks that hold nothing are dealt out to the copies evenly.
 
 What several ranks of a node want from another node, because they have the same place in different replicas, each of
 them takes an even share of, and passes it on to the others: it travels between the nodes once.
@@ -13,11 +13,12 @@ replica (0, 1), so it needs the first rows of all layers: those of the first hal
 copy, or none where the engine reads the training parameter), those of the second half it receives from rank 2. Rank 2
 generates as the first of replica (2, 3) and receives the first half of the layers from rank 0; 1 and 3 do likewise.
 
-Every rank of a block walks the same pieces in the same order (tensor, source box, destination placement) and keeps
-those it takes part in. So sender and receiver agree on the order of their pieces without talking.
+A copy and the ranks that it serves are a block. Every rank of a block walks the same pieces in the same order (tensor,
+source box, destination placement) and keeps those it takes part in. So sender and receiver agree on the order of their
+pieces without talking.
 
 Layers are alike, and so are experts: the first layer of each model chunk and the first expert are planned, and the
-others are their copies (`megarl.reshard.repeat`).
+others follow (`megarl.reshard.repeat`).
 """
 
 from __future__ import annotations
@@ -25,32 +26,37 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, even_share, intersect, relative, volume
-from megarl.reshard.layouts import Layouts
 from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
+from megarl.reshard.sides import Side
 
 Pieces = tuple["Piece", ...]
 """In the order in which they travel."""
+
+Transform = Callable[[Any], Any]
+"""Computes what a piece becomes on its way, on the rank that holds it: tensor -> tensor of the same shape."""
 
 Holders = dict[str, dict[Box, dict[int, Placement]]]
 """Logical tensor -> distinct source box -> rank that holds it -> where."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a logical tensor that one rank reads and one rank writes.
+    """Is a box of a logical tensor that one rank reads and one rank writes.
 
     Attributes:
         source_rank, destination_rank: global ranks; equal for a copy within a rank.
         source: where the source rank holds a box that contains the piece.
-        destination: where the destination rank wants a box that contains the piece.
+        destination: where the destination rank needs a box that contains the piece.
         box: the piece, in coordinates of the logical tensor.
+        transform: None: its bits are copied.
     """
 
     source_rank: int
@@ -58,6 +64,7 @@ class Piece:
     source: Placement
     destination: Placement
     box: Box
+    transform: Transform | None = None
 
     @property
     def tensor(self) -> str:
@@ -77,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One rank's part of a reshard.
+    """Lists one rank's part of a reshard.
 
     Attributes:
         local: pieces the rank copies within itself.
@@ -94,18 +101,30 @@ class Plan:
     relay_receives: dict[int, tuple[Piece, ...]]
 
     def without(self, shared: Container[str]) -> Plan:
-        """What is left to do when these engine parameters are training parameters of the rank itself."""
+        """Leave out these engine parameters, which are training parameters of the rank itself."""
         return replace(self, local=tuple(p for p in self.local if p.destination.param not in shared))
 
+    def transformed(self, transform_of: Callable[[Piece], Transform | None]) -> Plan:
+        """Give each piece its transform. What ranks pass on to each other is transformed already."""
 
-def plan_reshard(layouts: Layouts, rank: int) -> Plan:
-    """What `rank` copies, sends and receives so that its engine parameters hold the actor's weights.
+        def with_transforms(pieces: Pieces) -> Pieces:
+            return tuple(replace(piece, transform=transform_of(piece)) for piece in pieces)
+
+        sends, receives = (
+            {peer: with_transforms(pieces) for peer, pieces in side.items()} for side in (self.sends, self.receives)
+        )
+        return replace(self, local=with_transforms(self.local), sends=sends, receives=receives)
+
+
+def plan_reshard(source: Side, target: Side, rank: int, *, ranks_per_node: int = sys.maxsize) -> Plan:
+    """Plan what `rank` copies, sends and receives so that the target's parameters hold the source's weights.
 
     Args:
-        rank: global rank; its peers are among `layouts.train.model_ranks(rank)`.
+        rank: of either side, or of both.
+        ranks_per_node: consecutive ranks that share a node; by default all do.
     """
-    times = repetitions(layouts.arch, layouts.train)
-    steps = plan_once(layouts, rank)
+    times = repetitions(source.arch, source.runs, target.runs)
+    steps = plan_once(source, target, rank, ranks_per_node)
     with _garbage_collection_paused():
         local, sends, receives = _by_peer(_repeat(steps, times), rank)
         relayed = [replace(step, pieces=step.relayed) for step in steps if step.relayed]
@@ -114,7 +133,7 @@ def plan_reshard(layouts: Layouts, rank: int) -> Plan:
 
 
 def _by_peer(pieces: Iterable[Piece], rank: int) -> tuple[Pieces, dict[int, Pieces], dict[int, Pieces]]:
-    """Those within the rank, those that it sends, by destination, and those that it receives, by source."""
+    """Sort pieces: within the rank, sent by destination, received by source."""
     local: list[Piece] = []
     sends: defaultdict[int, list[Piece]] = defaultdict(list)
     receives: defaultdict[int, list[Piece]] = defaultdict(list)
@@ -131,12 +150,12 @@ def _by_peer(pieces: Iterable[Piece], rank: int) -> tuple[Pieces, dict[int, Piec
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The pieces of one tensor that a rank takes part in.
+    """Lists the pieces of one tensor that a rank takes part in.
 
     Attributes:
         tensor: name of the logical tensor.
-        first_holder: lowest rank of the block that holds some of it.
-        relayed: those that it passes on, or that are passed on to it.
+        first_holder: lowest rank of the copy that holds some of it.
+        relayed: pieces that it passes on, or that are passed on to it.
     """
 
     tensor: str
@@ -145,85 +164,88 @@ class Step:
     relayed: list[Piece]
 
 
-def plan_once(layouts: Layouts, rank: int) -> list[Step]:
-    """The plan of what belongs to no layer, of each model chunk's first layer, and in it of the first expert.
+def plan_once(source: Side, target: Side, rank: int, ranks_per_node: int) -> list[Step]:
+    """Plan what belongs to no layer, the first of the layers that are alike, and in it the first expert.
 
     All other layers and experts are planned alike, so the time does not depend on their number.
     """
-    train, block = layouts.train, _Block(layouts, rank)
-    engine_rank = block.engine_rank
-    first_layers = {layers[0] for layers in train.all_layers(layouts.arch.num_layers)}
-    wanted = {
-        g: _by_tensor(layouts.wanted(g, layers=first_layers, experts=FIRST_EXPERT)) for g in set(engine_rank.values())
+    block, times = _Block(source, target, rank, ranks_per_node), repetitions(source.arch, source.runs, target.runs)
+    one_of_each = {place: taker for taker, place in block.place.items()}
+    needs = {
+        place: by_tensor(target.placements(taker, layers=times.layers, experts=FIRST_EXPERT))
+        for place, taker in one_of_each.items()
     }
-    held_by_block = {r: layouts.held(r, layers=first_layers, experts=FIRST_EXPERT) for r in block.ranks}
+    placements = {r: source.placements(r, layers=times.layers, experts=FIRST_EXPERT) for r in block.holders}
     steps: list[Step] = []
-    for tensor, boxes in _holders(held_by_block).items():
+    for tensor, boxes in _holders(placements).items():
         pieces: list[Piece] = []
         relayed: list[Piece] = []
-        for turn, (box, held) in enumerate(boxes.items()):
-            asking = block.asking(rank, held)
-            common = {g: _overlaps(box, wanted[g].get(tensor, ())) for g in {engine_rank[r] for r in asking}}
-            takers = [r for r in asking if common[engine_rank[r]]]
-            for taker, source in choose_sources(takers, held, turn, layouts.ranks_per_node).items():
-                sharing = block.sharing(taker, source)
-                for to, whole in common[engine_rank[taker]] if rank in (source, *sharing) else ():
+        for turn, (box, holders) in enumerate(boxes.items()):
+            asking = block.asking(rank, holders)
+            common = {p: _overlaps(box, needs[p].get(tensor, ())) for p in {block.place[r] for r in asking}}
+            takers = [r for r in asking if common[block.place[r]]]
+            for taker, giver in choose_sources(takers, holders, turn, ranks_per_node).items():
+                sharing = block.sharing(taker, giver)
+                for to, whole in common[block.place[taker]] if rank in (giver, *sharing) else ():
                     part = even_share(whole, sharing.index(taker), len(sharing))
                     if part is None:
                         continue
-                    if rank in (taker, source):
-                        pieces.append(_piece(source, taker, held[source], to, part))
+                    if rank in (taker, giver):
+                        pieces.append(Piece(giver, taker, holders[giver], to, part))
                     others = (mate for mate in sharing if mate != taker and rank in (taker, mate))
-                    relayed += [_piece(taker, mate, to, to, part) for mate in others]
+                    relayed += [Piece(taker, mate, to, to, part) for mate in others]
         if pieces or relayed:
-            first_holder = min(r for held in boxes.values() for r in held)
+            first_holder = min(r for holders in boxes.values() for r in holders)
             steps.append(Step(tensor=tensor, first_holder=first_holder, pieces=pieces, relayed=relayed))
-    arriving = (p for s in steps for p in (*s.pieces, *s.relayed) if p.destination_rank == rank)
-    _check_coverage(wanted[engine_rank[rank]], arriving)
+    if rank in block.place:
+        arriving = (p for s in steps for p in (*s.pieces, *s.relayed) if p.destination_rank == rank)
+        _check_coverage(needs[block.place[rank]], arriving)
     return steps
 
 
 class _Block:
-    """The ranks that hold one whole model for training.
+    """Holds one copy of the source's model, and the target's ranks that it serves.
 
     Attributes:
-        ranks: ascending.
-        engine_rank: of each, its place in its generation replica.
+        holders: ranks of the copy, ascending.
+        place: of each rank that takes, ascending: see `Side.place`.
     """
 
-    def __init__(self, layouts: Layouts, rank: int) -> None:
-        self.ranks = layouts.train.model_ranks(rank)
-        self.engine_rank = {r: layouts.generation.coords(r).tp for r in self.ranks}
-        self._node = {r: r // layouts.ranks_per_node for r in self.ranks}
-        place = {r: (self._node[r], self.engine_rank[r]) for r in self.ranks}
-        self._mates = {r: tuple(m for m in self.ranks if place[m] == place[r]) for r in self.ranks}
+    def __init__(self, source: Side, target: Side, rank: int, ranks_per_node: int) -> None:
+        copies = {r: number for number, ranks in enumerate(source.copies) for r in ranks}
+        takers = sorted(r for ranks in target.copies for r in ranks)
+        without = [r for r in takers if r not in copies]
+        copies |= {r: i * len(source.copies) // len(without) for i, r in enumerate(without)}
+        self.holders = source.copies[copies[rank]]
+        self.place = {r: target.place(r) for r in takers if copies[r] == copies[rank]}
+        self._node = {r: r // ranks_per_node for r in (*self.holders, *self.place)}
+        spot = {r: (self._node[r], place) for r, place in self.place.items()}
+        self._mates = {r: tuple(mate for mate in spot if spot[mate] == spot[r]) for r in spot}
 
-    def sharing(self, taker: int, source: int) -> tuple[int, ...]:
-        """The ranks, `taker` among them, that each take a share of what a source has for all of them."""
-        return (taker,) if self._node[taker] == self._node[source] else self._mates[taker]
+    def sharing(self, taker: int, giver: int) -> tuple[int, ...]:
+        """List the ranks, `taker` among them, that each take a share of what a rank has for all of them."""
+        return (taker,) if self._node[taker] == self._node[giver] else self._mates[taker]
 
-    def asking(self, rank: int, held: Collection[int]) -> Sequence[int]:
-        """The ranks whose pieces of a box `rank` must enumerate.
+    def asking(self, rank: int, holders: Collection[int]) -> Collection[int]:
+        """List the ranks whose pieces of a box `rank` must enumerate.
 
         If several ranks hold the box, or `rank` does, that is all of them. If one other rank alone holds it, only
-        `rank` and the ranks that it shares its part with can matter.
+        `rank` and the ranks that it shares its part with can matter; none, if it takes nothing.
         """
-        if rank in held or len(held) > 1:
-            return self.ranks
-        (holder,) = held
+        if rank not in self.place and rank not in holders:
+            return ()
+        if rank in holders or len(holders) > 1:
+            return self.place
+        (holder,) = holders
         return self.sharing(rank, holder)
-
-
-def _piece(source_rank: int, destination_rank: int, source: Placement, destination: Placement, box: Box) -> Piece:
-    return Piece(
-        source_rank=source_rank, destination_rank=destination_rank, source=source, destination=destination, box=box
-    )
 
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """A large model has 200,000 pieces: the collector would walk all objects of the process again and again meanwhile,
-    and take as long as the rest."""
+    """Pause the collector, which would walk all objects again and again, and take as long as the rest.
+
+    A large model has 200,000 pieces.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -234,7 +256,7 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 def _repeat(steps: Iterable[Step], times: Repetitions) -> Iterator[Piece]:
-    """The pieces of all layers and experts, in the order in which the ranks of the block list their placements."""
+    """Repeat the pieces for all layers and experts, in the order in which the block's ranks list their placements."""
 
     def layer(step: Step) -> tuple[int, int | None]:
         return step.first_holder, layer_of(step.tensor)
@@ -250,7 +272,7 @@ def _repeat(steps: Iterable[Step], times: Repetitions) -> Iterator[Piece]:
 
 
 class _RepeatedPieces:
-    """Pieces of a layer, or of an expert of it, with the placements that they share."""
+    """Holds the pieces of a layer, or of an expert of it, with the placements that they share."""
 
     def __init__(self, pieces: list[Piece], experts: int) -> None:
         self._experts = experts
@@ -267,18 +289,18 @@ class _RepeatedPieces:
         for expert in range(self._experts):
             at = [placement.at(layer, expert) for placement in self._placements]
             for source, taker, read, write, box in self._pieces:
-                yield Piece(source_rank=source, destination_rank=taker, source=at[read], destination=at[write], box=box)
+                yield Piece(source, taker, at[read], at[write], box)
 
 
 def choose_sources(
-    takers: Sequence[int], held: Collection[int], turn: int, ranks_per_node: int = sys.maxsize
+    takers: Sequence[int], holding: Collection[int], turn: int, ranks_per_node: int = sys.maxsize
 ) -> dict[int, int]:
-    """For every rank that takes part of a box, the rank it takes it from: itself if it can, else a holder of its own
-    node, else of another, in turn.
+    """Choose for every rank that takes part of a box the rank it takes it from: itself if it can, else a holder of its
+    own node, else of another, in turn.
 
     Args:
-        takers: ranks that want some of the box, ascending.
-        held: ranks that hold all of the box.
+        takers: ranks that need some of the box, ascending.
+        holding: ranks that hold all of the box.
         turn: number of the box within its tensor. Starting every box with the same holder would give that one the
             odd taker each time (the first pipeline stage, for tied embeddings).
         ranks_per_node: consecutive ranks that share a node.
@@ -287,13 +309,13 @@ def choose_sources(
         Source rank by taker. The numbers of ranks of a node that two of its holders serve besides themselves differ by
         at most one, and so do the numbers of those that any two holders serve of nodes without one.
     """
-    holders = sorted(held)
+    holders = sorted(holding)
     nodes = {taker: taker // ranks_per_node for taker in takers}
     near = {node: [h for h in holders if h // ranks_per_node == node] for node in nodes.values()}
     served: Counter[int | None] = Counter()
     chosen = {}
     for taker, node in nodes.items():
-        if taker in held:
+        if taker in holding:
             chosen[taker] = taker
             continue
         candidates, turns = (near[node], node) if near[node] else (holders, None)
@@ -302,32 +324,33 @@ def choose_sources(
     return chosen
 
 
-def _holders(held_by_block: Mapping[int, Iterable[Placement]]) -> Holders:
-    """Every box of the training layout with the block's ranks that hold it. Same order on every rank of the block."""
-    out: Holders = {}
-    for rank, placements in held_by_block.items():
+def _holders(placements_of: Mapping[int, Iterable[Placement]]) -> Holders:
+    """List every box of the source with the copy's ranks that hold it. Same order on every rank of the block."""
+    tensors: Holders = {}
+    for rank, placements in placements_of.items():
         for placement in placements:
-            held = out.setdefault(placement.tensor, {}).setdefault(placement.box, {})
+            holders = tensors.setdefault(placement.tensor, {}).setdefault(placement.box, {})
             # with both ends of the model on a rank, tied embeddings are listed twice: read the embedding
-            held.setdefault(rank, placement)
-    return out
+            holders.setdefault(rank, placement)
+    return tensors
 
 
-def _by_tensor(placements: Iterable[Placement]) -> dict[str, list[Placement]]:
-    out: defaultdict[str, list[Placement]] = defaultdict(list)
+def by_tensor(placements: Iterable[Placement]) -> Mapping[str, list[Placement]]:
+    """Sort placements by logical tensor."""
+    tensors: defaultdict[str, list[Placement]] = defaultdict(list)
     for placement in placements:
-        out[placement.tensor].append(placement)
-    return dict(out)
+        tensors[placement.tensor].append(placement)
+    return tensors
 
 
 def _overlaps(box: Box, placements: Iterable[Placement]) -> list[tuple[Placement, Box]]:
-    """The placements that want some of `box`, each with what it wants."""
+    """List the placements that need some of `box`, each with that part."""
     parts = ((placement, intersect(box, placement.box)) for placement in placements)
     return [(placement, part) for placement, part in parts if part is not None]
 
 
-def _check_coverage(wanted: dict[str, list[Placement]], pieces: Iterable[Piece]) -> None:
-    """Every wanted element comes exactly once.
+def _check_coverage(needs: Mapping[str, list[Placement]], pieces: Iterable[Piece]) -> None:
+    """Assert that every element that is needed comes exactly once.
 
     Two source boxes of a tensor are the same or disjoint, and of equal ones a single one is chosen; so the pieces of a
     placement are disjoint, and equal volumes are enough.
@@ -335,6 +358,6 @@ def _check_coverage(wanted: dict[str, list[Placement]], pieces: Iterable[Piece])
     arriving: Counter[Placement] = Counter()
     for piece in pieces:
         arriving[piece.destination] += volume(piece.box)
-    for placements in wanted.values():
+    for placements in needs.values():
         for placement in placements:
             assert arriving[placement] == volume(placement.box), f"{placement} gets {arriving[placement]} elements"

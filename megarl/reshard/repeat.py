@@ -1,17 +1,17 @@
-"""Layers are alike and so are experts: what holds for one holds for the others, with other numbers in the names.
+"""Counts out layers and experts, which are alike: what holds for one holds for the others, with other numbers.
 
-Planning looks at the first layer of every model chunk and at the first expert; this counts out the rest.
+Planning looks at the first layer of every run and at the first expert.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement
-from megarl.parallel.layout import TrainLayout
 
 FIRST_EXPERT = (0,)
 """The experts that are looked at."""
@@ -20,9 +20,9 @@ _LAYER, _EXPERT = re.compile(r"\blayers\.(\d+)\."), re.compile(r"experts\.(\d+)\
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the layer in the name of a tensor or parameter; None outside the layers."""
-    found = _LAYER.search(name)
-    return int(found[1]) if found else None
+    """Read the layer's number in the name of a tensor or parameter; None outside the layers."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
 
 
 def of_expert(name: str) -> bool:
@@ -32,10 +32,10 @@ def of_expert(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Repetitions:
-    """How often what is planned once occurs.
+    """Says how often what is planned once occurs.
 
     Attributes:
-        layers: of a model chunk, by the number of its first one.
+        layers: how many are alike, by the number of the first.
         experts: in each layer.
     """
 
@@ -43,20 +43,23 @@ class Repetitions:
     experts: int
 
     def of(self, tensor: str) -> int:
-        """Tensors that the one of this name stands for."""
+        """Count the tensors that the one of this name stands for."""
         number = layer_of(tensor)
         return (1 if number is None else self.layers[number]) * (self.experts if of_expert(tensor) else 1)
 
 
-def repetitions(arch: Architecture, layout: TrainLayout | None = None) -> Repetitions:
-    """Those of a model that a layout cuts into chunks; without one it is whole."""
-    chunks = layout.all_layers(arch.num_layers) if layout else [range(arch.num_layers)]
-    layers = {chunk[0]: len(chunk) for chunk in chunks}
+def repetitions(arch: Architecture, *runs: Iterable[range]) -> Repetitions:
+    """Count out a model whose layers are alike within the runs of every side (`Side.runs`); without runs, all are.
+
+    Runs of 0-3 and 4-7 on one side and of 0-5 and 6-7 on the other make three stretches, of 4, 2 and 2 layers.
+    """
+    firsts = sorted({0, *(run.start for side in runs for run in side)})
+    layers = {first: after - first for first, after in pairwise([*firsts, arch.num_layers])}
     return Repetitions(layers=layers, experts=arch.moe.num_experts if arch.moe else 1)
 
 
 class RepeatedPlacement:
-    """A placement of a chunk's first layer and the first expert, from which those of the others follow."""
+    """Derives the placements of the other layers of a run, and of the other experts, from that of the first."""
 
     __slots__ = ("_first", "_param", "_stacked", "_tensor")
 
@@ -66,7 +69,7 @@ class RepeatedPlacement:
         self._stacked = of_expert(first.tensor) and not of_expert(first.param)
 
     def at(self, layer: int, expert: int) -> Placement:
-        """That of the layer `layer` further on in the chunk, and of this expert. Boxes are shared, not copied."""
+        """Shift the placement by `layer` layers, and to this expert. Boxes are shared, not copied."""
         first = self._first
         return Placement(
             tensor=self._tensor.at(layer, expert),

@@ -1,4 +1,4 @@
-"""Which engine parameters are training parameters already: the same elements in the same order. Torch-free.
+"""Finds the engine parameters that are training parameters already: the same elements, same order. Torch-free.
 
 Where a rank's slices coincide in both layouts, the engine can read the training parameter's memory: nothing is copied,
 and there is no second copy. In identical layouts that is all but the queries, keys and values, which Megatron-Core
@@ -8,14 +8,14 @@ layers of the rank's own stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from megarl.models.architecture import Architecture
-from megarl.models.placements import Placement, geometry
+from megarl.models.placements import EVERY, Placement, geometry
 from megarl.models.tensors import EMBEDDING, OUTPUT, relative
-from megarl.reshard.layouts import Layouts
-from megarl.reshard.repeat import FIRST_EXPERT, of_expert
+from megarl.reshard.plan import by_tensor
+from megarl.reshard.repeat import FIRST_EXPERT, of_expert, repetitions
+from megarl.reshard.sides import Side
 
 ALIGNMENT = 8
 """Elements. Kernels read 16 bytes at a time, so a parameter must not begin at an odd place within another."""
@@ -23,7 +23,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedPlace:
-    """Where an engine parameter lies, whole, within a training parameter of the same rank.
+    """Locates an engine parameter, whole, within a training parameter of the same rank.
 
     Attributes:
         source: name of the training parameter.
@@ -34,63 +34,57 @@ class SharedPlace:
     offset: int
 
 
-def plan_shared(layouts: Layouts, rank: int, *, first_layers: bool = False) -> dict[str, SharedPlace]:
-    """The engine parameters of `rank` that are contiguous parts of its training parameters, by name.
+def plan_shared(source: Side, target: Side, rank: int, *, first_layers: bool = False) -> dict[str, SharedPlace]:
+    """Find the engine parameters of `rank` that are contiguous parts of its training parameters, by name.
 
     The rows of an engine parameter that no placement covers are vocabulary padding. They must be in the training
     parameter as well, where they are its padding: both end the vocabulary, and no engine draws a token from them.
 
     Args:
+        source, target: training and generation.
         first_layers: look only at the first layer of each of the rank's model chunks, which the others are like.
     """
-    arch, train, generation = layouts.arch, layouts.train, layouts.generation
-    stage = train.coords(rank).pp
-    chunks = [train.layers(arch.num_layers, stage, chunk) for chunk in range(train.chunks)]
-    layers = {layer for chunk in chunks for layer in (chunk[:1] if first_layers else chunk)}
-    held = list(layouts.held(rank, layers=layers, experts=FIRST_EXPERT))
-    wanted = list(layouts.wanted(generation.coords(rank).tp, layers=layers, experts=FIRST_EXPERT))
-    room = _sizes(arch, held, arch.padded_vocab_size(train.tp) // train.tp)
-    needed = _sizes(arch, wanted, layouts.vocab_rows or arch.padded_vocab_size(generation.tp) // generation.tp)
+    layers: Container[int] = repetitions(source.arch, source.runs).layers if first_layers else EVERY
+    training, engine = (list(side.placements(rank, layers=layers, experts=FIRST_EXPERT)) for side in (source, target))
+    room, needed = _sizes(source, training), _sizes(target, engine)
     return {
         name: place
-        for name, place in _same_order(held, wanted).items()
+        for name, place in _same_order(training, engine).items()
         if 0 <= place.offset <= room[place.source] - needed[name]
     }
 
 
-def _same_order(held: Iterable[Placement], wanted: Iterable[Placement]) -> dict[str, SharedPlace]:
-    """The engine parameters whose placements all lie in one training parameter, at the same distance."""
-    sources: dict[str, list[Placement]] = {}
-    for placement in held:
-        sources.setdefault(placement.tensor, []).append(placement)
-    found: dict[str, SharedPlace | None] = {}
-    for placement in wanted:
+def _same_order(training: Iterable[Placement], engine: Iterable[Placement]) -> dict[str, SharedPlace]:
+    """Find the engine parameters whose placements all lie in one training parameter, at the same distance."""
+    sources = by_tensor(training)
+    places: dict[str, SharedPlace | None] = {}
+    for placement in engine:
         place = _within(sources.get(placement.tensor, ()), placement)
-        found[placement.param] = place if found.get(placement.param, place) == place else None
-    return {name: place for name, place in found.items() if place}
+        places[placement.param] = place if places.get(placement.param, place) == place else None
+    return {name: place for name, place in places.items() if place}
 
 
-def _within(sources: Iterable[Placement], wanted: Placement) -> SharedPlace | None:
-    """Where the placement's elements lie in a training parameter, if they do so in the same order."""
+def _within(sources: Iterable[Placement], engine: Placement) -> SharedPlace | None:
+    """Find the placement's elements in a training parameter, in the same order."""
     for source in sources:
-        if all(lo <= first and last <= hi for (lo, hi), (first, last) in zip(source.box, wanted.box, strict=True)):
-            _, strides, start = geometry(source, relative(wanted.box, source.box))
-            size, wanted_strides, wanted_start = geometry(wanted, relative(wanted.box, wanted.box))
-            offset = start - wanted_start
-            axes = zip(size, strides, wanted_strides, strict=True)
+        if all(lo <= first and last <= hi for (lo, hi), (first, last) in zip(source.box, engine.box, strict=True)):
+            _, strides, start = geometry(source, relative(engine.box, source.box))
+            size, engine_strides, engine_start = geometry(engine, relative(engine.box, engine.box))
+            offset = start - engine_start
+            axes = zip(size, strides, engine_strides, strict=True)
             if all(n == 1 or a == b for n, a, b in axes) and offset % ALIGNMENT == 0:
                 return SharedPlace(source=source.param, offset=offset)
     return None
 
 
-def _sizes(arch: Architecture, placements: Iterable[Placement], vocab_rows: int) -> dict[str, int]:
-    """Elements of each parameter, given the placements of its first expert."""
-    out: dict[str, int] = {}
+def _sizes(side: Side, placements: Iterable[Placement]) -> dict[str, int]:
+    """Count the elements of each parameter, given the placements of its first expert."""
+    sizes: dict[str, int] = {}
     for placement in placements:
         rows = placement.rows[1]
         if placement.tensor in (EMBEDDING, OUTPUT):
-            rows = vocab_rows
-        elif arch.moe and of_expert(placement.tensor) and not of_expert(placement.param):
-            rows = arch.moe.num_experts
-        out[placement.param] = max(out.get(placement.param, 0), rows * placement.columns)
-    return out
+            rows = side.vocab_rows
+        elif side.arch.moe and of_expert(placement.tensor) and not of_expert(placement.param):
+            rows = side.arch.moe.num_experts
+        sizes[placement.param] = max(sizes.get(placement.param, 0), rows * placement.columns)
+    return sizes

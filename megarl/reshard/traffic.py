@@ -1,20 +1,21 @@
-"""How much a reshard moves, without listing its pieces. Torch-free: for layouts that are only being considered."""
+"""Counts what a reshard moves, without listing its pieces. Torch-free: for layouts that are only being considered."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
 
 from megarl.models.tensors import volume
-from megarl.reshard.layouts import Layouts
 from megarl.reshard.plan import plan_once
 from megarl.reshard.repeat import repetitions
+from megarl.reshard.sides import Side
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one rank moves in one reshard, elements.
+    """Counts the elements that one rank moves in one reshard.
 
     Attributes:
         local: copied within the rank.
@@ -28,15 +29,17 @@ class Traffic:
     received: Counter[int]
 
 
-def reshard_traffic(layouts: Layouts, rank: int, *, places: Container[str] = ()) -> Traffic:
-    """The elements of the pieces of `plan_reshard`.
+def reshard_traffic(
+    source: Side, target: Side, rank: int, *, ranks_per_node: int = sys.maxsize, places: Container[str] = ()
+) -> Traffic:
+    """Count the elements of the pieces of `plan_reshard`.
 
     Args:
         places: names of engine parameters that are training parameters (`plan_shared` of the first layers).
     """
-    times = repetitions(layouts.arch, layouts.train)
+    times = repetitions(source.arch, source.runs, target.runs)
     local, shared, sent, received = 0, 0, Counter[int](), Counter[int]()
-    for step in plan_once(layouts, rank):
+    for step in plan_once(source, target, rank, ranks_per_node):
         for piece in (*step.pieces, *step.relayed):
             elements = times.of(step.tensor) * volume(piece.box)
             if piece.destination_rank == rank and piece.destination.param in places:

@@ -1,4 +1,4 @@
-"""Whether a reshard was exact, without gathering any tensor: bit checksums of every piece at its two ends."""
+"""Checks that a reshard was exact, without gathering any tensor: bit checksums of every piece at its two ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @torch.no_grad()
 def verify(resharder: Resharder) -> None:
-    """Compares what the engine holds with what the training parameters hold. Every rank of the group calls it.
+    """Compare what the engine holds with what the training parameters hold. Every rank of the group calls it.
 
     Raises:
         RuntimeError: on the rank whose engine parameters differ; names the tensors and the ranks they came from.
@@ -39,7 +39,7 @@ def verify(resharder: Resharder) -> None:
 
 
 def checksum(view: StridedView) -> torch.Tensor:
-    """Sum over the elements of bits x (i (i + 1) + 1) modulo 2^64, i being the row-major index. An int64 scalar.
+    """Add up over the elements bits x (i (i + 1) + 1) modulo 2^64, i being the row-major index. An int64 scalar.
 
     Integers, so the order of summation does not matter and NaN and -0 count as what they are. The weights are odd, so
     a change of one element always shows. So does a swap of two: it changes the sum by (a - b) (i - j) (i + j + 1); of
@@ -65,7 +65,7 @@ def _differing_from_peers(
     receives: Mapping[int, Sequence[StridedView]],
     group: dist.ProcessGroup,
 ) -> list[Piece]:
-    """Of the received pieces those that are not what their source has."""
+    """Find the received pieces that differ from their source."""
     there = {peer: _checksums(views) for peer, views in sends.items()}
     arrived = {peer: _checksums(views) for peer, views in receives.items()}
     here = {peer: torch.empty_like(sums) for peer, sums in arrived.items()}

@@ -1,9 +1,9 @@
-"""Strided views of parameters that do not hold the parameters' memory."""
+"""Views parts of parameters without holding the parameters' memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from megarl.models.tensors import Box
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StridedView:
-    """Part of a contiguous parameter, as geometry: the tensor is made anew at each use.
+    """Describes part of a contiguous parameter, as geometry: the tensor is made anew at each use.
 
     A tensor view kept between two reshards would keep the parameter's storage alive, so that its memory could not be
     given back; and it would go on reading the old storage after an offload had moved the parameter.
@@ -39,12 +39,12 @@ class StridedView:
         return self.numel * self.parameter.element_size()
 
     def tensor(self) -> torch.Tensor:
-        """The view itself, detached. Writing to it writes to the parameter."""
+        """Make the view itself, detached. Writing to it writes to the parameter."""
         data = self.parameter.data
         return data.as_strided(self.size, self.stride, data.storage_offset() + self.offset)
 
     def flat_range(self, start: int, stop: int) -> Iterator[StridedView]:
-        """Views that hold, one after the other, elements `start` to `stop` of this one in row-major order.
+        """Split into views that hold, one after the other, elements `start` to `stop` of this one in row-major order.
 
         At most two per axis: rest of a first row, whole rows, beginning of a last row; rows are split in the same way.
         """
@@ -70,10 +70,16 @@ class StridedView:
 
 
 def view_of(parameter: torch.Tensor, placement: Placement, part: Box) -> StridedView:
-    """`parameter[rows].view(view)[index][part]` of a placement.
+    """View `parameter[rows].view(view)[index][part]` of a placement.
 
     Args:
         parameter: contiguous, `[rows or more, ...]`.
         part: half-open range per axis, within the placement's box.
     """
     return StridedView(parameter, *geometry(placement, part))
+
+
+def copy_local(pairs: Iterable[tuple[StridedView, StridedView]]) -> None:
+    """Copy every source view into its destination view of the same size, nothing staged."""
+    for source, destination in pairs:
+        destination.tensor().copy_(source.tensor())

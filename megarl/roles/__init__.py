@@ -1,1 +1,1 @@
-"""The models of a run with their duties: actor, critic, reference, reward model, teacher."""
+"""Holds the models of a run with their duties: actor, critic, reference, reward model, teacher."""

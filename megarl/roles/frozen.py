@@ -1,10 +1,8 @@
-"""A model that is only read: from its files at every start, and not in checkpoints."""
+"""Holds models that are not trained: those that come from their files at every start, and the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-from torch import Tensor
 
 from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
 from megarl.models.architecture import Architecture
@@ -12,14 +10,14 @@ from megarl.models.heads import Head, ScalarHead
 from megarl.parallel.offload import OnHost
 from megarl.parallel.train_groups import TrainGroups
 from megarl.phases import Item
-from megarl.role_kinds import ACTOR, REWARD_MODEL, TEACHER
+from megarl.role_kinds import ACTOR, REFERENCE, REWARD_MODEL, TEACHER
 from megarl.roles.model import MegatronModel
-from megarl.roles.passes import Passes
-from megarl.types import Batch
 
 
 class FrozenModel(MegatronModel):
-    """With `param_offload` its weights wait in pinned host memory except in the phase that uses them.
+    """Reads a model from its files at every start; it is in no checkpoint.
+
+    With `param_offload` its weights wait in pinned host memory except in the phase that uses them.
 
     Their `requires_grad` stays on, as a reference's does: frozen weights take another matmul, with other bits.
     """
@@ -46,29 +44,56 @@ class FrozenModel(MegatronModel):
 
 
 class Policy(FrozenModel):
-    """A language model that answers prompts, and is not trained."""
+    """Answers prompts."""
 
     kind = ACTOR
 
 
 class Teacher(FrozenModel):
-    """The language model that a policy is to become like."""
+    """Says what a policy is to become like."""
 
     kind = TEACHER
-
-    def log_probs(self, batch: Batch, passes: Passes) -> Tensor:
-        """See `Actor.log_probs`."""
-        return self.forward(batch, passes)
+    log_probs = FrozenModel.forward
+    """See `Actor.log_probs`."""
 
 
 class Judge(FrozenModel):
-    """A reward model that has been trained."""
+    """Scores responses as a reward model that has been trained."""
 
     kind = REWARD_MODEL
+    scores = FrozenModel.forward
+    """See `RewardModel.scores`."""
 
     def make_head(self) -> Head:
         return ScalarHead(per="sequence")
 
-    def scores(self, batch: Batch, passes: Passes) -> Tensor:
-        """See `RewardModel.scores`."""
-        return self.forward(batch, passes)
+
+class Reference(MegatronModel):
+    """Keeps a copy of a policy's weights as they are when it is made, in the same layout: the KL is measured to it.
+
+    Their `requires_grad` stays on all the same: for frozen weights Megatron-Core takes another matmul, with other bits,
+    and the KL of equal models would not be 0.
+    """
+
+    kind = REFERENCE
+    log_probs = MegatronModel.forward
+    """See `Actor.log_probs`."""
+
+    def __init__(
+        self, policy: MegatronModel, *, model: ModelConfig, megatron: MegatronConfig, param_offload: bool = False
+    ) -> None:
+        """
+        Args:
+            model, megatron: those of the policy.
+            param_offload: the weights wait in pinned host memory except while they are used.
+        """
+        batching, balance = policy.batching, policy.balance
+        super().__init__(policy.arch, policy.groups, model=model, megatron=megatron, batching=batching, balance=balance)
+        self._policy = policy
+        if param_offload:
+            self.memory[Item.WEIGHTS] = (OnHost(lambda: self.parameters().values(), constant=True),)
+        self.renew()
+
+    def renew(self) -> None:
+        """Copy the policy's weights as they are now."""
+        self.copy_from(self._policy)

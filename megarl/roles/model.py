@@ -1,4 +1,4 @@
-"""A model in the training layout: its chunks on this rank, and the pipelined pass over micro-batches."""
+"""Holds a model in the training layout: its chunks on this rank, and the pipelined pass over micro-batches."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from megarl.models.fill import Source, fill
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
 from megarl.models.heads import Head, LMHead, Passed
 from megarl.models.kernels import transformer_engine_available
+from megarl.models.layer_spec import torch_layers, transformer_engine_layers
 from megarl.models.logprobs import vocab_shard
-from megarl.models.microbatch import MicroBatch, make_micro_batch
-from megarl.models.placements import training_placements
+from megarl.models.microbatch import MicroBatch, SequenceShard, make_micro_batch
 from megarl.models.tensors import logical_tensors
 from megarl.parallel.offload import Resident
 from megarl.parallel.train_groups import TrainGroups, in_its_layout
 from megarl.phases import Item
+from megarl.reshard.copying import copy_weights
+from megarl.reshard.sides import training_side
 from megarl.role_kinds import RoleKind
-from megarl.roles.copying import copy_weights
 from megarl.roles.passes import Passes, StepPlan, plan_passes
 from megarl.roles.writers import spread_over_replicas
 from megarl.types import Batch
@@ -39,13 +40,16 @@ class MegatronModel:
     """Owns this rank's chunks of one model in the training layout, all weights zero until they are loaded.
 
     Attributes:
-        kind: what residency and prediction know of the role, and whether the output layer is a vector.
-        head: what its last stage ends in.
+        kind: of its role.
+        layers: the modules of its layers.
+        side: where its weights are, in the names of `parameters`.
+        head: computes its outputs on the last stage.
         dtype: of its weights.
         packed: whether sequences share rows without padding.
+        shard: how ranks cut a micro-batch's tokens.
         batching, balance: how `plan` cuts batches.
-        memory: of its weights. Methods bring back what they need of it; whoever reads parameters asks
-            `gather_parameters` first.
+        memory: of its weights. Methods bring back what they need; readers of parameters call `gather_parameters`
+            first.
     """
 
     kind: ClassVar[RoleKind] = RoleKind()
@@ -63,7 +67,7 @@ class MegatronModel:
         """
         Args:
             model: data type, packing and recomputation.
-            megatron: kernels, and what is set of Megatron-Core's TransformerConfig.
+            megatron: kernels, and settings of Megatron-Core's TransformerConfig.
             batching: how much goes through it at once.
             balance: plans even out tokens over data-parallel ranks (`trainer.balance_batch`).
         """
@@ -71,20 +75,21 @@ class MegatronModel:
         self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
         self.batching, self.balance = batching, balance
         self.head = self.make_head()
-        self.transformer_engine = megatron.transformer_engine == "auto" and transformer_engine_available()
+        fused = megatron.transformer_engine == "auto" and transformer_engine_available()
+        self.layers = (transformer_engine_layers if fused else torch_layers)(arch)
         self.transformer_config = transformer_config(
             arch,
             groups,
             dtype=self.dtype,
             sequence_parallel=megatron.sequence_parallel,
             recompute=model.enable_gradient_checkpointing,
-            transformer_engine=self.transformer_engine,
+            fused_rope=not self.layers.rotates,
             overrides=megatron.override_transformer_config,
         )
         with groups.active():
-            self.chunks = build_chunks(
-                arch, self.transformer_config, groups, transformer_engine=self.transformer_engine
-            )
+            self.chunks = build_chunks(arch, self.transformer_config, groups, self.layers)
+        self.side = training_side(arch, groups.layout, self.layers.names)
+        self.shard = SequenceShard(tp=groups.layout.tp if self.transformer_config.sequence_parallel else 1)
         self.memory: dict[Item, tuple[Resident, ...]] = {Item.WEIGHTS: (Resident(),)}
         at = groups.layout.coords(groups.world.rank)
         last_stage = at.pp == groups.layout.pp - 1
@@ -92,40 +97,33 @@ class MegatronModel:
 
     @property
     def weights_leave(self) -> bool:
-        """Whether its weights leave the GPU while responses are generated."""
+        """Say whether its weights leave the GPU while responses are generated."""
         return any(type(memory) is not Resident for memory in self.memory[Item.WEIGHTS])
 
     def make_head(self) -> Head:
-        """A language model's, its vocabulary split over the tensor-parallel ranks."""
+        """Make a language model's head, its vocabulary split over the tensor-parallel ranks."""
         vocab, tp = self.arch.vocab_size, self.groups.layout.tp
         return LMHead(shard=vocab_shard(vocab, self.arch.padded_vocab_size(tp), self.groups.pgs.tp))
 
     def load(self, source: Source) -> None:
         """Fill the weights from logical tensors."""
         self.gather_parameters()
-        fill(self.parameters(), self.placements(), logical_tensors(self.arch), source)
+        fill(self.parameters(), self.side.placements(self.groups.world.rank), logical_tensors(self.arch), source)
         self._rewritten()
 
     def copy_from(self, other: MegatronModel) -> None:
         """Take over the weights of a model of the same ranks; an output layer of another form stays as it is."""
         self.gather_parameters()
         other.gather_parameters()
-        copy_weights(other, self)
+        copy_weights(other.side, other.parameters(), self.side, self.parameters(), self.groups.world)
         self._rewritten()
 
-    def placements(self, rank: int | None = None) -> list[Any]:
-        """Where a rank holds what, this one by default, in the names of `parameters()`."""
-        rank = self.groups.world.rank if rank is None else rank
-        return list(
-            training_placements(self.arch, self.groups.layout, rank, transformer_engine=self.transformer_engine)
-        )
-
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters by placement name."""
+        """Name this rank's parameters as its placements do."""
         return named_parameters(self.chunks)
 
     def gather_parameters(self) -> None:
-        """See to it that the parameters can be read; every rank calls it."""
+        """Bring the parameters back, to be read; every rank calls it."""
         for memory in self.memory[Item.WEIGHTS]:
             memory.restore()
 
@@ -147,10 +145,10 @@ class MegatronModel:
         )
 
     def forward(self, batch: Batch, passes: Passes) -> Tensor:
-        """What the head computes, without gradients: float32 [T] or, of one per sequence, [N]; on every rank.
+        """Compute the head's outputs, without gradients: float32 [T] or, of one per sequence, [N]; on every rank.
 
         Args:
-            passes: what `plan` gave for the batch, here or for another model of the same layout. Those that training
+            passes: of the batch, by `plan` of this model or of another one of the same layout. The passes that training
                 will use give the same bits, so that the first ratio is exactly 1.
 
         Raises:
@@ -161,7 +159,7 @@ class MegatronModel:
             return self._gathered(batch, self._run(batch, passes, None, {}, {}))
 
     def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
-        """All of the model as Megatron-Core's sharded state dict, to save or to load into.
+        """Describe all of the model as Megatron-Core's sharded state dict, to save or to load into.
 
         Args:
             prefix: tells several models in a checkpoint apart.
@@ -173,24 +171,24 @@ class MegatronModel:
         return spread_over_replicas(self.sharded_weights(prefix), self.groups.pgs)
 
     def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
-        """Take over what was read through `sharded_state` with the same prefix."""
+        """Load the state that was read through `sharded_state` with the same prefix."""
         self.load_weights(state, prefix)
 
     @in_its_layout
     def sharded_weights(self, prefix: str = "") -> dict[str, Any]:
-        """The weights alone."""
+        """Describe the weights alone."""
         self.gather_parameters()
         return {f"model{i}": chunk.sharded_state_dict(prefix) for i, chunk in enumerate(self.chunks)}
 
     def load_weights(self, state: dict[str, Any], prefix: str = "") -> None:
-        """Take over what was read through `sharded_weights` with the same prefix."""
+        """Load the weights that were read through `sharded_weights` with the same prefix."""
         for i, chunk in enumerate(self.chunks):
             weights = state[f"model{i}"]
             chunk.load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
         self._rewritten()
 
     def output_weight(self, model: Any) -> Tensor:
-        """The output layer's weight in a chunk of the last stage, as itself or as it is trained."""
+        """Get the output layer's weight in a chunk of the last stage, as itself or as it is trained."""
         weight: Tensor = getattr(model, "module", model).output_weight
         return weight
 
@@ -199,15 +197,15 @@ class MegatronModel:
             memory.rewritten()
 
     def _pass_chunks(self, *, train: bool) -> list[Any]:
-        """The modules that a pass goes through."""
+        """List the modules that a pass goes through."""
         del train
         return list(self.chunks)
 
     def _gathered(self, batch: Batch, trained: Sequence[Passed]) -> Tensor:
-        """Outputs of this rank's micro-batches -> those of the batch, on every rank: float32 [T], or [N]."""
+        """Turn outputs of this rank's micro-batches into those of the batch, on every rank: float32 [T], or [N]."""
         out = torch.zeros(len(batch) if self.head.per == "sequence" else len(batch.tokens))
         if self._reports and trained:
-            out[torch.cat([one.places for one in trained])] = torch.cat([one.outputs for one in trained]).cpu()
+            out[torch.cat([micro.places for micro in trained])] = torch.cat([micro.outputs for micro in trained]).cpu()
         # one rank has a value, the others 0: no rounding
         return self.groups.world.sum_(out, "the outputs of a pass")
 
@@ -220,15 +218,15 @@ class MegatronModel:
         columns: Mapping[str, Tensor],
         sequence_columns: Mapping[str, Tensor],
     ) -> list[Passed]:
-        """Megatron-Core's 1F1B (or interleaved) schedule over micro-batches.
+        """Run Megatron-Core's 1F1B (or interleaved) schedule over micro-batches.
 
         Args:
             passes: see `forward`.
-            loss: what is differentiated; None is a forward pass.
+            loss: is differentiated; None is a forward pass.
             columns, sequence_columns: see `make_micro_batch`.
 
         Returns:
-            what there is to tell of each micro-batch, in order; empty on the other stages.
+            the results of each micro-batch, in order; empty on the other stages.
         """
         if passes.layout != self.groups.layout:
             raise ValueError(
@@ -236,13 +234,12 @@ class MegatronModel:
                 f"ranks would pass the wrong sequences; pass what its own plan(batch) gives"
             )
         train = loss is not None
-        pad = self.groups.layout.tp if self.transformer_config.sequence_parallel else 1
         inputs = [
             make_micro_batch(
                 batch,
                 sequences,
                 packed=self.packed,
-                multiple_of=pad,
+                shard=self.shard,
                 device=self.groups.world.device,
                 columns=columns,
                 sequence_columns=sequence_columns,
@@ -289,7 +286,7 @@ class MegatronModel:
         return hidden, finish
 
     def _whole_sequences(self, hidden: Tensor) -> Tensor:
-        """[L (/ tp), B, hidden] -> [L, B, hidden]."""
+        """Gather sequences: [L (/ tp), B, hidden] -> [L, B, hidden]."""
         if not self.transformer_config.sequence_parallel:
             return hidden
         # every rank's gradient of the output is complete already: split it, do not reduce it

@@ -1,4 +1,4 @@
-"""Megatron-Core's AdamW over a model's gradients, with its schedule, its memory and its part of a checkpoint."""
+"""Steps a model with Megatron-Core's AdamW: schedule, memory and part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class MegatronOptimizer:
     ) -> None:
         """
         Args:
-            ddp: the model's chunks in Megatron-Core's DistributedDataParallel, of which it steps the weights.
+            ddp: the model's chunks in Megatron-Core's DistributedDataParallel.
         """
         self.groups, self._ddp, self._config, self._megatron = groups, list(ddp), config, megatron
-        self.masters: Resident = OnHost(self._own_masters) if megatron.optimizer_offload else Resident()
+        self.masters: Resident = OnHost(self._separate_masters) if megatron.optimizer_offload else Resident()
         self.moments: Resident = OnHost(lambda: moments(self._adam)) if megatron.optimizer_offload else Resident()
         self._adam: Any = None
         self._schedule: Any = None
 
     @in_its_layout
     def restart(self, optim: OptimConfig, total_steps: int) -> None:
-        """A fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
+        """Make a fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
         for memory in (self.masters, self.moments):  # of the earlier one: it must not come back into the new one's
             memory.restore()
             memory.rewritten()
@@ -97,12 +97,12 @@ class MegatronOptimizer:
 
     @property
     def kernels(self) -> str:
-        """What it runs on, for people."""
+        """Name the kernels that it runs on, for people."""
         return adam_kernels(Adam)
 
     @property
     def lr(self) -> float:
-        """Of the next step."""
+        """Get the learning rate of the next step."""
         return float(self._adam.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
@@ -112,7 +112,7 @@ class MegatronOptimizer:
 
     @in_its_layout
     def step(self, *, loss: float) -> tuple[float, bool]:
-        """One step along the accumulated gradient, unless the gradient or the loss is not finite.
+        """Step along the accumulated gradient, unless the gradient or the loss is not finite.
 
         Args:
             loss: of the mini-batch, the same on every rank.
@@ -132,25 +132,25 @@ class MegatronOptimizer:
         return grad_norm, True
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """The fp32 weights and the moments on this rank."""
+        """List the fp32 weights and the moments on this rank."""
         return {"masters": list(master_weights(self._adam)), "moments": list(moments(self._adam))}
 
     @in_its_layout
     def take_weights(self) -> None:
-        """The fp32 weights become those of the model; the moments stay."""
+        """Take the model's weights as the fp32 weights; the moments stay."""
         self.masters.restore()
         self._adam.reload_model_params()
 
     @torch.no_grad()
     def rebuild_weights(self) -> None:
-        """What a step does last: round the fp32 weights, and gather the data-parallel ranks' parts."""
+        """Round the fp32 weights, and gather the data-parallel ranks' parts, as a step does last."""
         copy_masters_to_weights(self._adam)
         if self._megatron.use_distributed_optimizer:
             for model in self._ddp:
                 model.start_param_sync(force_sync=True)
 
     def sharded_state(self, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-        """Weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into.
+        """Describe weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into.
 
         Args:
             weights: sharded state dict of the model.
@@ -167,15 +167,15 @@ class MegatronOptimizer:
         return {**weights, "optimizer": state, "scheduler": self._schedule.state_dict()}
 
     def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
-        """Take over what was read through `sharded_state`."""
+        """Load the state that was read through `sharded_state`."""
         load_optimizer_state(self._adam, weights, state["optimizer"])
         self._schedule.num_steps = 0  # to which Megatron-Core adds the checkpoint's: a run may go back
         self._schedule.load_state_dict(state["scheduler"])
 
-    def _own_masters(self) -> Iterator[Tensor]:
-        """fp32 masters with storage of their own: an fp32 model's are its parameters, which must not leave twice."""
+    def _separate_masters(self) -> Iterator[Tensor]:
+        """List fp32 masters that have a storage: those of an fp32 model are parameters, which must not leave twice."""
         parameters = [p for model in self._ddp for p in model.parameters()]
-        theirs = {storage_identity(storage) for storage in storages(parameters)}
+        shared = {storage_identity(storage) for storage in storages(parameters)}
         for main in master_weights(self._adam):
-            if storage_identity(main.untyped_storage()) not in theirs:
+            if storage_identity(main.untyped_storage()) not in shared:
                 yield main

@@ -1,9 +1,10 @@
-"""How a batch goes through a model: mini-batches for the optimizer, micro-batches for this rank's forward passes."""
+"""Cuts a batch into mini-batches for the optimizer, and micro-batches for this rank's forward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.policy import BatchingConfig
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
@@ -13,7 +14,7 @@ from megarl.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """This rank's share of a batch's sequences, for models of one training layout.
+    """Holds this rank's share of a batch's sequences, for models of one training layout.
 
     In another layout other ranks are data-parallel: sequences would be passed twice, and their results added up.
     """
@@ -24,7 +25,7 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch(Passes):
-    """One optimizer step.
+    """Holds one optimizer step.
 
     Attributes:
         sequences: indices of its sequences, over all data-parallel ranks.
@@ -35,7 +36,7 @@ class MiniBatch(Passes):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan(Passes):
-    """A whole batch. One plan serves log-probabilities and training, so that the first ratio is exactly 1.
+    """Holds a whole batch. One plan serves log-probabilities and training, so that the first ratio is exactly 1.
 
     Attributes:
         mini_batches: the optimizer steps; `micro_batches` are all of theirs, in order.
@@ -59,26 +60,11 @@ def plan_passes(
     parts = [range(i, min(i + size, len(batch))) for i in range(0, len(batch), size)]
     lengths = batch.lengths.tolist()
     multiple_of = layout.pp if layout.chunks > 1 else 1  # the interleaved schedule works in rounds of pp
+    how: Any = dict(dp=layout.dp, multiple_of=multiple_of, balance=balance, together=together)
     if batching.use_dynamic_bsz:
-        plan = pack_by_tokens(
-            lengths,
-            parts,
-            dp=layout.dp,
-            max_tokens=batching.ppo_max_token_len_per_gpu,
-            multiple_of=multiple_of,
-            balance=balance,
-            together=together,
-        )
+        plan = pack_by_tokens(lengths, parts, max_tokens=batching.ppo_max_token_len_per_gpu, **how)
     else:
-        plan = pack_by_count(
-            lengths,
-            parts,
-            dp=layout.dp,
-            micro_batch_size=batching.ppo_micro_batch_size_per_gpu,
-            multiple_of=multiple_of,
-            balance=balance,
-            together=together,
-        )
+        plan = pack_by_count(lengths, parts, micro_batch_size=batching.ppo_micro_batch_size_per_gpu, **how)
     mine = plan[layout.coords(rank).dp]
     mini_batches = [
         MiniBatch(layout=layout, sequences=part, micro_batches=micro_batches)

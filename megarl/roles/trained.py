@@ -18,11 +18,11 @@ from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, 
 from megarl.config.fields import LossAggMode
 from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig, OptimConfig
 from megarl.models.architecture import Architecture
-from megarl.models.heads import Passed
-from megarl.models.kernels import layer_kernels
+from megarl.models.heads import Head, Passed, ScalarHead
 from megarl.parallel.offload import Dropped, OnHost, Rebuilt, Resident
 from megarl.parallel.train_groups import TrainGroups
 from megarl.phases import Item
+from megarl.role_kinds import ACTOR, CRITIC, TRAINED_REWARD_MODEL
 from megarl.roles.model import MegatronModel
 from megarl.roles.optimizer import MegatronOptimizer
 from megarl.roles.passes import MiniBatch, Passes
@@ -92,22 +92,22 @@ class TrainedModel(MegatronModel):
 
     @property
     def kernels(self) -> str:
-        """What a training step runs on, for people."""
-        return f"{layer_kernels(self.transformer_engine)}, {self.optimizer.kernels}"
+        """Name the kernels that a training step runs on, for people."""
+        return f"{self.layers.kernels}, {self.optimizer.kernels}"
 
     def restart_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
-        """A fresh optimizer and schedule over the current weights."""
+        """Begin a fresh optimizer and schedule over the current weights."""
         self.gather_parameters()
         self.optimizer.restart(optim, total_steps)
 
     def update(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None = None
     ) -> dict[str, Metric]:
-        """One optimizer step on a mini-batch.
+        """Do one optimizer step on a mini-batch.
 
         Args:
             mini_batch: of this model's `plan`.
-            loss: what is minimised. It sees the fields of the batch that it names in `columns`.
+            loss: is minimised. It sees the fields of the batch that it names in `columns`.
             weights: float32, of the head's outputs in the loss, with the global denominator: [T] for one per token, [N]
                 for one per sequence. None: the mean over the mini-batch's tokens, or over its sequences if the loss
                 sees whole ones.
@@ -119,7 +119,7 @@ class TrainedModel(MegatronModel):
         return self._update(batch, mini_batch, loss, weights)[0]
 
     def evaluate(self, batch: Batch, passes: Passes, loss: Loss) -> dict[str, float]:
-        """The loss of a batch and its metrics, without gradients; the same on every rank.
+        """Compute the loss of a batch and its metrics, without gradients; the same on every rank.
 
         Args:
             passes: see `MegatronModel.forward`.
@@ -143,7 +143,7 @@ class TrainedModel(MegatronModel):
     def update_with_outputs(
         self, batch: Batch, mini_batch: MiniBatch, loss: Loss, weights: Tensor | None = None
     ) -> tuple[dict[str, Metric], Tensor]:
-        """The same, and what `forward` would have given for the mini-batch before it: the update computes it anyway."""
+        """Do the same, and return what `forward` would have before it: the update computes it anyway."""
         metrics, passed = self._update(batch, mini_batch, loss, weights)
         return metrics, self._gathered(batch, passed)
 
@@ -154,7 +154,7 @@ class TrainedModel(MegatronModel):
             weights = self._mean_over(batch, mini_batch.sequences, loss)
         batch = prepared(loss, batch, mini_batch.sequences)
         passed = self.accumulate_gradients(batch, mini_batch, weights, loss)
-        losses = [out for one in passed for out in one.losses] if self._reports else []
+        losses = [out for micro in passed for out in micro.losses] if self._reports else []
         metrics = {"loss": Metric(value=0.0), **self._reduce(losses)}
         grad_norm, stepped = self.optimizer.step(loss=float(metrics["loss"].value))
         self.skipped.append(not stepped)
@@ -164,7 +164,7 @@ class TrainedModel(MegatronModel):
         return metrics, passed
 
     def accumulate_gradients(self, batch: Batch, passes: Passes, weights: Tensor, loss: Loss) -> list[Passed]:
-        """The gradient of a mini-batch, reduced over data-parallel ranks; `update` without the optimizer's step."""
+        """Compute the gradient of a mini-batch, reduced over data-parallel ranks; `update` without the step."""
         for memory in self.memory[Item.WEIGHTS]:
             memory.restore()
         self._gradients.restore()
@@ -176,7 +176,7 @@ class TrainedModel(MegatronModel):
     def gather_parameters(self) -> None:
         """See `MegatronModel.gather_parameters`; ends what `overlap_param_gather` left to the next training pass.
 
-        Whatever else reads parameters would find those of before the optimizer's step.
+        Other readers would find the parameters of before the optimizer's step.
         """
         super().gather_parameters()
         if self._overlaps_gather:
@@ -209,7 +209,7 @@ class TrainedModel(MegatronModel):
         return list(self.ddp) if train else list(self.chunks)
 
     def _columns(self, batch: Batch, loss: Loss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a loss reads of a batch: per token, and per sequence."""
+        """Collect the columns of a batch that a loss reads: per token, and per sequence."""
         columns: dict[str, Tensor] = {}
         sequence_columns: dict[str, Tensor] = {}
         for name in columns_of(loss):
@@ -239,11 +239,11 @@ class TrainedModel(MegatronModel):
             yield from (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
 
     def _reduce(self, outputs: Sequence[LossOutput]) -> dict[str, Metric]:
-        """Metrics over all micro-batches of all data-parallel ranks."""
-        own = [{"loss": Metric(value=out.loss.detach()), **out.metrics} for out in outputs]
-        kinds: dict[str, Reduce] = {name: metric.reduce for metrics in own for name, metric in metrics.items()}
+        """Reduce metrics over all micro-batches of all data-parallel ranks."""
+        outs = [{"loss": Metric(value=out.loss.detach()), **out.metrics} for out in outputs]
+        kinds: dict[str, Reduce] = {name: metric.reduce for metrics in outs for name, metric in metrics.items()}
         total: dict[str, Metric] = {}
-        for of_rank in self.groups.world.all_gather(_over_chunks(own, kinds), "the metrics of an update"):
+        for of_rank in self.groups.world.all_gather(_over_chunks(outs, kinds), "the metrics of an update"):
             for name, (value, kind) in of_rank.items():
                 so_far = total.get(name)
                 if so_far is not None:
@@ -252,10 +252,40 @@ class TrainedModel(MegatronModel):
         return total
 
 
+class Actor(TrainedModel):
+    """Trains a language model."""
+
+    kind = ACTOR
+    log_probs = TrainedModel.forward
+    """Log-probability of every trained token at the batch's temperature, nats."""
+
+
+class Critic(TrainedModel):
+    """Trains a transformer with a value head."""
+
+    kind = CRITIC
+    values = TrainedModel.forward
+    """Value of the state before each trained token; 0 at prompt tokens."""
+
+    def make_head(self) -> Head:
+        return ScalarHead(per="token")
+
+
+class RewardModel(TrainedModel):
+    """Trains a transformer with a score head."""
+
+    kind = TRAINED_REWARD_MODEL
+    scores = TrainedModel.forward
+    """Score of each sequence, read at its last token."""
+
+    def make_head(self) -> Head:
+        return ScalarHead(per="sequence")
+
+
 def _over_chunks(
     metrics: Sequence[Mapping[str, Metric]], kinds: Mapping[str, Reduce]
 ) -> dict[str, tuple[float, Reduce]]:
-    """One value per metric; the GPU is waited for once, not for each value."""
+    """Reduce each metric to one value, with one wait for the GPU."""
     values = []
     for name, kind in sorted(kinds.items()):
         device = torch.as_tensor(metrics[0]["loss"].value).device

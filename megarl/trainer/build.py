@@ -19,12 +19,9 @@ from megarl.data.sampler import PromptSampler
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, random_source
 from megarl.parallel.train_groups import TrainGroups
-from megarl.roles.actor import Actor
-from megarl.roles.critic import Critic
-from megarl.roles.frozen import FrozenModel, Judge, Policy, Teacher
+from megarl.roles.frozen import FrozenModel, Judge, Policy, Reference, Teacher
 from megarl.roles.model import MegatronModel
-from megarl.roles.reference import Reference
-from megarl.roles.reward_model import RewardModel
+from megarl.roles.trained import Actor, Critic, RewardModel
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.other_models import architecture_of

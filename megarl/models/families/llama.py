@@ -14,9 +14,9 @@ def architecture(config: dict[str, Any]) -> Architecture:
 
 def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
     """The fields that every Llama-like family shares."""
-    for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("attention_bias", False)):
-        if config.get(key, wanted) != wanted:
-            raise ValueError(f"{family}: {key} = {config[key]!r} is not supported (only {wanted!r})")
+    for key, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("attention_bias", False)):
+        if config.get(key, supported) != supported:
+            raise ValueError(f"{family}: {key} = {config[key]!r} is not supported (only {supported!r})")
     for kind in config.get("layer_types") or ():
         if kind != "full_attention":
             raise ValueError(f"{family}: layer_types with {kind!r} is not supported (only 'full_attention')")
@@ -40,8 +40,8 @@ def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
 
 def _rope(config: dict[str, Any], family: str) -> dict[str, Any]:
     """Base and scaling: transformers 5 has both in `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
-    found = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    readings = [_rope_of(rope, config, family) for rope in found or [{}]]
+    ropes = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
+    readings = [_rope_of(rope, config, family) for rope in ropes or [{}]]
     if readings[0] != readings[-1]:  # transformers would take rope_scaling, and a base of its own
         raise ValueError(f"{family}: rope_parameters and rope_scaling say different things; leave one of them out")
     return readings[0]

@@ -10,9 +10,9 @@ from megarl.models.families import qwen2
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """From a Hugging Face `Qwen3MoeConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    for key, wanted in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if (config.get(key) or wanted) != wanted:
-            raise ValueError(f"qwen3_moe: {key} = {config[key]!r} is not supported (only {wanted!r})")
+    for key, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if (config.get(key) or supported) != supported:
+            raise ValueError(f"qwen3_moe: {key} = {config[key]!r} is not supported (only {supported!r})")
     moe = MixtureOfExperts(
         num_experts=config.get("num_local_experts") or config["num_experts"],  # transformers 5, 4
         experts_per_token=config["num_experts_per_tok"],

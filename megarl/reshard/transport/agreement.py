@@ -1,7 +1,7 @@
-"""Which ranks read each other's memory directly: both ends of every pair come to the same answer.
+"""Agrees which ranks read each other's memory directly: both ends of every pair come to the same answer.
 
-Whoever could not open what it was offered, and why, is told to all. What a rank reads directly its owner must not send,
-and the other way round: a pair that disagrees would wait for ever.
+All learn which rank could not open an offer, and why. An owner must not send what another rank reads directly, and must
+send all else: a pair that disagrees would wait for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Opened = TypeVar("Opened")
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What a rank has to read for others.
+    """Offers a rank's memory to others, for reading.
 
     Attributes:
         host: identity of its machine.
@@ -41,11 +41,11 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """The same on all ranks of the group.
+    """Says who reads whose memory, the same on all ranks of the group.
 
     Attributes:
         direct: pairs of which the second reads the first's memory.
-        refused: why the others on the same host do not. Different hosts are no reason to complain.
+        refused: why other pairs of the same host do not.
     """
 
     direct: frozenset[Pair]
@@ -55,14 +55,14 @@ class Agreement:
 def agree(
     offer: Offer, sources: Collection[int], open_: Callable[[int, Offer], Opened], group: dist.ProcessGroup
 ) -> tuple[Agreement, dict[int, Opened]]:
-    """Opens what `sources` offer to this rank. Every rank of the group calls it.
+    """Open what `sources` offer to this rank. Every rank of the group calls it.
 
     Args:
         sources: ranks from which this one takes.
         open_: makes a source's offer readable; raises OSError if it is not.
 
     Returns:
-        what all know now, and what was opened here, by source.
+        the agreement, and the offers opened here, by source.
     """
     ranks = dist.get_process_group_ranks(group)
     offers: dict[int, Offer] = dict(zip(ranks, _all_gather(offer, group), strict=True))
@@ -79,20 +79,20 @@ def agree(
             refused[source] = str(e)
     everyone = dict(zip(ranks, _all_gather((set(opened), refused), group), strict=True))
     agreement = Agreement(
-        direct=frozenset((source, taker) for taker, (found, _) in everyone.items() for source in found),
+        direct=frozenset((source, taker) for taker, (readable, _) in everyone.items() for source in readable),
         refused={(source, taker): why for taker, (_, all_why) in everyone.items() for source, why in all_why.items()},
     )
     return agreement, opened
 
 
 def host_identity() -> str:
-    """Equal for processes that can share memory: of one machine since it was started, and of one container."""
+    """Identify the processes that can share memory: of one machine since it was started, and of one container."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def first_in_job(what: str) -> bool:
-    """True once in a job for each `what`, on the rank that asks first."""
+    """Return True once in a job for each `what`, on the rank that asks first."""
     return default_store().add(f"megarl/{what}", 1) == 1
 
 

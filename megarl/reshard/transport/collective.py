@@ -1,4 +1,4 @@
-"""Between ranks over a process group (gloo or NCCL): packed into flat byte buckets, exchanged in rounds, unpacked.
+"""Moves pieces between ranks over a process group: packed into flat byte buckets, exchanged in rounds, unpacked.
 
 All that goes from one rank to another is a stream of bytes: the pieces in planned order, each starting at a multiple
 of `ALIGNMENT`. Every pair cuts its stream into the same number of equal steps, one per round, so a round is as full
@@ -27,7 +27,7 @@ Streams = Mapping[int, Sequence[StridedView]]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Slot:
-    """A view and the byte of the bucket at which its elements start."""
+    """Pairs a view and the byte of the bucket at which its elements start."""
 
     view: StridedView
     start: int
@@ -39,7 +39,7 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Message:
-    """What goes to or comes from one peer in one round: bytes `start` to `stop` of the bucket."""
+    """Describes what goes to or comes from one peer in one round: bytes `start` to `stop` of the bucket."""
 
     peer: int
     start: int
@@ -85,16 +85,16 @@ class CollectiveTransport:
 
     @property
     def rounds(self) -> int:
-        """Rounds of a run, the same on every rank of the group; at least one."""
+        """Count the rounds of a run, the same on every rank of the group; at least one."""
         return len(self._sends)
 
     @property
     def buffer_bytes(self) -> int:
-        """Extra memory held during a run."""
+        """Count the extra memory held during a run."""
         return min(2, self.rounds) * (_bucket_size(self._sends) + _bucket_size(self._receives))
 
     def run(self, meanwhile: Callable[[int], None]) -> None:
-        """Moves everything once.
+        """Move everything once.
 
         Args:
             meanwhile: called with the number of every round while it travels. Keep it shorter than a round: the next
@@ -136,7 +136,7 @@ class CollectiveTransport:
 def post_exchange(
     there: Mapping[int, torch.Tensor], here: Mapping[int, torch.Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Starts sending a tensor to every peer of `there` and receiving one from every peer of `here` (global ranks)."""
+    """Start sending a tensor to every peer of `there` and receiving one from every peer of `here` (global ranks)."""
     ops = [dist.P2POp(dist.isend, tensor, peer, group) for peer, tensor in there.items()]
     ops += [dist.P2POp(dist.irecv, tensor, peer, group) for peer, tensor in here.items()]
     return dist.batch_isend_irecv(ops) if ops else []
@@ -151,13 +151,13 @@ def _stream_bytes(views: Sequence[StridedView]) -> int:
 
 
 def _rounds(streams: Streams, bucket_bytes: int) -> int:
-    """Rounds in which the streams fit into buckets although every peer's step is rounded up to the alignment."""
+    """Count the rounds in which streams fit into buckets although each peer's step is rounded up to the alignment."""
     total = sum(_stream_bytes(views) for views in streams.values())
     return -(-total // (bucket_bytes - ALIGNMENT * len(streams)))
 
 
 def _schedule(streams: Streams, rounds: int) -> list[list[_Message]]:
-    """Messages of every round, laid end to end in the round's bucket."""
+    """List the messages of every round, laid end to end in the round's bucket."""
     schedule: list[list[_Message]] = [[] for _ in range(rounds)]
     for peer, views in streams.items():
         total = _stream_bytes(views)
@@ -170,7 +170,7 @@ def _schedule(streams: Streams, rounds: int) -> list[list[_Message]]:
 
 
 def _cut(views: Sequence[StridedView], step: int, starts: Sequence[int]) -> dict[int, list[_Slot]]:
-    """Cuts a stream into steps of `step` bytes; the slots of each round, which begins at byte `starts[round]`."""
+    """Cut a stream into steps of `step` bytes; the slots of each round, which begins at byte `starts[round]`."""
     out: dict[int, list[_Slot]] = {}
     at = 0
     for view in views:

@@ -1,8 +1,7 @@
-"""Strided copies as rows of numbers, and their cut into tiles. Pure arithmetic on numpy arrays, torch-free.
+"""Writes strided copies as rows of numbers, and cuts them into tiles. Arithmetic on numpy arrays, torch-free.
 
 A copy is `rows` rows of `row_bytes` bytes, at an offset in one piece of memory, to an offset in another. Pieces of
-memory have numbers here; where they are is told when the bytes move, so that a table outlives memory that moves. What
-moves the bytes is of no concern: one kernel for all copies, or a copy engine for each.
+memory have numbers here; their addresses are given when the bytes move, so that a table outlives memory that moves.
 
 A kernel's program copies one tile: `TILE_WORDS` words of a copy, counted row by row. A word is the widest unit, up to
 16 bytes, that a copy's addresses, strides and rows are multiples of. Tiles of all links alternate in proportion to
@@ -47,7 +46,7 @@ Strides = tuple[int, ...]
 
 @cache
 def rectangles(size: Strides, source: Strides, destination: Strides) -> tuple[tuple[int, int, int, int, int, int], ...]:
-    """A strided copy as copies of rows.
+    """Turn a strided copy into copies of rows.
 
     Args:
         size: of both views, per axis.
@@ -82,7 +81,7 @@ def rectangles(size: Strides, source: Strides, destination: Strides) -> tuple[tu
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """Copies with the same word, in tiles.
+    """Holds copies with the same word, in tiles.
 
     Attributes:
         word: bytes.
@@ -95,7 +94,7 @@ class Cut:
     tiles: np.ndarray
 
     def table(self, bases: np.ndarray) -> np.ndarray:
-        """What a kernel needs to know of each copy.
+        """Tabulate each copy for a kernel.
 
         Args:
             bases: int64 [memories], addresses.
@@ -116,7 +115,7 @@ class Cut:
 
 
 def cut(copies: np.ndarray, bases: np.ndarray) -> list[Cut]:
-    """All copies, the widest words first. Depends on the addresses only modulo `WIDEST`.
+    """Cut all copies, the widest words first. The result depends on the addresses only modulo `WIDEST`.
 
     Args:
         copies: of dtype COPY, [n].
@@ -157,7 +156,7 @@ def _tiles(copies: np.ndarray, word: int) -> np.ndarray:
 
 
 def _progress(links: np.ndarray) -> np.ndarray:
-    """For each element the part of its link's elements up to the middle of this one."""
+    """Compute for each element the part of its link's elements up to the middle of this one."""
     _, link, count = np.unique(links, return_inverse=True, return_counts=True)
     order = np.argsort(link, kind="stable")
     place = np.empty(len(link))

@@ -1,4 +1,4 @@
-"""All copies of a rank in one launch per word size: a Triton kernel that reads from wherever a pointer leads.
+"""Makes all copies of a rank in one launch per word size: a Triton kernel that reads from wherever a pointer leads.
 
 One program per tile: the hardware starts them in order, the next as soon as one is done, so that tiles from this GPU's
 own memory, which take a tenth of the time, fill in between those that come through a link.
@@ -27,7 +27,7 @@ _ELEMENTS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Launch:
-    """One word size: its cut, and the cut's tiles and table on the device."""
+    """Holds the cut of one word size, and its tiles and table on the device."""
 
     cut: Cut
     tiles: Tensor
@@ -39,7 +39,7 @@ class FusedCopy:
 
     Attributes:
         copies: of dtype `copies.COPY`, [n].
-        bases: int64 [memories], addresses of what the copies speak of by number, as last told to `place`.
+        bases: int64 [memories], addresses of the numbered memories, as last given to `place`.
     """
 
     def __init__(self, copies: np.ndarray, device: torch.device) -> None:
@@ -49,11 +49,11 @@ class FusedCopy:
 
     @property
     def nbytes(self) -> int:
-        """Of the tables on the device."""
+        """Count the bytes of the tables on the device."""
         return sum(launch.tiles.nbytes + launch.table.nbytes for launch in self._launches)
 
     def place(self, bases: np.ndarray) -> None:
-        """Takes note of where the memory is now."""
+        """Note where the memory is now."""
         if np.array_equal(bases, self.bases):
             return
         if not np.array_equal(bases % WIDEST, self.bases % WIDEST):
@@ -64,7 +64,7 @@ class FusedCopy:
         self.bases = bases
 
     def run(self, share: int = 0, shares: int = 1) -> None:
-        """Starts an even share of the copies, number `share` of `shares`, on the current stream."""
+        """Start an even share of the copies, number `share` of `shares`, on the current stream."""
         for launch in self._launches:
             tiles = len(launch.tiles)
             first, stop = tiles * share // shares, tiles * (share + 1) // shares

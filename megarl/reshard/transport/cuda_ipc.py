@@ -52,7 +52,7 @@ def allocation_at(address: int) -> Allocation:
 
 
 def still_there(allocation: Allocation) -> bool:
-    """Whether the memory is still the same allocation's: an address alone may have been given out anew."""
+    """Say whether the memory is still the same allocation's: an address alone may have been given out anew."""
     try:
         return _number_of(allocation.start) == allocation.number
     except OSError:
@@ -66,7 +66,7 @@ def _number_of(address: int) -> int:
 
 
 def export_handle(allocation: Allocation) -> bytes:
-    """What another process on this host needs to map the allocation.
+    """Make the handle with which another process on this host maps the allocation.
 
     Raises:
         OSError: memory of this kind cannot be shared.
@@ -77,7 +77,7 @@ def export_handle(allocation: Allocation) -> bytes:
 
 
 def open_handle(handle: bytes) -> int:
-    """Maps another process's allocation; returns its address here.
+    """Map another process's allocation; returns its address here.
 
     Raises:
         OSError: it cannot be mapped.
@@ -88,7 +88,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Unmaps what `open_handle` has mapped there. No kernel may still be reading it."""
+    """Unmap what `open_handle` has mapped there. No kernel may still be reading it."""
     _call("cuIpcCloseMemHandle", address)
 
 

@@ -1,4 +1,4 @@
-"""Within a host: every rank pulls what it receives straight out of its peers' GPU memory, nothing staged.
+"""Moves pieces within a host: every rank pulls them straight out of its peers' GPU memory, nothing staged.
 
 The memory of a peer's parameters is mapped once, and again only after it has moved. All that a rank copies, from its
 peers and from its own memory, is then one kernel. The owner of the memory has nothing to do but to leave it alone;
@@ -23,8 +23,7 @@ from megarl.reshard.plan import Piece
 from megarl.reshard.transport import cuda_ipc
 from megarl.reshard.transport.agreement import Agreement, Offer, agree, first_in_job, host_identity
 from megarl.reshard.transport.copies import COPY, rectangles
-from megarl.reshard.transport.local import copy_local
-from megarl.reshard.views import StridedView
+from megarl.reshard.views import StridedView, copy_local
 
 if TYPE_CHECKING:
     from megarl.reshard.transport.copy_kernel import FusedCopy
@@ -68,11 +67,11 @@ class PeerTransport:
 
     @property
     def table_bytes(self) -> int:
-        """Extra memory that it holds."""
+        """Count the extra memory that it holds."""
         return self.fused.nbytes if self.fused else 0
 
     def connect(self) -> Agreement:
-        """Maps the memory of all peers that can be mapped, anew. Every rank of the group calls it.
+        """Map the memory of all peers that can be mapped, anew. Every rank of the group calls it.
 
         Returns:
             which pairs of the group's ranks will move their pieces here; the others need another transport.
@@ -99,7 +98,7 @@ class PeerTransport:
         return agreement
 
     def ready(self) -> bool:
-        """Whether all that is mapped is where the parameters are now. Every rank calls it, and gets the same answer.
+        """Say whether all mapped memory is where the parameters are now. Every rank calls it; all get the same answer.
 
         What any rank did to its parameters before is done for all that follows on this rank's stream.
         """
@@ -109,7 +108,7 @@ class PeerTransport:
         return not away.item()
 
     def copy(self, share: int, shares: int) -> None:
-        """Starts an even share of all copies, number `share` of `shares`, on the current stream."""
+        """Start an even share of all copies, number `share` of `shares`, on the current stream."""
         if self.fused is None:
             copy_local(self._local[share::shares])
             return
@@ -117,11 +116,11 @@ class PeerTransport:
         self.fused.run(share, shares)
 
     def finish(self) -> None:
-        """What follows on this rank's stream waits until no peer reads this rank's memory. Every rank calls it."""
+        """Make this rank's stream wait until no peer reads this rank's memory. Every rank calls it."""
         dist.all_reduce(torch.zeros((), dtype=torch.int32, device=self._device), group=self._group)
 
     def release(self) -> None:
-        """Unmaps everything. Every rank calls it; afterwards their memory can be given back to the driver."""
+        """Unmap everything. Every rank calls it; afterwards their memory can be given back to the driver."""
         torch.cuda.current_stream(self._device).synchronize()
         self._unmap()
         self._told = None
@@ -196,7 +195,7 @@ def _copies(
     *,
     rank: int,
 ) -> np.ndarray:
-    """All that could be copied by this rank, of dtype COPY; the link is the source's rank.
+    """List all copies that this rank may make, of dtype COPY; the link is the source's rank.
 
     Memories are numbered: first the rank's own parameters, then those taken of each peer.
     """

@@ -14,8 +14,8 @@ from megarl.checkpoint.arrays import Array, read_arrays
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.store import Saved, SaveFailed, load_checkpoint, rng_state, save_checkpoint
 from megarl.parallel.world import World
+from megarl.roles.frozen import Reference
 from megarl.roles.model import MegatronModel
-from megarl.roles.reference import Reference
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.report import Report
 from megarl.trainer.resuming.best import BestCheckpoint, finite

@@ -10,7 +10,6 @@ from megarl.checkpoint.export_huggingface import export_weights
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.data.tokenizer import tokenizer_place
-from megarl.models.placements import training_placements
 from megarl.models.tensors import logical_tensors
 from megarl.trainer.inputs import Inputs
 
@@ -68,11 +67,7 @@ def write_exported_files(inputs: Inputs, folder: str, *, classifier: bool = Fals
 
 def _export(model: MegatronModel, folder: str) -> None:
     """Write the weights, on the ranks of the first copy of the model."""
-    layout = model.groups.layout
-    ranks = layout.model_ranks(0)
+    ranks = model.side.copies[0]
     if model.groups.world.rank in ranks:
-        placements = {
-            rank: training_placements(model.arch, layout, rank, transformer_engine=model.transformer_engine)
-            for rank in ranks
-        }
+        placements = {rank: model.side.placements(rank) for rank in ranks}
         export_weights(folder, logical_tensors(model.arch), model.parameters(), placements, model.groups.model)

@@ -13,7 +13,7 @@ import torch
 from megarl.config.refusal import is_refusal
 from megarl.config.secrets import hide
 from megarl.parallel.deterministic import deterministic
-from megarl.parallel.meeting import follow_launcher, job_store
+from megarl.parallel.meeting import follow_launcher
 from megarl.parallel.train_groups import leave_world
 from megarl.parallel.world import World, init_distributed
 from megarl.plain import plain
@@ -78,7 +78,7 @@ def take_part(
     torch.manual_seed(config.data.seed)
     hosts = world.all_gather(socket.gethostname(), "all ranks")
     minutes = config.trainer.timeout_minutes
-    watch = partial(world.watch.active, rank=world.rank, hosts=hosts, minutes=minutes, join=job_store)
+    watch = partial(world.watch.active, rank=world.rank, hosts=hosts, minutes=minutes)
     with watch(phase=lambda: "the start"):
         start = _agree(inputs, world)
     if done := finished(inputs, start):

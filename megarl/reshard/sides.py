@@ -1,0 +1,76 @@
+"""Describes the two sides of a reshard: which ranks hold a model's weights, and where. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from megarl.models.architecture import Architecture
+from megarl.models.parameter_names import ParameterNames
+from megarl.models.placements import EVERY, Placement, engine_placements, training_placements
+from megarl.parallel.layout import GenerationLayout, TrainLayout
+
+
+class PlacementsOf(Protocol):
+    """Lists what a rank holds; `layers` and `experts` leave others out."""
+
+    def __call__(
+        self, rank: int, *, layers: Container[int] = EVERY, experts: Container[int] = EVERY
+    ) -> Iterator[Placement]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Says which ranks hold a model's weights, and where.
+
+    Attributes:
+        copies: the ranks, ascending, of each copy of the model.
+        placements: of a rank.
+        place: of a rank in its copy; ranks of one place have the same placements.
+        runs: stretches of layers whose placements differ in the layer's number alone, in the model's order.
+        vocab_rows: rows of the embedding, and of the output layer, on each rank that has them, padding included.
+    """
+
+    arch: Architecture
+    copies: Sequence[tuple[int, ...]]
+    placements: PlacementsOf
+    place: Callable[[int], object]
+    runs: Sequence[range]
+    vocab_rows: int
+
+
+def training_side(arch: Architecture, layout: TrainLayout, names: ParameterNames) -> Side:
+    """Describe a model in a training layout, in the names of `training_placements`."""
+    return Side(
+        arch=arch,
+        copies=layout.copies,
+        placements=partial(training_placements, arch, layout, names=names),
+        place=lambda rank: (layout.coords(rank).pp, layout.coords(rank).tp),
+        runs=layout.all_layers(arch.num_layers),
+        vocab_rows=arch.padded_vocab_size(layout.tp) // layout.tp,
+    )
+
+
+def engine_side(arch: Architecture, layout: GenerationLayout, vocab_rows: int | None = None) -> Side:
+    """Describe a model in the engines of a generation layout, in the names of `engine_placements`.
+
+    Args:
+        vocab_rows: see `engine_placements`.
+    """
+
+    def placements(
+        rank: int, *, layers: Container[int] = EVERY, experts: Container[int] = EVERY
+    ) -> Iterator[Placement]:
+        place = layout.coords(rank).tp
+        return engine_placements(arch, layout.tp, place, vocab_rows=vocab_rows, layers=layers, experts=experts)
+
+    return Side(
+        arch=arch,
+        copies=[layout.replica_ranks(replica) for replica in range(layout.replicas)],
+        placements=placements,
+        place=lambda rank: layout.coords(rank).tp,
+        runs=[range(arch.num_layers)],
+        vocab_rows=vocab_rows or arch.padded_vocab_size(layout.tp) // layout.tp,
+    )
