@@ -15,7 +15,7 @@ from megarl.algorithms.registry import ESTIMATORS, LOSSES, PREFERENCES
 from megarl.registry import Registry
 from megarl.rewards import registry as rewards
 from megarl.rewards.registry import RewardFunction
-from megarl.telemetry.console import plain_output
+from megarl.telemetry.console import plain_console
 from megarl.telemetry.progress import print_table
 
 EXAMPLE = "megarl algorithms grpo"
@@ -52,8 +52,8 @@ def algorithms(name: str | None) -> int:
         return 0
     if name in rewards.names():
         reward = rewards.load_reward(name).function
-        plain_output().print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
-        plain_output().print(f"\nreward.args: {arguments_of(reward) or 'none'}")
+        plain_console().print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
+        plain_console().print(f"\nreward.args: {arguments_of(reward) or 'none'}")
         return 0
     shown = [
         (f"{key}={name}", inspect.getdoc(registry.load(name)), about_of(registry.load(name)))
@@ -68,7 +68,7 @@ def algorithms(name: str | None) -> int:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
         raise ValueError(f"no algorithm is called {name!r}; {rest}")
-    console = plain_output()
+    console = plain_console()
     for selected_by, text, about in shown:
         console.print(f"{selected_by}\n\n{text}\n")
         console.print("\n".join(f"{label}: {text}" for label, text in _declared(about).items() if text))

@@ -31,7 +31,7 @@ from megarl.estimate.prediction import (
 )
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
-from megarl.telemetry.console import plain_output
+from megarl.telemetry.console import plain_console
 from megarl.telemetry.progress import print_table
 from megarl.trainer.trust import unsafe_remarks
 
@@ -88,7 +88,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     cache = cache_room(job, accelerator) if job.generates else None
     stages = budget(job, accelerator, moved=most_received(job, traffic))
 
-    console = plain_output()
+    console = plain_console()
     console.print(_headline(job))
     print_table(predicted_table(job, stages, accelerator))
     if cache is not None:

@@ -10,8 +10,24 @@ from collections.abc import Mapping
 from importlib.resources import files
 
 import megarl
+from megarl.phases import Phase
 from megarl.report.blocks import Block, now
-from megarl.telemetry.colors import PHASE_COLORS
+
+PHASE_COLORS: Mapping[str, str] = {  # in the order of a step; "other": time in no phase
+    Phase.OFFLOAD: "#ff8ab7",
+    Phase.RESHARD: "#ff725c",
+    Phase.GENERATE: "#4269d0",
+    Phase.REWARD: "#efb118",
+    Phase.LOG_PROBS: "#6cc5b0",
+    Phase.REF: "#97bbf5",
+    Phase.TEACHER: "#b3cde3",
+    Phase.VALUES: "#f7c6a3",
+    Phase.UPDATE_CRITIC: "#8cc26a",
+    Phase.UPDATE: "#3ca951",
+    Phase.VALIDATE: "#a463f2",
+    Phase.SAVE: "#9c6b4e",
+    "other": "#c4c4c4",
+}
 
 _SCRIPTS = ("data.js", "dom.js", "chart.js", "curves.js", "rollouts.js", "tokens.js", "timeline.js", "memory.js",
             "settings.js", "app.js")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every metric that a run can log: its name, its unit, what it means, and what it is taken over. Torch-free."""
+"""The registry of metrics: name, unit, meaning and reduction of each. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Literal
 from megarl.phases import Phase
 
 Reduction = Literal["mean", "sum", "max", "min", "quantile", "first update", "rank 0", "last"]
-"""What makes one number of many.
+"""How many values become one number.
 
-mean, sum, max, min, quantile: over what the meaning names, wherever it is: responses, tokens, calls, updates or ranks.
-first update: the largest within the step's first update.
-rank 0: measured there alone.
-last: the number as it is at the end of the step, the same on every rank.
+mean, sum, max, min, quantile: over the items that the meaning names, on all ranks: responses, tokens, calls, updates.
+first update: the largest value within the step's first update.
+rank 0: measured on rank 0 alone.
+last: the value at the end of the step, the same on every rank.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec:
-    """One metric, or a family of them.
+    """Describes a metric, or a family of metrics.
 
     Attributes:
-        name: as in the metric files; `{phase}`, say, stands for one of `PLACEHOLDERS`.
+        name: as in the metric files; a family has `PLACEHOLDERS` such as `{phase}` in its name.
         unit: "s", "tokens"; "1" for shares and numbers without a unit.
         meaning: one sentence.
         reduction: see `Reduction`.
@@ -37,7 +37,7 @@ class MetricSpec:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Of the names that this one stands for."""
+        """The pattern of all names in the family."""
         parts = re.split(r"\{(\w+)\}", self.name)
         return re.compile("".join(_PATTERNS[part] if i % 2 else re.escape(part) for i, part in enumerate(parts)))
 
@@ -53,7 +53,7 @@ PLACEHOLDERS: dict[str, str] = {
     "k": "a number of samples",
     "own": "whatever a reward function calls it",
 }
-"""What stands in braces in names."""
+"""Meanings of the words in braces in names."""
 
 _PATTERNS = {
     "phase": "[a-z][a-z0-9_-]*",
@@ -70,7 +70,7 @@ TIMED = (
     *("timing/", "tokens_per_s", "perf/", "gpu/", "straggler/", "memory/"),
     *("reward/latency_", "response/latency_", "episode/tool_s"),
 )
-"""How metrics of the clock and the machine begin: two runs that are otherwise equal differ in them."""
+"""Prefixes of metrics of the clock and the machine, which differ between otherwise equal runs."""
 
 
 def _m(name: str, unit: str, meaning: str, reduction: Reduction = "mean") -> MetricSpec:
@@ -81,7 +81,7 @@ _STEP = (
     _m(
         "step",
         "steps",
-        "number of the row: of the RL step, 0 for the validation before the first, less in a warm-up",
+        "number of the row: the RL step; 0 is the validation before the first step, a warm-up's steps are negative",
         "last",
     ),
     _m("{loop}/step", "steps", "number of the step within its loop, from 1", "last"),
@@ -92,22 +92,26 @@ _STEP = (
 _REWARD = (
     _m("reward/mean", "score", "score of the responses that have one"),
     _m("reward/accuracy", "1", "share of the scored responses whose score is 1 or more"),
-    _m("reward/failed", "responses", "responses whose scoring failed; they are in no other number", "sum"),
+    _m("reward/failed", "responses", "responses whose scoring failed; no other metric counts them", "sum"),
     _m("score/std", "score", "standard deviation of the scores over all responses"),
     _m("score/min", "score", "lowest score", "min"),
     _m("score/max", "score", "highest score", "max"),
-    _m("score/p10", "score", "score that a tenth of the responses stay at or below", "quantile"),
+    _m("score/p10", "score", "10th percentile of the scores", "quantile"),
     _m("score/p50", "score", "median score", "quantile"),
-    _m("score/p90", "score", "score that nine tenths of the responses stay at or below", "quantile"),
+    _m("score/p90", "score", "90th percentile of the scores", "quantile"),
     _m("score/no_signal", "1", "share of the prompts whose responses all scored the same: nothing to learn from them"),
     _m("reward/greedy", "score", "score of the greedy responses that are ReMax's baseline"),
     _m("reward/kl", "nats", "KL to the reference that is taken off the rewards, summed over a response"),
-    _m("reward/kl_coef", "score per nat", "what a nat of it costs: `algorithm.kl_ctrl.kl_coef`, steered if adaptive"),
+    _m(
+        "reward/kl_coef",
+        "score per nat",
+        "coefficient of that KL: `algorithm.kl_ctrl.kl_coef`, adjusted during training if adaptive",
+    ),
     _m("reward/overlong_penalty", "score", "what `reward.overlong_buffer` adds to a score; at most 0"),
     _m("reward/retried", "calls", "further calls of a reward function after one that failed", "sum"),
     _m("reward/latency_mean_s", "s", "seconds of a call of a reward function"),
-    _m("reward/latency_p50_s", "s", "seconds that half of the calls stay at or below", "quantile"),
-    _m("reward/latency_p95_s", "s", "seconds that 95 % of the calls stay at or below", "quantile"),
+    _m("reward/latency_p50_s", "s", "median duration of a call", "quantile"),
+    _m("reward/latency_p95_s", "s", "95th percentile of the calls' durations", "quantile"),
     _m("reward/latency_max_s", "s", "seconds of the longest call", "max"),
     _m("reward/part/{part}", "score", "score that a part of the reward gave, before its weight"),
     _m("reward/source/{source}/mean", "score", "score of the responses to one data source, if there are several"),
@@ -282,12 +286,12 @@ _MACHINE = (
 )
 
 METRICS: tuple[MetricSpec, ...] = (*_STEP, *_REWARD, *_RESPONSE, *_ROLLOUT, *_UPDATE, *_VALIDATION, *_MACHINE)
-"""In the order of the documentation; of several that fit a name, `find` takes the one that says most about it."""
+"""All metrics in the order of the documentation. If several fit a name, `find` returns the most specific."""
 
 
 @lru_cache(maxsize=4096)
 def find(name: str) -> MetricSpec | None:
-    """The metric that describes a name of the metric files; None if there is none."""
+    """Find the metric that describes a name of the metric files; None if the registry has none."""
     fitting = [spec for spec in _BY_PRECISION if spec.pattern.fullmatch(name)]
     return fitting[0] if fitting else None
 
