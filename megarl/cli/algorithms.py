@@ -1,4 +1,4 @@
-"""List the methods, algorithms and rewards that a configuration can choose, as the code declares them."""
+"""List the methods, algorithms and rewards that a configuration can name, as the code declares them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "actor.policy_loss.loss_mode": LOSSES,
     "algorithm.preference.loss_mode": PREFERENCES,
 }
-"""Configuration key -> what it can name."""
+"""Configuration key -> the algorithms that it can name."""
 
-_OF_THE_RESPONSE = ("tokens", "finish_reason")  # what a reward is given beside its arguments
+_OF_THE_RESPONSE = ("tokens", "finish_reason")  # a reward gets these in addition to reward.args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl algorithms`."""
+    """Add the arguments of `megarl algorithms`."""
     parser.add_argument("name", nargs="?", help="one of them; default all")
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def algorithms(name: str | None) -> int:
-    """Prints all algorithms, one line each, or all about those of a name; returns the exit code.
+    """Print all algorithms, one line each, or all about one name; returns the exit code.
 
     Raises:
         ValueError: no algorithm has the name.
@@ -76,7 +76,7 @@ def algorithms(name: str | None) -> int:
 
 
 def first_line(algorithm: Any) -> str:
-    """Of its docstring."""
+    """Return the first line of an algorithm's docstring."""
     return (inspect.getdoc(algorithm) or "").partition("\n")[0]
 
 
@@ -104,11 +104,10 @@ def _table(key: str, registry: Registry[Any]) -> Table:
 
 
 def arguments_of(reward: RewardFunction) -> str:
-    """What `reward.args` can hold: "target, width, shorter_is_fine=True"."""
-    own = [p for p in inspect.signature(reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    """List the keyword arguments that `reward.args` can hold: "target, width, shorter_is_fine=True"."""
     shown = []
-    for parameter in own:
-        if parameter.name not in _OF_THE_RESPONSE:
+    for parameter in inspect.signature(reward).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _OF_THE_RESPONSE:
             default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
             shown.append(f"{parameter.name}{default if len(default) < 20 else '=...'}")
     return ", ".join(shown)

@@ -1,4 +1,4 @@
-"""`megarl report RUN [RUN ...]`: what runs have left in their folders, as one page. Imports no torch."""
+"""Make one page of what runs wrote into their folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Writes the page, or serves it until Ctrl-C; returns the exit code.
+    """Write the page, or serve it until Ctrl-C; returns the exit code.
 
     Raises:
         ValueError: a folder holds no run with metrics, or the file cannot be written, or the port is taken.
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, rest: Sequence[str] = ()) -> int:
 
 
 def _write(out: str, text: bytes) -> None:
-    """The file takes its name when it is whole; two that are written at once do not mix."""
+    """Write a file that gets its name when it is whole. Two processes that write it at once do not mix."""
     partial = f"{out}.{os.getpid()}.partial"
     try:
         with open(partial, "wb", opener=no_link) as f:

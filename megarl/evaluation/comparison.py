@@ -97,7 +97,7 @@ def pair(a: Finished, b: Finished) -> list[Both]:
     return found
 
 
-def compare(prompts: Sequence[Both]) -> list[Comparison]:
+def compare_sources(prompts: Sequence[Both]) -> list[Comparison]:
     """One per data source that has a name, and at last that of all prompts."""
     of_source: dict[str, list[Both]] = {}
     for both in prompts:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megarl.config.describe import describe_all, flat
+from megarl.config.describe import describe_all, flat, yaml_value
 from megarl.config.load import CONFIG_FILE, read_yaml
 from megarl.config.schema import Config
 from megarl.config.secrets import for_records
@@ -43,7 +43,7 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
             value is not _MISSING and value != _default(key, default, of_run)
             for value, of_run in zip(values, of_runs, strict=True)
         ]
-        shown = [None if value is _MISSING else _text(value) for value in (default, *values)]
+        shown = [None if value is _MISSING else yaml_value(value) or '""' for value in (default, *values)]
         rows.append([key, known.get(key, ""), shown[0], shown[1:], differs])
     return {"rows": rows, "unreadable": unreadable}
 
@@ -68,11 +68,3 @@ def _read(run: Run, known: Mapping[str, str]) -> tuple[dict[str, Any], str]:
         return {}, f"{CONFIG_FILE} holds no sections"
     written = {str(key): value for key, value in tree.items()}
     return flat(for_records(written), known), ""  # an older version's record may hold a secret
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value if value else '""'
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
