@@ -115,7 +115,7 @@ def _check_working_directory() -> None:
     try:
         os.getcwd()
     except FileNotFoundError as e:
-        raise ValueError("the working directory has been deleted: change to one that exists") from e
+        raise ValueError("the working directory has been deleted: change to one that is there") from e
 
 
 def _shown(error: ValueError) -> str:

@@ -39,7 +39,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Estimate the mean of one value per prompt, with 1.96 standard errors (central limit theorem); None for no prompts.
+    """Estimate the mean of one value per prompt, with 1.96 standard errors (central limit theorem). No prompts: None.
 
     The interval is somewhat too narrow for a dozen prompts. It is None if all values are equal: 20 prompts that all
     fail do not show that no prompt would succeed.
@@ -167,8 +167,8 @@ SIGNS = 20_000
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired | None:
     """Compare one value per prompt and model, prompts in the same order; None without prompts.
 
-    If all differences are -1, 0 or 1, p is McNemar's exact p (binomial over the prompts that only one model solves), else
-    that of the sign-flip permutation test, of which McNemar's is a special case.
+    If all differences are -1, 0 or 1, p is McNemar's exact p (binomial over prompts that only one model solves), else
+        that of the sign-flip permutation test, of which McNemar's is a special case.
     """
     differences = [x - y for x, y in zip(a, b, strict=True)]
     mean = estimate(differences)
