@@ -35,7 +35,7 @@ WIDER = replace(ARCH, hidden_size=128, ffn_hidden_size=256)
 
 
 def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
-    from megarl.roles.optimizer_state import MOMENTS, _slot
+    from megarl.roles.optimizer_state import MOMENTS, Slots
 
     with actor_in(case, WIDER, dtype) as actor:
         parameters = list(actor.parameters().values())
@@ -45,7 +45,7 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
             "gradients": sum(buffer.grad_data.nbytes for model in actor.ddp for buffer in model.buffers),
             "optimizer": 0,
         }
-        for slot in filter(None, (_slot(actor.optimizer._adam, p) for p in parameters)):
+        for slot in filter(None, map(Slots(actor.optimizer._adam).of, parameters)):
             state = slot.tensors()
             held["optimizer"] += sum(state[name].nbytes for name in MOMENTS)
             if slot.main.untyped_storage().data_ptr() not in weights:

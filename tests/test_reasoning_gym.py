@@ -12,13 +12,13 @@ from selection import quick
 
 from megarl.config.reward import RewardConfig
 from megarl.rewards import load_reward
-from megarl.rewards.judge import Response, Scored
 from megarl.rewards.outside.guards import EVALUATED, GUARDS
 from megarl.rewards.outside.reasoning_gym import GENERATING, evaluating_calls
 from megarl.rewards.parts import parts_of, refusal_of
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.reasoning_gym_json import encode
+from megarl.rewards.results import Response, Scored
 from megarl.types import Prompt
 
 EVALUATING = [

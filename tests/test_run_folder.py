@@ -19,19 +19,20 @@ import pytest
 from ranks import Ranks
 from run_cases import run_here
 from small_disk import small_disk
+from small_state import rl_step, state_at
 from tiny_run import ROOT, write_run
 
-from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_partials, rl_step, write_state
+from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_partials, write_state
 from megarl.config import load_config
 from megarl.config.trainer import TrainerConfig
 from megarl.telemetry.lines import LineFile, rewrite
-from megarl.trainer.checks import check_run
-from megarl.trainer.resuming.run_folder import HeldFolder, check_run_folder
-from megarl.trainer.resuming.run_lock import RunLock, check_free
+from megarl.trainer.admission.checks import check_run
+from megarl.trainer.run_folder import HeldFolder, check_run_folder
+from megarl.trainer.run_lock import RunLock, check_free
 
 HOLDS = """
 import os, sys, time
-from megarl.trainer.resuming.run_lock import RunLock
+from megarl.trainer.run_lock import RunLock
 lock = RunLock(sys.argv[1])
 if os.fork() == 0:
     time.sleep(60)
@@ -104,7 +105,7 @@ def test_a_folder_of_somebody_else_s_is_refused() -> None:
     code = """
 import os, sys
 from megarl.config.trainer import TrainerConfig
-from megarl.trainer.resuming.run_folder import check_run_folder
+from megarl.trainer.run_folder import check_run_folder
 if os.geteuid() == 0:  # who may write everywhere
     os.setuid(65534)
 for place in sys.argv[1:]:
@@ -144,7 +145,7 @@ def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> N
     for step in (20, 40):
         folders[step] = checkpoint_folder(str(tmp_path), rl_step(step))
         os.makedirs(folders[step])
-        write_state(folders[step], {"step": step})
+        write_state(folders[step], state_at(rl_step(step)))
     earlier = TrainerConfig(default_local_dir=str(tmp_path), resume_mode="resume_path", resume_from_path=folders[20])
     assert refusal(earlier, folders[20]) == (
         f"{tmp_path} holds global_step_40, which is later than global_step_20 of trainer.resume_from_path; set another "

@@ -28,8 +28,8 @@ from megarl.telemetry import sinks
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks import background, open_sinks
 from megarl.telemetry.sinks.background import Background, Row
+from megarl.trainer.admission.telemetry import check_telemetry
 from megarl.trainer.records.report import Report
-from megarl.trainer.telemetry_checks import check_telemetry
 
 SAMPLE = Sample(prompt="1 + 1 =", response="zwölf", answer="2", reward=None)
 

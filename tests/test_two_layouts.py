@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from small_state import STATE, rl_step
 from training_cases import (
     ARCH,
     WITH_EXPERTS,
@@ -24,7 +25,6 @@ from training_cases import (
     with_targets,
 )
 
-from megarl.checkpoint.folder import rl_step
 from megarl.config.policy import BatchingConfig
 from megarl.models.architecture import Architecture
 from megarl.parallel.layout import TrainLayout
@@ -135,7 +135,7 @@ def _save(models: dict[str, Any], run_dir: str, step: int) -> str:
 
     state = {name: model.sharded_state(f"{name}.", loading=False) for name, model in models.items()}
     world = models["critic"].groups.world
-    return save_checkpoint(run_dir, rl_step(step), state, {}, write_model=lambda folder: None, world=world)
+    return save_checkpoint(run_dir, rl_step(step), state, STATE, write_model=lambda folder: None, world=world).folder
 
 
 def _load(models: dict[str, Any], folder: str) -> None:

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, replace
 
 from megarl.config.reward import RewardConfig
 from megarl.rewards.in_rank import InRank
-from megarl.rewards.judge import Response
 from megarl.rewards.parts import parts_of
 from megarl.rewards.pool import RewardPool
+from megarl.rewards.results import Response
 from megarl.types import Prompt
 
 VERIFIERS = """

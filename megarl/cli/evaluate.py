@@ -96,7 +96,7 @@ def config_of(subject: Subject, file: str | None, request: Request, folder: str)
 
 def check(subject: Subject, file: str | None, request: Request) -> None:
     """Raise ValueError if the evaluation cannot work. Makes no folder."""
-    from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
 
     config = config_of(subject, file, request, request.out or f"{subject.place}/new")
     check_nothing_hidden(config)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megarl.config.policy import ReshardConfig, RolloutConfig
+from megarl.environments.episodes import Episodes
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.parallel.generation_groups import GenerationGroups
@@ -20,7 +21,6 @@ from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.model import MegatronModel
 from megarl.rollout.engine import EngineSettings
-from megarl.rollout.episodes import Episodes
 from megarl.rollout.kinds import engine_kind
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
 from megarl.rollout.speed import Speed

@@ -170,7 +170,7 @@ class MegatronModel:
             ValueError: something to save of a model that is trained is not finite; others are saved as they are.
         """
         del loading
-        return spread_over_replicas(self.sharded_weights(prefix), self.groups.pgs.dp_cp)
+        return spread_over_replicas(self.sharded_weights(prefix), self.groups.pgs)
 
     def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
         """Take over what was read through `sharded_state` with the same prefix."""

@@ -160,12 +160,10 @@ class MegatronOptimizer:
         """
         self.masters.restore()
         self.moments.restore()
-        data_parallel = self.groups.pgs.dp_cp
         if not loading:
             refuse_nonfinite(self._adam, weights, self.groups.world)
-            weights = spread_over_replicas(weights, data_parallel)
-        split = data_parallel if self._megatron.use_distributed_optimizer else None
-        state = sharded_optimizer_state(self._adam, weights, split, loading=loading)
+            weights = spread_over_replicas(weights, self.groups.pgs)
+        state = sharded_optimizer_state(self._adam, weights, self.groups.pgs, loading=loading)
         return {**weights, "optimizer": state, "scheduler": self._schedule.state_dict()}
 
     def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The roles that a configuration asks for."""
+"""Builds the roles that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megarl.roles.reward_model import RewardModel
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.other_models import architecture_of
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
 from megarl.trainer.stopped import RunRefused
 
 
 def build_actor(
     inputs: Inputs, groups: TrainGroups, *, optim: OptimConfig, total_steps: int, empty: bool = False
 ) -> Actor:
-    """The actor with its first weights.
+    """Build the actor with its first weights.
 
     Args:
         optim, total_steps: of its first optimizer.
@@ -63,7 +63,7 @@ def build_actor(
 
 
 def build_policy(inputs: Inputs, groups: TrainGroups) -> Policy:
-    """The actor as it would begin, without gradients and optimizer.
+    """Build the actor as it would begin, without gradients and optimizer.
 
     Where the engine shares its weights they stay on the GPU, whatever `param_offload` says.
     """
@@ -100,7 +100,7 @@ def _load_policy(policy: MegatronModel, inputs: Inputs) -> None:
 def build_reward_model(
     inputs: Inputs, groups: TrainGroups, *, optim: OptimConfig, total_steps: int, empty: bool = False
 ) -> RewardModel:
-    """A reward model that begins as the language model, or the sequence classifier, of `actor_rollout_ref.model`.
+    """Build a reward model that begins as the language model, or the sequence classifier, of `actor_rollout_ref.model`.
 
     The other arguments are those of `build_actor`.
     """
@@ -126,14 +126,15 @@ def build_reward_model(
 
 
 def build_reference(config: Config, actor: Actor) -> Reference:
-    """A copy of the actor as it is now."""
+    """Build a copy of the actor as it is now."""
     roles = config.actor_rollout_ref
     offload = roles.ref.megatron.param_offload
     return Reference(actor, model=roles.model, megatron=roles.actor.megatron, param_offload=offload)
 
 
 def build_critic(run: Run, actor: Actor) -> Critic:
-    """The critic with its first weights: those of `critic.model.path`, or the actor's as they are now. A head that is
+    """Build the critic with its first weights: those of `critic.model.path`, or the actor's as they are now. A head
+    that is
     in neither is 0. All are 0 where the checkpoint that the run goes on from has them."""
     inputs, config = run.inputs, run.config
     settings, seed = config.critic, config.data.seed
@@ -161,12 +162,12 @@ def build_critic(run: Run, actor: Actor) -> Critic:
 
 
 def build_teacher(run: Run) -> Teacher:
-    """The teacher, from its files."""
+    """Build the teacher from its files."""
     return _frozen(Teacher, run, run.config.teacher)
 
 
 def build_judge(run: Run) -> Judge:
-    """The reward model, from its files."""
+    """Build the reward model from its files."""
     return _frozen(Judge, run, run.config.reward_model)
 
 
@@ -191,7 +192,7 @@ def _weights(model: ModelConfig | OtherModelConfig, arch: Architecture, seed: in
 
 
 def prompt_sampler(inputs: Inputs) -> PromptSampler:
-    """The order of the training prompts, or examples."""
+    """Build the sampler that draws the training prompts, or examples, in their order."""
     data, allow, prompts = inputs.config.data, inputs.config.trainer.resume_allow, inputs.train_prompts
     if inputs.train_examples:
         return PromptSampler(len(inputs.train_examples), data.train_batch_size, data.shuffle, data.seed, allow=allow)
@@ -215,7 +216,7 @@ def _order(curriculum: str, prompts: PromptSet) -> Order | None:
 
 
 def policy_loss(config: Config, *, reference: bool | None = None) -> Loss:
-    """The loss that the configuration asks for, with entropy, and the KL to a reference where there is one.
+    """Return the loss that the configuration asks for, with entropy, and the KL to a reference where there is one.
 
     Args:
         reference: whether `Batch.ref_logp` will be there; None: as the keys ask for one.
