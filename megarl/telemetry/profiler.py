@@ -158,12 +158,12 @@ class Profiler:
             yield
             completed = True
         finally:
-            recorder, self._recorder = self._recorder, None
-            if recorder is not None:
+            current, self._recorder = self._recorder, None
+            if current is not None:
                 with self._harmless():
-                    recorder.stop()
+                    current.stop()
                     if completed:
-                        self._write(recorder, number)
+                        self._write(current, number)
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
