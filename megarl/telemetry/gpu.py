@@ -14,7 +14,7 @@ SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """One reading of one GPU.
+    """A reading of a GPU.
 
     Attributes:
         utilization: share of NVML's window in which a kernel ran.
