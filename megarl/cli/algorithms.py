@@ -55,21 +55,21 @@ def algorithms(name: str | None) -> int:
         plain_console().print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
         plain_console().print(f"\nreward.args: {arguments_of(reward) or 'none'}")
         return 0
-    shown = [
+    matches = [
         (f"{key}={name}", inspect.getdoc(registry.load(name)), about_of(registry.load(name)))
         for key, registry in REGISTRIES.items()
         if name in registry.names()
     ]
     if name in METHODS:
-        shown.append((" ".join(METHODS[name].settings), METHODS[name].what, METHODS[name].about))
-    if not shown:
+        matches.append((" ".join(METHODS[name].settings), METHODS[name].what, METHODS[name].about))
+    if not matches:
         registered = (known for registry in REGISTRIES.values() for known in registry.names())
         names = sorted({*METHODS, *rewards.names(), *registered})
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
         raise ValueError(f"no algorithm is called {name!r}; {rest}")
     console = plain_console()
-    for selected_by, text, about in shown:
+    for selected_by, text, about in matches:
         console.print(f"{selected_by}\n\n{text}\n")
         console.print("\n".join(f"{label}: {text}" for label, text in _declared(about).items() if text))
     return 0
@@ -105,12 +105,12 @@ def _table(key: str, registry: Registry[Any]) -> Table:
 
 def arguments_of(reward: RewardFunction) -> str:
     """List the keyword arguments that `reward.args` can hold: "target, width, shorter_is_fine=True"."""
-    shown = []
+    arguments = []
     for parameter in inspect.signature(reward).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _OF_THE_RESPONSE:
             default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
-            shown.append(f"{parameter.name}{default if len(default) < 20 else '=...'}")
-    return ", ".join(shown)
+            arguments.append(f"{parameter.name}{default if len(default) < 20 else '=...'}")
+    return ", ".join(arguments)
 
 
 def _rewards() -> Table:

@@ -26,16 +26,16 @@ EXAMPLE = "megarl config explain actor_rollout_ref.actor.clip_ratio"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl config`."""
-    what = parser.add_subparsers(dest="what", required=True, metavar="print | explain | diff | keys | migrate")
-    add_config(what.add_parser("print", help="the resolved configuration"))
-    key: Any = what.add_parser("explain", help="a key or a section").add_argument("key", metavar="KEY")
+    subcommands = parser.add_subparsers(dest="what", required=True, metavar="print | explain | diff | keys | migrate")
+    add_config(subcommands.add_parser("print", help="the resolved configuration"))
+    key: Any = subcommands.add_parser("explain", help="a key or a section").add_argument("key", metavar="KEY")
     key.completer = lambda prefix, **_: [word.removesuffix("=") for word in keys(prefix)]
-    diff = what.add_parser("diff", help="what differs")
+    diff = subcommands.add_parser("diff", help="what differs")
     diff.add_argument("a", metavar="A", help="YAML file or run folder")
     diff.add_argument("b", metavar="B", nargs="?", help="the same; default: the defaults")
-    listing = what.add_parser("keys", help="a table of all keys")
+    listing = subcommands.add_parser("keys", help="a table of all keys")
     listing.add_argument("prefix", nargs="?", default="", help="only the keys of this section")
-    migrate.add_arguments(what.add_parser("migrate", help="another program's configuration in these keys"))
+    migrate.add_arguments(subcommands.add_parser("migrate", help="another program's configuration in these keys"))
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
@@ -63,23 +63,24 @@ def explain(key: str) -> str:
         ConfigError: there is no such key or section; the message names the nearest one.
     """
     key = key.partition("=")[0].rstrip(".")
-    described = {description.key: description for description in describe_all()}
-    if key in described:
-        return _explained(described[key])
-    if key in (known := sections()):
-        members = [description for name, description in described.items() if name.startswith(f"{key}.")]
+    descriptions = {description.key: description for description in describe_all()}
+    if key in descriptions:
+        return _explained(descriptions[key])
+    if key in (section_texts := sections()):
+        members = [description for name, description in descriptions.items() if name.startswith(f"{key}.")]
         width = max(len(member.key) for member in members)
         lines = [f"  {member.key:<{width}}  {_short(member)}" for member in members]
-        return "\n".join([f"{key}: {known[key]}", "", *lines])
+        return "\n".join([f"{key}: {section_texts[key]}", "", *lines])
     near = nearest_key(key)
     raise ConfigError(f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "; see `megarl config keys`"))
 
 
 def differences(a: Config, b: Config) -> list[str]:
     """Write `key: value in A | value in B` for each key whose values differ."""
-    known = {description.key for description in describe_all()}
-    left, right = (flat(for_records(config.model_dump()), known) for config in (a, b))
-    return [f"{key}: {_shown(left[key])} | {_shown(right[key])}" for key in left if left[key] != right[key]]
+    names = {description.key for description in describe_all()}
+    values_a, values_b = (flat(for_records(config.model_dump()), names) for config in (a, b))
+    keys_that_differ = [key for key in values_a if values_a[key] != values_b[key]]
+    return [f"{key}: {_shown(values_a[key])} | {_shown(values_b[key])}" for key in keys_that_differ]
 
 
 def _read(path: str) -> Config:
@@ -119,9 +120,9 @@ def _print_keys(prefix: str) -> None:
     table = Table(title="Configuration keys", title_justify="left")
     for column in ("key", "type", "default", "meaning"):
         table.add_column(column, no_wrap=column == "key")
-    chosen = [description for description in describe_all() if description.key.startswith(prefix)]
-    if not chosen:
+    descriptions = [description for description in describe_all() if description.key.startswith(prefix)]
+    if not descriptions:
         explain(prefix)  # raises and names the nearest key
-    for description in chosen:
+    for description in descriptions:
         table.add_row(description.key, description.kind, _shown(description.default), description.text)
     print_table(table)

@@ -217,15 +217,15 @@ def say(answering: Answering, words: Words, prompt: str) -> int:
 def write_answers(answering: Answering, words: Words, prompts: Sequence[str]) -> int:
     """Write a JSON line per prompt, in their order, each as soon as the earlier ones are written."""
     waiting: dict[int, Completion] = {}
-    written = 0
+    next_prompt = 0
 
     def finished(i: int, completion: Completion) -> None:
-        nonlocal written
+        nonlocal next_prompt
         waiting[i] = completion
-        while written in waiting:
-            line = _line(prompts[written], waiting.pop(written), words)
+        while next_prompt in waiting:
+            line = _line(prompts[next_prompt], waiting.pop(next_prompt), words)
             print(plain(json.dumps(line, ensure_ascii=False)), flush=True)
-            written += 1
+            next_prompt += 1
 
     answering.ask([words.token_ids([Turn("user", prompt)]) for prompt in prompts], finished=finished)
     return 0
@@ -276,15 +276,15 @@ def converse(answering: Answering, words: Words) -> int:
 @contextmanager
 def _noted_interrupt() -> Iterator[list[int]]:
     """Note a Ctrl-C in the yielded list. A second Ctrl-C raises KeyboardInterrupt."""
-    noted: list[int] = []
+    interrupts: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if noted:
+        if interrupts:
             raise KeyboardInterrupt
-        noted.append(number)
+        interrupts.append(number)
 
     with signals_handled([signal.SIGINT], note):
-        yield noted
+        yield interrupts
 
 
 def _prompts(args: argparse.Namespace, column: str) -> list[str]:

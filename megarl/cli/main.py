@@ -165,10 +165,10 @@ def parser_for(words: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleTyp
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="megarl", help=argparse.SUPPRESS
     )
-    named = next((word for word in words if word in COMMANDS), None)
+    name = next((word for word in words if word in COMMANDS), None)
     module = None
     for command in COMMANDS.values():
-        if command.name != named:
+        if command.name != name:
             commands.add_parser(command.name, help=command.help)
             continue
         module = importlib.import_module(f"megarl.cli.{command.module or command.name}")

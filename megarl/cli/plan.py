@@ -134,7 +134,7 @@ def _ranks(gpus: int | None, per_node: int) -> list[str]:
 
 
 def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
-    given = {
+    options = {
         "memory": args.gpu_memory,
         "memory_rate": args.memory_rate,
         "peer_rate": args.peer_rate,
@@ -142,8 +142,8 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
         "mfu": args.mfu,
         "flops": {dtype: args.tflops * 1e12} if args.tflops else None,
     }
-    changed = {name: value for name, value in given.items() if value is not None}
-    return replace(H200, **changed)
+    values = {name: value for name, value in options.items() if value is not None}
+    return replace(H200, **values)
 
 
 def _headline(job: Job) -> str:

@@ -18,9 +18,11 @@ EXAMPLE = "megarl report runs/math/a runs/math/b --out report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--out", metavar="FILE", help="default report.html in the folder of one run, or here of several")
-    where.add_argument(
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--out", metavar="FILE", help="default report.html in the folder of one run, or here of several"
+    )
+    target.add_argument(
         "--serve",
         nargs="?",
         type=int,

@@ -247,13 +247,13 @@ def _cells(run: FoundRun, folder: str) -> dict[str, str]:
     from megarl.estimate.budget_table import size
     from megarl.telemetry.progress import duration
 
-    of = "?" if run.steps is None else run.steps
+    steps = "?" if run.steps is None else run.steps
     cells = {
         "run": os.path.relpath(run.folder, folder) if run.folder != folder else run.folder,
         "flow": run.flow,
         "model": run.model,
         "state": run.state if len(run.state) <= 60 else f"{run.state[:59]}…",
-        "step": "-" if run.step is None else f"{run.step}/{of}",
+        "step": "-" if run.step is None else f"{run.step}/{steps}",
         "last metrics": ", ".join(f"{label} {value:.4g}" for label, value in run.metrics.items()),
         "changed": f"{duration(max(0.0, time.time() - run.changed))} ago",
         "checkpoints": f"{run.checkpoints}, {size(run.size)}" if run.checkpoints else "-",

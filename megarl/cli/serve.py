@@ -129,8 +129,8 @@ def _remarks(folder: str, tokenizer: str, config: Config | None, chat_template: 
         remarks.append("no chat template: ask /v1/completions, or give one with --chat-template")
     if config is not None and (arguments := config.data.apply_chat_template_kwargs):
         remarks.append(f"the run told its chat template more: ask with chat_template_kwargs={json.dumps(arguments)}")
-    if config is not None and (others := _other_ends(folder, config)):
-        remarks.append(f"the run ended responses with other tokens, too: ask with stop_token_ids={others}")
+    if config is not None and (tokens := _other_ends(folder, config)):
+        remarks.append(f"the run ended responses with other tokens, too: ask with stop_token_ids={tokens}")
     if config is not None and config.actor_rollout_ref.rollout.stop:
         remarks.append(f"the run ended responses with strings: ask with stop={config.actor_rollout_ref.rollout.stop}")
     return remarks

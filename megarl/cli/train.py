@@ -55,8 +55,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
     inputs = check_run(config)
     FLOWS.check(config.trainer.flow)
-    if done := finished(inputs, expected_start(inputs)):
-        print(f"megarl: {done}", file=sys.stderr)
+    if reason := finished(inputs, expected_start(inputs)):
+        print(f"megarl: {reason}", file=sys.stderr)
         return 0
     if node_rank == 0:  # on another node, the ranks of node 0 may hold the folder already
         check_free(config.trainer.run_dir)

@@ -59,12 +59,12 @@ def keys(prefix: str, **_: object) -> Iterable[str]:
     from megarl.config.describe import describe_all
 
     key, sep, _value = prefix.partition("=")
-    described = {description.key: description for description in describe_all()}
+    descriptions = {description.key: description for description in describe_all()}
     if sep:
-        return [f"{key}={value}" for value in described[key].choices] if key in described else []
+        return [f"{key}={value}" for value in descriptions[key].choices] if key in descriptions else []
     depth = prefix.count(".") + 1
     completions = []
-    for name in described:
+    for name in descriptions:
         if name.startswith(prefix):
             parts = name.split(".")
             completions.append(f"{name}=" if len(parts) <= depth else ".".join(parts[:depth]) + ".")

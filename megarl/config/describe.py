@@ -108,8 +108,8 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     elif origin is list:
         text = f"list of: {_kind(arguments[0])}"
     elif origin is dict:
-        named = _kind(arguments[1])
-        text = f"mapping of: {named}" if named.startswith("mapping") else "mapping"
+        item = _kind(arguments[1])
+        text = f"mapping of: {item}" if item.startswith("mapping") else "mapping"
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):  # the type of a mapping's or list's items
         text = f"mapping with {', '.join(annotation.model_fields)}"
     else:

@@ -116,13 +116,13 @@ def check_interpolations(tree: Any, *, dangling: bool = False) -> None:
     Args:
         dangling: ignore interpolations that refer to missing nodes, instead of raising OmegaConf's error.
     """
-    left, resolve = LARGEST, Container.resolve_parse_tree
+    budget, resolve = LARGEST, Container.resolve_parse_tree
 
     def counted(self: Container, *args: Any, **kwargs: Any) -> Any:
-        nonlocal left
+        nonlocal budget
         value = resolve(self, *args, **kwargs)
-        left -= len(value) if isinstance(value, str) else 1
-        if left < 0:
+        budget -= len(value) if isinstance(value, str) else 1
+        if budget < 0:
             raise ValueError(_INTERPOLATED)
         return value
 
@@ -130,7 +130,7 @@ def check_interpolations(tree: Any, *, dangling: bool = False) -> None:
         try:
             return node[key]
         except OmegaConfBaseException:
-            if left < 0 or not dangling:
+            if budget < 0 or not dangling:
                 raise
             return None
 
@@ -141,19 +141,19 @@ def check_interpolations(tree: Any, *, dangling: bool = False) -> None:
         Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
 
 
-def _nodes(tree: Any, known: dict[int, int], value_of: Callable[[Any, Any], Any]) -> int:
+def _nodes(tree: Any, counts: dict[int, int], value_of: Callable[[Any, Any], Any]) -> int:
     """Count the nodes of a tree with its interpolations resolved."""
     if not OmegaConf.is_config(tree):
         return 1
-    if id(tree) not in known:
-        known[id(tree)] = LARGEST  # the count if the tree contains itself
+    if id(tree) not in counts:
+        counts[id(tree)] = LARGEST  # the count if the tree contains itself
         count = 1
         for key in list(tree) if OmegaConf.is_dict(tree) else range(len(tree)):
-            count += 1 if OmegaConf.is_missing(tree, key) else _nodes(value_of(tree, key), known, value_of)
+            count += 1 if OmegaConf.is_missing(tree, key) else _nodes(value_of(tree, key), counts, value_of)
         if count > LARGEST:
             raise ValueError(_INTERPOLATED)
-        known[id(tree)] = count
-    return known[id(tree)]
+        counts[id(tree)] = count
+    return counts[id(tree)]
 
 
 def load_run_config(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -220,17 +220,17 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
 
 def _override(tree: Any, item: str) -> Any:
     key, sep, value = item.partition("=")
-    shown = f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key) else secrets.hide(item)
+    text = f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key) else secrets.hide(item)
     if not sep or not key:
-        raise ConfigError(f"override '{_cut(shown)}' is not of the form key=value")
+        raise ConfigError(f"override '{_cut(text)}' is not of the form key=value")
     try:
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist([item if value else f"{key}=''"]))
         if value == "{}":  # merging an empty mapping would change nothing
             OmegaConf.update(merged, key, {}, merge=False)
         return merged
     except Exception as e:
-        reason = secrets.HIDDEN if shown != item else _one_line(e)  # the error may quote the item
-        raise ConfigError(f"override '{_cut(shown)}' does not work: {reason}") from e
+        reason = secrets.HIDDEN if text != item else _one_line(e)  # the error may quote the item
+        raise ConfigError(f"override '{_cut(text)}' does not work: {reason}") from e
 
 
 def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -244,12 +244,12 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str 
 
 def nearest_key(key: str) -> str | None:
     """Find the key or section that a misspelt name may mean; None if none is similar."""
-    known = list(all_keys())
-    known += sorted({k.rsplit(".", i)[0] for k in known for i in range(1, k.count(".") + 1)})
+    names = list(all_keys())
+    names += sorted({k.rsplit(".", i)[0] for k in names for i in range(1, k.count(".") + 1)})
     leaf = key.rsplit(".", 1)[-1]
-    near = [k for k in known if k.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
+    near = [k for k in names if k.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
     if not near:  # a key of a missing feature must not be taken for another key
-        alike = [k for k in known if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() >= 0.8]
+        alike = [k for k in names if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() >= 0.8]
         near = difflib.get_close_matches(key, alike, n=1, cutoff=0.0)
     return near[0] if near else None
 

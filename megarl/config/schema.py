@@ -49,12 +49,12 @@ class Config(Section):
         megatron = (actor.get("actor") or {}).get("megatron") if isinstance(actor, dict) else None
         if not isinstance(megatron, dict):
             return values
-        others = {}
+        sections = {}
         for name in ("critic", "reward_model", "teacher"):
             section = values.get(name, {})
             if isinstance(section, dict) and isinstance(section.get("megatron", {}), dict):
-                others[name] = {**section, "megatron": {**megatron, **section.get("megatron", {})}}
-        return {**values, **others}
+                sections[name] = {**section, "megatron": {**megatron, **section.get("megatron", {})}}
+        return {**values, **sections}
 
     @property
     def critic_mini_batch_size(self) -> int:

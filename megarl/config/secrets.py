@@ -94,9 +94,9 @@ def hide(text: str) -> str:
 def without_secrets(values: dict[str, Any]) -> dict[str, Any]:
     """Drop secrets from values by dotted key, because another password makes no other run. A value of the environment
     is replaced by the file's text."""
-    written = {value: raw for (_, value), raw in _written.items() if len(value) >= _SHORT}
+    file_texts = {value: raw for (_, value), raw in _written.items() if len(value) >= _SHORT}
     return {
-        key: hide(written.get(value, value)) if isinstance(value, str) else value
+        key: hide(file_texts.get(value, value)) if isinstance(value, str) else value
         for key, value in values.items()
         if not names_secret(key)
     }
@@ -115,8 +115,8 @@ def hand_over(values: Any, environment: Any) -> None:
 
 def filled(values: Any, key: str = "") -> Any:
     """Fill the hidden values of a record with those that were handed to this process."""
-    given = json.loads(os.environ.get(VARIABLE) or "{}")
-    return _filled(values, key, given) if given else values
+    secrets = json.loads(os.environ.get(VARIABLE) or "{}")
+    return _filled(values, key, secrets) if secrets else values
 
 
 def left_out(values: Any) -> list[str]:
@@ -124,12 +124,12 @@ def left_out(values: Any) -> list[str]:
     return [key for key, value in _leaves(values, "") if isinstance(value, str) and HIDDEN in value]
 
 
-def _filled(values: Any, key: str, given: dict[str, Any]) -> Any:
+def _filled(values: Any, key: str, secrets: dict[str, Any]) -> Any:
     if isinstance(values, dict):
-        return {name: _filled(value, f"{key}.{name}" if key else str(name), given) for name, value in values.items()}
+        return {name: _filled(value, f"{key}.{name}" if key else str(name), secrets) for name, value in values.items()}
     if isinstance(values, list):
-        return [_filled(value, f"{key}.{i}", given) for i, value in enumerate(values)]
-    return given.get(key, values) if isinstance(values, str) and HIDDEN in values else values
+        return [_filled(value, f"{key}.{i}", secrets) for i, value in enumerate(values)]
+    return secrets.get(key, values) if isinstance(values, str) and HIDDEN in values else values
 
 
 def _leaves(values: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -32,11 +32,11 @@ def main() -> int:
     seconds = _seconds(buffer)
     if rank == 0:
         moved = 2 * (world - 1) / world * buffer.nbytes  # bytes that each rank moves in a ring
-        what = f"{world} {'GPUs over NCCL' if on_gpu else 'CPU ranks over gloo'}"
+        ranks = f"{world} {'GPUs over NCCL' if on_gpu else 'CPU ranks over gloo'}"
         rate = f"{moved / seconds / 1e9:.1f} GB/s per rank" if world > 1 else "nothing to send to"
         verdict = "ok" if right else "MISSING"
         size = f"{buffer.nbytes / 2**20:.0f} MiB in {1e3 * seconds:.2f} ms"
-        print(f"  {verdict:<8}{what}: {size}, {rate}", flush=True)
+        print(f"  {verdict:<8}{ranks}: {size}, {rate}", flush=True)
     dist.destroy_process_group()
     return 0 if right else 1
 

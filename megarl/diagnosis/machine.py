@@ -136,8 +136,8 @@ def _memory_of_programs() -> Finding:
     if group is not None:
         group.close()
         return Finding("memory of programs", State.OK, "a control group holds each to its limit")
-    looked = f"no control group can be made: the processes of each are added up every {INTERVAL * 1000:.0f} ms"
-    return Finding("memory of programs", State.OK, f"{looked}; what it keeps in /tmp comes on top")
+    detail = f"no control group can be made: the processes of each are added up every {INTERVAL * 1000:.0f} ms"
+    return Finding("memory of programs", State.OK, f"{detail}; what it keeps in /tmp comes on top")
 
 
 def scheduler() -> list[Finding]:

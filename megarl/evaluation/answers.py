@@ -23,12 +23,12 @@ def answer_in(response: str) -> str | None:
     boxed = last_boxed(response)
     if boxed is not None:
         return normalised(boxed)
-    before, closed, _ = response.rpartition("</answer>")
-    _, opened, tagged = before.rpartition("<answer>")
-    if closed and opened:
+    before, closing, _ = response.rpartition("</answer>")
+    _, opening, tagged = before.rpartition("<answer>")
+    if closing and opening:
         return normalised(tagged)
-    _, hashed, after = response.rpartition("####")
-    if hashed and after.strip():
+    _, mark, after = response.rpartition("####")
+    if mark and after.strip():
         return normalised(after.strip().splitlines()[0])
     last = next((line for line in reversed(response.splitlines()) if line.strip()), "")
     return normalised(_ANSWER_IS.split(last)[-1])

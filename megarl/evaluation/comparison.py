@@ -75,9 +75,11 @@ def check_same_prompts(a: Finished, b: Finished) -> None:
             raise ValueError(
                 f"'{lacks.folder}' has no prompt {index}, and '{has.folder}' has: evaluate both on the same files"
             )
-        what = next(name for name, x, y in zip(("text", "answer", "source"), prompt_a, prompt_b, strict=True) if x != y)
+        field = next(
+            name for name, x, y in zip(("text", "answer", "source"), prompt_a, prompt_b, strict=True) if x != y
+        )
         raise ValueError(
-            f"prompt {index} has another {what} in '{a.folder}' than in '{b.folder}': evaluate both on the same files"
+            f"prompt {index} has another {field} in '{a.folder}' than in '{b.folder}': evaluate both on the same files"
         )
 
 
@@ -103,7 +105,7 @@ def compare_sources(prompts: Sequence[Both]) -> list[Comparison]:
 
 
 def _comparison(source: str, prompts: Sequence[Both]) -> Comparison:
-    scores, shares = ([getattr(both, name) for both in prompts] for name in ("scores", "shares"))
+    scores, shares = ([getattr(prompt, name) for prompt in prompts] for name in ("scores", "shares"))
     mean, accuracy = (paired([a for a, _ in pairs], [b for _, b in pairs]) for pairs in (scores, shares))
     assert mean is not None and accuracy is not None
     levels = {
@@ -117,8 +119,10 @@ def write_comparison(
     folder: str, a: Finished, b: Finished, prompts: Sequence[Both], comparisons: Sequence[Comparison]
 ) -> None:
     """Write compare.json, and changes.jsonl with the prompts whose scores differ, the largest differences first."""
-    changed = sorted((both for both in prompts if _gap(both)), key=lambda both: (-abs(_gap(both)), both.a[0].index))
-    lines = [json.dumps(_change(both), ensure_ascii=False) + "\n" for both in changed]
+    changes = sorted(
+        (prompt for prompt in prompts if _gap(prompt)), key=lambda prompt: (-abs(_gap(prompt)), prompt.a[0].index)
+    )
+    lines = [json.dumps(_change(prompt), ensure_ascii=False) + "\n" for prompt in changes]
     write_whole(os.path.join(folder, CHANGES_FILE), lambda f: f.writelines(lines))
     *named, overall = comparisons
     values = {
@@ -165,21 +169,21 @@ def _as_json(comparison: Comparison) -> Mapping[str, Any]:
     return {"prompts": comparison.prompts, "mean": mean, "pass@1": share}
 
 
-def _gap(both: Both) -> float:
-    a, b = both.scores
+def _gap(prompt: Both) -> float:
+    a, b = prompt.scores
     return a - b
 
 
-def _change(both: Both) -> Mapping[str, Any]:
-    first, (a, b) = both.a[0], both.scores
+def _change(prompt: Both) -> Mapping[str, Any]:
+    first, (a, b) = prompt.a[0], prompt.scores
     return {
         "difference": a - b,
-        "source": both.source,
+        "source": prompt.source,
         "index": first.index,
         "prompt": first.prompt,
         "answer": first.answer,
-        "a": [{"response": record.response, "score": record.score} for record in both.a],
-        "b": [{"response": record.response, "score": record.score} for record in both.b],
+        "a": [{"response": record.response, "score": record.score} for record in prompt.a],
+        "b": [{"response": record.response, "score": record.score} for record in prompt.b],
     }
 
 

@@ -91,8 +91,8 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[float], 
         return _vote(counts, values)
     if n * k <= EXACT_COST:
         return _expected_vote(counts, values, silent, k)
-    drawn = np.random.default_rng(_SEED).multivariate_hypergeometric([*counts, silent], k, size=SUBSETS)
-    return math.fsum(_vote(row[:-1].tolist(), values) for row in drawn) / SUBSETS
+    subsets = np.random.default_rng(_SEED).multivariate_hypergeometric([*counts, silent], k, size=SUBSETS)
+    return math.fsum(_vote(row[:-1].tolist(), values) for row in subsets) / SUBSETS
 
 
 def _vote(counts: Sequence[int], values: Sequence[float]) -> float:
@@ -117,13 +117,13 @@ def _expected_vote(counts: Sequence[int], values: Sequence[float], silent: int, 
         for count, value in zip(counts, values, strict=True):
             next_ways, next_won = np.zeros_like(ways), np.zeros_like(won)
             for u in range(min(v - 1, count) + 1):
-                chosen = math.comb(count, u)
-                next_ways[u:] += chosen * ways[: k + 1 - u]
-                next_won[u:] += chosen * won[: k + 1 - u]
+                subsets = math.comb(count, u)
+                next_ways[u:] += subsets * ways[: k + 1 - u]
+                next_won[u:] += subsets * won[: k + 1 - u]
             if count >= v:
-                chosen = math.comb(count, v)
-                next_ways[v:, 1:] += chosen * ways[: k + 1 - v, :-1]
-                next_won[v:, 1:] += chosen * (won[: k + 1 - v, :-1] + value * ways[: k + 1 - v, :-1])
+                subsets = math.comb(count, v)
+                next_ways[v:, 1:] += subsets * ways[: k + 1 - v, :-1]
+                next_won[v:, 1:] += subsets * (won[: k + 1 - v, :-1] + value * ways[: k + 1 - v, :-1])
             ways, won = next_ways, next_won
         of_silent = [math.comb(silent, k - s) for s in range(k + 1)]
         ties = np.arange(1, won.shape[1])

@@ -77,7 +77,7 @@ class Blocks:
         blocks: dict[str, Block] = {}
         configs = [os.path.join(run.folder, CONFIG_FILE) for run in self._runs]
         blocks["settings"] = cached("settings", configs, lambda: settings(self._runs))
-        listed = []
+        runs = []
         for place, run in enumerate(self._runs):
             table = curves(run)
             last_step = table["steps"][-1] + 1 if table["steps"] else None  # a step may have begun after the last row
@@ -87,8 +87,8 @@ class Blocks:
             budget = os.path.join(run.folder, BUDGET_FILE)
             blocks[f"memory-{place}"] = cached(f"memory-{place}", [budget], partial(_budget_at, budget))
             blocks |= self._rollouts(place, run, last_step, rollouts)
-            listed.append({"name": run.name, "folder": run.folder})
-        blocks["runs"] = Block.of({"runs": listed})
+            runs.append({"name": run.name, "folder": run.folder})
+        blocks["runs"] = Block.of({"runs": runs})
         self.blocks = blocks
         return blocks
 
@@ -120,13 +120,13 @@ def _timeline(paths: Sequence[str], last_step: int | None) -> Callable[[], Any]:
         lines = [line for path in paths for line in complete_lines(path)]
         rows = [row for line in lines if (row := read_spans(line)) is not None]
         finished = (row for row in rows if last_step is None or row["step"] < last_step)
-        shown, spans = newest(finished, MOST_TIMELINE_STEPS), 0
-        for i in range(len(shown) - 1, -1, -1):
-            spans += sum(len(of_rank) for of_rank in shown[i]["ranks"]) // 3
-            if spans > _MOST_SPANS and i < len(shown) - 1:
-                shown = shown[i + 1 :]
+        steps, spans = newest(finished, MOST_TIMELINE_STEPS), 0
+        for i in range(len(steps) - 1, -1, -1):
+            spans += sum(len(of_rank) for of_rank in steps[i]["ranks"]) // 3
+            if spans > _MOST_SPANS and i < len(steps) - 1:
+                steps = steps[i + 1 :]
                 break
-        return {"steps": shown, "damaged": len(lines) - len(rows)}
+        return {"steps": steps, "damaged": len(lines) - len(rows)}
 
     return make
 

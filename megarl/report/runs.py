@@ -46,8 +46,8 @@ def runs_at(folders: Sequence[str], *, may_be_empty: bool = False) -> list[Run]:
 
 def _check(folder: str, may_be_empty: bool) -> None:
     if not os.path.isdir(folder):
-        what = "is a file, not a run's folder" if os.path.exists(folder) else "is not there"
-        raise ValueError(f"'{folder}' {what}; name the folder that trainer.default_local_dir gave the run")
+        problem = "is a file, not a run's folder" if os.path.exists(folder) else "is not there"
+        raise ValueError(f"'{folder}' {problem}; name the folder that trainer.default_local_dir gave the run")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise ValueError(f"'{folder}' cannot be read")
     metrics = os.path.join(folder, METRICS_FILE)
@@ -99,9 +99,9 @@ def curves(run: Run) -> dict[str, Any]:
                 places, values = columns.setdefault(name, ([], []))
                 places.append(place)
                 values.append(_short(value))
-    whole = {name: (None if len(at) == len(rows) else at, values) for name, (at, values) in columns.items()}
+    table = {name: (None if len(at) == len(rows) else at, values) for name, (at, values) in columns.items()}
     meanings = {name: f"{spec.meaning} [{spec.unit}]" for name in columns if (spec := find(name))}
-    return {"steps": sorted(by_step), "columns": whole, "meanings": meanings, "damaged": damaged}
+    return {"steps": sorted(by_step), "columns": table, "meanings": meanings, "damaged": damaged}
 
 
 def _short(value: float | None) -> float | None:

@@ -49,8 +49,8 @@ class LivePage:
 
     @web.middleware
     async def _only_with_secret(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.match_info.get("secret", "")
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.secret.encode()):
+        secret = request.match_info.get("secret", "")
+        if not hmac.compare_digest(secret.encode("utf-8", "replace"), self.secret.encode()):
             raise web.HTTPForbidden(text="the address that `megarl report --serve` printed has a secret, and this not")
         self._server.admit(request)
         response: web.StreamResponse = await handler(request)

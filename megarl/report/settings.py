@@ -43,8 +43,8 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
             value is not _MISSING and value != _default(key, default, of_run)
             for value, of_run in zip(values, of_runs, strict=True)
         ]
-        shown = [None if value is _MISSING else yaml_value(value) or '""' for value in (default, *values)]
-        rows.append([key, known.get(key, ""), shown[0], shown[1:], differs])
+        texts = [None if value is _MISSING else yaml_value(value) or '""' for value in (default, *values)]
+        rows.append([key, known.get(key, ""), texts[0], texts[1:], differs])
     return {"rows": rows, "unreadable": unreadable}
 
 
@@ -66,5 +66,5 @@ def _read(run: Run, known: Mapping[str, str]) -> tuple[dict[str, Any], str]:
         return {}, f"{CONFIG_FILE} cannot be read: {' '.join(str(e).split())[:200]}"
     if not isinstance(tree, dict):
         return {}, f"{CONFIG_FILE} holds no sections"
-    written = {str(key): value for key, value in tree.items()}
-    return flat(for_records(written), known), ""  # a record of an older version may hold a secret
+    values = {str(key): value for key, value in tree.items()}
+    return flat(for_records(values), known), ""  # a record of an older version may hold a secret

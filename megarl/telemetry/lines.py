@@ -73,8 +73,8 @@ def keep(path: str, lines: list[bytes], *, damaged: int, say: Say) -> None:
     """
     if damaged:
         copy = copy_damaged(path)
-        what = "1 line" if damaged == 1 else f"{damaged} lines"
-        say(f"{path}: left out {what} that cannot be read; the file as it was is {copy}")
+        number = "1 line" if damaged == 1 else f"{damaged} lines"
+        say(f"{path}: left out {number} that cannot be read; the file as it was is {copy}")
     text = b"".join(lines)
     if os.path.exists(path):
         with open(path, "rb") as f:

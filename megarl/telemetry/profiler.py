@@ -189,9 +189,9 @@ class Profiler:
         """Make the error for exhausted memory; with profiler.memory_snapshot also the snapshot's file."""
         self._take_snapshot()
         reason = " ".join(str(error).split()).partition(" If reserved but unallocated")[0][:300].rstrip(". ")
-        where = f" in the phase {self._ran_out_in}" if self._ran_out_in else ""
+        place = f" in the phase {self._ran_out_in}" if self._ran_out_in else ""
         snapshot = self._snapshot or "profiler.memory_snapshot=true writes a snapshot of what holds it"
-        return OutOfMemory(f"memory ran out{where}: {reason}; {snapshot}; {_advice(self._ran_out_in)}")
+        return OutOfMemory(f"memory ran out{place}: {reason}; {snapshot}; {_advice(self._ran_out_in)}")
 
     def _new_recorder(self) -> Recorder:
         if self._keys.tool == "torch":

@@ -86,14 +86,14 @@ class Progress:
             metrics: named as in the metric files. A metric that a later step lacks stays in view.
         """
         self._done += 1
-        shown = {label: text(metrics[key]) for key, (label, text) in _SHOWN.items() if key in metrics}
+        values = {label: text(metrics[key]) for key, (label, text) in _SHOWN.items() if key in metrics}
         phases = {
             key.removeprefix("timing/").removesuffix("_s"): f"{seconds:.2f}s"
             for key, seconds in metrics.items()
             if key.startswith("timing/") and seconds >= 0.005
         }
         if self._live is None:
-            groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (shown, phases)]
+            groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (values, phases)]
             text = " | ".join(group for group in groups if group)
             line = f"{self._description} {self._done}/{self._total} | {text} | eta {self._eta()}"
             if self._cell is None:
@@ -101,7 +101,7 @@ class Progress:
             else:
                 self._cell.update({"text/plain": line}, raw=True)
             return
-        self._latest.update(shown)
+        self._latest.update(values)
         self._bar.update(self._task, completed=self._done, eta=self._eta())
         self._live.update(Group(self._bar, _line(self._latest), _line(phases)))
 

@@ -71,13 +71,13 @@ class Sample:
 
     def as_line(self) -> str:
         """Write the sample as a line of JSON, without fields that are None."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        del shown["tokens"]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["tokens"]
         if (columns := self.tokens) is not None:
-            shown |= {"tokens": columns.texts, "logp": columns.logp}
-            shown |= {"advantage": columns.advantage, "gap": columns.gap}
-        known = {key: value for key, value in shown.items() if key in _ALWAYS or value is not None}
-        return json.dumps(known, ensure_ascii=False) + "\n"
+            values |= {"tokens": columns.texts, "logp": columns.logp}
+            values |= {"advantage": columns.advantage, "gap": columns.gap}
+        row = {key: value for key, value in values.items() if key in _ALWAYS or value is not None}
+        return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def chosen(groups: Sequence[Sequence[int]], wanted: int) -> list[int]:

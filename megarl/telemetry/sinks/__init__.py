@@ -67,17 +67,17 @@ def open_sinks(
         OSError: one of `FILES` cannot be opened.
     """
     keep_below = _BEFORE_ANY_STEP if first_step is None else first_step
-    opened = []
+    sinks = []
     for name in names:
         make = SINKS.load(name)
-        more = (config or Config(),) if getattr(make, "configured", False) else ()
+        arguments = (config or Config(),) if getattr(make, "configured", False) else ()
         try:
-            opened.append(make(run_dir, keep_below, say, *more))
+            sinks.append(make(run_dir, keep_below, say, *arguments))
         except Exception as e:  # a user's class, or a library, can fail in any way
             if name in FILES:
                 raise
             say(f"trainer.logger={name} cannot be opened, and gets nothing: {described(e)}")
-    return opened
+    return sinks
 
 
 def described(error: BaseException) -> str:

@@ -172,8 +172,8 @@ class Background:
     def _failed(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            shown = hide(" ".join(why.split()))
-            self._say(f"trainer.logger={self._name}: {shown[:300]}; the run goes on, and tries again")
+            reason = hide(" ".join(why.split()))
+            self._say(f"trainer.logger={self._name}: {reason[:300]}; the run goes on, and tries again")
 
 
 def rollout_cells(step: int, sample: Sample) -> list[int | float | str | None]:

@@ -72,8 +72,8 @@ class _Mlflow:
 
         now, points = int(time.time() * 1000), []
         for step, metrics in rows:
-            named = self._names.of(metrics)
-            points += [Metric(named[name], float(value), now, step) for name, value in metrics.items()]
+            names = self._names.of(metrics)
+            points += [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
         for part in _in_parts(points, _MOST_METRICS):
             self._client.log_batch(self._id, metrics=part)
 
@@ -97,8 +97,8 @@ class _Mlflow:
     def _create(self) -> str:
         trainer, tags = self._config.trainer, self._config.telemetry.mlflow.tags
         experiment = self._client.get_experiment_by_name(trainer.project_name)
-        where = experiment.experiment_id if experiment else self._client.create_experiment(trainer.project_name)
-        run = self._client.create_run(where, run_name=trainer.experiment_name, tags=dict.fromkeys(tags, "true"))
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(trainer.project_name)
+        run = self._client.create_run(experiment_id, run_name=trainer.experiment_name, tags=dict.fromkeys(tags, "true"))
         return str(run.info.run_id)
 
     def _log_parameters(self) -> None:
@@ -116,6 +116,6 @@ def metric_name(name: str) -> str:
 
 
 def _in_parts(items: Sequence[T], most: int) -> Iterator[list[T]]:
-    left = iter(items)
-    while part := list(islice(left, most)):
+    rest = iter(items)
+    while part := list(islice(rest, most)):
         yield part

@@ -23,11 +23,11 @@ class Names:
     def of(self, metrics: Iterable[str]) -> dict[str, str]:
         """Map each metric to its name at the service. A name never changes between calls."""
         new = sorted(name for name in metrics if name not in self._given)
-        taken = set(self._given.values())
+        used = set(self._given.values())
         for name in new:
             short = self._allowed(name)
-            if short in taken or not name.isascii():
+            if short in used or not name.isascii():
                 short = f"{short}_{hashlib.sha256(name.encode()).hexdigest()[:6]}"
-            taken.add(short)
+            used.add(short)
             self._given[name] = short
         return {name: self._given[name] for name in metrics}

@@ -53,8 +53,8 @@ class Gauges:
 
     def set(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {**metrics, "step": float(step)}
-        named = {short: (name, row[name]) for name, short in self._names.of(row).items()}
-        self._newest = {**self._newest, **named}  # one assignment: a scrape sees whole rows
+        values = {short: (name, row[name]) for name, short in self._names.of(row).items()}
+        self._newest = {**self._newest, **values}  # one assignment: a scrape sees whole rows
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         for short, (name, value) in self._newest.items():
