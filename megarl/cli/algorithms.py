@@ -35,17 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """See `algorithms`."""
-    del rest
-    return algorithms(args.name)
-
-
-def algorithms(name: str | None) -> int:
     """Print all algorithms, one line each, or all about one name; returns the exit code.
 
     Raises:
         ValueError: no algorithm has the name.
     """
+    del rest
+    name: str | None = args.name
     if name is None:
         for table in (_methods(), *(_table(key, registry) for key, registry in REGISTRIES.items()), _rewards()):
             print_table(table)
@@ -66,8 +62,8 @@ def algorithms(name: str | None) -> int:
         registered = (known for registry in REGISTRIES.values() for known in registry.names())
         names = sorted({*METHODS, *rewards.names(), *registered})
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
-        raise ValueError(f"no algorithm is called {name!r}; {rest}")
+        advice = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
+        raise ValueError(f"no algorithm is called {name!r}; {advice}")
     console = plain_console()
     for selected_by, text, about in matches:
         console.print(f"{selected_by}\n\n{text}\n")

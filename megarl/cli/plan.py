@@ -55,21 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """See `plan`."""
-    return plan(args, [*args.overrides, *rest])
-
-
-def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the prediction; returns the exit code.
-
-    Args:
-        args: the parsed arguments of `add_arguments`.
-        overrides: `key=value`.
 
     Raises:
         ValueError: the run cannot work; one line says what to change.
     """
-    config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
+    config = load_config(args.config, [*args.overrides, *rest, *_ranks(args.gpus, args.gpus_per_node)])
     from megarl.flow_kinds import trains
 
     if not trains(config):

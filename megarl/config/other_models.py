@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from megarl.config.fields import LossAggMode, Section, Size
-from megarl.config.policy import BatchingConfig, MegatronConfig, OptimConfig
+from megarl.config.policy import BatchingConfig, FastOptimConfig, MegatronConfig
 
 
 class OtherModelConfig(Section):
@@ -16,12 +16,6 @@ class OtherModelConfig(Section):
     random_init: bool = Field(False, description="start from random weights instead of those in path")
 
 
-class CriticOptimConfig(OptimConfig):
-    """The critic's optimizer: AdamW with another default learning rate."""
-
-    lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
-
-
 class CriticConfig(BatchingConfig):
     """The model that predicts returns, for an estimator that needs values. Megatron keys that are not set have the
     actor's values."""
@@ -30,7 +24,7 @@ class CriticConfig(BatchingConfig):
         OtherModelConfig(),
         description="path: a language model, or a classifier with one label; default: the policy's first weights",
     )
-    optim: CriticOptimConfig = CriticOptimConfig()
+    optim: FastOptimConfig = FastOptimConfig()
     ppo_mini_batch_size: Size | None = Field(None, ge=1, description="prompts per optimizer step; default the actor's")
     ppo_epochs: Size = Field(1, ge=1, description="passes over each batch of rollouts")
     cliprange_value: float | None = Field(

@@ -48,6 +48,12 @@ class OptimConfig(Section):
         return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
 
 
+class FastOptimConfig(OptimConfig):
+    """AdamW and its schedule, with a higher default learning rate than the actor's."""
+
+    lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
+
+
 class MegatronConfig(Section):
     """The training layout, in Megatron-Core's names."""
 

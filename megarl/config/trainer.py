@@ -7,13 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from megarl.config.fields import Identity, NonEmpty, Section, Size, Whole
-from megarl.config.policy import OptimConfig
-
-
-class WarmupOptimConfig(OptimConfig):
-    """The warm-up's optimizer: AdamW with another default learning rate."""
-
-    lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
+from megarl.config.policy import FastOptimConfig
 
 
 class WarmupConfig(Section):
@@ -22,7 +16,7 @@ class WarmupConfig(Section):
     train_files: list[str] = Field(default_factory=list, description="demonstrations; default data.train_files")
     total_training_steps: Whole = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
     train_batch_size: Size = Field(256, ge=1, description="examples per step, over all ranks")
-    optim: WarmupOptimConfig = WarmupOptimConfig()
+    optim: FastOptimConfig = FastOptimConfig()
 
 
 class TrainerConfig(Section):
