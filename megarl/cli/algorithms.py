@@ -31,7 +31,7 @@ _OF_THE_RESPONSE = ("tokens", "finish_reason")  # a reward gets these in additio
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl algorithms`."""
-    parser.add_argument("name", nargs="?", help="one of them; default all")
+    parser.add_argument("name", nargs="?", help="an algorithm, method or reward; default all")
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:

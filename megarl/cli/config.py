@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(subcommands.add_parser("print", help="the resolved configuration"))
     key: Any = subcommands.add_parser("explain", help="a key or a section").add_argument("key", metavar="KEY")
     key.completer = lambda prefix, **_: [word.removesuffix("=") for word in keys(prefix)]
-    diff = subcommands.add_parser("diff", help="what differs")
+    diff = subcommands.add_parser("diff", help="the keys that differ")
     diff.add_argument("a", metavar="A", help="YAML file or run folder")
     diff.add_argument("b", metavar="B", nargs="?", help="the same; default: the defaults")
     listing = subcommands.add_parser("keys", help="a table of all keys")

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into.add_argument("--tp", default=1, type=int, help="tensor-parallel size to cut the checkpoint for (default 1)")
     into.add_argument("--pp", default=1, type=int, help="pipeline-parallel size to cut it for (default 1)")
     into.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="of the weights; default one that changes no weight"
+        "--dtype", choices=["float32", "bfloat16"], help="data type of the weights; default one that changes no weight"
     )
     out = ways.add_parser("megatron-to-hf", parents=[common], help="export")
     add_best(out)

@@ -40,7 +40,8 @@ class Data(Section):
     )
     prompt_key: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     answer_key: str = Field(
-        "answer", description="column with the reference answer, or its place in one: reward_model.ground_truth"
+        "answer",
+        description="column with the reference answer, or its place within a column: reward_model.ground_truth",
     )
     apply_chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict,

@@ -30,7 +30,7 @@ class CriticConfig(BatchingConfig):
     cliprange_value: float | None = Field(
         0.5, gt=0, description="clip range of a value's change in a step; null: no clip"
     )
-    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
+    loss_agg_mode: LossAggMode = Field("token-mean", description="aggregation of token losses into one number")
     lam: float | None = Field(None, ge=0, le=1, description="GAE decay of the critic's returns; default algorithm.lam")
     megatron: MegatronConfig = MegatronConfig()
 
