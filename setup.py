@@ -36,7 +36,6 @@ setup(
         "argcomplete>=3.5",
         "einops>=0.8",
         "math-verify[antlr4_13_2]>=0.9,<0.10",
-        "matplotlib>=3.9",
         "numpy>=2.0",
         "nvidia-ml-py>=12.560",
         "protobuf>=4.25",  # SentencePiece's models, for an export
@@ -75,6 +74,7 @@ setup(
             "flask-cors>=5.0",
             "gguf>=0.10",
             "hypothesis>=6.100",
+            "matplotlib>=3.9",
             "mlflow-skinny>=3.1",
             "moto>=5.0",
             "mypy>=1.11",

@@ -23,7 +23,7 @@ from megarl.private_folder import private_folder
 from megarl.processes import STOP_SIGNALS, adopt_orphans, children, how_it_ended, kill_descendants, signals_handled
 
 POLL_SECONDS = 0.1
-STOP_GRACE = 30.0  # ranks that stop together end at different times: rank 0 still draws the learning curve
+STOP_GRACE = 30.0  # ranks that stop together end at different times: rank 0 still closes the metric files
 FORCED_GRACE = 5.0  # what a second signal leaves a rank to end itself
 
 

@@ -171,7 +171,7 @@ def test_keys_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     lines = lines_of(capsys, "config", "explain", "actor_rollout_ref.actor.clip_ratio")
     assert lines == [
         "actor_rollout_ref.actor.clip_ratio",
-        "  PPO clip range, both sides unless set apart below",
+        "  PPO clip range of both sides",
         "  type     number, more than 0",
         "  default  0.2",
         "  section  actor_rollout_ref.actor: The policy update.",

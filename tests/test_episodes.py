@@ -452,7 +452,7 @@ def test_an_evaluation_with_messages_within_a_column(ranks: Ranks, tmp_path: Pat
         run_dir = tmp_path / key
         overrides = [f"data.prompt_key={key}", f"trainer.default_local_dir={run_dir}", "data.max_response_length=24"]
         ended, said = ranks.run(1, run_here, str(config), overrides)[0]
-        assert ended == "" and "learning curve" not in said
+        assert ended == "" and "megarl report" not in said
         samples[key] = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert samples["q.messages"] == samples["chat"] and len({sample["row"] for sample in samples["chat"]}) == 5
     write_chat_tokenizer(tmp_path, "{{ messages[-1]['content'] }}")

@@ -147,7 +147,7 @@ def test_the_eval_command(folder: Path) -> None:
     """In a process of its own, on two ranks; a second one takes a folder of its own, and fails cleanly if it must."""
     run = folder / "run"
     done = megarl("eval", str(run), "--trust", "--nproc", "2", f"{N}=2", f"{GENERATION_TP}=2")
-    assert done.returncode == 0 and "learning curve" not in done.stdout + done.stderr, done.stderr
+    assert done.returncode == 0 and "megarl report" not in done.stdout + done.stderr, done.stderr
     out = run / "eval" / "global_step_2"
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "eval.json", "lock", "samples.jsonl"]
     assert "responses 40/40" in done.stdout and "even/[b]" in done.stdout and "pass@2" in done.stdout

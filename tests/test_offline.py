@@ -282,7 +282,7 @@ def test_the_command_trains(tmp_path: Path, flow: str) -> None:
     done = megarl("train", str(config))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "training TP1 x PP1 x DP2 on 2 cpu ranks" in done.stdout and "generation" not in done.stdout
-    assert (tmp_path / "run" / "learning_curve.png").stat().st_size > 10_000
+    assert "`megarl report` draws them" in done.stdout
     again = megarl("train", str(config))
     assert again.returncode == 0 and "nothing to do: " in again.stderr
     predicted = megarl("plan", str(config))

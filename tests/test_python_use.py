@@ -64,7 +64,7 @@ def test_a_script_hears_of_its_run_alone(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("done ")] == ["done 0", "done 1", "done 2"]
-    assert lines[-1].startswith("learning curve and metrics are in ")
+    assert lines[-1].startswith("metrics are in ")
     assert not any("Warning" in line for line in lines)
 
 

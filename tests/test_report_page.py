@@ -129,6 +129,12 @@ def test_curves_of_two_runs(browser: Any, two: str) -> None:
     ]
     said = page.js(f"{one('#tip')}.innerText").split()
     assert said == [*("first,", "step", "12", "1", f"({soft[0]:.5g})", "second,", "step", "8", "1", f"({soft[1]:.5g})")]
+    page.js("Curves.enlarge('reward/mean')")
+    page.js("(HTMLAnchorElement.prototype.click = function () { window.saved = [this.download, this.href]; }) && 0")
+    page.js(f"{one('#dialog button')}.click()")
+    name, picture = page.js("window.saved")
+    assert name == "reward_mean.png" and picture.startswith("data:image/png;base64,iVBORw0KGgo")
+    page.js(f"{one('#dialog')}.close()")
     page.pick("#axis", "time")
     ends = page.js("Curves.cards[0].canvas.chart.series.map(s => s.x.at(-1) * 3600)")
     assert ends == pytest.approx([12 * 2.0, 7 * 9.0])  # steps of 2 s together; by the clock of the second run's rows

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megarl.evaluation import statistics
 from megarl.evaluation.answers import answer_in
-from megarl.evaluation.comparison import compare, pair
+from megarl.evaluation.comparison import compare_sources, pair
 from megarl.evaluation.folder import Finished, new_folder, read_evaluation, remove_unused, write_evaluation
 from megarl.evaluation.records import Record, read_records
 from megarl.evaluation.statistics import estimate, majority_at_k, mcnemar, paired, pass_at_k, powers_of_two
@@ -226,7 +226,7 @@ def two(tmp_path: Path) -> Iterator[tuple[Finished, Finished]]:
 def test_two_evaluations_by_hand(two: tuple[Finished, Finished]) -> None:
     a, b = two
     assert list(b.records) == RECORDS and b.settings == {"model": "b", "n": 3}
-    gsm8k, math_, overall = compare(pair(a, b))
+    gsm8k, math_, overall = compare_sources(pair(a, b))
     assert gsm8k.mean.difference.mean == 0.0 and gsm8k.mean.p == 1.0
     assert math_.mean.difference.mean == 0.5 and math_.accuracy.difference.mean == 1.0
     assert overall.prompts == 3 and overall.mean.a_only == 1 and overall.accuracy.test == "McNemar"

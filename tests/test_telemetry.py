@@ -1,4 +1,4 @@
-"""Timers, metric files and their resumption, progress, samples, the learning curve."""
+"""Timers, metric files and their resumption, progress, samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megarl.config import Config
 from megarl.config.trainer import TrainerConfig
 from megarl.telemetry.earlier import set_aside_earlier_run
-from megarl.telemetry.plot import _phase_seconds, plot_learning_curve
 from megarl.telemetry.progress import Progress, duration
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import open_sinks
@@ -202,13 +201,11 @@ def test_a_report_goes_back_without_doubles(tmp_path: Path) -> None:
     assert [(row["step"], row["reward/mean"]) for row in jsonl(tmp_path)] == [(1, 0.125), (2, 1.0)]
 
 
-def test_a_finished_run_fails_at_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_says_where_its_metrics_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(tmp_path)
     report.step(1, {"reward/mean": 0.5}, {})
-    (tmp_path / "metrics.jsonl").unlink()
     report.close()
-    said = capsys.readouterr().err
-    assert said.startswith("megarl: warning: no learning curve is drawn: ") and said.count("\n") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"metrics are in {tmp_path}; `megarl report` draws them"
     report = report_of(tmp_path / "again")
     report.close()
     assert capsys.readouterr() == ("", "")  # it ended before its first step, and something else says why
@@ -269,40 +266,3 @@ def test_progress_on_a_terminal_keeps_the_last_accuracy(monkeypatch: pytest.Monk
 
 def test_duration() -> None:
     assert [duration(s) for s in (0, 59, 61, 3661)] == ["0s", "59s", "1m01s", "1h01m"]
-
-
-def test_phase_seconds_add_up_to_the_step() -> None:
-    steps = [
-        {"timing/update_s": 2.0, "timing/generate_s": 3.0, "timing/step_s": 5.5},
-        {"timing/update_s": 2.0, "timing/generate_s": 4.0, "timing/validate_s": 1.0, "timing/step_s": 7.0},
-    ]
-    seconds = _phase_seconds(steps)
-    assert list(seconds) == ["generate", "update", "validate", "other"]
-    assert seconds["validate"].tolist() == [0.0, 1.0] and seconds["other"].tolist() == [0.5, 0.0]
-
-
-def test_learning_curve_is_drawn(tmp_path: Path) -> None:
-    rows: list[dict[str, float | None]] = [
-        {"step": i - 4, "warmup/step": i, "warmup/loss": 3.0 / i} for i in range(1, 5)
-    ]
-    rows += [{"step": 0, "val/accuracy": 0.1}]
-    rows += [
-        {"step": i, "reward/mean": i / 9, "timing/generate_s": 1.0, "timing/save_s": 0.0, "timing/step_s": 1.5}
-        for i in range(1, 8)
-    ]
-    rows += [{"step": 8, "reward/mean": None, "val/accuracy": 0.9, "timing/generate_s": 90.0, "timing/step_s": 91.0}]
-    write_rows(tmp_path / "metrics.jsonl", rows)
-    plot_learning_curve(str(tmp_path / "metrics.jsonl"), str(tmp_path / "curve.png"))
-    head = (tmp_path / "curve.png").read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    assert int.from_bytes(head[16:20], "big") == 1260  # pixels wide
-
-
-def test_learning_curve_needs_steps(tmp_path: Path) -> None:
-    write_rows(tmp_path / "m.jsonl", [{"step": 0, "warmup/step": 1, "warmup/loss": 2.0}])
-    assert not plot_learning_curve(str(tmp_path / "m.jsonl"), str(tmp_path / "curve.png"))
-    assert not (tmp_path / "curve.png").exists()
-
-
-def write_rows(path: Path, rows: list[dict[str, float | None]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

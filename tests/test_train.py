@@ -45,7 +45,6 @@ def test_a_run_on_four_ranks_leaves_its_records(trained: TrainedRun) -> None:
     run = trained.folder / "run"
     samples = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 8 and all(sample["prompt"].endswith("=") for sample in samples)
-    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert "ppo_mini_batch_size: 8" in (run / "config.yaml").read_text()
     assert (run / "metrics.csv").exists() and list((run / "tensorboard").iterdir())
 

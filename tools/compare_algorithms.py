@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 CONFIG = "configs/quickstart.yaml"
+FINISHED = "finished"
+"""In the folder of a run that reached its last step: the run is not repeated."""
 MEGATRON = "actor_rollout_ref.actor.megatron"
 ONE_RANK = [
     f"{MEGATRON}.tensor_model_parallel_size=1",
@@ -82,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     def learn(run: tuple[str, int]) -> None:
         name, seed = run
         own = [override.replace("{teacher}", str(teacher)) for override in ALGORITHMS[name]]
-        if not (runs[run] / "learning_curve.png").is_file():
+        if not (runs[run] / FINISHED).exists():
             train(runs[run], [*begun, f"data.seed={seed}", "trainer.save_freq=0", *own, *args.overrides])
             print(f"{name}, seed {seed}: done", flush=True)
 
@@ -103,6 +105,7 @@ def train(folder: Path, overrides: list[str]) -> None:
     )
     if done.returncode:
         raise RuntimeError(f"{folder}: {done.stderr[-1000:]}")
+    (folder / FINISHED).touch()
 
 
 def accuracies(folder: Path) -> dict[int, float]:

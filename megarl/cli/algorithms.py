@@ -1,4 +1,4 @@
-"""List the methods, algorithms and rewards that a configuration can choose, as the code declares them."""
+"""List the methods, algorithms and rewards that a configuration can name, as the code declares them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.algorithms.registry import ESTIMATORS, LOSSES, PREFERENCES
 from megarl.registry import Registry
 from megarl.rewards import registry as rewards
 from megarl.rewards.registry import RewardFunction
-from megarl.telemetry.console import plain_output
+from megarl.telemetry.console import plain_console
 from megarl.telemetry.progress import print_table
 
 EXAMPLE = "megarl algorithms grpo"
@@ -24,59 +24,55 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "actor.policy_loss.loss_mode": LOSSES,
     "algorithm.preference.loss_mode": PREFERENCES,
 }
-"""Configuration key -> what it can name."""
+"""Configuration key -> the algorithms that it can name."""
 
-_OF_THE_RESPONSE = ("tokens", "finish_reason")  # what a reward is given beside its arguments
+_OF_THE_RESPONSE = ("tokens", "finish_reason")  # a reward gets these in addition to reward.args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl algorithms`."""
-    parser.add_argument("name", nargs="?", help="one of them; default all")
+    """Add the arguments of `megarl algorithms`."""
+    parser.add_argument("name", nargs="?", help="an algorithm, method or reward; default all")
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """See `algorithms`."""
-    del rest
-    return algorithms(args.name)
-
-
-def algorithms(name: str | None) -> int:
-    """Prints all algorithms, one line each, or all about those of a name; returns the exit code.
+    """Print all algorithms, one line each, or all about one name; returns the exit code.
 
     Raises:
         ValueError: no algorithm has the name.
     """
+    del rest
+    name: str | None = args.name
     if name is None:
         for table in (_methods(), *(_table(key, registry) for key, registry in REGISTRIES.items()), _rewards()):
             print_table(table)
         return 0
     if name in rewards.names():
         reward = rewards.load_reward(name).function
-        plain_output().print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
-        plain_output().print(f"\nreward.args: {arguments_of(reward) or 'none'}")
+        plain_console().print(f"reward.name={name}\n\n{inspect.getdoc(reward)}")
+        plain_console().print(f"\nreward.args: {arguments_of(reward) or 'none'}")
         return 0
-    shown = [
+    matches = [
         (f"{key}={name}", inspect.getdoc(registry.load(name)), about_of(registry.load(name)))
         for key, registry in REGISTRIES.items()
         if name in registry.names()
     ]
     if name in METHODS:
-        shown.append((" ".join(METHODS[name].settings), METHODS[name].what, METHODS[name].about))
-    if not shown:
+        matches.append((" ".join(METHODS[name].settings), METHODS[name].what, METHODS[name].about))
+    if not matches:
         registered = (known for registry in REGISTRIES.values() for known in registry.names())
         names = sorted({*METHODS, *rewards.names(), *registered})
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        rest = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
-        raise ValueError(f"no algorithm is called {name!r}; {rest}")
-    console = plain_output()
-    for selected_by, text, about in shown:
+        advice = f"did you mean {near[0]!r}?" if near else "`megarl algorithms` lists them"
+        raise ValueError(f"no algorithm is called {name!r}; {advice}")
+    console = plain_console()
+    for selected_by, text, about in matches:
         console.print(f"{selected_by}\n\n{text}\n")
         console.print("\n".join(f"{label}: {text}" for label, text in _declared(about).items() if text))
     return 0
 
 
 def first_line(algorithm: Any) -> str:
-    """Of its docstring."""
+    """Return the first line of an algorithm's docstring."""
     return (inspect.getdoc(algorithm) or "").partition("\n")[0]
 
 
@@ -104,14 +100,13 @@ def _table(key: str, registry: Registry[Any]) -> Table:
 
 
 def arguments_of(reward: RewardFunction) -> str:
-    """What `reward.args` can hold: "target, width, shorter_is_fine=True"."""
-    own = [p for p in inspect.signature(reward).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    shown = []
-    for parameter in own:
-        if parameter.name not in _OF_THE_RESPONSE:
+    """List the keyword arguments that `reward.args` can hold: "target, width, shorter_is_fine=True"."""
+    arguments = []
+    for parameter in inspect.signature(reward).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in _OF_THE_RESPONSE:
             default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
-            shown.append(f"{parameter.name}{default if len(default) < 20 else '=...'}")
-    return ", ".join(shown)
+            arguments.append(f"{parameter.name}{default if len(default) < 20 else '=...'}")
+    return ", ".join(arguments)
 
 
 def _rewards() -> Table:

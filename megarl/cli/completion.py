@@ -1,7 +1,7 @@
-"""Print what completes commands, options, files and configuration keys in a shell.
+"""Print a script that completes commands, options, files and configuration keys in a shell.
 
-bash: source <(megarl completion bash)     for good: that line in ~/.bashrc
-zsh:  source <(megarl completion zsh)      for good: that line in ~/.zshrc, after compinit
+bash: source <(megarl completion bash)     to keep it, add this line to ~/.bashrc
+zsh:  source <(megarl completion zsh)      to keep it, add this line to ~/.zshrc, after compinit
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ EXAMPLE = "source <(megarl completion bash)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl completion`."""
+    """Add the arguments of `megarl completion`."""
     parser.add_argument("shell", choices=["bash", "zsh"])
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """Prints the script."""
+    """Print the script."""
     del rest
     try:
         import argcomplete

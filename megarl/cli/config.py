@@ -1,8 +1,8 @@
 """Print, explain and compare configurations.
 
 print CONFIG [key=value ...]   the resolved configuration, every key written out
-explain KEY                    type, default, unit and meaning of a key, or the keys of a section
-diff A [B]                     what differs between two files or run folders; one alone: from the defaults
+explain KEY                    type, default, unit and meaning of a key, or all keys of a section
+diff A [B]                     keys that differ between two files or run folders; default B: the defaults
 keys                           a table of all keys
 migrate FILE [key=value ...]   a verl, TRL or OpenRLHF configuration in these keys; also `megarl config --migrate`
 """
@@ -17,7 +17,7 @@ from typing import Any
 from megarl.cli import migrate
 from megarl.cli.words import add_config, keys
 from megarl.config import Config, ConfigError, dump_config, load_config
-from megarl.config.describe import Described, describe_all, flat, sections
+from megarl.config.describe import Described, describe_all, flat, sections, yaml_value
 from megarl.config.load import CONFIG_FILE, nearest_key
 from megarl.config.secrets import for_records
 
@@ -25,21 +25,21 @@ EXAMPLE = "megarl config explain actor_rollout_ref.actor.clip_ratio"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl config`."""
-    what = parser.add_subparsers(dest="what", required=True, metavar="print | explain | diff | keys | migrate")
-    add_config(what.add_parser("print", help="the resolved configuration"))
-    explaining: Any = what.add_parser("explain", help="a key or a section").add_argument("key", metavar="KEY")
-    explaining.completer = lambda prefix, **_: [word.removesuffix("=") for word in keys(prefix)]
-    diff = what.add_parser("diff", help="what differs")
+    """Add the arguments of `megarl config`."""
+    subcommands = parser.add_subparsers(dest="what", required=True, metavar="print | explain | diff | keys | migrate")
+    add_config(subcommands.add_parser("print", help="the resolved configuration"))
+    key: Any = subcommands.add_parser("explain", help="a key or a section").add_argument("key", metavar="KEY")
+    key.completer = lambda prefix, **_: [word.removesuffix("=") for word in keys(prefix)]
+    diff = subcommands.add_parser("diff", help="the keys that differ")
     diff.add_argument("a", metavar="A", help="YAML file or run folder")
     diff.add_argument("b", metavar="B", nargs="?", help="the same; default: the defaults")
-    listing = what.add_parser("keys", help="a table of all keys")
-    listing.add_argument("prefix", nargs="?", default="", help="of this section alone")
-    migrate.add_arguments(what.add_parser("migrate", help="another program's configuration in these keys"))
+    listing = subcommands.add_parser("keys", help="a table of all keys")
+    listing.add_argument("prefix", nargs="?", default="", help="only the keys of this section")
+    migrate.add_arguments(subcommands.add_parser("migrate", help="another program's configuration in these keys"))
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """Raises ValueError, in one line, for what is no configuration or no key."""
+    """Run a subcommand. Raises ValueError, in one line, for a wrong configuration or key."""
     if args.what == "migrate":
         return migrate.migrate(args, rest)
     if rest and args.what != "print":
@@ -57,28 +57,30 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def explain(key: str) -> str:
-    """All about a key, or the keys of a section.
+    """Describe a key, or list the keys of a section.
 
     Raises:
-        ConfigError: it is neither; the nearest one is named.
+        ConfigError: there is no such key or section; the message names the nearest one.
     """
     key = key.partition("=")[0].rstrip(".")
-    described = {one.key: one for one in describe_all()}
-    if key in described:
-        return _explained(described[key])
-    if key in (known := sections()):
-        own = [one for one in described.values() if one.key.startswith(f"{key}.")]
-        width = max(len(one.key) for one in own)
-        return "\n".join([f"{key}: {known[key]}", "", *(f"  {one.key:<{width}}  {_short(one)}" for one in own)])
+    descriptions = {description.key: description for description in describe_all()}
+    if key in descriptions:
+        return _explained(descriptions[key])
+    if key in (section_texts := sections()):
+        members = [description for name, description in descriptions.items() if name.startswith(f"{key}.")]
+        width = max(len(member.key) for member in members)
+        lines = [f"  {member.key:<{width}}  {_short(member)}" for member in members]
+        return "\n".join([f"{key}: {section_texts[key]}", "", *lines])
     near = nearest_key(key)
     raise ConfigError(f"unknown key '{key}'" + (f"; did you mean '{near}'?" if near else "; see `megarl config keys`"))
 
 
 def differences(a: Config, b: Config) -> list[str]:
-    """`key: value in A | value in B`, for the keys whose values differ."""
-    known = {one.key for one in describe_all()}
-    left, right = (flat(for_records(one.model_dump()), known) for one in (a, b))
-    return [f"{key}: {_shown(left[key])} | {_shown(right[key])}" for key in left if left[key] != right[key]]
+    """Write `key: value in A | value in B` for each key whose values differ."""
+    names = {description.key for description in describe_all()}
+    values_a, values_b = (flat(for_records(config.model_dump()), names) for config in (a, b))
+    keys_that_differ = [key for key in values_a if values_a[key] != values_b[key]]
+    return [f"{key}: {_shown(values_a[key])} | {_shown(values_b[key])}" for key in keys_that_differ]
 
 
 def _read(path: str) -> Config:
@@ -90,28 +92,24 @@ def _read(path: str) -> Config:
     return load_config(path)
 
 
-def _explained(one: Described) -> str:
-    section = one.key.rpartition(".")[0]
+def _explained(description: Described) -> str:
     lines = [
-        one.key,
-        f"  {one.text}" if one.text else "",
-        f"  type     {one.kind}",
-        f"  default  {_shown(one.default)}",
+        description.key,
+        f"  {description.text}" if description.text else "",
+        f"  type     {description.kind}",
+        f"  default  {_shown(description.default)}",
+        f"  section  {description.key.rpartition('.')[0]}: {description.section}",
     ]
-    lines.append(f"  section  {section}: {one.section}")
     return "\n".join(line for line in lines if line)
 
 
-def _short(one: Described) -> str:
-    return f"{one.text} " * bool(one.text) + f"({one.kind}; default {_shown(one.default)})"
+def _short(description: Described) -> str:
+    text = f"{description.text} " * bool(description.text)
+    return f"{text}({description.kind}; default {_shown(description.default)})"
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "''" if value == "" else str(value)
+    return yaml_value(value) or "''"
 
 
 def _print_keys(prefix: str) -> None:
@@ -122,9 +120,9 @@ def _print_keys(prefix: str) -> None:
     table = Table(title="Configuration keys", title_justify="left")
     for column in ("key", "type", "default", "meaning"):
         table.add_column(column, no_wrap=column == "key")
-    chosen = [one for one in describe_all() if one.key.startswith(prefix)]
-    if not chosen:
-        explain(prefix)  # says what is near
-    for one in chosen:
-        table.add_row(one.key, one.kind, _shown(one.default), one.text)
+    descriptions = [description for description in describe_all() if description.key.startswith(prefix)]
+    if not descriptions:
+        explain(prefix)  # raises and names the nearest key
+    for description in descriptions:
+        table.add_row(description.key, description.kind, _shown(description.default), description.text)
     print_table(table)

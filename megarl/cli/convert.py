@@ -3,19 +3,19 @@
   hf-to-megatron SRC DST [--tp N --pp N]
   megatron-to-hf SRC DST [--best]
 
-The Megatron folder is what MegaRL's checkpoints are: DST is an `actor_rollout_ref.model.checkpoint`, SRC a
-global_step_N, or a run's folder, of which the newest one is taken. A job reads it in any layout; --tp and --pp say how
-it is cut up, so that the ranks of that layout each read only their own part. One process, no GPU; beside the program
-itself it needs two to three times the memory of the largest parameter, however large the model is.
+The Megatron folder has the format of MegaRL's checkpoints: DST can be the key `actor_rollout_ref.model.checkpoint`, SRC
+a global_step_N, or a run's folder, whose newest checkpoint is taken. A job reads the folder in any layout; --tp and
+--pp set how it is divided into files, so that each rank of that layout reads only its own part. One process converts,
+without a GPU. It needs two to three times the memory of the largest parameter, however large the model is.
 
-A checkpoint's files are compared with its manifest first, and weights that are not finite are refused.
+First a checkpoint's files are compared with its manifest. Weights that are not finite are refused.
 
-An export is read with `transformers` before it gets its name: its tokenizer must make the ids of training of some
-texts, and the model, in float32, must give the checkpoint's greedy answers. These are compared if the weights take less
-than --answers-below and than the memory that is free; one model at a time is held.
+An export is read with `transformers` before it gets its name: its tokenizer must encode some texts to the same ids as
+in training, and the model, in float32, must give the checkpoint's greedy answers. The answers are compared if the
+weights take less than --answers-below and less than the free memory; one model at a time is in memory.
 
 --verify reads the result back and compares every weight with the source's, bit for bit; --verify=logits also runs both
-models, ours and that of `transformers`, in float32 on a few sequences, for which both must fit into memory in turn.
+models, MegaRL's and that of `transformers`, in float32 on a few sequences; each must fit into memory.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from megarl.cli.words import add_best
 from megarl.telemetry.console import Output
 from megarl.trainer.subject import weights_of
 
 EXAMPLE = "megarl convert megatron-to-hf runs/math/run/checkpoints/global_step_20 exported --verify"
 SHARD_BYTES = 5 * 10**9
 ANSWERS_BELOW = 8.0
-"""GB of weights in float32, below which an export's answers are compared."""
+"""GB of float32 weights below which an export's answers are compared."""
 M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl convert`."""
+    """Add the arguments of `megarl convert`."""
     ways = parser.add_subparsers(dest="way", required=True, metavar="hf-to-megatron | megatron-to-hf")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("source", metavar="SRC", help="folder to read")
@@ -54,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     into.add_argument("--tp", default=1, type=int, help="tensor-parallel size to cut the checkpoint for (default 1)")
     into.add_argument("--pp", default=1, type=int, help="pipeline-parallel size to cut it for (default 1)")
     into.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="of the weights; default one that changes no weight"
+        "--dtype", choices=["float32", "bfloat16"], help="data type of the weights; default one that changes no weight"
     )
     out = ways.add_parser("megatron-to-hf", parents=[common], help="export")
-    out.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
+    add_best(out)
     out.add_argument("--no-check", action="store_true", help="do not compare SRC's files with its manifest first")
     out.add_argument(
         "--answers-below",
@@ -71,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """Raises ValueError, in one line, for what cannot be converted."""
+    """Convert a folder. Raises ValueError, in one line, if it cannot be converted."""
     del rest
-    for name in ("tp", "pp", "max_shard_bytes"):  # of no ranks there would be a folder without weights
+    for name in ("tp", "pp", "max_shard_bytes"):  # 0 ranks would give a folder without weights
         if (number := getattr(args, name, 1)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be 1 or more")
     return_freed_memory()
@@ -84,13 +85,13 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         if args.verify:
             verify(args)
     except (ValueError, OSError) as e:
-        said = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise ValueError(said.removeprefix("actor_rollout_ref.model.path: ")) from e
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        raise ValueError(reason.removeprefix("actor_rollout_ref.model.path: ")) from e
     return 0
 
 
 def return_freed_memory() -> None:
-    """glibc keeps freed blocks of up to 32 MiB for itself: the parameters of several layers would pile up there."""
+    """Let glibc return freed memory: it keeps freed blocks of up to 32 MiB, the parameters of several layers."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 2**20)
@@ -141,7 +142,7 @@ def verify(args: argparse.Namespace) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar over the elements that are done."""
+    """Show a bar; yields a function of (elements converted, elements in all)."""
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Output(stderr=True)) as bar:
         task = bar.add_task(what, total=None)

@@ -1,6 +1,6 @@
-"""Look at this machine: what is installed, which fast paths are on, what a run would stumble over, and what to do.
+"""Check this machine: installed packages, fast paths, obstacles to a run, and how to remove them.
 
-Each line is ok, "-" (optional, or of no use here) or MISSING, with the command that mends it. Exit code 0 if a run can
+Each line is ok, "-" (optional, or of no use here) or MISSING, with the command that helps. Exit code 0 if a run can
 work here, 1 otherwise. --nccl also sends data between the local GPUs (between CPU ranks where there are none).
 """
 
@@ -28,7 +28,7 @@ _SHOWN = {State.OK: "ok", State.OPTIONAL: "-", State.MISSING: "MISSING"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl doctor`."""
+    """Add the arguments of `megarl doctor`."""
     parser.add_argument(
         "--nccl", action="store_true", help="all-reduce over the local GPUs, or two CPU ranks: its rate"
     )
@@ -36,16 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints all findings; exit code 1 if something is missing that every run needs."""
+    """Print all findings; returns 1 if something is missing that every run needs."""
     del rest
     if args.nproc is not None and args.nproc < 1:
         raise ValueError(f"--nproc {args.nproc} must be 1 or more")
     findings = []
     for title, look in SECTIONS.items():
         print(title, flush=True)
-        found = looked(title, look)
-        findings += found
-        for finding in found:
+        section = looked(title, look)
+        findings += section
+        for finding in section:
             print(f"  {_SHOWN[finding.state]:<8}{finding.name}: {finding.detail}")
             if finding.cure:
                 print(f"          -> {finding.cure}")
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def looked(title: str, look: Callable[[], list[Finding]]) -> list[Finding]:
-    """What is found; a broken installation raises anything, and is itself a finding."""
+    """Return a section's findings. A broken installation can raise anything, which becomes a finding, too."""
     try:
         return look()
     except Exception as e:

@@ -1,8 +1,8 @@
-"""Have held-out prompts answered, and score the responses.
+"""Generate responses to held-out prompts, and score them.
 
 PATH is a checkpoint (global_step_N), a run's folder, or a Hugging Face folder. Data, reward, sampling and layout come
-from CONFIG, or else from the run that PATH lies in, and from key=value. What is written goes beside the path, into a
-new folder each time.
+from CONFIG, or else from the run that PATH lies in, and from key=value. Each evaluation writes into a new folder next
+to PATH.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.cli.words import add_words, split_words
+from megarl.cli.words import add_checkpoint, add_words, split_words
 from megarl.config import Config, dump_config
 from megarl.config.load import check_nothing_hidden
 from megarl.config.secrets import hand_over
@@ -27,11 +27,11 @@ EXAMPLE = "megarl eval runs/math/run --best actor_rollout_ref.rollout.val_kwargs
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a command line asks for.
+    """The parsed command line of an evaluation.
 
     Attributes:
         file: the configuration file; None: the run's own.
-        out: the folder to fill; None: one beside the path.
+        out: the folder to fill; None: a new one next to the path.
         trust: run the code that a run's own configuration names.
     """
 
@@ -44,20 +44,19 @@ class Request:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl eval`."""
-    parser.add_argument("path", help="checkpoint (global_step_N), run folder (its newest one), or Hugging Face folder")
-    add_options(parser, "default: eval/NAME in the run's folder, or NAME.eval beside the path; -2, -3 ... if used")
+    """Add the arguments of `megarl eval`."""
+    add_checkpoint(parser)
+    add_options(parser, "default: eval/NAME in the run's folder, or NAME.eval next to the path; -2, -3 ... if used")
 
 
 def add_options(parser: argparse.ArgumentParser, out: str) -> None:
-    """Those of `megarl eval` and `megarl compare`."""
+    """Add the options that `megarl eval` and `megarl compare` share."""
     add_words(parser)
     parser.add_argument("--out", help=f"folder to write to, which must be new or empty; {out}")
     parser.add_argument("--nproc", type=int, help="ranks to start; default trainer.n_gpus_per_node")
     parser.add_argument(
-        "--trust", action="store_true", help="run the code that the run's own configuration names, of rewards, say"
+        "--trust", action="store_true", help="run code that the run's own configuration names, such as rewards"
     )
-    parser.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def request_of(args: argparse.Namespace, after_options: Sequence[str]) -> Request:
-    """Raises ValueError for a word that is neither a file nor key=value."""
+    """Read the command line. Raises ValueError for a word that is neither a file nor key=value."""
     file, words = split_words([*args.words, *after_options])
     if args.nproc is not None and args.nproc < 1:
         raise ValueError(f"--nproc {args.nproc} must be 1 or more")
@@ -74,10 +73,10 @@ def request_of(args: argparse.Namespace, after_options: Sequence[str]) -> Reques
 
 
 def evaluate(path: str, request: Request) -> int:
-    """Exit code of the ranks, 0 when the evaluation is written.
+    """Evaluate a model; returns the exit code of the ranks, 0 when the evaluation is written.
 
     Raises:
-        ValueError: it cannot work, in one line.
+        ValueError: the evaluation cannot work, in one line.
     """
     if is_finished(path):
         raise ValueError(f"'{path}' is an evaluation already; give the checkpoint, or `megarl compare` two of them")
@@ -91,12 +90,12 @@ def evaluate(path: str, request: Request) -> int:
 
 
 def config_of(subject: Subject, file: str | None, request: Request, folder: str) -> Config:
-    """See `evaluation_config`."""
+    """Resolve the configuration of an evaluation, see `evaluation_config`."""
     return evaluation_config(subject, file, request.overrides, folder, request.nproc)
 
 
 def check(subject: Subject, file: str | None, request: Request) -> None:
-    """Raises ValueError, before a folder is made, if the evaluation cannot work."""
+    """Raise ValueError if the evaluation cannot work. Makes no folder."""
     from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
 
     config = config_of(subject, file, request, request.out or f"{subject.place}/new")

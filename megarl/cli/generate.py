@@ -1,9 +1,10 @@
-"""Talk to a checkpoint, or have prompts answered, on one rank of this machine.
+"""Talk to a checkpoint, or let it answer prompts, on one rank of this machine.
 
-PATH is what `megarl eval` takes. With --prompt the answer goes to stdout as it comes; with --prompts, or with prompts
-on stdin, one JSON line per prompt, in their order. With neither, at a terminal, it is a conversation: Ctrl-C ends an
-answer, Ctrl-D the conversation, /clear begins anew. A tokenizer's chat template is used where it has one.
-Sampling is that of rollout.val_kwargs: greedy, unless the run or an option says otherwise.
+PATH is a path that `megarl eval` takes. With --prompt the answer is written to stdout while it is generated; with
+--prompts, or with prompts on stdin, stdout gets one JSON line per prompt, in their order. With neither, a terminal
+holds a conversation: Ctrl-C ends an answer, Ctrl-D the conversation, /clear starts a new one. The tokenizer's chat
+template is used if it has one. Sampling is that of rollout.val_kwargs: greedy, unless the run or an option says
+otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megarl.cli.words import add_words, split_words
+from megarl.cli.words import add_checkpoint, add_words, split_words
 from megarl.config import Config, ConfigError
 from megarl.data.readers import value_at
 from megarl.models.families import read_architecture
@@ -39,30 +40,31 @@ SAMPLING = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl generate`."""
-    parser.add_argument("path", help="checkpoint (global_step_N), run folder (its newest one), or Hugging Face folder")
+    """Add the arguments of `megarl generate`."""
+    add_checkpoint(parser)
     add_words(parser)
-    parser.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="one prompt; its answer is all that goes to stdout")
+    source.add_argument("--prompt", help="one prompt; stdout gets only its answer")
     source.add_argument(
-        "--prompts", metavar="FILE", help="a prompt per line; of a .jsonl file the column data.prompt_key"
+        "--prompts",
+        metavar="FILE",
+        help="a file with a prompt per line; a .jsonl file has them in the column data.prompt_key",
     )
     parser.add_argument("--system", help="a system message, for a tokenizer with a chat template")
-    parser.add_argument("--raw", action="store_true", help="prompts are continued as they are, without chat template")
+    parser.add_argument("--raw", action="store_true", help="continue prompts as plain text, without chat template")
     parser.add_argument("--temperature", type=float, help="0 is greedy")
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--top-k", type=int)
-    parser.add_argument("--seed", type=int, help="of sampling; default data.seed")
-    parser.add_argument("--max-tokens", type=int, help="of an answer; default data.max_response_length")
+    parser.add_argument("--seed", type=int, help="seed of sampling; default data.seed")
+    parser.add_argument("--max-tokens", type=int, help="tokens of an answer; default data.max_response_length")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together; default 4096, or less")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Exit code 0 once everything is answered, 130 after Ctrl-C.
+    """Answer the prompts, or hold a conversation; returns the exit code: 0, or 130 after Ctrl-C.
 
     Raises:
-        ValueError: it cannot work, in one line.
+        ValueError: the command cannot work, in one line.
     """
     talks = args.prompt is None and args.prompts is None and sys.stdin.isatty()
     file, overrides = split_words([*args.words, *rest])
@@ -85,15 +87,15 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def config_of(args: argparse.Namespace, file: str | None, overrides: Sequence[str]) -> Config:
-    """What the run says, then what is asked for here."""
+    """Resolve the run's configuration, which the command line overrides."""
     subject = find_subject(args.path, best=args.best)
-    asked = {
+    values = {
         f"{SAMPLING}.temperature": args.temperature,
         f"{SAMPLING}.top_p": args.top_p,
         f"{SAMPLING}.top_k": args.top_k,
         "data.seed": args.seed,
     }
-    options = [f"{key}={value}" for key, value in asked.items() if value is not None]
+    options = [f"{key}={value}" for key, value in values.items() if value is not None]
     for name in ("max_tokens", "context"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be 1 or more")
@@ -113,12 +115,12 @@ def _for_one_rank(config: Config, args: argparse.Namespace, overrides: Sequence[
 
 @contextmanager
 def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
-    """This process as a rank of a world of its own."""
+    """Make this process the only rank of a world; yields a function that builds the `Answering`."""
     import torch.distributed as dist
 
     from megarl.parallel.cpu import enable_cpu_ranks
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # of a job that this was started in
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # variables of a surrounding job
         os.environ.pop(name, None)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     enable_cpu_ranks()  # before Megatron-Core is imported
@@ -130,14 +132,14 @@ def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
     follow_launcher()
     init_distributed(config.trainer.timeout_minutes)
     world = World()
-    made: list[Answering] = []
+    built: list[Answering] = []
 
     def answering_of(inputs: Inputs) -> Answering:
-        made.append(Answering(inputs, world))
-        return made[-1]
+        built.append(Answering(inputs, world))
+        return built[-1]
 
     yield answering_of
-    for answering in made:  # after an error the process ends, and what it held with it
+    for answering in built:  # not after an error, which ends the process
         answering.close()
     leave_groups(world)
     dist.destroy_process_group()
@@ -145,21 +147,21 @@ def _one_rank(config: Config) -> Iterator[Callable[..., Answering]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What somebody said in a conversation."""
+    """A message of a conversation."""
 
     role: str
     content: str
 
 
 class Words:
-    """Conversations as token ids, and back.
+    """Converts conversations to token ids, and token ids to text.
 
     Args:
-        system: what the conversation begins with.
-        raw: no chat template, even if there is one.
+        system: the system message, with which a conversation begins.
+        raw: use no chat template, even if the tokenizer has one.
 
     Raises:
-        ValueError: a system message without a chat template.
+        ValueError: there is a system message and no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, system: str | None, raw: bool) -> None:
@@ -175,7 +177,7 @@ class Words:
             raise ValueError(f"--system needs a chat template: {self.why_not}")
 
     def token_ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Of a conversation up to where the answer begins; without a template, of what was said last."""
+        """Encode a conversation up to the start of the answer; without a template, encode the last message."""
         if not self.chats:
             return self._tokenizer.encode(turns[-1].content)
         messages = [{"role": turn.role, "content": turn.content} for turn in [*self._system, *turns]]
@@ -183,7 +185,7 @@ class Words:
 
 
 class Printed:
-    """Writes a text as it grows; characters of which only some bytes are there yet wait."""
+    """Writes a growing text to stdout. A character waits until all its bytes are there."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode, self._length = decode, 0
@@ -196,7 +198,7 @@ class Printed:
             self._length = len(text)
 
     def end(self, tokens: Sequence[int]) -> str:
-        """The whole text; the line is ended."""
+        """Write the rest and end the line; returns the whole text."""
         text = self._decode(tokens)
         sys.stdout.write(plain(text[self._length :]) + "\n")
         sys.stdout.flush()
@@ -204,38 +206,38 @@ class Printed:
 
 
 def say(answering: Answering, words: Words, prompt: str) -> int:
-    """The answer to one prompt on stdout, as it comes."""
+    """Write the answer to one prompt to stdout while it is generated."""
     printed = Printed(words.decode)
     token_ids = words.token_ids([Turn("user", prompt)])
-    (made,) = answering.ask([token_ids], watch=lambda i, tokens: printed.show(tokens))
-    printed.end(made.token_ids)
+    (completion,) = answering.ask([token_ids], watch=lambda i, tokens: printed.show(tokens))
+    printed.end(completion.token_ids)
     return 0
 
 
 def write_answers(answering: Answering, words: Words, prompts: Sequence[str]) -> int:
-    """A JSON line per prompt, in their order, each as soon as those before it are there."""
+    """Write a JSON line per prompt, in their order, each as soon as the earlier ones are written."""
     waiting: dict[int, Completion] = {}
-    written = 0
+    next_prompt = 0
 
-    def finished(i: int, made: Completion) -> None:
-        nonlocal written
-        waiting[i] = made
-        while written in waiting:
-            line = _line(prompts[written], waiting.pop(written), words)
+    def finished(i: int, completion: Completion) -> None:
+        nonlocal next_prompt
+        waiting[i] = completion
+        while next_prompt in waiting:
+            line = _line(prompts[next_prompt], waiting.pop(next_prompt), words)
             print(plain(json.dumps(line, ensure_ascii=False)), flush=True)
-            written += 1
+            next_prompt += 1
 
     answering.ask([words.token_ids([Turn("user", prompt)]) for prompt in prompts], finished=finished)
     return 0
 
 
-def _line(prompt: str, made: Completion, words: Words) -> dict[str, object]:
-    response = words.decode(made.token_ids)
-    return {"prompt": prompt, "response": response, "finish": made.finish_reason, "tokens": len(made.token_ids)}
+def _line(prompt: str, completion: Completion, words: Words) -> dict[str, object]:
+    response, tokens = words.decode(completion.token_ids), len(completion.token_ids)
+    return {"prompt": prompt, "response": response, "finish": completion.finish_reason, "tokens": tokens}
 
 
 def converse(answering: Answering, words: Words) -> int:
-    """Until Ctrl-D, or Ctrl-C while nothing is being answered."""
+    """Hold a conversation until Ctrl-D, or until Ctrl-C while no answer is generated."""
     import readline  # noqa: F401 (line editing and history in input())
 
     how = "chat template" if words.chats else f"no chat template ({words.why_not}): each prompt is continued by itself"
@@ -244,52 +246,52 @@ def converse(answering: Answering, words: Words) -> int:
     number = 0
     while True:
         try:
-            asked = input("> ")
+            text = input("> ")
         except EOFError:
             print()
             return 0
-        if not asked.strip():
+        if not text.strip():
             continue
-        if asked.strip() == "/clear":
+        if text.strip() == "/clear":
             turns = []
             continue
-        turns.append(Turn("user", asked))
+        turns.append(Turn("user", text))
         printed = Printed(words.decode)
         try:
             with _noted_interrupt() as interrupted:
-                (made,) = answering.ask(
+                (completion,) = answering.ask(
                     [words.token_ids(turns)],
                     first=number,
                     watch=lambda i, tokens, printed=printed: printed.show(tokens),  # type: ignore[misc]
                     leaves=lambda interrupted=interrupted: bool(interrupted),  # type: ignore[misc]
                 )
-        except ValueError as e:  # too long by now, or a template that refuses it
+        except ValueError as e:  # the conversation is too long, or the template refuses it
             turns.pop()
             print(f"megarl: {plain(str(e))}, or /clear", file=sys.stderr)
             continue
-        turns.append(Turn("assistant", printed.end(made.token_ids)))
+        turns.append(Turn("assistant", printed.end(completion.token_ids)))
         number += 1
 
 
 @contextmanager
 def _noted_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C is noted; a second one ends the command."""
-    noted: list[int] = []
+    """Note a Ctrl-C in the yielded list. A second Ctrl-C raises KeyboardInterrupt."""
+    interrupts: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if noted:
+        if interrupts:
             raise KeyboardInterrupt
-        noted.append(number)
+        interrupts.append(number)
 
     with signals_handled([signal.SIGINT], note):
-        yield noted
+        yield interrupts
 
 
 def _prompts(args: argparse.Namespace, column: str) -> list[str]:
-    """Those of the command line, the file or stdin.
+    """Read the prompts from the command line, the file or stdin.
 
     Raises:
-        ValueError: a file that cannot be read, or a line that is no prompt.
+        ValueError: the file cannot be read, or a line is no prompt.
     """
     if args.prompt is not None:
         return [args.prompt]

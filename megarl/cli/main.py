@@ -1,7 +1,7 @@
 """The `megarl` command: a table of commands, one module each.
 
 A command's module has `add_arguments(parser)` and `run(args, rest)`, which returns the exit code and raises ValueError
-for what cannot work; `EXAMPLE` is shown by its --help. Only the module of the command that is asked for is imported.
+if the command cannot work; --help shows its `EXAMPLE`. Only the module of the command that runs is imported.
 """
 
 # PYTHON_ARGCOMPLETE_OK
@@ -22,12 +22,12 @@ from megarl.plain import plain, plain_output
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A line of the table.
+    """Describes a command.
 
     Attributes:
-        help: what it does, in a line.
-        takes_keys: whether `key=value` may follow its options.
-        module: of `megarl.cli`; default its name.
+        help: the command's effect in one line.
+        takes_keys: `key=value` may follow the command's options.
+        module: module of `megarl.cli`; default the command's name.
     """
 
     name: str
@@ -39,29 +39,31 @@ class Command:
 GROUPS: dict[str, tuple[Command, ...]] = {
     "Train": (
         Command(name="train", help="train on this machine, or on several together", takes_keys=True),
-        Command(name="plan", help="memory, traffic and time of a run, without any GPU", takes_keys=True),
-        Command(name="runs", help="runs in a folder: state, step, last metrics, size"),
-        Command(name="report", help="curves, rollouts, timeline and settings of runs, as one page"),
+        Command(name="plan", help="predict memory, traffic and time of a run, without a GPU", takes_keys=True),
+        Command(name="runs", help="list the runs in a folder: state, step, last metrics, size"),
+        Command(name="report", help="make a page of curves, rollouts, timeline and settings of runs"),
     ),
     "Use a checkpoint": (
-        Command(name="eval", help="score it on held-out prompts", takes_keys=True, module="evaluate"),
-        Command(name="compare", help="two of them, or two evaluations, prompt by prompt", takes_keys=True),
-        Command(name="generate", help="talk to it, or have prompts answered", takes_keys=True),
-        Command(name="convert", help="between Hugging Face and Megatron-Core folders"),
-        Command(name="serve", help="print the command with which vLLM serves it"),
+        Command(name="eval", help="score a checkpoint on held-out prompts", takes_keys=True, module="evaluate"),
+        Command(name="compare", help="compare two checkpoints or evaluations, prompt by prompt", takes_keys=True),
+        Command(name="generate", help="talk to a checkpoint, or let it answer prompts", takes_keys=True),
+        Command(name="convert", help="convert between Hugging Face and Megatron-Core folders"),
+        Command(name="serve", help="print the command with which vLLM serves a checkpoint"),
     ),
     "Look things up": (
         Command(name="config", help="print, explain and compare configurations", takes_keys=True),
-        Command(name="algorithms", help="flows, methods, advantage estimators, losses and rewards: what they need"),
-        Command(name="doctor", help="what is installed here, what is missing, and how to get it"),
-        Command(name="completion", help="print what completes these commands in bash or zsh"),
+        Command(
+            name="algorithms", help="list flows, methods, advantage estimators, losses and rewards, and their needs"
+        ),
+        Command(name="doctor", help="check what is installed, and say how to get what is missing"),
+        Command(name="completion", help="print the script that completes these commands in bash or zsh"),
     ),
 }
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 2 for what is refused, 130 after Ctrl-C; otherwise that of the command, for `train` of the ranks."""
+    """Run a command; returns its exit code: 2 for a refusal, 130 after Ctrl-C, for `train` that of the ranks."""
     _open_streams()
     with plain_output():
         return _main(sys.argv[1:] if argv is None else argv)
@@ -73,7 +75,7 @@ def _main(words: list[str]) -> int:
         _check_working_directory()
         if debug:
             _debug()
-        else:  # before torch is imported: its C++ part prints stacks of what ranks and launchers say in a line
+        else:  # set before torch is imported: its C++ part would print stacks for errors that are one line here
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if "_ARGCOMPLETE" in os.environ:
             _complete()
@@ -81,7 +83,7 @@ def _main(words: list[str]) -> int:
     except ValueError as e:
         from megarl.config.refusal import is_refusal
 
-        if words[:1] == ["train"] and not is_refusal(e):  # a fault of the program, as in a rank
+        if words[:1] == ["train"] and not is_refusal(e):  # a fault of the program needs its traceback, as in a rank
             raise
         if debug:
             import traceback
@@ -109,7 +111,7 @@ def _main(words: list[str]) -> int:
 
 
 def _check_working_directory() -> None:
-    """Raises ValueError where it has been deleted: libraries that look for it abort the process in words of theirs."""
+    """Raise ValueError if the working directory has been deleted: some libraries abort the process then."""
     try:
         os.getcwd()
     except FileNotFoundError as e:
@@ -117,40 +119,40 @@ def _check_working_directory() -> None:
 
 
 def _shown(error: ValueError) -> str:
-    """Without the secrets of a configuration that has been read, and without what a terminal would obey."""
+    """Write an error without known secrets of the configuration and without a terminal's control characters."""
     secrets = sys.modules.get("megarl.config.secrets")
     return plain(secrets.hide(str(error)) if secrets is not None else str(error))
 
 
 def _open_streams() -> None:
-    """A stream that was closed (`>&-`) would be the next file that is opened, and take what is printed."""
+    """Open /dev/null for closed streams (`>&-`): otherwise the next opened file would get what is printed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)  # of the free numbers the lowest
-            os.set_inheritable(opened, True)  # by the ranks
-            setattr(sys, name, os.fdopen(opened, "w" if number else "r", encoding="utf-8"))
+            descriptor = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.set_inheritable(descriptor, True)  # the ranks need it, too
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", encoding="utf-8"))
 
 
 def _run(words: Sequence[str]) -> int:
     if "config" in words:
         words = ["migrate" if word == "--migrate" else word for word in words]
     parser, module = parser_for(words)
-    args, rest = parser.parse_known_args(words)  # argparse leaves out overrides that follow an option
+    args, rest = parser.parse_known_args(words)  # argparse returns overrides that follow an option in `rest`
     command = COMMANDS[args.command]
-    refused = rest if not command.takes_keys else [word for word in rest if word.startswith("-")]
-    if unknown := [] if getattr(args, "any_options", False) else refused:
+    not_keys = rest if not command.takes_keys else [word for word in rest if word.startswith("-")]
+    if unknown := [] if getattr(args, "any_options", False) else not_keys:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     assert module is not None
-    from megarl.debugging import hush_dependencies  # not for `_complete`, which answers while somebody types
+    from megarl.debugging import hush_dependencies  # too slow for `_complete`, which answers while a person types
 
     hush_dependencies()
     code: int = module.run(args, rest)
-    sys.stdout.flush()  # as Python ends, a reader that has gone would be another exit code
+    sys.stdout.flush()  # at Python's exit a closed pipe would change the exit code
     return code
 
 
 def parser_for(words: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleType | None]:
-    """The parser, and the module of the command that the words name, which alone has its arguments."""
+    """Make the parser, with arguments of the named command only; returns it with that command's module."""
     parser = argparse.ArgumentParser(
         prog="megarl",
         usage="megarl [--version] [--debug] COMMAND ...",
@@ -163,27 +165,27 @@ def parser_for(words: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleTyp
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", prog="megarl", help=argparse.SUPPRESS
     )
-    named = next((word for word in words if word in COMMANDS), None)
+    name = next((word for word in words if word in COMMANDS), None)
     module = None
     for command in COMMANDS.values():
-        if command.name != named:
+        if command.name != name:
             commands.add_parser(command.name, help=command.help)
             continue
         module = importlib.import_module(f"megarl.cli.{command.module or command.name}")
-        own = commands.add_parser(
+        command_parser = commands.add_parser(
             command.name,
             help=command.help,
             description=module.__doc__,
             epilog=f"example:\n  {module.EXAMPLE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        _add_debug(own, default=argparse.SUPPRESS)
-        module.add_arguments(own)
+        _add_debug(command_parser, default=argparse.SUPPRESS)
+        module.add_arguments(command_parser)
     return parser, module
 
 
 class _Version(argparse.Action):
-    """Imports the package's face only when asked."""
+    """Prints the version. Only then is the package's `__init__` needed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         import megarl
@@ -212,7 +214,7 @@ def _debug() -> None:
 
 
 def _complete() -> None:
-    """Answer the shell, and leave."""
+    """Answer the shell's request for completions, and exit."""
     import argcomplete
 
     parser, _ = parser_for(os.environ.get("COMP_LINE", "").split()[1:])

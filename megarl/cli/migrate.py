@@ -1,13 +1,12 @@
-"""`megarl config migrate FILE ... [key=value ...]`: another program's configuration as one of MegaRL.
+"""`megarl config migrate FILE ... [key=value ...]`: rewrite another program's configuration in MegaRL's keys.
 
-The YAML goes to stdout, or to --out; what became of every key goes to stderr. Exit code 0 if all keys are carried or
+The YAML goes to stdout, or to --out; a report on every key goes to stderr. Exit code 0 if all keys are carried or
 translated, 1 if some are refused (the YAML is written all the same), 2 if there is nothing to migrate.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +14,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config import build_config
+from megarl.config.describe import yaml_value
 from megarl.config.migration import Change, Migrated, convert, hydra, read_written
 from megarl.config.migration.entry import Kind
 from megarl.config.migration.tables import TABLES
+from megarl.telemetry.lines import rewrite
 from megarl.telemetry.sinks import SINKS
 
 TITLES: dict[Kind, str] = {
@@ -28,7 +29,7 @@ TITLES: dict[Kind, str] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the arguments of `megarl config migrate`."""
     parser.set_defaults(any_options=True)
     parser.add_argument("--from", dest="source", choices=list(TABLES), default="verl", help="whose configuration")
     parser.add_argument("--out", help="the YAML file to write; default stdout")
@@ -43,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
-    """Writes the configuration and the report; returns the exit code.
+    """Write the configuration and the report; returns the exit code.
 
     Args:
-        args: what `add_arguments` added.
-        after_options: words that argparse leaves out because they follow an option.
+        args: the parsed arguments of `add_arguments`.
+        after_options: words that argparse leaves over because they follow an option.
 
     Raises:
         ValueError: an unreadable file, or nothing that sets a key.
@@ -60,11 +61,8 @@ def migrate(args: argparse.Namespace, after_options: Sequence[str] = ()) -> int:
     build_config(migrated.tree)
     text = "# Made by megarl config migrate\n" + OmegaConf.to_yaml(OmegaConf.create(migrated.tree))
     if args.out:
-        partial = f"{args.out}.part"
         try:
-            with open(partial, "w", encoding="utf-8") as f:
-                f.write(text)
-            os.replace(partial, args.out)
+            rewrite(args.out, text.encode())
         except OSError as e:
             raise ValueError(f"--out '{args.out}' cannot be written: {e.strerror or e}") from e
     else:
@@ -79,7 +77,7 @@ def _is_no_option(word: str) -> bool:
 
 
 def report(migrated: Migrated, source: str, *, quiet: bool = False) -> list[str]:
-    """What became of every setting, line by line."""
+    """Write a line for every setting: carried, translated or refused."""
     count = len(migrated.changes)
     lines = [f"{source}: {count} settings: " + ", ".join(f"{len(migrated.of(kind))} {kind}" for kind in TITLES)]
     for kind, title in TITLES.items():
@@ -106,6 +104,5 @@ def _values(change: Change) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    text = " ".join(text.split())
+    text = " ".join(yaml_value(value).split())
     return text if len(text) <= 120 else f"{text[:120]}..."

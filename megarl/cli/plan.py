@@ -1,7 +1,7 @@
-"""Predict what a run will hold, move and take, before there is any GPU.
+"""Predict the memory, the traffic and the time of a run, without a GPU.
 
-Reads the configuration and the models' config.json; neither weights, tokenizer nor data files. Exit code 0 if the run
-fits, 1 if some GPU's memory is too small, 2 if `megarl train` would refuse the layout.
+Reads the configuration and the models' config.json, but no weights, tokenizer or data files. Exit code 0 if the run
+fits, 1 if a GPU's memory is too small, 2 if `megarl train` would refuse the layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megarl.estimate.prediction import (
 )
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
-from megarl.telemetry.console import plain_output
+from megarl.telemetry.console import plain_console
 from megarl.telemetry.progress import print_table
 from megarl.trainer.trust import unsafe_remarks
 
@@ -40,7 +40,7 @@ UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; what they replace is in `megarl.estimate.accelerator`."""
+    """Add the arguments of `megarl plan`. Their defaults are in `megarl.estimate.accelerator`."""
     add_config(parser)
     parser.add_argument("--gpus", type=int, help="ranks of the job; default those of the configuration")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpus; default 8")
@@ -49,27 +49,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer-rate", type=bytes_of, help="bytes/s from a GPU of the same node, such as 374GB")
     parser.add_argument("--network-rate", type=bytes_of, help="bytes/s per GPU from another node, such as 50GB")
     parser.add_argument("--tflops", type=positive, help="peak of dense matrix products in the model's dtype")
-    parser.add_argument("--mfu", type=positive, help=f"part of it that training reaches; default {H200.mfu}")
+    parser.add_argument("--mfu", type=positive, help=f"share of that peak which training reaches; default {H200.mfu}")
     parser.add_argument("--prompt-tokens", type=positive, help="mean; default data.max_prompt_length")
     parser.add_argument("--response-tokens", type=positive, help="mean; default data.max_response_length")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """See `plan`."""
-    return plan(args, [*args.overrides, *rest])
-
-
-def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints the plan; returns the exit code.
-
-    Args:
-        args: what `add_arguments` added.
-        overrides: `key=value`.
+    """Print the prediction; returns the exit code.
 
     Raises:
-        ValueError: the run cannot work; what to change, in one line.
+        ValueError: the run cannot work; one line says what to change.
     """
-    config = load_config(args.config, [*overrides, *_ranks(args.gpus, args.gpus_per_node)])
+    config = load_config(args.config, [*args.overrides, *rest, *_ranks(args.gpus, args.gpus_per_node)])
     from megarl.flow_kinds import trains
 
     if not trains(config):
@@ -88,7 +79,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     cache = cache_room(job, accelerator) if job.generates else None
     stages = budget(job, accelerator, moved=most_received(job, traffic))
 
-    console = plain_output()
+    console = plain_console()
     console.print(_headline(job))
     print_table(predicted_table(job, stages, accelerator))
     if cache is not None:
@@ -107,15 +98,15 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def bytes_of(text: str) -> float:
-    """Bytes that a text such as 141GiB or 80GB names; raises ArgumentTypeError for what is no size."""
-    found = re.fullmatch(r"([0-9.]+) *([a-zA-Z]*)", text)
-    if not found or found[2].upper() not in UNITS:
+    """Parse a size such as 141GiB or 80GB into bytes. Raises ArgumentTypeError for other texts."""
+    match = re.fullmatch(r"([0-9.]+) *([a-zA-Z]*)", text)
+    if not match or match[2].upper() not in UNITS:
         raise argparse.ArgumentTypeError(f"'{text}' is no size; write 80GB or 141GiB")
-    return positive(found[1]) * UNITS[found[2].upper()]
+    return positive(match[1]) * UNITS[match[2].upper()]
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0. Raises ArgumentTypeError for other texts."""
     try:
         number = float(text)
     except ValueError:
@@ -134,7 +125,7 @@ def _ranks(gpus: int | None, per_node: int) -> list[str]:
 
 
 def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
-    given = {
+    options = {
         "memory": args.gpu_memory,
         "memory_rate": args.memory_rate,
         "peer_rate": args.peer_rate,
@@ -142,8 +133,8 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
         "mfu": args.mfu,
         "flops": {dtype: args.tflops * 1e12} if args.tflops else None,
     }
-    changed = {name: value for name, value in given.items() if value is not None}
-    return replace(H200, **changed)
+    values = {name: value for name, value in options.items() if value is not None}
+    return replace(H200, **values)
 
 
 def _headline(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""`megarl report RUN [RUN ...]`: what runs have left in their folders, as one page. Imports no torch."""
+"""Make one page of what runs wrote into their folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ EXAMPLE = "megarl report runs/math/a runs/math/b --out report.html"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--out", metavar="FILE", help="default report.html in the folder of one run, or here of several")
-    where.add_argument(
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--out", metavar="FILE", help="default report.html in the folder of one run, or here of several"
+    )
+    target.add_argument(
         "--serve",
         nargs="?",
         type=int,
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, rest: Sequence[str] = ()) -> int:
-    """Writes the page, or serves it until Ctrl-C; returns the exit code.
+    """Write the page, or serve it until Ctrl-C; returns the exit code.
 
     Raises:
         ValueError: a folder holds no run with metrics, or the file cannot be written, or the port is taken.
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace, rest: Sequence[str] = ()) -> int:
 
 
 def _write(out: str, text: bytes) -> None:
-    """The file takes its name when it is whole; two that are written at once do not mix."""
+    """Write a file that gets its name when it is whole. Two processes that write it at once do not mix."""
     partial = f"{out}.{os.getpid()}.partial"
     try:
         with open(partial, "wb", opener=no_link) as f:

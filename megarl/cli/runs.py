@@ -1,6 +1,7 @@
-"""List the runs below a folder, the latest first: what they are, how far they are, and what they gave.
+"""List the runs below a folder, the latest first, with flow, model, state, step and last metrics.
 
-A run is a folder with config.yaml, or with metrics or checkpoints. Nothing is changed, and a running one not disturbed.
+A run is a folder with config.yaml, or with metrics or checkpoints. The files are only read; a running run is not
+disturbed.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ if TYPE_CHECKING:
 EXAMPLE = "megarl runs runs"
 CHECKPOINTS = "checkpoints"
 DEPTH = 4
-"""Folders below the given one that are looked into."""
+"""Levels of folders below the given one that are searched."""
 TAIL = 256 * 2**10
-"""Bytes at the end of a metric file in which the last value of a metric is looked for."""
+"""Bytes at the end of a metric file that are searched for a metric's last value."""
 LESS = ("model", "flow", "checkpoints", "changed")
-"""Columns that a narrow terminal does not show, the first to go first."""
+"""Columns that a narrow terminal does not show, in the order in which they are dropped."""
 SHOWN = {"reward/mean": "reward", "val/accuracy": "accuracy", "train/loss": "loss", "val/loss": "held-out loss"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRun:
-    """A run.
+    """Describes a run.
 
     Attributes:
         state: such as "running on node7 (pid 123)", "finished", "stopped by SIGINT".
-        step: of the last row of the metrics; None: there is none.
-        steps: of the whole run; None: unknown.
-        metrics: the last value of some, by the name that people read.
-        changed: when something was written last, seconds since 1970.
-        checkpoints: how many there are.
+        step: step of the last row of the metrics; None: there is no row.
+        steps: steps of the whole run; None: unknown.
+        metrics: the last values of the metrics in `SHOWN`, by label.
+        changed: time of the last write, seconds since 1970.
+        checkpoints: number of checkpoints.
         size: bytes of the checkpoints.
     """
 
@@ -62,34 +63,34 @@ class FoundRun:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl runs`."""
+    """Add the arguments of `megarl runs`."""
     parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="default runs")
     parser.add_argument("--json", action="store_true", help="a JSON line per run")
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """Raises ValueError if there is no such folder."""
+    """Print the runs. Raises ValueError if there is no such folder."""
     del rest
     if not os.path.isdir(args.folder):
         raise ValueError(f"no folder at '{args.folder}'")
-    found = sorted((read_run(folder) for folder in run_folders(args.folder)), key=lambda run: -run.changed)
+    runs = sorted((read_run(folder) for folder in run_folders(args.folder)), key=lambda run: -run.changed)
     if args.json:
-        for one in found:
-            metrics = {label: value if math.isfinite(value) else None for label, value in one.metrics.items()}
-            print(json.dumps({**vars(one), "metrics": metrics}))
+        for found_run in runs:
+            metrics = {label: value if math.isfinite(value) else None for label, value in found_run.metrics.items()}
+            print(json.dumps({**vars(found_run), "metrics": metrics}))
         return 0
-    if not found:
+    if not runs:
         print(f"no runs in {args.folder}")
         return 0
-    _print_table(found, args.folder)
+    _print_table(runs, args.folder)
     return 0
 
 
 def run_folders(folder: str, depth: int = DEPTH) -> Iterator[str]:
-    """Folders of runs in a folder, or the folder itself; evaluations in them are no runs."""
+    """Yield the folders of runs below a folder, or the folder itself. Evaluations are not runs."""
     try:
         names = set(os.listdir(folder))
-    except OSError:  # of somebody else
+    except OSError:  # no permission
         return
     if EVAL_FILE in names:
         return
@@ -103,12 +104,12 @@ def run_folders(folder: str, depth: int = DEPTH) -> Iterator[str]:
 
 
 def read_run(folder: str) -> FoundRun:
-    """What can be known of a run from its files."""
+    """Describe a run from its files."""
     config = _config(os.path.join(folder, CONFIG_FILE))
     try:
-        holder, held = holder_of(folder)
-    except RecursionError:  # it holds brackets in brackets
-        holder, held = {}, False
+        holder, running = holder_of(folder)
+    except RecursionError:  # a lock file of deeply nested brackets
+        holder, running = {}, False
     trainer, model = _section(config, "trainer"), _section(config, "actor_rollout_ref", "model")
     rows = _last_rows(os.path.join(folder, METRICS_FILE))
     step = next((int(x) for row in rows if _is_number(x := row.get("step")) and math.isfinite(x)), None)
@@ -120,7 +121,7 @@ def read_run(folder: str) -> FoundRun:
         folder=folder,
         flow=str(trainer.get("flow", "")),
         model=_model(model),
-        state=_state(holder, held, step, steps),
+        state=_state(holder, running, step, steps),
         step=step,
         steps=steps,
         metrics={label: value for key, label in SHOWN.items() if (value := _last(rows, key)) is not None},
@@ -133,12 +134,12 @@ def read_run(folder: str) -> FoundRun:
 def _changed(file: str) -> float:
     try:
         return os.path.getmtime(file)
-    except OSError:  # it is not there
+    except OSError:  # no such file
         return 0.0
 
 
-def _state(holder: dict[str, Any], held: bool, step: int | None, steps: int | None) -> str:
-    if held:
+def _state(holder: dict[str, Any], running: bool, step: int | None, steps: int | None) -> str:
+    if running:
         return f"running on {holder.get('host', '?')} (pid {holder.get('pid', '?')})"
     if isinstance(ended := holder.get("ended"), str):
         return ended
@@ -148,13 +149,13 @@ def _state(holder: dict[str, Any], held: bool, step: int | None, steps: int | No
 
 
 def _model(model: dict[str, Any]) -> str:
-    """The checkpoint's run, or the model's folder."""
+    """Name the model's folder, or the checkpoint that the run started from."""
     path = str(model.get("checkpoint") or model.get("path") or "")
     return os.path.basename(os.path.abspath(path)) if path else ""
 
 
 def _config(file: str) -> dict[str, Any]:
-    """The YAML as it is, whatever version wrote it; empty if it cannot be read."""
+    """Read the YAML of any version without the schema; {} if it cannot be read."""
     import yaml
 
     try:
@@ -165,15 +166,15 @@ def _config(file: str) -> dict[str, Any]:
 
 
 def _section(config: dict[str, Any], *names: str) -> dict[str, Any]:
-    at: Any = config
+    section: Any = config
     for name in names:
-        at = at.get(name) if isinstance(at, dict) else None
-    return at if isinstance(at, dict) else {}
+        section = section.get(name) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def _last_rows(file: str) -> list[dict[str, Any]]:
-    """Of the end of a metric file, the newest first; a line that is being written is left out."""
-    if not os.path.isfile(file):  # a pipe would not end
+    """Read the rows at the end of a metric file, the newest first. A half-written line is left out."""
+    if not os.path.isfile(file):  # reading a pipe would not end
         return []
     try:
         with open(file, "rb") as f:
@@ -197,12 +198,12 @@ def _last(rows: list[dict[str, Any]], key: str) -> float | None:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    """One that a float can hold: JSON's whole numbers have any length."""
+    """Tell whether a value is a number that a float can hold: JSON's whole numbers have any length."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def _checkpoints(folder: str) -> tuple[int, int]:
-    """How many there are, and the bytes of all files there."""
+    """Count the checkpoints, and the bytes of all files in their folder."""
     count = size = 0
     for parent, folders, files in os.walk(folder):
         if parent == folder:
@@ -210,16 +211,16 @@ def _checkpoints(folder: str) -> tuple[int, int]:
         for name in files:
             try:
                 size += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # a run prunes meanwhile
+            except OSError:  # a running run has deleted it
                 continue
     return count, size
 
 
-def _print_table(found: list[FoundRun], folder: str) -> None:
+def _print_table(runs: list[FoundRun], folder: str) -> None:
     from megarl.telemetry.console import Output
     from megarl.telemetry.progress import print_table
 
-    cells = [_cells(one, folder) for one in found]
+    cells = [_cells(found_run, folder) for found_run in runs]
     table = _table(cells, folder, [])
     for n in range(1, len(LESS) + 1):
         terminal = Output()
@@ -242,19 +243,19 @@ def _table(rows: list[dict[str, str]], folder: str, without: Sequence[str]) -> T
     return table
 
 
-def _cells(one: FoundRun, folder: str) -> dict[str, str]:
+def _cells(run: FoundRun, folder: str) -> dict[str, str]:
     from megarl.estimate.budget_table import size
     from megarl.telemetry.progress import duration
 
-    of = "?" if one.steps is None else one.steps
+    steps = "?" if run.steps is None else run.steps
     cells = {
-        "run": os.path.relpath(one.folder, folder) if one.folder != folder else one.folder,
-        "flow": one.flow,
-        "model": one.model,
-        "state": one.state if len(one.state) <= 60 else f"{one.state[:59]}…",
-        "step": "-" if one.step is None else f"{one.step}/{of}",
-        "last metrics": ", ".join(f"{label} {value:.4g}" for label, value in one.metrics.items()),
-        "changed": f"{duration(max(0.0, time.time() - one.changed))} ago",
-        "checkpoints": f"{one.checkpoints}, {size(one.size)}" if one.checkpoints else "-",
+        "run": os.path.relpath(run.folder, folder) if run.folder != folder else run.folder,
+        "flow": run.flow,
+        "model": run.model,
+        "state": run.state if len(run.state) <= 60 else f"{run.state[:59]}…",
+        "step": "-" if run.step is None else f"{run.step}/{steps}",
+        "last metrics": ", ".join(f"{label} {value:.4g}" for label, value in run.metrics.items()),
+        "changed": f"{duration(max(0.0, time.time() - run.changed))} ago",
+        "checkpoints": f"{run.checkpoints}, {size(run.size)}" if run.checkpoints else "-",
     }
-    return {column: plain(text) for column, text in cells.items()}  # before a column's width is measured
+    return {column: plain(text) for column, text in cells.items()}  # before the width of a column is measured

@@ -1,7 +1,7 @@
 """Print the command with which vLLM serves a checkpoint; this program does not serve.
 
-PATH is what `megarl eval` takes. vLLM reads a Hugging Face folder: that of the checkpoint (checkpoint.save_hf), or else
-one that is made beside it, PATH-huggingface. The command alone goes to stdout.
+PATH is a path that `megarl eval` takes. vLLM reads a Hugging Face folder: the checkpoint's (checkpoint.save_hf), or
+else a new one next to it, PATH-huggingface. Only the command goes to stdout.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, end_tokens, read_config
 from megarl.cli.convert import ANSWERS_BELOW, SHARD_BYTES
+from megarl.cli.words import add_checkpoint
 from megarl.config import Config, load_config
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -26,17 +27,16 @@ _FAST_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl serve`."""
-    parser.add_argument("path", help="checkpoint (global_step_N), run folder (its newest one), or Hugging Face folder")
-    parser.add_argument("--best", action="store_true", help="of a run the checkpoint that its best.json names")
-    parser.add_argument("--out", help="where the Hugging Face folder is made, if there is none")
+    """Add the arguments of `megarl serve`."""
+    add_checkpoint(parser)
+    parser.add_argument("--out", help="where to make the Hugging Face folder, if there is none")
     parser.add_argument("--tp", type=int, help="GPUs that share the model; default as the run generated, or 1")
     parser.add_argument("--max-model-len", type=int, help="tokens of prompt and answer; default the model's positions")
     parser.add_argument("--chat-template", metavar="FILE", help="if the tokenizer has none")
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Raises ValueError, in one line, for what vLLM cannot serve."""
+    """Print the command. Raises ValueError, in one line, if vLLM cannot serve the model."""
     del rest
     subject = find_subject(args.path, best=args.best)
     arch = read_architecture(subject.folder)
@@ -80,27 +80,24 @@ def _check(arch: Architecture, tp: int, length: int, chat_template: str | None) 
 
 
 def _huggingface(subject: Subject, out: str | None) -> str:
-    """The folder that vLLM can read; made if there is none."""
+    """Return the Hugging Face folder, which is made if there is none."""
     if not subject.is_checkpoint:
         return subject.folder
-    made = out or f"{os.path.normpath(subject.folder)}-huggingface"
-    for folder in (os.path.join(subject.folder, "huggingface"), made):
+    export = out or f"{os.path.normpath(subject.folder)}-huggingface"
+    for folder in (os.path.join(subject.folder, "huggingface"), export):
         if os.path.isfile(os.path.join(folder, CONFIG)):
             check_weights(folder, read_architecture(folder))
-            if folder == made and _changed(made, CONFIG) < _changed(
-                subject.folder, STATE_FILE
-            ):  # after a rollback, say
-                print(
-                    f"megarl: {folder} is older than {subject.folder}: if that was written anew, delete it",
-                    file=sys.stderr,
-                )
+            if folder == export and _changed(export, CONFIG) < _changed(subject.folder, STATE_FILE):
+                # the checkpoint was written again after a rollback, say
+                older = f"{folder} is older than {subject.folder}: if that was written anew, delete it"
+                print(f"megarl: {older}", file=sys.stderr)
             return folder
     from megarl.checkpoint.convert import megatron_to_huggingface  # imports torch
 
-    print(f"megarl: {subject.folder} has no Hugging Face folder; making {made}", file=sys.stderr)
+    print(f"megarl: {subject.folder} has no Hugging Face folder; making {export}", file=sys.stderr)
     for remark in megatron_to_huggingface(
         subject.folder,
-        made,
+        export,
         model_files=subject.folder,
         max_shard_bytes=SHARD_BYTES,
         check=True,
@@ -108,7 +105,7 @@ def _huggingface(subject: Subject, out: str | None) -> str:
         advance=lambda done, total: None,
     ):
         print(f"megarl: {remark}", file=sys.stderr)
-    return made
+    return export
 
 
 def _changed(folder: str, file: str) -> float:
@@ -116,32 +113,32 @@ def _changed(folder: str, file: str) -> float:
 
 
 def _sampling(config: Config) -> dict[str, float]:
-    """As the policy generated while it was trained, where that is not vLLM's own default."""
+    """Return the sampling of the run's rollouts, as far as it differs from vLLM's defaults."""
     rollout = config.actor_rollout_ref.rollout
-    wanted = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     usual = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    return {name: value for name, value in wanted.items() if value != usual[name] or name == "temperature"}
+    return {name: value for name, value in sampling.items() if value != usual[name] or name == "temperature"}
 
 
 def _remarks(folder: str, tokenizer: str, config: Config | None, chat_template: str | None) -> list[str]:
-    """What the command cannot say."""
+    """List what a user must know and the command cannot express."""
     remarks, names = [], os.listdir(tokenizer)
     if not any(name in names for name in _FAST_TOKENIZERS):
         remarks.append("the tokenizer is a SentencePiece file alone, which vLLM may not read: add a tokenizer.json")
     if not chat_template and not _has_chat_template(tokenizer):
         remarks.append("no chat template: ask /v1/completions, or give one with --chat-template")
-    if config is not None and (told := config.data.apply_chat_template_kwargs):
-        remarks.append(f"the run told its chat template more: ask with chat_template_kwargs={json.dumps(told)}")
-    if config is not None and (others := _other_ends(folder, config)):
-        remarks.append(f"the run ended responses with other tokens, too: ask with stop_token_ids={others}")
+    if config is not None and (arguments := config.data.apply_chat_template_kwargs):
+        remarks.append(f"the run told its chat template more: ask with chat_template_kwargs={json.dumps(arguments)}")
+    if config is not None and (tokens := _other_ends(folder, config)):
+        remarks.append(f"the run ended responses with other tokens, too: ask with stop_token_ids={tokens}")
     if config is not None and config.actor_rollout_ref.rollout.stop:
         remarks.append(f"the run ended responses with strings: ask with stop={config.actor_rollout_ref.rollout.stop}")
     return remarks
 
 
 def _other_ends(folder: str, config: Config) -> list[int]:
-    there = end_tokens(folder, read_architecture(folder).vocab_size)
-    return [i for i in config.actor_rollout_ref.rollout.stop_token_ids if i not in there]
+    ends = end_tokens(folder, read_architecture(folder).vocab_size)
+    return [i for i in config.actor_rollout_ref.rollout.stop_token_ids if i not in ends]
 
 
 def _has_chat_template(folder: str) -> bool:

@@ -1,7 +1,7 @@
-"""Checks the run in this process, then starts its ranks on this machine.
+"""Check a run in this process, then start its ranks on this machine.
 
-With several nodes it is started on each of them, with --nnodes, --node-rank, --master-addr and --master-port. The first
-Ctrl-C saves a checkpoint after the step under way, a second one ends the run at once.
+With several nodes, start the command on each of them, with --nnodes, --node-rank, --master-addr and --master-port. The
+first Ctrl-C saves a checkpoint after the current step, a second one ends the run at once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ EXAMPLE = "megarl train --nproc 4 configs/quickstart.yaml trainer.total_training
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of `megarl train`."""
+    """Add the arguments of `megarl train`."""
     add_config(parser)
-    parser.add_argument("--flow", help="what the run does: a name, or path/to/file.py:function; default trainer.flow")
+    parser.add_argument("--flow", help="the run's flow: a name, or path/to/file.py:function; default trainer.flow")
     parser.add_argument("--nproc", type=int, help="ranks to start here; default trainer.n_gpus_per_node")
-    parser.add_argument("--nnodes", type=int, help="machines, each with a command of its own; default trainer.nnodes")
-    parser.add_argument("--node-rank", type=int, help="which of them this is, from 0; default SLURM_NODEID")
-    parser.add_argument("--master-addr", help="with several nodes: the host of node 0")
+    parser.add_argument(
+        "--nnodes", type=int, help="number of machines, each of which runs this command; default trainer.nnodes"
+    )
+    parser.add_argument("--node-rank", type=int, help="this machine's number, from 0; default SLURM_NODEID")
+    parser.add_argument("--master-addr", help="with several nodes: host name of node 0")
     parser.add_argument("--master-port", type=int, help="with several nodes: a free port of that host")
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
-    """Exit code of the ranks.
+    """Check and start the run; returns the exit code of the ranks.
 
     Raises:
         ValueError: the run cannot work, in one line.
@@ -53,10 +55,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
     inputs = check_run(config)
     FLOWS.check(config.trainer.flow)
-    if done := finished(inputs, expected_start(inputs)):
-        print(f"megarl: {done}", file=sys.stderr)
+    if reason := finished(inputs, expected_start(inputs)):
+        print(f"megarl: {reason}", file=sys.stderr)
         return 0
-    if node_rank == 0:  # the ranks of node 0 may hold it when another node comes here
+    if node_rank == 0:  # on another node, the ranks of node 0 may hold the folder already
         check_free(config.trainer.run_dir)
     say_how_to_profile(config)
     from megarl.launcher import launch
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _node_rank(args: argparse.Namespace, nnodes: int) -> int:
-    """Which node this is; raises ValueError if several nodes could not find each other."""
+    """Determine this node's number. Raises ValueError if several nodes could not find each other."""
     if nnodes == 1:
         return 0
     node_rank = args.node_rank
@@ -88,7 +90,7 @@ def _node_rank(args: argparse.Namespace, nnodes: int) -> int:
 
 
 def say_how_to_profile(config: Config) -> None:
-    """The command with nsys, where a run is to be profiled with it, and nsys is not there yet."""
+    """Print the nsys command if the run is to be profiled with nsys and does not run under it yet."""
     keys = config.profiler
     if keys.tool != "nsight" or "NSYS_PROFILING_SESSION_ID" in os.environ:
         return

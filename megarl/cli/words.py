@@ -1,4 +1,4 @@
-"""The words that several commands take, and what the shell is offered for them."""
+"""Arguments that several commands share, with their completion in a shell."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """`CONFIG key=value ...`"""
+    """Add the arguments `CONFIG key=value ...`."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """`key=value ...`"""
+    """Add the argument `key=value ...`."""
     words: Any = parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="configuration keys to set"
     )
@@ -23,38 +23,49 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
-    """`[CONFIG] key=value ...`"""
-    described = "YAML file, default the run's own configuration; and configuration keys to set"
-    words: Any = parser.add_argument("words", nargs="*", default=[], metavar="[CONFIG] key=value", help=described)
+    """Add the argument `[CONFIG] key=value ...`."""
+    text = "YAML file, default the run's own configuration; and configuration keys to set"
+    words: Any = parser.add_argument("words", nargs="*", default=[], metavar="[CONFIG] key=value", help=text)
     words.completer = keys
 
 
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments `path` and `--best`, which name a checkpoint."""
+    parser.add_argument("path", help="checkpoint (global_step_N), run folder (its newest one), or Hugging Face folder")
+    add_best(parser)
+
+
+def add_best(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--best`."""
+    parser.add_argument("--best", action="store_true", help="take the checkpoint that the run's best.json names")
+
+
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """`[CONFIG] key=value ...` -> the file, if there is one, and the rest.
+    """Split `[CONFIG] key=value ...` into the file, or None, and the overrides.
 
     Raises:
         ValueError: a word is neither a file nor key=value.
     """
-    left = list(words)
-    file = left.pop(0) if left and ("=" not in left[0] or os.path.isfile(left[0])) else None
-    for word in left:
+    overrides = list(words)
+    file = overrides.pop(0) if overrides and ("=" not in overrides[0] or os.path.isfile(overrides[0])) else None
+    for word in overrides:
         if "=" not in word:
             raise ValueError(f"'{word}' is not of the form key=value; CONFIG comes right after the paths, and once")
-    return file, left
+    return file, overrides
 
 
 def keys(prefix: str, **_: object) -> Iterable[str]:
-    """Keys that begin so, up to the next dot: whole lists of hundreds are of no use; then the values of a choice."""
+    """Complete a key up to its next dot, because a list of hundreds is of no use, or the value of a choice."""
     from megarl.config.describe import describe_all
 
     key, sep, _value = prefix.partition("=")
-    described = {one.key: one for one in describe_all()}
+    descriptions = {description.key: description for description in describe_all()}
     if sep:
-        return [f"{key}={value}" for value in described[key].choices] if key in described else []
+        return [f"{key}={value}" for value in descriptions[key].choices] if key in descriptions else []
     depth = prefix.count(".") + 1
-    offered = []
-    for name in described:
+    completions = []
+    for name in descriptions:
         if name.startswith(prefix):
             parts = name.split(".")
-            offered.append(f"{name}=" if len(parts) <= depth else ".".join(parts[:depth]) + ".")
-    return list(dict.fromkeys(offered))
+            completions.append(f"{name}=" if len(parts) <= depth else ".".join(parts[:depth]) + ".")
+    return list(dict.fromkeys(completions))

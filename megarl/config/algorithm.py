@@ -1,4 +1,4 @@
-"""Advantages, KL control, corrections and preferences."""
+"""Sections of advantages, KL control, corrections and preferences."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ class RolloutCorrectionConfig(Section):
     """Weights and rejection for the gap between the engine's distribution and the training layout's."""
 
     rollout_is: Literal["token", "sequence"] | None = Field(
-        None, description="truncated importance sampling by each token's ratio p_train / p_rollout, or its sequence's"
+        None, description="truncated importance sampling by the ratio p_train / p_rollout of each token or sequence"
     )
-    rollout_is_threshold: float = Field(2.0, gt=0, description="importance weights are cut off here")
+    rollout_is_threshold: float = Field(2.0, gt=0, description="upper limit of importance weights")
     rollout_is_batch_normalize: bool = Field(
         False, description="divide the truncated weights by their mean over the batch's tokens, or sequences"
     )
     rollout_rs: Literal["token", "sequence", "geometric"] | None = Field(
-        None, description="reject tokens, or sequences by product or geometric mean, whose ratio is out of range"
+        None, description="reject tokens, or sequences by product or geometric mean, whose ratio is outside the range"
     )
-    rollout_rs_threshold: float = Field(2.0, ge=1, description="upper end of that range")
-    rollout_rs_threshold_lower: float | None = Field(None, gt=0, le=1, description="lower end; default 1 / upper")
+    rollout_rs_threshold: float = Field(2.0, ge=1, description="upper end of the range")
+    rollout_rs_threshold_lower: float | None = Field(
+        None, gt=0, le=1, description="lower end of the range; default 1 / upper end"
+    )
     rollout_token_veto_threshold: float | None = Field(
         None, gt=0, lt=1, description="reject every sequence with a token whose ratio is below this"
     )
 
     @property
     def corrects(self) -> bool:
-        """Whether anything is corrected."""
+        """Whether a correction is on."""
         return (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold) != (None, None, None)
 
     @property
@@ -49,14 +51,14 @@ class RolloutCorrectionConfig(Section):
 
 
 class FilterGroupsConfig(Section):
-    """Dynamic sampling: prompts whose responses all score the same teach nothing, and others are drawn (DAPO)."""
+    """Dynamic sampling (DAPO): groups whose responses all score the same teach nothing, so other prompts are drawn."""
 
-    enable: bool = Field(False, description="draw more prompts in place of those groups")
+    enable: bool = Field(False, description="draw more prompts to replace groups without differences")
     metric: Literal["acc", "score", "seq_reward"] = Field(
-        "acc", description="what must differ within a group: score >= 1, the score, or the score with its penalties"
+        "acc", description="value that must differ within a group: score >= 1, the score, or the score with penalties"
     )
     max_num_gen_batches: Size = Field(
-        10, ge=1, description="draws per step at most; then the batch is filled up with groups that were left out"
+        10, ge=1, description="maximum of draws per step; then left-out groups fill the batch"
     )
 
 
@@ -65,26 +67,30 @@ class Preference(Section):
 
     loss_mode: NonEmpty = Field("dpo", description="a name of `megarl algorithms`, or path/to/file.py:function")
     beta: float = Field(0.1, gt=0, description="weight of the log-ratio to the reference (ORPO: of the odds ratio)")
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs that are the wrong way round")
-    length_normalization: bool = Field(False, description="log-probabilities of an answer are means over its tokens")
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="share of pairs whose order is taken to be wrong")
+    length_normalization: bool = Field(
+        False, description="an answer's log-probability is the mean over its tokens instead of the sum"
+    )
     gamma: float = Field(0.5, ge=0, description="SimPO: margin, as a share of beta")
-    sft_coef: float = Field(0.0, ge=0, description="weight of the chosen answers' cross-entropy beside it")
+    sft_coef: float = Field(
+        0.0, ge=0, description="weight of the chosen answers' cross-entropy, which is added to the loss"
+    )
     desirable_weight: float = Field(1.0, gt=0, description="KTO: weight of desirable answers")
-    undesirable_weight: float = Field(1.0, gt=0, description="KTO: weight of the others")
+    undesirable_weight: float = Field(1.0, gt=0, description="KTO: weight of undesirable answers")
 
 
 class Algorithm(Section):
-    """How rewards become advantages."""
+    """The computation of advantages from rewards."""
 
     adv_estimator: NonEmpty = Field(
         "grpo",
-        description="how advantages are estimated: a name of `megarl algorithms`, or path/to/file.py:function",
+        description="estimator of advantages: a name of `megarl algorithms`, or path/to/file.py:function",
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE: decay per token of what values are corrected by")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE: decay per token of the temporal-difference errors")
     filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_filtering: bool = Field(
-        False, description="responses that were cut off at max_response_length are left out of the loss"
+        False, description="leave responses that were cut off at max_response_length out of the loss"
     )
     preference: Preference = Preference()
     norm_adv_by_std_in_grpo: bool = Field(

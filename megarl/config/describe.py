@@ -1,4 +1,4 @@
-"""What is known of every key: type, default, unit and meaning, and of the section that it is in. Torch-free."""
+"""Descriptions of configuration keys and sections: type, default, unit and meaning. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megarl.config.schema import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A key.
+    """Describes a key.
 
     Attributes:
-        key: dotted.
-        kind: its type and bounds in words: "whole number, at least 1".
-        default: as YAML writes it.
-        text: what it does, with its unit; empty where the name says all.
-        section: what the section is about.
-        choices: the values that it can have, where these are few.
+        key: dotted name.
+        kind: type and bounds in words: "whole number, at least 1".
+        default: the default value.
+        text: the key's meaning and unit; empty if the name says all.
+        section: the section's subject.
+        choices: the allowed values of a choice; else empty.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Described:
 
 
 def describe_all(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[Described]:
-    """Every key, in the order of the sections."""
+    """Describe every key, in the order of the sections."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from describe_all(field.annotation, f"{prefix}{name}.")
@@ -51,29 +51,36 @@ def describe_all(section: type[BaseModel] = Config, prefix: str = "") -> Iterato
 
 
 def sections() -> dict[str, str]:
-    """What each section is about, by its dotted name."""
+    """Map each section's dotted name to its subject."""
     return dict(_sections(Config, ""))
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The value that a key has if nobody sets it."""
+    """Return a key's default value."""
     return field.get_default(call_default_factory=True)
 
 
+def yaml_value(value: Any) -> str:
+    """Write a value as YAML does, texts without quotes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
 def flat(tree: Mapping[str, Any], keys: Container[str], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted name, of a tree with sections.
+    """Map dotted names to the values of a tree with sections.
 
     Args:
-        keys: those of the schema: one that holds a mapping keeps it.
+        keys: dotted names whose values stay whole even if they are mappings.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in keys:
-            found |= flat(value, keys, f"{key}.")
+            values |= flat(value, keys, f"{key}.")
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def _sections(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
@@ -101,9 +108,9 @@ def _kind(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     elif origin is list:
         text = f"list of: {_kind(arguments[0])}"
     elif origin is dict:
-        named = _kind(arguments[1])
-        text = f"mapping of: {named}" if named.startswith("mapping") else "mapping"
-    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):  # an item of a mapping or a list
+        item = _kind(arguments[1])
+        text = f"mapping of: {item}" if item.startswith("mapping") else "mapping"
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):  # the type of a mapping's or list's items
         text = f"mapping with {', '.join(annotation.model_fields)}"
     else:
         text = _NAMES.get(annotation, str(getattr(annotation, "__name__", annotation)))
@@ -125,7 +132,7 @@ def _bounds(metadata: Sequence[Any]) -> Iterator[str]:
         for part in getattr(item, "metadata", None) or [item]:
             for name, words in _BOUNDS.items():
                 value = getattr(part, name, None)
-                if value is not None and value < 2**20:  # what is more only keeps out what has no meaning
+                if value is not None and value < 2**20:  # a larger bound only refuses absurd values
                     yield f"{words} {value:g}"
 
 

@@ -1,4 +1,4 @@
-"""What answers the policy."""
+"""The section of environments and agents."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megarl.config.fields import Section, Size, Whole
 
 
 class EnvironmentConfig(Section):
-    """What answers the policy, so that a response has several turns."""
+    """An environment or agent that answers the policy, so that a response has several turns."""
 
-    name: str = Field("", description="a registered environment, or path/to/file.py:class; empty: nobody answers")
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments that an environment is made with")
+    name: str = Field("", description="a registered environment, or path/to/file.py:class; empty: none")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment's class")
     agent: str = Field(
         "",
         description="path/to/file.py:function instead: an `async def agent(base_url, row)` that asks an "
@@ -24,15 +24,15 @@ class EnvironmentConfig(Section):
         60.0,
         gt=0,
         le=86_400,
-        description="seconds that a step of an environment, or a whole episode of an agent, takes",
+        description="seconds that a step of an environment, or a whole episode of an agent, may take",
     )
-    max_observation_length: Whole = Field(256, ge=1, description="tokens of an observation; a longer one is cut")
-    role: Literal["user", "tool"] = Field("user", description="whose message an observation is, in a chat")
+    max_observation_length: Whole = Field(256, ge=1, description="tokens of an observation; longer ones are cut")
+    role: Literal["user", "tool"] = Field("user", description="role of an observation's message in a chat")
     workers: Size = Field(
         8,
         ge=1,
-        description="of each replica: threads in which steps run, or processes of agents, each with many episodes; at "
-        "most rollout.max_num_seqs episodes are under way",
+        description="per replica: threads that run an environment's steps, or processes of agents, each with many "
+        "episodes; at most rollout.max_num_seqs episodes run at the same time",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Types of configuration values, and what all sections have in common."""
+"""Types of configuration values, and the base class of all sections."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ KlLoss = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Whole = Annotated[int, Field(le=2**31 - 1)]
-"""Steps, tokens, seeds: what is counted in int32 somewhere, or would not come to its end in a lifetime."""
+"""A number of steps or tokens, or a seed: it fits into int32, in which some of them are counted."""
 Size = Annotated[int, Field(le=2**20)]
-"""How many ranks, sequences or rows there are at once: each takes memory."""
+"""A number of ranks, sequences or rows that are held at the same time; each takes memory."""
 Identity = Literal["model", "tokenizer", "data", "warmup", "seed", "batch", "algorithm", "reward", "roles", "flow"]
-"""Parts of a run that a checkpoint records: one that goes on from it must have the same."""
+"""Parts of a run that a checkpoint records. A run that resumes from it must have the same."""
 
 
 class Section(BaseModel):
-    """A frozen group of keys; a key that is not declared here is an error, and so are infinity and NaN.
+    """A frozen group of keys. An undeclared key is an error, and so are infinity and NaN.
 
-    Where texts are listed, one text is a list of one: `data.train_files=train.jsonl`.
+    A single text is accepted for a list of texts: `data.train_files=train.jsonl`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

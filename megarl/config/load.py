@@ -1,4 +1,4 @@
-"""YAML file + `key=value` overrides -> `Config`. Every refusal is one line that says what to change."""
+"""Loading of a `Config` from a YAML file and `key=value` overrides. A refusal is one line that says what to change."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megarl.config import secrets
 from megarl.config.schema import Config
 
 LARGEST = 2**20
-"""Bytes of a configuration's file, and nodes of its tree."""
+"""Limit of a configuration: bytes of its file, and nodes of its tree."""
 DEEPEST = 100
 MOST_INTERPOLATIONS = 1000
-"""In one value."""
+"""Limit of one value's interpolations."""
 _INTERPOLATED = f"it stands for more than {LARGEST} nodes or letters, its interpolations written out"
 YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 CONFIG_FILE = "config.yaml"
-"""In the folder of a run, or of an evaluation: what it resolved to."""
+"""Name of the file with the resolved configuration, in the folder of a run or an evaluation."""
 
 
 class ConfigError(ValueError):
@@ -33,23 +33,22 @@ class ConfigError(ValueError):
 
 
 def load_config(source: str | Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file and apply `section.key=value` overrides: YAML values, of which later ones win.
+    """Read a YAML file and apply `section.key=value` overrides in order, with values in YAML.
 
-    `key=` is the empty text, and `key={}` empties a mapping.
+    `key=` sets the empty text, and `key={}` empties a mapping.
 
     Args:
-        source: the file's path, or what such a file would hold; None: nothing, so that what the overrides leave out has
-            its default.
+        source: the file's path, or the content of such a file; None: only defaults and overrides.
 
     Raises:
-        ConfigError: unreadable file, malformed override, unknown key (nearest one named), value of the wrong type.
+        ConfigError: unreadable file, malformed override, unknown key (the nearest is named), value of the wrong type.
     """
     path = f"'{source}'" if isinstance(source, str) else "the configuration"
     if isinstance(source, str) and not os.path.isfile(source):
         raise ConfigError(f"no config file at {path}")
     try:
         tree: Any = read_yaml(source) if isinstance(source, str) else OmegaConf.create(dict(source or {}))
-    except Exception as e:  # the parsers raise what they like: ValueError for a number of 5,000 digits, say
+    except Exception as e:  # the parsers raise anything, such as ValueError for a number of 5,000 digits
         raise ConfigError(f"{path} is not valid YAML: {_one_line(e)}") from e
     if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{path} must hold sections such as 'data:' and 'trainer:'")
@@ -66,13 +65,12 @@ def load_config(source: str | Mapping[str, Any] | None, overrides: Sequence[str]
 
 
 def read_yaml(path: str) -> Any:
-    """The file as OmegaConf has it; raises as `yaml_text`, and whatever OmegaConf's parsers do."""
+    """Parse a file with OmegaConf. Raises like `yaml_text`, and anything that OmegaConf's parsers raise."""
     return OmegaConf.load(io.StringIO(yaml_text(path)))
 
 
 def yaml_text(path: str) -> str:
-    """The file's text. Raises ValueError, or YAMLError, if parsers would run out of memory with it, or out of their
-    stack.
+    """Read a YAML file's text. Raises ValueError or YAMLError if parsing it would exhaust memory or the stack.
 
     Aliases stand for copies: 300 letters can be a million million nodes.
     """
@@ -88,7 +86,7 @@ def yaml_text(path: str) -> str:
 
 def _check_nodes(text: str) -> None:
     sizes: dict[str | None, int] = {}
-    open_nodes: list[tuple[str | None, int]] = [(None, 0)]  # the anchor of each, and its nodes so far
+    open_nodes: list[tuple[str | None, int]] = [(None, 0)]  # (anchor, nodes so far) of each open node
     for event in yaml.parse(text, Loader=YAML_LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
             open_nodes.append((event.anchor, 1))
@@ -96,7 +94,7 @@ def _check_nodes(text: str) -> None:
                 raise ValueError(f"it is nested more than {DEEPEST} deep")
             continue
         if isinstance(event, yaml.AliasEvent):
-            size = sizes.get(event.anchor, LARGEST)  # of what is not there, or a part of itself
+            size = sizes.get(event.anchor, LARGEST)  # of an unknown anchor, or of a node within itself
         elif isinstance(event, yaml.ScalarEvent):
             size = sizes[event.anchor] = 1
             if event.value.count("${") > MOST_INTERPOLATIONS:
@@ -113,18 +111,18 @@ def _check_nodes(text: str) -> None:
 
 
 def check_interpolations(tree: Any, *, dangling: bool = False) -> None:
-    """Raises ValueError for a tree that its interpolations, each of which stands for a copy, make too large.
+    """Raise ValueError if a tree becomes too large through its interpolations, each of which stands for a copy.
 
     Args:
-        dangling: pass over those that refer to what is not there, instead of raising what OmegaConf does.
+        dangling: ignore interpolations that refer to missing nodes, instead of raising OmegaConf's error.
     """
-    left, resolve = LARGEST, Container.resolve_parse_tree
+    budget, resolve = LARGEST, Container.resolve_parse_tree
 
     def counted(self: Container, *args: Any, **kwargs: Any) -> Any:
-        nonlocal left
+        nonlocal budget
         value = resolve(self, *args, **kwargs)
-        left -= len(value) if isinstance(value, str) else 1
-        if left < 0:
+        budget -= len(value) if isinstance(value, str) else 1
+        if budget < 0:
             raise ValueError(_INTERPOLATED)
         return value
 
@@ -132,7 +130,7 @@ def check_interpolations(tree: Any, *, dangling: bool = False) -> None:
         try:
             return node[key]
         except OmegaConfBaseException:
-            if left < 0 or not dangling:
+            if budget < 0 or not dangling:
                 raise
             return None
 
@@ -143,26 +141,26 @@ def check_interpolations(tree: Any, *, dangling: bool = False) -> None:
         Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
 
 
-def _nodes(tree: Any, known: dict[int, int], value_of: Callable[[Any, Any], Any]) -> int:
-    """Of a tree with its interpolations written out."""
+def _nodes(tree: Any, counts: dict[int, int], value_of: Callable[[Any, Any], Any]) -> int:
+    """Count the nodes of a tree with its interpolations resolved."""
     if not OmegaConf.is_config(tree):
         return 1
-    if id(tree) not in known:
-        known[id(tree)] = LARGEST  # of a part of itself
+    if id(tree) not in counts:
+        counts[id(tree)] = LARGEST  # the count if the tree contains itself
         count = 1
         for key in list(tree) if OmegaConf.is_dict(tree) else range(len(tree)):
-            count += 1 if OmegaConf.is_missing(tree, key) else _nodes(value_of(tree, key), known, value_of)
+            count += 1 if OmegaConf.is_missing(tree, key) else _nodes(value_of(tree, key), counts, value_of)
         if count > LARGEST:
             raise ValueError(_INTERPOLATED)
-        known[id(tree)] = count
-    return known[id(tree)]
+        counts[id(tree)] = count
+    return counts[id(tree)]
 
 
 def load_run_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """`load_config`, with the number of ranks that a launcher started.
+    """Load a run's configuration, with the number of ranks that a launcher started.
 
     Raises:
-        ConfigError: also for a record that does not show a secret which the run needs.
+        ConfigError: as `load_config`, and if the file is a record that hides a secret which the run needs.
     """
     config = load_config(path, overrides)
     check_nothing_hidden(config)
@@ -170,13 +168,13 @@ def load_run_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def check_nothing_hidden(config: Config) -> None:
-    """Raises ConfigError for a value that a record does not show: the run cannot do without it."""
+    """Raise ConfigError if a value is hidden, as in a record: the run needs it."""
     if keys := secrets.left_out(config.model_dump()):
         raise ConfigError(f"{keys[0]}: records do not show its value; give it as {keys[0]}=...")
 
 
 def with_launched_ranks(config: Config) -> Config:
-    """The configuration with the number of ranks that a launcher started (WORLD_SIZE, LOCAL_WORLD_SIZE), if one did."""
+    """Set the number of ranks to that of the launcher (WORLD_SIZE, LOCAL_WORLD_SIZE), if a launcher started this."""
     world, local = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
     if world is None or local is None:
         return config
@@ -184,14 +182,14 @@ def with_launched_ranks(config: Config) -> Config:
 
 
 def with_values(config: Config, section: str, **values: Any) -> Config:
-    """The configuration with some values of a section replaced."""
+    """Return the configuration with some values of a section replaced."""
     tree = config.model_dump()
     tree[section] |= values
     return build_config(tree)
 
 
 def build_config(values: dict[str, Any]) -> Config:
-    """A nested dict of values -> `Config`; raises ConfigError on the first unknown key or wrong value."""
+    """Build a `Config` from nested values. Raises ConfigError for the first unknown key or wrong value."""
     values = secrets.filled(values)
     secrets.note_secrets(values)
     for key in _unknown_keys(values, Config):
@@ -206,12 +204,12 @@ def build_config(values: dict[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The configuration as YAML, every key written out; see `secrets` for what it does not show."""
+    """Write the configuration as YAML with every key. `secrets` describes what is hidden."""
     return OmegaConf.to_yaml(OmegaConf.create(secrets.for_records(config.model_dump())))
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Dotted names of every key that is not itself a section."""
+    """Yield the dotted names of all keys that are no sections."""
     for name, field in section.model_fields.items():
         sub = field.annotation
         if isinstance(sub, type) and issubclass(sub, BaseModel):
@@ -222,17 +220,17 @@ def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
 
 def _override(tree: Any, item: str) -> Any:
     key, sep, value = item.partition("=")
-    shown = f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key) else secrets.hide(item)
+    text = f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key) else secrets.hide(item)
     if not sep or not key:
-        raise ConfigError(f"override '{_cut(shown)}' is not of the form key=value")
+        raise ConfigError(f"override '{_cut(text)}' is not of the form key=value")
     try:
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist([item if value else f"{key}=''"]))
-        if value == "{}":  # else it would add nothing to a mapping that is there
+        if value == "{}":  # merging an empty mapping would change nothing
             OmegaConf.update(merged, key, {}, merge=False)
         return merged
     except Exception as e:
-        reason = secrets.HIDDEN if shown != item else _one_line(e)  # it may quote the item
-        raise ConfigError(f"override '{_cut(shown)}' does not work: {reason}") from e
+        reason = secrets.HIDDEN if text != item else _one_line(e)  # the error may quote the item
+        raise ConfigError(f"override '{_cut(text)}' does not work: {reason}") from e
 
 
 def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -245,13 +243,13 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str 
 
 
 def nearest_key(key: str) -> str | None:
-    """The key or section that a misspelt one may have meant."""
-    known = list(all_keys())
-    known += sorted({k.rsplit(".", i)[0] for k in known for i in range(1, k.count(".") + 1)})
+    """Find the key or section that a misspelt name may mean; None if none is similar."""
+    names = list(all_keys())
+    names += sorted({k.rsplit(".", i)[0] for k in names for i in range(1, k.count(".") + 1)})
     leaf = key.rsplit(".", 1)[-1]
-    near = [k for k in known if k.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
-    if not near:  # a key of what is not here must not be taken for another key
-        alike = [k for k in known if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() >= 0.8]
+    near = [k for k in names if k.rsplit(".", 1)[-1] == leaf]  # the right name in the wrong section
+    if not near:  # a key of a missing feature must not be taken for another key
+        alike = [k for k in names if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() >= 0.8]
         near = difflib.get_close_matches(key, alike, n=1, cutoff=0.0)
     return near[0] if near else None
 

@@ -1,4 +1,4 @@
-"""The policy: model, training layout, loss, generation engine, reference and reshard."""
+"""Sections of the policy: model, training layout, loss, generation engine, reference and reshard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelConfig(Section):
     checkpoint: str = Field(
         "", description="MegaRL checkpoint folder (global_step_N) whose actor weights to start from"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="type of weights and activations")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="data type of weights and activations")
     enable_gradient_checkpointing: bool = Field(False, description="recompute every layer's activations in backward")
     use_remove_padding: bool = Field(True, description="pack sequences instead of padding them")
 
@@ -29,51 +29,61 @@ class OptimConfig(Section):
     lr: float = Field(1e-6, gt=0, le=1, description="peak learning rate")
     lr_warmup_steps: Whole = Field(0, ge=0, description="optimizer steps of linear warm-up")
     lr_warmup_steps_ratio: float = Field(
-        0.0, ge=0, le=1, description="share of all optimizer steps that warm up, where lr_warmup_steps is 0"
+        0.0, ge=0, le=1, description="share of all optimizer steps in the warm-up, if lr_warmup_steps is 0"
     )
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up")
-    min_lr: float = Field(0.0, ge=0, description="learning rate that the decay ends at")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled, as AdamW's; not of biases and norms")
-    clip_grad: float = Field(1.0, ge=0, description="L2 norm over all parameters; 0 turns clipping off")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="shape of the learning rate after the warm-up"
+    )
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, as in AdamW; not for biases and norms")
+    clip_grad: float = Field(
+        1.0, ge=0, description="maximum L2 norm of the gradient of all parameters; 0 turns clipping off"
+    )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean of gradients")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="decay of the mean of their squares")
-    adam_eps: float = Field(1e-8, gt=0, description="added to the denominator of an update")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="decay of the mean of squared gradients")
+    adam_eps: float = Field(1e-8, gt=0, description="term added to the denominator of an update")
 
     def warmup_of(self, total_steps: int) -> int:
-        """Optimizer steps of linear warm-up, of so many in all."""
+        """Return the number of warm-up steps among `total_steps` optimizer steps."""
         return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
+
+
+class FastOptimConfig(OptimConfig):
+    """AdamW and its schedule, with a higher default learning rate than the actor's."""
+
+    lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
 
 
 class MegatronConfig(Section):
     """The training layout, in Megatron-Core's names."""
 
-    tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share one layer")
+    tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share each layer")
     pipeline_model_parallel_size: Size = Field(1, ge=1, description="pipeline stages")
     virtual_pipeline_model_parallel_size: Size | None = Field(
         None, ge=2, description="model chunks per stage; 2 or more uses the interleaved schedule"
     )
     sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
-    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
     overlap_param_gather: bool = Field(
         False,
-        description="fetch the other ranks' updated parameters while the next forward pass runs; needs "
+        description="gather other ranks' updated parameters during the next forward pass; needs "
         "use_distributed_optimizer and overlap_grad_reduce",
     )
     param_offload: bool = Field(
         False,
-        description="the weights leave the GPU while responses are generated: bfloat16 ones are dropped and rebuilt "
-        "from the optimizer's fp32 weights, others wait in pinned host memory",
+        description="move the weights off the GPU while responses are generated: bfloat16 weights are dropped and "
+        "rebuilt from the optimizer's fp32 weights, others wait in pinned host memory",
     )
-    grad_offload: bool = Field(False, description="give the gradients' memory back between two updates; costs nothing")
+    grad_offload: bool = Field(False, description="free the gradients' memory between two updates; costs no time")
     optimizer_offload: bool = Field(
-        False, description="the optimizer's state waits in pinned host memory while responses are generated"
+        False, description="keep the optimizer's state in pinned host memory while responses are generated"
     )
     transformer_engine: Literal["auto", "none"] = Field(
-        "auto", description="auto uses Transformer Engine's layers on GPUs when it is installed"
+        "auto", description="auto uses Transformer Engine's layers on GPUs if it is installed"
     )
     override_transformer_config: dict[str, Any] = Field(
-        default_factory=dict, description="fields of Megatron-Core's TransformerConfig to set as they are"
+        default_factory=dict, description="further fields of Megatron-Core's TransformerConfig"
     )
 
 
@@ -81,24 +91,22 @@ class PolicyLossConfig(Section):
     """The form of the policy update."""
 
     loss_mode: NonEmpty = Field(
-        "vanilla", description="a name of `megarl algorithms`: vanilla is PPO's; or path/to/file.py:function"
+        "vanilla", description="a name of `megarl algorithms` (vanilla is PPO's loss), or path/to/file.py:function"
     )
     tau_pos: float = Field(1.0, gt=0, description="SAPO: temperature of the soft gate for advantages above 0")
-    tau_neg: float = Field(1.05, gt=0, description="SAPO: the same for the others")
+    tau_neg: float = Field(1.05, gt=0, description="SAPO: the same for the other advantages")
     clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="clip_cov: share of tokens without gradient")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: they are drawn among those whose covariance is above this")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: and below this")
+    clip_cov_lb: float = Field(1.0, description="clip_cov: lower end of the covariances of these tokens")
+    clip_cov_ub: float = Field(5.0, description="clip_cov: upper end of these covariances")
     kl_cov_ratio: float = Field(0.0002, gt=0, le=1, description="kl_cov: share of tokens with a KL penalty")
-    ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of that penalty")
+    ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of the KL penalty")
 
 
 class BatchingConfig(Section):
-    """How many tokens or sequences go through a model at once."""
+    """The size of micro-batches."""
 
-    ppo_micro_batch_size_per_gpu: Size = Field(
-        8, ge=1, description="sequences per forward pass; not with dynamic sizes"
-    )
-    use_dynamic_bsz: bool = Field(True, description="fill each micro-batch up to a number of tokens instead")
+    ppo_micro_batch_size_per_gpu: Size = Field(8, ge=1, description="sequences per micro-batch without use_dynamic_bsz")
+    use_dynamic_bsz: bool = Field(True, description="fill each micro-batch up to a number of tokens")
     ppo_max_token_len_per_gpu: Whole = Field(16_384, ge=1, description="tokens per micro-batch with use_dynamic_bsz")
 
 
@@ -108,22 +116,29 @@ class ActorConfig(BatchingConfig):
     optim: OptimConfig = OptimConfig()
     ppo_mini_batch_size: Size = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
     ppo_epochs: Size = Field(1, ge=1, description="passes over each batch of rollouts")
-    clip_ratio: float = Field(0.2, gt=0, description="PPO clip range, both sides unless set apart below")
-    clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="lower side; default clip_ratio")
-    clip_ratio_high: float | None = Field(None, gt=0, description="upper side; default clip_ratio (DAPO: clip-higher)")
-    clip_ratio_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; off by default")
-    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
+    clip_ratio: float = Field(0.2, gt=0, description="PPO clip range of both sides")
+    clip_ratio_low: float | None = Field(
+        None, gt=0, lt=1, description="clip range of the lower side; default clip_ratio"
+    )
+    clip_ratio_high: float | None = Field(
+        None, gt=0, description="clip range of the upper side (DAPO: clip-higher); default clip_ratio"
+    )
+    clip_ratio_c: float | None = Field(
+        None, gt=1, description="bound of the dual clip for negative advantages; default: off"
+    )
+    loss_agg_mode: LossAggMode = Field("token-mean", description="aggregation of token losses into one number")
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     entropy_coeff: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add the KL to the reference model to the loss")
     kl_loss_coef: float = Field(0.001, ge=0, description="weight of the KL in the loss")
     kl_loss_type: KlLoss = Field(
-        "k3", description="per-token estimator of that KL; k1+ and k3+ have their value and the gradient of k2"
+        "k3",
+        description="per-token estimator of that KL; k1+ and k3+ have the value of k1 and k3 and the gradient of k2",
     )
     fused_old_log_probs: bool = Field(
         True,
-        description="with one optimizer step per batch, the log-probabilities before it are those of its own forward "
-        "pass, where nothing needs them sooner: a pass less",
+        description="with one optimizer step per batch, take the old log-probabilities from the update's own forward "
+        "pass if nothing needs them earlier, which saves a pass",
     )
     megatron: MegatronConfig = MegatronConfig()
 
@@ -139,10 +154,10 @@ class ActorConfig(BatchingConfig):
 class ValKwargsConfig(Section):
     """Sampling for validation."""
 
-    n: Size = Field(1, ge=1, description="samples per prompt; accuracy is their mean")
+    n: Size = Field(1, ge=1, description="samples per prompt; accuracy is the mean over them")
     k: list[Annotated[Size, Field(ge=1)]] = Field(
         default_factory=list,
-        description="numbers of samples, up to n, for pass@k and maj@k; default powers of two up to n, and n",
+        description="the k of pass@k and maj@k, up to n; default powers of two up to n, and n",
     )
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
@@ -150,17 +165,19 @@ class ValKwargsConfig(Section):
 
 
 class CarryOverConfig(Section):
-    """Responses that are not finished when a batch is full go on under the next step's weights."""
+    """Unfinished responses of a full batch, which the next step continues with its weights."""
 
-    enable: bool = Field(False, description="begin with more prompts than a step trains on, and carry over the rest")
+    enable: bool = Field(
+        False, description="start more prompts than a step trains on, and carry the rest over to the next step"
+    )
     groups: Size | None = Field(
         None,
         ge=2,
-        description="prompts whose responses are under way at a time: more than data.train_batch_size, and at most "
+        description="prompts whose responses are generated at the same time: more than data.train_batch_size, at most "
         "twice as many, which is the default",
     )
     max_staleness: Whole = Field(
-        4, ge=1, description="steps that a response takes at most: generation waits for one that would take more"
+        4, ge=1, description="maximum of steps over which a response is generated; generation waits for older ones"
     )
 
 
@@ -169,64 +186,67 @@ class RolloutConfig(Section):
 
     name: str = Field("native", description="generation engine: native, vllm, or path/to/file.py:class")
     n: Size = Field(8, ge=1, description="samples per prompt")
-    temperature: float = Field(1.0, gt=0, description="of sampling; log-probabilities are of the distribution at it")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probabilities are taken at it, too")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling")
     top_k: Whole = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
-    stop_token_ids: list[Whole] = Field(default_factory=list, description="stop tokens beside the tokenizer's own end")
+    stop_token_ids: list[Whole] = Field(
+        default_factory=list, description="further stop tokens besides the tokenizer's end"
+    )
     stop: list[NonEmpty] = Field(
-        default_factory=list, description="strings that end a response; it keeps the token that completes one"
+        default_factory=list, description="strings that end a response, which keeps the token that completes the string"
     )
     tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share one generation replica")
     max_num_seqs: Size = Field(256, ge=1, description="sequences decoded together in one replica")
     max_num_batched_tokens: Whole = Field(
-        8192, ge=1, description="tokens computed together in one replica (native: prompt tokens only)"
+        8192, ge=1, description="tokens per forward pass of one replica (native: prompt tokens only)"
     )
     gpu_memory_utilization: float = Field(
         0.5,
         gt=0,
         le=1,
-        description="part of a GPU's memory, or of a CPU rank's share of the machine's, for the engine's own weights, "
-        "activations and KV cache, which takes no more of it than max_num_seqs sequences can fill",
+        description="share of a GPU's memory, or of a CPU rank's part of the machine's memory, for the engine's own "
+        "weights, activations and KV cache; the cache is no larger than max_num_seqs sequences can fill",
     )
     max_logp_gap: float | None = Field(
         None,
         gt=0,
-        description="nats: the run stops when the engine's log-probabilities are further than this from the training "
-        "layout's on average; default 0.01 in float32, 0.2 in bfloat16; not checked with top_p or top_k",
+        description="nats: the run stops if the log-probabilities of engine and training layout differ by more than "
+        "this on average; default 0.01 in float32, 0.2 in bfloat16; not checked with top_p or top_k",
     )
     enforce_eager: bool = Field(
-        False, description="no CUDA graphs (vllm: nor compilation, so it starts a minute sooner): generates more slowly"
+        False, description="no CUDA graphs, which is slower (vllm: no compilation either, and starts a minute sooner)"
     )
     free_cache_engine: bool = Field(
-        True, description="give the engine's weights and KV cache back after each generation phase"
+        True, description="free the engine's weights and KV cache after each generation phase"
     )
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     carry_over: CarryOverConfig = CarryOverConfig()
 
 
 class RefMegatronConfig(Section):
-    """The reference's memory; its layout is the actor's."""
+    """The memory of the reference model, which has the actor's layout."""
 
     param_offload: bool = Field(
-        False, description="the reference's weights are in pinned host memory except while they are used"
+        False, description="keep the reference's weights in pinned host memory except while they are used"
     )
 
 
 class RefConfig(Section):
-    """The frozen policy that the KL is measured against."""
+    """The reference model: the frozen policy against which the KL is measured."""
 
     megatron: RefMegatronConfig = RefMegatronConfig()
 
 
 class ReshardConfig(Section):
-    """The move of the actor's weights into the generation layout."""
+    """The reshard: the copy of the actor's weights into the generation layout."""
 
     transport: Literal["auto", "collective"] = Field(
         "auto",
-        description="auto: GPUs of one host read each other's memory, other ranks exchange buckets; collective: all do",
+        description="auto: GPUs of one host read each other's memory, other ranks exchange buckets; collective: all "
+        "ranks exchange buckets",
     )
     bucket_bytes: int = Field(
-        256 * 2**20, ge=1024, le=2**40, description="bytes in flight per rank in one round of bucket exchange"
+        256 * 2**20, ge=1024, le=2**40, description="bytes that a rank has in flight in one round of bucket exchange"
     )
     verify: bool = Field(False, description="check every tensor's checksum after each reshard")
 

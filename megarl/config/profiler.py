@@ -1,4 +1,4 @@
-"""What is recorded of chosen steps, to be looked at in a viewer."""
+"""The section of profiles."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class ProfilerConfig(Section):
     tool: Literal["none", "torch", "nsight", "memory"] = Field(
         "none",
         description="torch: a trace of CPU and GPU that Perfetto opens; nsight: NVTX ranges, and a start and a stop "
-        "for nsys around the steps; memory: what was allocated where, for https://pytorch.org/memory_viz",
+        "for nsys around the steps; memory: where memory was allocated, for https://pytorch.org/memory_viz",
     )
     steps: list[Annotated[Whole, Field(ge=1)]] = Field(
-        default_factory=list, description="which steps, by their numbers in the metric files, from 1"
+        default_factory=list, description="profiled steps, by their numbers in the metric files, from 1"
     )
     ranks: list[Annotated[Size, Field(ge=0)]] | Literal["all"] = Field(
-        default=[0], description="which ranks, from 0, or all"
+        default=[0], description="profiled ranks, from 0, or all"
     )
     memory_snapshot: bool = Field(
         False,
-        description="from the run's start on, every rank records where GPU memory is allocated, which costs a little "
-        "time, and writes a snapshot when memory runs out",
+        description="record on every rank, from the run's start, where GPU memory is allocated, which costs a little "
+        "time, and write a snapshot when memory runs out",
     )
 
     def covers(self, rank: int) -> bool:
-        """Whether a rank is profiled."""
+        """Tell whether a rank is profiled."""
         return self.tool != "none" and (self.ranks == "all" or rank in self.ranks)

@@ -1,4 +1,4 @@
-"""Tells what a run refuses from a fault of the program: both are ValueErrors."""
+"""Distinguish a refusal of the configuration from a fault of the program: both are ValueErrors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE")}
 
 
 def is_refusal(error: ValueError) -> bool:
-    """Whether a `raise` of ours, or of a user's file, made the error: its text then says what to change.
+    """Tell whether a `raise` of this package or of a user's file made the error, whose text then says what to change.
 
-    One that a library made, or a call of C code (numpy's, say, or `int`), says nothing to a user: its traceback does.
+    The text of an error from a library or from C code (numpy, `int`) does not help a user; its traceback does.
     """
     place = error.__traceback__
     if place is None:

@@ -1,4 +1,4 @@
-"""What scores a response."""
+"""The section of rewards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.fields import NonEmpty, Section, Size, Whole
 
 BY_MODEL = "model"
-"""The name that leaves scoring, or a part of it, to a reward model."""
+"""The value of reward.name, or of a part's name, with which a reward model scores."""
 
 
 class OverlongBufferConfig(Section):
@@ -32,39 +32,42 @@ class RewardPartConfig(Section):
 
 
 class RewardConfig(Section):
-    """How a response is scored."""
+    """The scoring of responses."""
 
     name: str = Field(
         "exact_match",
-        description="a registered verifier, path/to/file.py:function, or model for the scores of `reward_model`",
+        description="a registered verifier, path/to/file.py:function, or `model` for the scores of `reward_model`",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     parts: dict[str, RewardPartConfig] = Field(
         default_factory=dict,
-        description="label -> a function with a weight: scores are sums of these, instead of reward.name",
+        description="label -> a function with a weight, instead of reward.name: a score is the weighted sum",
     )
     overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     on_error: Literal["fail", "drop", "retry"] = Field(
         "fail",
-        description="when scoring a response fails, takes too long or gives no finite number: fail ends the run, drop "
-        "leaves the response out of its group and of the loss and counts it in reward/failed, retry tries again up to "
-        "reward.retries times, and then drops it",
+        description="reaction when scoring a response fails, takes too long or gives no finite number: fail ends the "
+        "run, drop leaves the response out of its group and of the loss and counts it in reward/failed, retry tries "
+        "again up to reward.retries times and then drops it",
     )
     retries: Size = Field(
-        3, ge=1, le=100, description="further tries with on_error=retry, after 1 s, 2 s, 4 s and so on, 60 s at most"
+        3, ge=1, le=100, description="further tries with on_error=retry, after 1 s, 2 s, 4 s ..., at most 60 s"
     )
     timeout: float = Field(300.0, gt=0, le=86_400, description="seconds that one call of a function may take")
     workers: Size | None = Field(
-        None, ge=1, description="processes per node that score, at least 1 per rank that does; default one per CPU core"
+        None, ge=1, description="scoring processes per node, at least 1 per rank that scores; default one per CPU core"
     )
     batch_size: Size | None = Field(
-        None, ge=1, description="the function takes lists of up to so many responses and rows, and returns their scores"
+        None,
+        ge=1,
+        description="the function takes lists of up to this many responses and rows, and returns their scores; "
+        "default: one response at a time",
     )
     concurrency: Size = Field(
-        64, ge=1, description="calls of an async def that a worker has under way, such as requests to a judge"
+        64, ge=1, description="concurrent calls of an async function in a worker, such as requests to a judge"
     )
 
     @property
     def names(self) -> list[str]:
-        """Of all that scores: the parts, or what `reward.name` says."""
+        """The names of all reward functions: those of the parts, or `reward.name`."""
         return [part.name for part in self.parts.values()] or [self.name]

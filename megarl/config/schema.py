@@ -1,8 +1,7 @@
-"""The configuration: its sections are in the modules beside this one, each key with its type, default and unit.
-Imports no torch.
+"""The top-level configuration. Its sections are in the other modules of this package. Imports no torch.
 
 Key names follow verl for the RL part and Megatron-Core for parallelism. All sections are frozen and keyword-only;
-unknown keys are refused by `megarl.config.load`.
+`megarl.config.load` refuses unknown keys.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_the_actor(cls, values: Any) -> Any:
-        """Megatron keys of another model that are not set are the actor's."""
+        """Fill in the actor's Megatron keys where another model does not set them."""
         if not isinstance(values, dict):
             return values
         actor = values.get("actor_rollout_ref") or {}
-        own = (actor.get("actor") or {}).get("megatron") if isinstance(actor, dict) else None
-        if not isinstance(own, dict):
+        megatron = (actor.get("actor") or {}).get("megatron") if isinstance(actor, dict) else None
+        if not isinstance(megatron, dict):
             return values
-        others = {}
+        sections = {}
         for name in ("critic", "reward_model", "teacher"):
             section = values.get(name, {})
             if isinstance(section, dict) and isinstance(section.get("megatron", {}), dict):
-                others[name] = {**section, "megatron": {**own, **section.get("megatron", {})}}
-        return {**values, **others}
+                sections[name] = {**section, "megatron": {**megatron, **section.get("megatron", {})}}
+        return {**values, **sections}
 
     @property
     def critic_mini_batch_size(self) -> int:
@@ -64,10 +63,10 @@ class Config(Section):
 
     @property
     def groups_under_way(self) -> int:
-        """Prompts whose responses are generated at a time, with `rollout.carry_over`."""
+        """Prompts whose responses are generated at the same time, with `rollout.carry_over`."""
         return self.actor_rollout_ref.rollout.carry_over.groups or 2 * self.data.train_batch_size
 
     @property
     def needs_reference(self) -> bool:
-        """Whether keys ask for a reference; an algorithm may need one too."""
+        """Whether keys require a reference model. An algorithm may require one, too."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss

@@ -1,4 +1,4 @@
-"""The run itself: warm-up, steps, records and checkpoints."""
+"""Sections of the run itself: warm-up, steps, records and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from megarl.config.fields import Identity, NonEmpty, Section, Size, Whole
-from megarl.config.policy import OptimConfig
-
-
-class WarmupOptimConfig(OptimConfig):
-    """The same, with a default of its own."""
-
-    lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
+from megarl.config.policy import FastOptimConfig
 
 
 class WarmupConfig(Section):
@@ -22,47 +16,50 @@ class WarmupConfig(Section):
     train_files: list[str] = Field(default_factory=list, description="demonstrations; default data.train_files")
     total_training_steps: Whole = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
     train_batch_size: Size = Field(256, ge=1, description="examples per step, over all ranks")
-    optim: WarmupOptimConfig = WarmupOptimConfig()
+    optim: FastOptimConfig = FastOptimConfig()
 
 
 class TrainerConfig(Section):
-    """The run itself."""
+    """The run itself: flow, length, validation, checkpoints, failures and records."""
 
-    flow: NonEmpty = Field("ppo", description="what the run does: a registered flow, or path/to/file.py:function")
-    nnodes: Size = Field(1, ge=1, description="machines")
-    n_gpus_per_node: Size = Field(1, ge=1, description="ranks per node (CPU ranks where there is no GPU)")
+    flow: NonEmpty = Field("ppo", description="the run's loop: a registered flow, or path/to/file.py:function")
+    nnodes: Size = Field(1, ge=1, description="number of machines")
+    n_gpus_per_node: Size = Field(1, ge=1, description="ranks per node; CPU ranks on a machine without GPUs")
     total_epochs: Whole = Field(
         1, ge=1, description="passes over the training prompts, unless total_training_steps is set"
     )
     total_training_steps: Whole | None = Field(None, ge=1, description="steps; overrides total_epochs")
-    critic_warmup: Whole = Field(0, ge=0, description="first steps in which only the critic is trained")
+    critic_warmup: Whole = Field(0, ge=0, description="number of first steps that train only the critic")
     save_freq: Whole = Field(-1, ge=-1, description="steps between checkpoints; -1 saves only at the end, 0 never")
-    max_ckpt_to_keep: Whole | None = Field(None, ge=1, description="older checkpoints are deleted; default keeps all")
+    max_ckpt_to_keep: Whole | None = Field(None, ge=1, description="number of newest checkpoints to keep; default: all")
     best_metric: str = Field(
         "",
-        description="a metric of the validation, such as val/accuracy: the step with the best one is saved, whatever "
-        "save_freq says, stays beside the max_ckpt_to_keep newest, and is named in checkpoints/best.json; default none",
+        description="a metric of the validation, such as val/accuracy: the step with its best value is saved, "
+        "regardless of save_freq, kept in addition to the max_ckpt_to_keep newest, and named in checkpoints/best.json; "
+        "default none",
     )
-    best_mode: Literal["max", "min"] = Field("max", description="whether a high or a low best_metric is good")
+    best_mode: Literal["max", "min"] = Field("max", description="whether the highest or the lowest best_metric is best")
     test_freq: Whole = Field(-1, ge=-1, description="steps between validations; -1 validates only at the end, 0 never")
     val_before_train: bool = Field(True, description="validate before the first step")
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
-        "auto", description="auto goes on from the run folder's latest checkpoint, if any"
+        "auto", description="auto resumes from the run folder's latest checkpoint, if there is one"
     )
     resume_from_path: str = Field("", description="a global_step_N folder, for resume_mode=resume_path")
     resume_allow: list[Identity] = Field(
-        default_factory=list, description="parts of a run that may differ from the checkpoint that it goes on from"
+        default_factory=list,
+        description="parts of the run that may differ from those of the checkpoint it resumes from",
     )
     on_nonfinite: Literal["skip", "stop", "rollback"] = Field(
         "skip",
-        description="a loss or gradient norm that is not finite: skip leaves the optimizer step out, and stops after 3 "
-        "in a row; stop ends the run; rollback goes on from the last checkpoint, with the batches after the bad one",
+        description="reaction to a loss or gradient norm that is not finite: skip omits the optimizer step, and ends "
+        "the run after 3 in a row; stop ends the run; rollback returns to the last checkpoint and continues with the "
+        "batches after the bad one",
     )
     timeout_minutes: float = Field(
-        30.0, gt=0, le=100_000, description="a rank that waits longer for the others ends the run, and names them"
+        30.0, gt=0, le=100_000, description="a rank that waits longer for other ranks ends the run and names them"
     )
     stop_timeout: float = Field(
-        300.0, gt=0, le=86_400, description="seconds after a signal to stop to end the step, save and leave"
+        300.0, gt=0, le=86_400, description="seconds to finish the step, save and exit after a signal to stop"
     )
     agreement_freq: Whole = Field(
         10,
@@ -72,23 +69,25 @@ class TrainerConfig(Section):
     )
     logger: list[str] = Field(
         default=["console", "jsonl", "tensorboard"],
-        description="where metrics go: console, jsonl, csv, tensorboard, prometheus, wandb, mlflow (see the section "
-        "telemetry), or path/to/file.py:class",
+        description="destinations of metrics: console, jsonl, csv, tensorboard, prometheus, wandb, mlflow (see the "
+        "section telemetry), or path/to/file.py:class",
     )
-    project_name: str = Field("megarl", description="what several runs belong to: a folder, and a label of metrics")
-    experiment_name: str = Field("run", description="the run's own name: its folder, and a label of metrics")
+    project_name: str = Field(
+        "megarl", description="the project's name: a folder of several runs, and a label of metrics"
+    )
+    experiment_name: str = Field("run", description="the run's name: its folder, and a label of metrics")
     default_local_dir: str = Field("", description="run folder; default runs/{project_name}/{experiment_name}")
-    balance_batch: bool = Field(True, description="even out tokens over data-parallel ranks")
+    balance_batch: bool = Field(True, description="balance tokens over data-parallel ranks")
     deterministic: bool = Field(
         False,
-        description="only kernels that add up in a fixed order, so that two runs, or one that was killed and resumed, "
-        "have the same bits on the same GPUs; slower; not with rollout.name=vllm or an environment",
+        description="use only kernels that sum in a fixed order, so that a repeated run, or a killed and resumed run, "
+        "has the same bits on the same GPUs; slower; not with rollout.name=vllm or an environment",
     )
     log_rollouts: Size = Field(
         8,
         ge=-1,
-        description="sample rollouts written to the run folder at each step, of whole groups as far as they go; -1 "
-        "writes all; unless 0, all of a validation are written",
+        description="number of sample rollouts written to the run folder at each step, as whole groups if possible; -1 "
+        "writes all, 0 none; unless 0, all responses of a validation are written",
     )
 
     @property
@@ -101,10 +100,11 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What a checkpoint holds beside what resuming needs."""
+    """Contents of checkpoints beyond the state for resuming, and their verification."""
 
     save_hf: bool = Field(
         False,
-        description="the actor, or what a reward_model run trains, as a Hugging Face folder, global_step_N/huggingface",
+        description="also save the actor, or the model that a reward_model run trains, as a Hugging Face folder, "
+        "global_step_N/huggingface",
     )
-    verify: bool = Field(True, description="compare every file with the checkpoint's manifest before it is loaded")
+    verify: bool = Field(True, description="compare every file with the checkpoint's manifest before loading it")

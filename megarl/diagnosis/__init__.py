@@ -1,1 +1,1 @@
-"""What a machine has, and what a run would stumble over there."""
+"""Checks of a machine for `megarl doctor`: packages, GPUs, limits and network."""

@@ -1,4 +1,4 @@
-"""One rank of `megarl doctor --nccl`: sums a buffer over all ranks, and says how fast."""
+"""A rank of `megarl doctor --nccl`: sums a buffer over all ranks and prints the rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROUNDS = 10
 
 
 def main() -> int:
-    """Exit code 1 if the ranks do not get the sum."""
+    """Run the rank; returns 1 if the sum is wrong."""
     die_with_parent(int(os.environ["MEGARL_LAUNCHER"]))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
@@ -28,22 +28,21 @@ def main() -> int:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     buffer = torch.full(((BYTES_ON_GPU if on_gpu else BYTES_ON_CPU) // 4,), float(rank + 1), device=device)
     dist.all_reduce(buffer)
-    wanted = world * (world + 1) / 2
-    right = bool((buffer == wanted).all())
+    right = bool((buffer == world * (world + 1) / 2).all())
     seconds = _seconds(buffer)
     if rank == 0:
-        moved = 2 * (world - 1) / world * buffer.nbytes  # by each rank, in a ring
-        what = f"{world} {'GPUs over NCCL' if on_gpu else 'CPU ranks over gloo'}"
+        moved = 2 * (world - 1) / world * buffer.nbytes  # bytes that each rank moves in a ring
+        ranks = f"{world} {'GPUs over NCCL' if on_gpu else 'CPU ranks over gloo'}"
         rate = f"{moved / seconds / 1e9:.1f} GB/s per rank" if world > 1 else "nothing to send to"
         verdict = "ok" if right else "MISSING"
         size = f"{buffer.nbytes / 2**20:.0f} MiB in {1e3 * seconds:.2f} ms"
-        print(f"  {verdict:<8}{what}: {size}, {rate}", flush=True)
+        print(f"  {verdict:<8}{ranks}: {size}, {rate}", flush=True)
     dist.destroy_process_group()
     return 0 if right else 1
 
 
 def _seconds(buffer: torch.Tensor) -> float:
-    """Of one round, the mean of several."""
+    """Measure the mean seconds of a round."""
     buffer.zero_()
     dist.barrier()
     if buffer.is_cuda:

@@ -1,4 +1,4 @@
-"""One thing that was looked at. Torch-free."""
+"""The result of one check of `megarl doctor`. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """Whether a run can do with it."""
+    """Whether a run can work with what was found."""
 
     OK = "ok"
     OPTIONAL = "optional"
@@ -19,8 +19,8 @@ class Finding:
     """A line of `megarl doctor`.
 
     Attributes:
-        detail: version, figure, or why it is as it is.
-        cure: what to do, where something could be better.
+        detail: version, figure, or reason.
+        cure: a command or an advice; empty if nothing needs to change.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""GPUs, links, limits, isolation and scheduler of this machine. Works where torch is missing."""
+"""Checks of the machine's GPUs, links, limits, isolation and scheduler. They work without torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HARMFUL = {
     "NCCL_SHM_DISABLE": "ranks of a node without NVLink then talk through the network",
     "NCCL_IB_DISABLE": "nodes then talk over TCP",
 }
-"""Variables that slow NCCL down, if they are 1."""
+"""Variables that slow NCCL down if they are 1, and why."""
 
 
 def gpus() -> list[Finding]:
-    """Each GPU, the driver's CUDA against torch's, NCCL, and whether the GPUs reach each other's memory."""
+    """Check each GPU, the CUDA of driver and torch, and whether the GPUs reach each other's memory."""
     torch = torch_here()
     if torch is None:
         return [Finding("GPUs", State.OPTIONAL, "unknown without torch")]
@@ -50,7 +50,7 @@ def gpus() -> list[Finding]:
 
 
 def _links(count: int) -> list[Finding]:
-    """Between the GPUs of this machine."""
+    """Check the links between the GPUs of this machine."""
     import torch
 
     if count < 2:
@@ -67,32 +67,31 @@ def _links(count: int) -> list[Finding]:
 
 
 def network() -> list[Finding]:
-    """NCCL's version and the variables that steer it."""
+    """Check NCCL's version, gloo, network adapters and the variables that control them."""
     torch = torch_here()
     findings = []
     if torch is not None and on_gpu():
         findings.append(Finding("NCCL", State.OK, ".".join(map(str, torch.cuda.nccl.version()))))
     if torch is not None:
-        there = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-        state = State.OK if there else State.MISSING
-        findings.append(
-            Finding("gloo", state, "there" if there else "absent", "" if there else "install another torch")
-        )
+        if torch.distributed.is_available() and torch.distributed.is_gloo_available():
+            findings.append(Finding("gloo", State.OK, "there"))
+        else:
+            findings.append(Finding("gloo", State.MISSING, "absent", "install another torch"))
     for name, harm in HARMFUL.items():
         if os.environ.get(name, "0") not in ("", "0"):
             findings.append(Finding(name, State.OPTIONAL, f"{os.environ[name]}: {harm}", f"unset {name}"))
     steering = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))]
     findings.append(Finding("environment", State.OK, ", ".join(steering) or "no NCCL_* or GLOO_* variable is set"))
     if os.path.isdir("/sys/class/infiniband"):
-        found = sorted(os.listdir("/sys/class/infiniband"))
-        findings.append(Finding("InfiniBand / RoCE", State.OK, f"{len(found)} adapters: {', '.join(found[:8])}"))
+        adapters = sorted(os.listdir("/sys/class/infiniband"))
+        findings.append(Finding("InfiniBand / RoCE", State.OK, f"{len(adapters)} adapters: {', '.join(adapters[:8])}"))
     else:
         findings.append(Finding("InfiniBand / RoCE", State.OPTIONAL, "none here; of use between nodes only"))
     return findings
 
 
 def limits() -> list[Finding]:
-    """What a container or a login shell often gives too little of."""
+    """Check limits that containers and login shells often set too low."""
     findings = []
     if os.path.isdir("/dev/shm"):
         disk = os.statvfs("/dev/shm")
@@ -114,7 +113,7 @@ def limits() -> list[Finding]:
 
 
 def sandbox() -> list[Finding]:
-    """Whether rewards may run programs that nobody trusts."""
+    """Check whether rewards can run untrusted programs."""
     if sys.platform != "linux":
         return [Finding("namespaces", State.OPTIONAL, "only on Linux")]
     try:
@@ -129,7 +128,7 @@ def sandbox() -> list[Finding]:
 
 
 def _memory_of_programs() -> Finding:
-    """Which of two ways holds `limits.memory` for all processes of a program together."""
+    """Find which of two ways enforces `limits.memory` over all processes of a program."""
     from megarl.isolation.memory_group import memory_group
     from megarl.isolation.memory_watch import INTERVAL
 
@@ -137,12 +136,12 @@ def _memory_of_programs() -> Finding:
     if group is not None:
         group.close()
         return Finding("memory of programs", State.OK, "a control group holds each to its limit")
-    looked = f"no control group can be made: the processes of each are added up every {INTERVAL * 1000:.0f} ms"
-    return Finding("memory of programs", State.OK, f"{looked}; what it keeps in /tmp comes on top")
+    detail = f"no control group can be made: the processes of each are added up every {INTERVAL * 1000:.0f} ms"
+    return Finding("memory of programs", State.OK, f"{detail}; what it keeps in /tmp comes on top")
 
 
 def scheduler() -> list[Finding]:
-    """Slurm."""
+    """Check Slurm."""
     if job := os.environ.get("SLURM_JOB_ID"):
         return [Finding("Slurm", State.OK, f"within job {job}")]
     if shutil.which("sbatch"):
@@ -155,12 +154,12 @@ def _driver() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; empty if there is none, or it fails."""
+    """Return a program's output; empty if the program is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return process.stdout if process.returncode == 0 else ""
 
 
 def _limit(value: int, *, bytes_: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""Which packages are installed, and which fast paths they switch on. Works where they are missing."""
+"""Checks of installed packages, and of the fast paths that they enable. They work without these packages."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ REQUIRED = {
     "psutil": ("5.9", ""),
     "rich": ("13.7", ""),
 }
-"""Package -> the first version that works, and the first that does not."""
+"""Package -> the first version that works, and the first later version that does not."""
 
 _LOGGERS = "pip install 'megarl[loggers]'"
 _WITHOUT_SERVER = {"mlflow": "mlflow-skinny"}
-"""Package -> a smaller one that has the same modules."""
+"""Package -> a smaller package with the same modules."""
 
 
 def packages() -> list[Finding]:
-    """Python and what the program is made of; then what it can use."""
+    """Check Python, the required packages and the optional ones."""
     return [_python(), *(_required(name, *bounds) for name, bounds in REQUIRED.items()), *_optional()]
 
 
 def torch_here() -> ModuleType | None:
-    """torch, or None where it is missing or broken."""
+    """Import torch; None if it is missing or broken."""
     try:
         return importlib.import_module("torch")
-    except Exception:  # a broken one raises OSError for a library, and other things
+    except Exception:  # a broken installation raises OSError for a library, among others
         return None
 
 
 def on_gpu() -> bool:
-    """Whether torch sees a GPU."""
+    """Tell whether torch sees a GPU."""
     torch = torch_here()
     return torch is not None and bool(torch.cuda.is_available())
 
 
 def as_numbers(text: str) -> tuple[int, ...]:
-    """2.11.0+cu130 -> (2, 11, 0)."""
+    """Parse a version: 2.11.0+cu130 -> (2, 11, 0)."""
     numbers = []
     for part in text.partition("+")[0].split("."):
         digits = "".join(c for c in part if c.isdigit())
@@ -64,25 +64,25 @@ def as_numbers(text: str) -> tuple[int, ...]:
 
 
 def _python() -> Finding:
-    found = ".".join(map(str, sys.version_info[:3]))
+    installed = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < PYTHON:
-        return Finding("python", State.MISSING, f"{found} is too old", "install Python 3.10 or later")
-    return Finding("python", State.OK, found)
+        return Finding("python", State.MISSING, f"{installed} is too old", "install Python 3.10 or later")
+    return Finding("python", State.OK, installed)
 
 
 def _required(name: str, first: str, beyond: str) -> Finding:
-    wanted = f"{name}>={first}" + (f",<{beyond}" if beyond else "")
-    cure = f"pip install '{wanted}'"
-    found = _version(name)
-    if found is None:
+    requirement = f"{name}>={first}" + (f",<{beyond}" if beyond else "")
+    cure = f"pip install '{requirement}'"
+    installed = _version(name)
+    if installed is None:
         return Finding(name, State.MISSING, "not installed", cure)
-    if as_numbers(found) < as_numbers(first) or (beyond and as_numbers(found) >= as_numbers(beyond)):
-        return Finding(name, State.MISSING, f"{found} is installed, {wanted} works", cure)
+    if as_numbers(installed) < as_numbers(first) or (beyond and as_numbers(installed) >= as_numbers(beyond)):
+        return Finding(name, State.MISSING, f"{installed} is installed, {requirement} works", cure)
     if name == "torch" and torch_here() is None:
         return Finding(
-            name, State.MISSING, f"{found} is installed, and cannot be imported", f"{cure} --force-reinstall"
+            name, State.MISSING, f"{installed} is installed, and cannot be imported", f"{cure} --force-reinstall"
         )
-    return Finding(name, State.OK, found)
+    return Finding(name, State.OK, installed)
 
 
 def _optional() -> list[Finding]:
@@ -97,33 +97,35 @@ def _optional() -> list[Finding]:
         ("mlflow", "trainer.logger=[mlflow]", _LOGGERS),
         ("prometheus_client", "trainer.logger=[prometheus]", _LOGGERS),
     ):
-        found = _version(name) or _version(_WITHOUT_SERVER.get(name, name))
+        installed = _version(name) or _version(_WITHOUT_SERVER.get(name, name))
         of_gpus = name in ("transformer-engine", "apex")
-        if found is None and of_gpus and not gpu:
+        if installed is None and of_gpus and not gpu:
             findings.append(Finding(name, State.OPTIONAL, f"not installed; {purpose}, on GPUs only"))
-        elif found is None:
+        elif installed is None:
             findings.append(Finding(name, State.OPTIONAL, f"not installed; {purpose}", cure))
-        elif name == engine and not found.startswith(f"{release}."):
+        elif name == engine and not installed.startswith(f"{release}."):
             findings.append(
-                Finding(name, State.OPTIONAL, f"{found}, and {release}.x is what works; {purpose}", install)
+                Finding(name, State.OPTIONAL, f"{installed}, and {release}.x is what works; {purpose}", install)
             )
         else:
-            findings.append(Finding(name, State.OK, f"{found}; {purpose}"))
+            findings.append(Finding(name, State.OK, f"{installed}; {purpose}"))
     return [*findings, _protobuf()]
 
 
 def _protobuf() -> Finding:
-    """Other libraries may pin one that is older than what SentencePiece's messages were made with."""
-    found, purpose = _version("protobuf"), "exports of SentencePiece models"
+    """Check protobuf: another library may pin a version that is too old for SentencePiece's messages."""
+    installed, purpose = _version("protobuf"), "exports of SentencePiece models"
     try:
         importlib.import_module("sentencepiece.sentencepiece_model_pb2")
-    except Exception:  # protobuf's own, which it does not export
-        return Finding("protobuf", State.OPTIONAL, f"{found}, which is too old; {purpose}", "pip install -U protobuf")
-    return Finding("protobuf", State.OK, f"{found}; {purpose}")
+    except Exception:  # protobuf raises a private exception
+        return Finding(
+            "protobuf", State.OPTIONAL, f"{installed}, which is too old; {purpose}", "pip install -U protobuf"
+        )
+    return Finding("protobuf", State.OK, f"{installed}; {purpose}")
 
 
 def fast_paths() -> list[Finding]:
-    """What makes training and generation fast on a GPU, and why it is off where it is."""
+    """Check the fast paths of training and generation on a GPU, with the reason if one is off."""
     torch = torch_here()
     if torch is None:
         return [Finding("fast paths", State.OPTIONAL, "unknown without torch")]

@@ -1,1 +1,1 @@
-"""What samples of a model say about it: estimates with their uncertainty, per data source. Torch-free."""
+"""Evaluation of a model from samples: estimates with their uncertainty, files and comparisons."""

@@ -1,6 +1,6 @@
-"""A folder that an evaluation fills: made for it, and never used twice. Torch-free.
+"""The folder of an evaluation, which is new or empty at its start. Torch-free.
 
-eval.json        estimates per data source, and how they came about
+eval.json        estimates per data source, and the settings of the evaluation
 samples.jsonl    every response with its score
 config.yaml      the resolved configuration
 """
@@ -24,7 +24,7 @@ EVAL_FILE = "eval.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A folder that `megarl eval` has filled.
+    """A finished evaluation.
 
     Attributes:
         settings: how the responses were sampled.
@@ -36,12 +36,12 @@ class Finished:
 
     @property
     def name(self) -> str:
-        """The folder's."""
+        """The folder's name."""
         return os.path.basename(os.path.abspath(self.folder))
 
 
 def check_unused(folder: str) -> None:
-    """Raises ValueError if a folder holds something, or is none."""
+    """Raise ValueError if a path exists and is not an empty folder."""
     try:
         if os.path.lexists(folder) and os.listdir(folder):
             raise ValueError(f"'{folder}' holds something already, and nothing is overwritten: name a new folder")
@@ -49,33 +49,33 @@ def check_unused(folder: str) -> None:
         raise ValueError(f"'{folder}' cannot be filled: {e.strerror}; name a folder with --out") from e
 
 
-def new_folder(wanted: str, *, exact: bool) -> str:
-    """Make a folder: the wanted one, or wanted-2, wanted-3 ... if it is used.
+def new_folder(path: str, *, exact: bool) -> str:
+    """Make the folder `path`, or PATH-2, PATH-3 ... if that exists; returns its path.
 
     Args:
-        exact: none but the wanted one.
+        exact: allow only `path`, which may exist and be empty.
 
     Raises:
-        ValueError: it holds something, or no folder can be made there.
+        ValueError: the folder is not empty, or cannot be made.
     """
-    names = itertools.chain([wanted], (f"{wanted}-{i}" for i in itertools.count(2)))
+    names = itertools.chain([path], (f"{path}-{i}" for i in itertools.count(2)))
     try:
         if exact:
-            check_unused(wanted)
-            os.makedirs(wanted, 0o700, exist_ok=True)
-            return wanted
-        os.makedirs(os.path.dirname(os.path.abspath(wanted)), exist_ok=True)
+            check_unused(path)
+            os.makedirs(path, 0o700, exist_ok=True)
+            return path
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         for name in names:
-            with suppress(FileExistsError):  # two that begin at once get a folder each
+            with suppress(FileExistsError):  # processes that start at the same time get different folders
                 os.mkdir(name, 0o700)
                 return name
     except OSError as e:
-        raise ValueError(f"'{wanted}' cannot be made: {e.strerror}; name a folder with --out") from e
-    raise AssertionError("there is no end to the names")
+        raise ValueError(f"'{path}' cannot be made: {e.strerror}; name a folder with --out") from e
+    raise AssertionError("unreachable: the names do not end")
 
 
 def remove_unused(folder: str) -> None:
-    """Delete a folder of an evaluation that came to nothing."""
+    """Delete the folder of an evaluation that failed before it wrote results."""
     with suppress(OSError):
         if {*os.listdir(folder)} <= {CONFIG_FILE, "lock"}:
             for name in os.listdir(folder):
@@ -84,14 +84,14 @@ def remove_unused(folder: str) -> None:
 
 
 def is_finished(folder: str) -> bool:
-    """Whether an evaluation has filled it."""
+    """Tell whether a folder holds a finished evaluation."""
     return os.path.isfile(os.path.join(folder, EVAL_FILE))
 
 
 def write_evaluation(
     folder: str, settings: Mapping[str, Any], records: Sequence[Record], summaries: Sequence[Summary]
 ) -> None:
-    """Both files, eval.json last: where it is, all is."""
+    """Write samples.jsonl, then eval.json, whose existence means that the evaluation is finished."""
     write_records(os.path.join(folder, SAMPLES_FILE), records)
     *named, overall = summaries
     sources = {summary.source: as_json(summary) for summary in named}
@@ -99,7 +99,7 @@ def write_evaluation(
 
 
 def read_evaluation(folder: str) -> Finished:
-    """Raises ValueError if the folder is not what `write_evaluation` leaves."""
+    """Read a finished evaluation. Raises ValueError for files that `write_evaluation` did not write."""
     file = os.path.join(folder, EVAL_FILE)
     try:
         with open(file, encoding="utf-8") as f:
@@ -113,5 +113,5 @@ def read_evaluation(folder: str) -> Finished:
 
 
 def write_json(path: str, values: Mapping[str, Any]) -> None:
-    """Indented, for people."""
+    """Write values as indented JSON for people."""
     write_whole(path, lambda f: f.writelines([json.dumps(values, indent=1, ensure_ascii=False), "\n"]))

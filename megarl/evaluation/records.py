@@ -1,4 +1,4 @@
-"""Scored responses to held-out prompts, one a line in a file. Torch-free."""
+"""A file of scored responses to held-out prompts, one a line. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import IO, Any
 from megarl.telemetry.lines import no_link
 
 SAMPLES_FILE = "samples.jsonl"
-_LARGEST = 1e100  # of a score: sums of squares must be numbers
+_LARGEST = 1e100  # absolute score: sums of squares must stay finite
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One response.
+    """A scored response.
 
     Attributes:
         index: the prompt's position in its files.
-        sample: the response's number among those to the prompt.
-        source: where the prompt comes from.
-        prompt, response: as text, the prompt as the model got it.
-        row: digest of the prompt as the data has it, whatever a chat template makes of it.
-        answer: the reference answer; empty where the row has none.
-        vote: the answer that the response gives, as maj@k counts it; None: none.
-        score: None where scoring failed.
-        finish: "stop", or "length" for one that was cut off.
-        tokens: of the response.
+        sample: the response's number among the prompt's responses.
+        source: the prompt's data source.
+        prompt, response: texts, the prompt as the model got it.
+        row: digest of the prompt in the data, before a chat template.
+        answer: the reference answer; empty if the row has none.
+        vote: the response's answer, which maj@k counts; None: the response gives none.
+        score: the score; None: scoring failed.
+        finish: "stop", or "length" for a response that was cut off.
+        tokens: tokens of the response.
     """
 
     index: int
@@ -45,12 +45,12 @@ class Record:
 
     @property
     def right(self) -> bool:
-        """Whether its score is 1 or more."""
+        """Whether the score is 1 or more."""
         return self.score is not None and self.score >= 1.0
 
 
 def write_records(path: str, records: Iterable[Record]) -> None:
-    """One JSON object a line; the file is there when all of it is."""
+    """Write records, one JSON object a line. The file gets its name when it is whole."""
 
     def write(f: IO[str]) -> None:
         for record in records:
@@ -60,7 +60,7 @@ def write_records(path: str, records: Iterable[Record]) -> None:
 
 
 def read_records(path: str) -> list[Record]:
-    """What `write_records` wrote; raises ValueError, naming file and line, for anything else."""
+    """Read a file of `write_records`. Raises ValueError, naming file and line, for any other content."""
     names, records = {field.name for field in fields(Record)}, []
     try:
         with open(path, encoding="utf-8") as f:
@@ -80,7 +80,7 @@ def read_records(path: str) -> list[Record]:
 
 
 def write_whole(path: str, write: Callable[[IO[str]], None]) -> None:
-    """Fill a file that takes its name when it is whole and on the disk: nobody finds half of it."""
+    """Write a file that gets its name when it is whole and on the disk, so that no reader sees half of it."""
     partial = f"{path}.partial"
     with open(partial, "w", encoding="utf-8", errors="backslashreplace", opener=no_link) as f:
         write(f)
@@ -90,7 +90,7 @@ def write_whole(path: str, write: Callable[[IO[str]], None]) -> None:
 
 
 def by_prompt(records: Sequence[Record]) -> dict[int, list[Record]]:
-    """The records of each prompt, by its index, in order."""
+    """Group records by the prompt's index, in order of first appearance."""
     prompts: dict[int, list[Record]] = {}
     for record in records:
         prompts.setdefault(record.index, []).append(record)

@@ -1,8 +1,8 @@
-"""Estimates from several samples per prompt, and how far they can be trusted. Torch-free.
+"""Estimates from several samples per prompt, and their uncertainty. Torch-free.
 
-Samples of one prompt are not independent: the unit is the prompt. An estimate is a mean over prompts, its standard
-error that of independent prompts, which is the clustered one where each prompt has as many samples (Miller 2024, arXiv
-2411.00640, section 2.2).
+Samples of one prompt are not independent, so the unit is the prompt. An estimate is a mean over prompts with the
+standard error of independent prompts. If all prompts have the same number of samples, this equals the clustered
+standard error (Miller 2024, arXiv 2411.00640, section 2.2).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Z = 1.959963984540054
-"""Standard errors on either side of a 95% confidence interval."""
+"""Half the width of a 95% confidence interval, in standard errors."""
 
 EXACT_COST = 4096
-"""n times k up to which maj@k is computed over all subsets; above, over `SUBSETS` drawn ones."""
+"""n times k up to which maj@k is computed over all subsets; above that, over `SUBSETS` random subsets."""
 
 SUBSETS = 1000
 _SEED = 20240716
@@ -29,8 +29,8 @@ class Estimate:
     """A mean over prompts.
 
     Attributes:
-        ci95: half the width of the 95% confidence interval; None where the values show no spread to tell it from.
-        n: prompts.
+        ci95: half the width of the 95% confidence interval; None if all values are equal.
+        n: number of prompts.
     """
 
     mean: float
@@ -39,10 +39,10 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Of one value per prompt: mean and 1.96 standard errors, by the central limit theorem; None without prompts.
+    """Estimate the mean of one value per prompt, with 1.96 standard errors (central limit theorem). No prompts: None.
 
-    The interval is somewhat too narrow for a dozen prompts, and there is none where all values are equal: 20 prompts
-    that all fail do not show that none would succeed.
+    The interval is somewhat too narrow for a dozen prompts. It is None if all values are equal: 20 prompts that all
+    fail do not show that no prompt would succeed.
     """
     n = len(values)
     if n == 0:
@@ -55,9 +55,9 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that one of k samples, drawn from n of which c are right, is right: 1 - C(n-c, k) / C(n, k).
+    """Compute the probability that k of n samples, of which c are right, hold a right one: 1 - C(n-c, k) / C(n, k).
 
-    Unbiased (Chen et al. 2021, arXiv 2107.03374, eq. 1), as the product that neither overflows nor cancels.
+    This is the unbiased estimator (Chen et al. 2021, arXiv 2107.03374, eq. 1) as a product that does not overflow.
     5 samples, 2 right, k = 2: 1 - 3/10 = 0.7.
     """
     assert 0 <= c <= n and 1 <= k <= n
@@ -67,15 +67,15 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[float], k: int) -> float:
-    """Expected correctness of the most frequent answer among k of the samples (Wang et al. 2022, arXiv 2203.11171).
+    """Compute the expected correctness of the most frequent answer of k samples (Wang et al. 2022, arXiv 2203.11171).
 
-    The expectation is over all subsets of k samples, and over a fair draw among answers that are equally frequent. It
-    is exact while n times k is at most `EXACT_COST`, else a mean over `SUBSETS` subsets, the same in every process.
+    The expectation is over all subsets of k samples, and over a fair draw among equally frequent answers. It is exact
+    while n times k is at most `EXACT_COST`, else a mean over `SUBSETS` random subsets, the same in every process.
     Answers a, a, b with a right, k = 2: {a, a} gives 1, {a, b} twice 1/2, so 2/3.
 
     Args:
-        answers: one per sample; equal ones are one answer. None casts no vote; where nobody votes the value is 0.
-        correct: of each sample, 0 to 1. That of an answer is the mean over the samples that give it.
+        answers: one per sample. None casts no vote; without any vote the value is 0.
+        correct: correctness of each sample, 0 to 1. An answer's correctness is the mean over its samples.
     """
     n = len(answers)
     assert len(correct) == n and 1 <= k <= n
@@ -83,16 +83,16 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[float], 
     for i, answer in enumerate(answers):
         places.setdefault(answer, []).append(i)
     silent = len(places.pop(None, []))
-    counts = [len(own) for own in places.values()]
-    values = [math.fsum(correct[i] for i in own) / len(own) for own in places.values()]
+    counts = [len(samples) for samples in places.values()]
+    values = [math.fsum(correct[i] for i in samples) / len(samples) for samples in places.values()]
     if not counts:
         return 0.0
     if k == n:
         return _vote(counts, values)
     if n * k <= EXACT_COST:
         return _expected_vote(counts, values, silent, k)
-    drawn = np.random.default_rng(_SEED).multivariate_hypergeometric([*counts, silent], k, size=SUBSETS)
-    return math.fsum(_vote(row[:-1].tolist(), values) for row in drawn) / SUBSETS
+    subsets = np.random.default_rng(_SEED).multivariate_hypergeometric([*counts, silent], k, size=SUBSETS)
+    return math.fsum(_vote(row[:-1].tolist(), values) for row in subsets) / SUBSETS
 
 
 def _vote(counts: Sequence[int], values: Sequence[float]) -> float:
@@ -104,10 +104,10 @@ def _vote(counts: Sequence[int], values: Sequence[float]) -> float:
 
 
 def _expected_vote(counts: Sequence[int], values: Sequence[float], silent: int, k: int) -> float:
-    """Over all subsets of k: for each number of votes v that can win, count the subsets in which no answer has more.
+    """Average over all subsets of k: for each winning number of votes v, count the subsets in which no answer has more.
 
-    ways[s, t]: in how many ways the answers so far make s votes, t of them v each; won[s, t]: the same, each way times
-    the sum of the values of those t.
+    ways[s, t]: number of ways in which the answers so far get s votes in total, and t answers get v votes each.
+    won[s, t]: the same, each way multiplied by the sum of the values of these t answers.
     """
     total = 0.0
     for v in range(1, min(k, max(counts)) + 1):
@@ -117,13 +117,13 @@ def _expected_vote(counts: Sequence[int], values: Sequence[float], silent: int, 
         for count, value in zip(counts, values, strict=True):
             next_ways, next_won = np.zeros_like(ways), np.zeros_like(won)
             for u in range(min(v - 1, count) + 1):
-                chosen = math.comb(count, u)
-                next_ways[u:] += chosen * ways[: k + 1 - u]
-                next_won[u:] += chosen * won[: k + 1 - u]
+                subsets = math.comb(count, u)
+                next_ways[u:] += subsets * ways[: k + 1 - u]
+                next_won[u:] += subsets * won[: k + 1 - u]
             if count >= v:
-                chosen = math.comb(count, v)
-                next_ways[v:, 1:] += chosen * ways[: k + 1 - v, :-1]
-                next_won[v:, 1:] += chosen * (won[: k + 1 - v, :-1] + value * ways[: k + 1 - v, :-1])
+                subsets = math.comb(count, v)
+                next_ways[v:, 1:] += subsets * ways[: k + 1 - v, :-1]
+                next_won[v:, 1:] += subsets * (won[: k + 1 - v, :-1] + value * ways[: k + 1 - v, :-1])
             ways, won = next_ways, next_won
         of_silent = [math.comb(silent, k - s) for s in range(k + 1)]
         ties = np.arange(1, won.shape[1])
@@ -132,7 +132,7 @@ def _expected_vote(counts: Sequence[int], values: Sequence[float], silent: int, 
 
 
 def powers_of_two(n: int) -> tuple[int, ...]:
-    """1, 2, 4 ... up to n, and n itself: 12 -> 1, 2, 4, 8, 12."""
+    """List 1, 2, 4 ... up to n, and n itself: 12 -> 1, 2, 4, 8, 12."""
     return tuple(sorted({2**i for i in range(n.bit_length())} | {n}))
 
 
@@ -141,13 +141,13 @@ def powers_of_two(n: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """How much more A has than B, over the same prompts.
+    """Compares A with B over the same prompts.
 
     Attributes:
-        difference: A less B, paired by prompt (Miller 2024, arXiv 2411.00640, section 4.2).
-        p: probability of a difference at least as large if A and B were alike.
-        test: how it was computed: "McNemar" (exact), "permutation" (exact) or "permutation (sampled)".
-        a_only, b_only: prompts where A has more, and where B has.
+        difference: A minus B, paired by prompt (Miller 2024, arXiv 2411.00640, section 4.2).
+        p: probability of a difference at least as large if A and B were equally good.
+        test: the test that gave p: "McNemar" (exact), "permutation" (exact) or "permutation (sampled)".
+        a_only, b_only: numbers of prompts where A's value is larger, and where B's is.
     """
 
     difference: Estimate
@@ -158,17 +158,17 @@ class Paired:
 
 
 EXACT_SIGNS = 16
-"""Differing prompts up to which all signs are tried."""
+"""Number of differing prompts up to which all signs are tried."""
 
 SIGNS = 20_000
-"""Random signs that are tried above that: p is never below 1 / (SIGNS + 1)."""
+"""Number of random sign vectors above that: p is never below 1 / (SIGNS + 1)."""
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired | None:
-    """Of one value per prompt and model, prompts in the same order; None without prompts.
+    """Compare one value per prompt and model, prompts in the same order; None without prompts.
 
-    Where values are right or wrong p is McNemar's exact one (the binomial of the prompts that only one of the two
-    solves), else the sign-flip permutation test's, of which McNemar's is a special case.
+    If all differences are -1, 0 or 1, p is McNemar's exact p (binomial over prompts that only one model solves), else
+        that of the sign-flip permutation test, of which McNemar's is a special case.
     """
     differences = [x - y for x, y in zip(a, b, strict=True)]
     mean = estimate(differences)
@@ -196,7 +196,10 @@ def _p_value(nonzero: Sequence[float], positive: int) -> tuple[float, str]:
 
 
 def mcnemar(a_only: int, b_only: int) -> float:
-    """Exact two-sided p of McNemar's test: min(1, 2 P(X <= min)), X binomial(a_only + b_only, 1/2). 5, 0: 2/32."""
+    """Compute the exact two-sided p of McNemar's test: min(1, 2 P(X <= min)), X binomial(a_only + b_only, 1/2).
+
+    5, 0: 2/32.
+    """
     n = a_only + b_only
     tail = sum(math.comb(n, i) for i in range(min(a_only, b_only) + 1))
     return min(1.0, 2 * tail / 2**n)

@@ -1,5 +1,5 @@
-"""What runs have left in their folders, as one page that needs nothing else. Torch-free.
+"""The report: one page of what runs wrote into their folders, which needs only a browser. Torch-free.
 
-The page is made of blocks: JSON values, compressed, each with a name. A file holds them all; a live page fetches those
-that have changed.
+The page consists of blocks: named, compressed JSON values. A file holds all of them; a live page fetches the changed
+ones.
 """

@@ -1,4 +1,4 @@
-"""The page: one HTML file with its style, its program and, unless it is live, its blocks."""
+"""The page: one HTML file with style, script and, unless the page is live, the blocks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,37 @@ from collections.abc import Mapping
 from importlib.resources import files
 
 import megarl
+from megarl.phases import Phase
 from megarl.report.blocks import Block, now
-from megarl.telemetry.colors import PHASE_COLORS
+
+PHASE_COLORS: Mapping[str, str] = {  # in the order of a step; "other": time in no phase
+    Phase.OFFLOAD: "#ff8ab7",
+    Phase.RESHARD: "#ff725c",
+    Phase.GENERATE: "#4269d0",
+    Phase.REWARD: "#efb118",
+    Phase.LOG_PROBS: "#6cc5b0",
+    Phase.REF: "#97bbf5",
+    Phase.TEACHER: "#b3cde3",
+    Phase.VALUES: "#f7c6a3",
+    Phase.UPDATE_CRITIC: "#8cc26a",
+    Phase.UPDATE: "#3ca951",
+    Phase.VALIDATE: "#a463f2",
+    Phase.SAVE: "#9c6b4e",
+    "other": "#c4c4c4",
+}
 
 _SCRIPTS = ("data.js", "dom.js", "chart.js", "curves.js", "rollouts.js", "tokens.js", "timeline.js", "memory.js",
             "settings.js", "app.js")  # fmt: skip
 
 
 def page(blocks: Mapping[str, Block] | None) -> str:
-    """
-    Args:
-        blocks: what it shows; None: it asks the server that it comes from.
+    """Build the page.
 
-    The program is the only one that the browser runs: its digest is in the page's policy, so that a response which
-    brings a program along stays text even if a mistake of the page made it markup.
+    The browser runs only this page's script, whose digest is in the page's policy: a script in a response cannot run,
+    even if a mistake of the page turned the response into markup.
+
+    Args:
+        blocks: the blocks to show; None: the page asks its server for them.
     """
     colors = f"const PHASE_COLORS = {json.dumps({str(phase): color for phase, color in PHASE_COLORS.items()})};"
     script = "\n".join([colors, *(_asset(name) for name in _SCRIPTS)])
@@ -38,11 +55,11 @@ def page(blocks: Mapping[str, Block] | None) -> str:
         f"{base64.b64encode(block.data).decode()}</script>\n"
         for name, block in (blocks or {}).items()
     )
-    made = f"live, megarl {megarl.__version__}" if blocks is None else f"{now()}, megarl {megarl.__version__}"
+    origin = f"live, megarl {megarl.__version__}" if blocks is None else f"{now()}, megarl {megarl.__version__}"
     parts = {
         "policy": policy,
         "live": "true" if blocks is None else "false",
-        "made": html.escape(made),
+        "made": html.escape(origin),
         "style": _asset("style.css"),
         "blocks": embedded,
         "script": script,

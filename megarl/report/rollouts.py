@@ -1,4 +1,4 @@
-"""Sample rollouts of a run, column by column: a small index of all, and texts and tokens in chunks beside it."""
+"""Sample rollouts of a run by column: a small index of all rollouts, and their texts and tokens in chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from megarl.telemetry.lines import complete_lines
 
 CHUNK = 1024
-"""Rollouts whose texts, and whose tokens, travel together."""
+"""Rollouts per block of texts or tokens."""
 _BATCH_BYTES = 4 * 2**20
 _FILE = re.compile(r"step_(\d{1,12})\.jsonl")
 _FINISH = {"stop": 0, "length": 1}
@@ -21,12 +21,12 @@ _COLUMNS = ("step", "reward", "length", "finish", "source", "prompt", "group", "
 _PER_TOKEN = ("logp", "advantage", "gap")
 
 Files = tuple[tuple[str, int, int], ...]
-"""(path, nanosecond of the last change, bytes) of each: what was made of them is of use as long as that is the same."""
+"""(path, nanosecond of the last change, bytes) of each file: blocks of the files are valid while these are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Responses, and what is shown of one that is opened."""
+    """Responses, and the details that are shown when a response is opened."""
 
     texts: list[str] = field(default_factory=list)
     details: list[dict[str, Any]] = field(default_factory=list)
@@ -34,14 +34,14 @@ class Chunk:
 
 @dataclass(kw_only=True)
 class Batch:
-    """The index of what some rollout files hold.
+    """The index of some rollout files.
 
     Attributes:
-        columns: of `_COLUMNS`; source and prompt are places in `sources` and `prompts`.
-        sources: names.
-        prompts: (index or -1, text).
-        sizes: rollouts of each chunk.
-        damaged: lines that cannot be read.
+        columns: the columns `_COLUMNS`; source and prompt are places in `sources` and `prompts`.
+        sources: names of data sources -> place.
+        prompts: (index or -1, text) -> place.
+        sizes: number of rollouts in each chunk.
+        damaged: number of unreadable lines and files.
     """
 
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _COLUMNS})
@@ -52,17 +52,17 @@ class Batch:
 
 
 def file_batches(run_dir: str, last_step: int | None) -> list[Files]:
-    """The rollout files of a run, by step, in groups of some megabytes.
+    """Group a run's rollout files, in order of steps, into batches of some megabytes.
 
     Args:
-        last_step: files of later steps are left out: the run went back, and has not come to them again.
+        last_step: files of later steps are left out: the run went back and has not reached these steps again.
     """
     folder = os.path.join(run_dir, "rollouts")
     try:
         names = os.listdir(folder)
     except OSError:
         return []
-    steps = sorted((int(found[1]), name) for name in names if (found := _FILE.fullmatch(name)))
+    steps = sorted((int(match[1]), name) for name in names if (match := _FILE.fullmatch(name)))
     batches: list[Files] = []
     batch: list[tuple[str, int, int]] = []
     for step, name in steps:
@@ -72,7 +72,7 @@ def file_batches(run_dir: str, last_step: int | None) -> list[Files]:
         try:
             status = os.stat(path)
         except OSError:
-            continue  # gone since
+            continue  # deleted meanwhile
         batch.append((path, status.st_mtime_ns, status.st_size))
         if sum(size for _, _, size in batch) >= _BATCH_BYTES:
             batches.append(tuple(batch))
@@ -81,15 +81,15 @@ def file_batches(run_dir: str, last_step: int | None) -> list[Files]:
 
 
 def read_batch(files: Files) -> tuple[Batch, list[Chunk]]:
-    """What can be read of them; a file that is gone has nothing."""
+    """Read rollout files into an index and chunks. A file that was deleted meanwhile is skipped."""
     batch, chunks = Batch(), list[Chunk]()
     for path, _, _ in files:
-        found = _FILE.fullmatch(os.path.basename(path))
-        assert found is not None
+        match = _FILE.fullmatch(os.path.basename(path))
+        assert match is not None
         try:
             lines = complete_lines(path)
         except FileNotFoundError:
-            continue  # gone since
+            continue  # deleted meanwhile
         except OSError:
             batch.damaged += 1
             continue
@@ -98,7 +98,7 @@ def read_batch(files: Files) -> tuple[Batch, list[Chunk]]:
             if record is None:
                 batch.damaged += 1
             else:
-                _add(batch, int(found[1]), record)
+                _add(batch, int(match[1]), record)
                 if not chunks or len(chunks[-1].texts) == CHUNK:
                     chunks.append(Chunk())
                 chunks[-1].texts.append(record["response"])
@@ -108,7 +108,7 @@ def read_batch(files: Files) -> tuple[Batch, list[Chunk]]:
 
 
 def index_of(batches: Sequence[Batch]) -> dict[str, Any]:
-    """All rollouts, by column, with tables of sources and prompts, and how many each chunk holds."""
+    """Join the indexes of batches: columns, tables of sources and prompts, and the sizes of the chunks."""
     sources: dict[str, int] = {}
     prompts: dict[tuple[int, str], int] = {}
     columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
@@ -147,7 +147,7 @@ def _add(batch: Batch, step: int, record: Mapping[str, Any]) -> None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """A line as a record; None if it is none."""
+    """Parse a line; None if it is no rollout."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -159,7 +159,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _details(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What is well formed of the rest."""
+    """Yield the record's further fields that are well formed."""
     for name in ("answer", "error"):
         if isinstance(record.get(name), str):
             yield name, record[name]

@@ -1,4 +1,4 @@
-"""The runs of a report: where they are, what they are called, and their curves."""
+"""The runs of a report: folders, names and curves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.telemetry.sinks.jsonl import METRICS_FILE, read_row
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's folder.
+    """A run's folder, with a name that is unique in the report.
 
     Attributes:
-        name: tells it apart from the other runs of the report.
+        name: the shortest end of the path that no other run has.
     """
 
     folder: str
@@ -30,24 +30,24 @@ class Run:
 
 
 def runs_at(folders: Sequence[str], *, may_be_empty: bool = False) -> list[Run]:
-    """The runs in these folders, without repeats.
+    """Find the runs in folders, without repeats.
 
     Args:
-        may_be_empty: accept one that has begun and has no metrics yet.
+        may_be_empty: accept a run that has begun and has no metrics yet.
 
     Raises:
-        ValueError: there is no run, or it has no metrics; one line.
+        ValueError: a folder holds no run, or the run has no metrics; one line.
     """
-    found = list(dict.fromkeys(os.path.abspath(folder) for folder in folders))
-    for folder in found:
-        _check(folder, may_be_empty)
-    return [Run(folder=folder, name=name) for folder, name in zip(found, _names(found), strict=True)]
+    paths = list(dict.fromkeys(os.path.abspath(folder) for folder in folders))
+    for path in paths:
+        _check(path, may_be_empty)
+    return [Run(folder=path, name=name) for path, name in zip(paths, _names(paths), strict=True)]
 
 
 def _check(folder: str, may_be_empty: bool) -> None:
     if not os.path.isdir(folder):
-        what = "is a file, not a run's folder" if os.path.exists(folder) else "is not there"
-        raise ValueError(f"'{folder}' {what}; name the folder that trainer.default_local_dir gave the run")
+        problem = "is a file, not a run's folder" if os.path.exists(folder) else "is not there"
+        raise ValueError(f"'{folder}' {problem}; name the folder that trainer.default_local_dir gave the run")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise ValueError(f"'{folder}' cannot be read")
     metrics = os.path.join(folder, METRICS_FILE)
@@ -64,7 +64,7 @@ def _check(folder: str, may_be_empty: bool) -> None:
 
 
 def _names(folders: Sequence[str]) -> list[str]:
-    """As much of the ends of the paths as tells them apart: a/run and b/run keep both parts, a/x and a/y the last."""
+    """Shorten paths to ends that differ: a/run and b/run keep both parts, a/x and a/y the last part."""
     parts = [folder.strip(os.sep).split(os.sep) for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -74,13 +74,13 @@ def _names(folders: Sequence[str]) -> list[str]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Its metric file, column by column.
+    """Read a run's metric file by column; of several rows of a step the last counts.
 
     Returns:
-        steps: of the rows, the last row of each step.
-        columns: by metric: the rows that have it (None: all) and its values; None: not finite.
-        meanings: of the metrics that the registry knows.
-        damaged: lines that cannot be read.
+        steps: the steps of the rows.
+        columns: for each metric the rows that have it (None: all) and its values (None: not finite).
+        meanings: meanings of the metrics that the registry knows.
+        damaged: number of unreadable lines.
     """
     lines = complete_lines(run.metrics_file)
     by_step: dict[int, dict[str, Any]] = {}
@@ -99,13 +99,13 @@ def curves(run: Run) -> dict[str, Any]:
                 places, values = columns.setdefault(name, ([], []))
                 places.append(place)
                 values.append(_short(value))
-    whole = {name: (None if len(at) == len(rows) else at, values) for name, (at, values) in columns.items()}
+    table = {name: (None if len(at) == len(rows) else at, values) for name, (at, values) in columns.items()}
     meanings = {name: f"{spec.meaning} [{spec.unit}]" for name in columns if (spec := find(name))}
-    return {"steps": sorted(by_step), "columns": whole, "meanings": meanings, "damaged": damaged}
+    return {"steps": sorted(by_step), "columns": table, "meanings": meanings, "damaged": damaged}
 
 
 def _short(value: float | None) -> float | None:
-    """Ten digits: a second of a time stamp; None for what is not finite, or nearly so."""
+    """Round to ten digits, the seconds of a time stamp; None for a value that is not finite or nearly infinite."""
     if value is None or not abs(value) < 1e300:
         return None
     return value if isinstance(value, int) else float(f"{value:.10g}")

@@ -1,4 +1,4 @@
-"""A live page of runs, for the user who started it: its address holds a secret."""
+"""A server for the live page of runs. Its address holds a secret, which only the user who started it knows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megarl.report.page import page
 from megarl.report.runs import Run
 
 HOST = "127.0.0.1"
-_READ_SECONDS = 2.0  # between two looks at the runs' files
+_READ_SECONDS = 2.0  # between two readings of the runs' files
 _OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 class LivePage:
-    """Answers a browser on this machine: the page, a list of its blocks with their versions, each block.
+    """Answers a browser on this machine with the page, the list of block versions, and each block.
 
     Other users of the machine reach the port, too, and get nothing without the secret, the first part of the path.
-    Files are read when somebody asks, at most once in two seconds.
+    The files are read on request, at most every two seconds.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -39,18 +39,18 @@ class LivePage:
         self._server = Loopback(app)
 
     async def serve(self, listening: socket.socket) -> None:
-        """Answer until SIGINT or SIGTERM comes."""
-        ended = asyncio.Event()
+        """Answer requests until SIGINT or SIGTERM."""
+        stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await self._server.start(listening)
-        await ended.wait()
+        await stop.wait()
         await self._server.close()
 
     @web.middleware
     async def _only_with_secret(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.match_info.get("secret", "")
-        if not hmac.compare_digest(given.encode("utf-8", "replace"), self.secret.encode()):
+        secret = request.match_info.get("secret", "")
+        if not hmac.compare_digest(secret.encode("utf-8", "replace"), self.secret.encode()):
             raise web.HTTPForbidden(text="the address that `megarl report --serve` printed has a secret, and this not")
         self._server.admit(request)
         response: web.StreamResponse = await handler(request)
@@ -66,7 +66,7 @@ class LivePage:
             if now - self._read_at >= _READ_SECONDS:
                 try:
                     await asyncio.to_thread(self._blocks.refresh)
-                except OSError as e:  # a file that is being replaced, say: the page asks again
+                except OSError as e:  # such as a file that is being replaced: the page asks again
                     raise web.HTTPServiceUnavailable(text=f"the runs cannot be read now: {e}") from e
                 self._read_at = asyncio.get_running_loop().time()
             versions = {name: block.version for name, block in self._blocks.blocks.items()}
@@ -82,7 +82,7 @@ class LivePage:
 
 @web.middleware
 async def _only_here(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Refuse a request under another name: a page elsewhere could have its own name lead here."""
+    """Refuse a request under another host name: a foreign page could let its own name lead to this address."""
     name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
     if name not in _OWN_NAMES:
         raise web.HTTPForbidden(text="this page is for 127.0.0.1")
@@ -92,13 +92,13 @@ async def _only_here(request: web.Request, handler: Any) -> web.StreamResponse:
 
 
 def serve(runs: Sequence[Run], port: int) -> None:
-    """Answer until SIGINT or SIGTERM comes.
+    """Serve the live page until SIGINT or SIGTERM.
 
     Args:
-        port: 0: any that is free.
+        port: the port; 0: any free port.
 
     Raises:
-        ValueError: the port is taken, or may not be used.
+        ValueError: the port is taken or not allowed.
     """
     try:
         listening = socket.create_server((HOST, port))

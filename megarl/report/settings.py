@@ -1,4 +1,4 @@
-"""The configurations of several runs beside the defaults."""
+"""A table of the configurations of several runs and the defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megarl.config.describe import describe_all, flat
+from megarl.config.describe import describe_all, flat, yaml_value
 from megarl.config.load import CONFIG_FILE, read_yaml
 from megarl.config.schema import Config
 from megarl.config.secrets import for_records
@@ -20,14 +20,14 @@ _ACTORS = "actor_rollout_ref.actor.megatron."
 
 
 def settings(runs: Sequence[Run]) -> dict[str, Any]:
-    """A row for each key of the schema and of the runs' files.
+    """Make a row for each key of the schema and of the runs' files.
 
     Returns:
-        rows: key, description, default, the values of the runs (None: the file has none), whether each differs from its
-            default. Values are texts.
-        unreadable: of each run, why its file cannot be read; empty: it can.
+        rows: key, description, default, the values of the runs (None: not in the file), whether each value differs from
+            its default. Values are texts.
+        unreadable: for each run why its file cannot be read; empty: the file is readable.
     """
-    known = {one.key: one.text for one in describe_all()}
+    known = {description.key: description.text for description in describe_all()}
     defaults = flat(Config().model_dump(), known)
     of_runs, unreadable = [], []
     for run in runs:
@@ -43,13 +43,13 @@ def settings(runs: Sequence[Run]) -> dict[str, Any]:
             value is not _MISSING and value != _default(key, default, of_run)
             for value, of_run in zip(values, of_runs, strict=True)
         ]
-        shown = [None if value is _MISSING else _text(value) for value in (default, *values)]
-        rows.append([key, known.get(key, ""), shown[0], shown[1:], differs])
+        texts = [None if value is _MISSING else yaml_value(value) or '""' for value in (default, *values)]
+        rows.append([key, known.get(key, ""), texts[0], texts[1:], differs])
     return {"rows": rows, "unreadable": unreadable}
 
 
 def _default(key: str, default: Any, of_run: Mapping[str, Any]) -> Any:
-    """A Megatron key of another model is by default what the actor's is."""
+    """Return a key's default: for another model's Megatron key the actor's value."""
     for prefix in _LIKE_THE_ACTOR:
         if key.startswith(prefix):
             return of_run.get(_ACTORS + key.removeprefix(prefix), default)
@@ -62,17 +62,9 @@ def _read(run: Run, known: Mapping[str, str]) -> tuple[dict[str, Any], str]:
         return {}, f"{CONFIG_FILE} is not there"
     try:
         tree = OmegaConf.to_container(read_yaml(path), resolve=False)
-    except Exception as e:  # the parsers raise what they like
+    except Exception as e:  # the parsers raise anything
         return {}, f"{CONFIG_FILE} cannot be read: {' '.join(str(e).split())[:200]}"
     if not isinstance(tree, dict):
         return {}, f"{CONFIG_FILE} holds no sections"
-    written = {str(key): value for key, value in tree.items()}
-    return flat(for_records(written), known), ""  # an older version's record may hold a secret
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value if value else '""'
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    values = {str(key): value for key, value in tree.items()}
+    return flat(for_records(values), known), ""  # a record of an older version may hold a secret

@@ -1,1 +1,1 @@
-"""What a run tells about itself: time per phase, metric files, progress, sample rollouts, the learning curve."""
+"""Telemetry of a run: seconds per phase, metrics and their destinations, progress, sample rollouts, profiles."""

@@ -1,4 +1,4 @@
-"""The terminal, or what stands for it: nothing that happens there ends a run."""
+"""Output to the terminal or a pipe. A failure to write there ends no run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from megarl.plain import plain, plain_stream
 
 
 class Output(Console):
-    """Rich's, for texts of others, whose control characters it shows. On a pipe that nobody reads (`megarl plan ... |
-    head`) it leaves the rest to `megarl.cli.main`."""
+    """Rich's console, which also shows control characters of foreign texts as visible ones.
+
+    On a pipe that nobody reads (`megarl plan ... | head`) it raises BrokenPipeError, which `megarl.cli.main` handles.
+    """
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
     def _stream(self) -> Any:
-        """The terminal itself, also while rich's own stand-in for it is in the place of stdout."""
+        """Return the terminal itself, also while rich has put its own proxy in the place of stdout."""
         file = super().file
         return getattr(file, "rich_proxied_file", file)
 
@@ -34,13 +36,13 @@ class Output(Console):
         raise BrokenPipeError
 
 
-def plain_output() -> Output:
-    """For text as it is: no markup, no colours, no breaks."""
+def plain_console() -> Output:
+    """Make a console that prints text unchanged: no markup, no colours, no line breaks."""
     return Output(highlight=False, markup=False, soft_wrap=True)
 
 
 def go_on_without() -> None:
-    """What cannot be written to this process's output any more is lost, and the process goes on.
+    """Replace stdout and stderr by streams that drop what cannot be written.
 
     A reader that ended (`| head`, a `tee` that was killed) or a full disk below a log is no reason to end a run.
     """
@@ -50,14 +52,14 @@ def go_on_without() -> None:
             continue
         stream.flush()
         through = io.BufferedWriter(_Unfailing(stream.fileno(), "wb", closefd=False))
-        lasting = plain_stream(stream, through)
+        new_stream = plain_stream(stream, through)
         at_once = stream.line_buffering or stream.write_through  # the latter by PYTHONUNBUFFERED
-        lasting.reconfigure(line_buffering=at_once, write_through=False)
-        setattr(sys, name, lasting)
+        new_stream.reconfigure(line_buffering=at_once, write_through=False)
+        setattr(sys, name, new_stream)
 
 
 class _Unfailing(io.FileIO):
-    """A file to which writing always succeeds; of the first time that it did not, stderr is told."""
+    """A file to which writing always succeeds. The first failed write puts one warning on stderr."""
 
     _failed = False
 

@@ -1,4 +1,4 @@
-"""What NVML says of this rank's GPU: utilisation, power, temperature, memory. Nothing where there is no such GPU."""
+"""Readings of this rank's GPU through NVML: utilisation, power, temperature, memory. None without such a GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import Any
 
 SECONDS = 1.0
-"""Between two readings; NVML's own utilisation is that of a window of up to one second."""
+"""Seconds between two readings. NVML itself averages utilisation over a window of up to one second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReading:
-    """Of one GPU, at one time.
+    """A reading of a GPU.
 
     Attributes:
         utilization: share of NVML's window in which a kernel ran.
@@ -30,12 +30,12 @@ class GpuReading:
 
 
 class GpuSampler:
-    """Reads a GPU every second in a thread; silent, and without readings, where driver or library are missing."""
+    """Reads a GPU every second in a thread. Without a driver or library it says nothing and has no readings."""
 
     def __init__(self, uuid: str) -> None:
         """
         Args:
-            uuid: as CUDA gives it; indices of CUDA and NVML differ under CUDA_VISIBLE_DEVICES.
+            uuid: the GPU's UUID from CUDA; the indices of CUDA and NVML differ under CUDA_VISIBLE_DEVICES.
         """
         self._readings: list[GpuReading] = []
         self._ended = threading.Event()
@@ -52,9 +52,9 @@ class GpuSampler:
         self._thread.start()
 
     def collect(self) -> list[GpuReading]:
-        """The readings since the last call; the newest stays, so that a short step has one too."""
-        taken, self._readings = self._readings, self._readings[-1:]
-        return taken
+        """Return the readings since the last call. The newest is kept, so that a short step has a reading, too."""
+        readings, self._readings = self._readings, self._readings[-1:]
+        return readings
 
     def close(self) -> None:
         self._ended.set()
@@ -80,19 +80,19 @@ def _read(pynvml: Any, handle: Any) -> GpuReading:
 
 
 def gpu_metrics(of_gpus: Sequence[Sequence[GpuReading]]) -> Mapping[str, float]:
-    """`gpu/...` of a step.
+    """Compute a step's metrics `gpu/...`.
 
     Args:
-        of_gpus: readings of each GPU; those without any do not count.
+        of_gpus: readings of each GPU; a GPU without readings does not count.
     """
-    read = [readings for readings in of_gpus if readings]
-    if not read:
+    gpus = [readings for readings in of_gpus if readings]
+    if not gpus:
         return {}
-    busy = [fmean(one.utilization for one in readings) for readings in read]
+    utilization = [fmean(reading.utilization for reading in readings) for readings in gpus]
     return {
-        "gpu/utilization_mean": fmean(busy),
-        "gpu/utilization_min": min(busy),
-        "gpu/power_w": sum(fmean(one.power for one in readings) for readings in read),
-        "gpu/temperature_max_c": max(one.temperature for readings in read for one in readings),
-        "gpu/memory_max": max(one.memory for readings in read for one in readings),
+        "gpu/utilization_mean": fmean(utilization),
+        "gpu/utilization_min": min(utilization),
+        "gpu/power_w": sum(fmean(reading.power for reading in readings) for readings in gpus),
+        "gpu/temperature_max_c": max(reading.temperature for readings in gpus for reading in readings),
+        "gpu/memory_max": max(reading.memory for readings in gpus for reading in readings),
     }

@@ -1,4 +1,4 @@
-"""Text files of rows that outlive a full disk, a kill and damaged lines."""
+"""Text files of rows that survive a full disk, a kill and damaged lines."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from collections.abc import Callable
 from contextlib import suppress
 
 LONGEST = 64 << 20
-"""Bytes of a line."""
+"""Bytes of the longest line that is read."""
 Say = Callable[[str], None]
-"""Tells a person one line."""
+"""A function that shows a person one line."""
 
 
 class LineFile:
-    """A file of whole lines; what cannot be written now is kept and written when there is room."""
+    """A file of whole lines. Lines that a full disk refuses are kept and written with a later one."""
 
     def __init__(self, path: str) -> None:
         """
         Args:
-            path: holds whole lines only, or does not exist.
+            path: a file that holds whole lines only, or does not exist yet.
         """
         self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115
         self._whole = self._file.seek(0, os.SEEK_END)
         self._pending = b""
 
     def append(self, line: str) -> None:
-        """Write a line, and those before it that are still to be written. Raises OSError if they have to wait."""
+        """Write a line after the lines that still wait. Raises OSError if they have to wait on."""
         self._pending += line.encode()
         try:
             rest = memoryview(self._pending)
@@ -49,9 +49,9 @@ class LineFile:
 
 
 def complete_lines(path: str) -> list[bytes]:
-    """Lines of a text file, without a last one that a killed run left half-written; none if there is no file.
+    """Read the lines of a text file, without a last line that a killed run left half-written; [] without a file.
 
-    Of one longer than `LONGEST`, which no run writes, there is the beginning, and nothing after it.
+    Reading stops at a line longer than `LONGEST`, which no run writes; its first 100 bytes are the last line returned.
     """
     if not os.path.isfile(path):
         return []
@@ -69,12 +69,12 @@ def keep(path: str, lines: list[bytes], *, damaged: int, say: Say) -> None:
     """Cut a file down to some of its lines.
 
     Args:
-        damaged: how many of the others make no sense; if any, the file is kept as it was beside the new one.
+        damaged: how many of the other lines cannot be read; if any, a copy of the whole file is kept beside it.
     """
     if damaged:
-        aside = set_aside_damaged(path)
-        what = "1 line" if damaged == 1 else f"{damaged} lines"
-        say(f"{path}: left out {what} that cannot be read; the file as it was is {aside}")
+        copy = copy_damaged(path)
+        number = "1 line" if damaged == 1 else f"{damaged} lines"
+        say(f"{path}: left out {number} that cannot be read; the file as it was is {copy}")
     text = b"".join(lines)
     if os.path.exists(path):
         with open(path, "rb") as f:
@@ -86,20 +86,20 @@ def keep(path: str, lines: list[bytes], *, damaged: int, say: Say) -> None:
 
 
 def no_link(path: str, flags: int) -> int:
-    """For `open`: raises OSError for a link, which would lead what is written into another file, and for a pipe, which
-    would be waited for."""
+    """Open a file, as the `opener` of `open`. Raises OSError for a link, through which another file would be
+    overwritten, and for a pipe, for whose reader `open` would wait."""
     return only_file(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def no_link_private(path: str, flags: int) -> int:
-    """The same, for a file that no other user can read."""
+    """Open a file like `no_link`, and let no other user read it."""
     descriptor = only_file(path, flags | os.O_NOFOLLOW, 0o600)
-    os.fchmod(descriptor, 0o600)  # it may have been there
+    os.fchmod(descriptor, 0o600)  # an existing file keeps its mode otherwise
     return descriptor
 
 
 def only_file(path: str, flags: int, mode: int = 0o666) -> int:
-    """For `open`: raises OSError for a pipe, which would be waited for, and a device, which does not end."""
+    """Open a file, as the `opener` of `open`. Raises OSError for a pipe (it blocks) and a device (it never ends)."""
     descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
@@ -111,7 +111,7 @@ def rewrite(path: str, text: bytes, *, private: bool = False) -> None:
     """Replace a file's content in one move: a kill in between leaves the old or the new, never half of it.
 
     Args:
-        private: no other user can read it.
+        private: let no other user read the file.
     """
     new = path + ".new"
     try:
@@ -124,9 +124,9 @@ def rewrite(path: str, text: bytes, *, private: bool = False) -> None:
         raise
 
 
-def set_aside_damaged(path: str) -> str:
-    """Copy a file to PATH.damaged (-2, -3 ... if that is taken); returns the copy's name."""
+def copy_damaged(path: str) -> str:
+    """Copy a file to PATH.damaged (-2, -3 ... if that exists); returns the copy's path."""
     names = (f"{path}.damaged{'' if i == 1 else f'-{i}'}" for i in itertools.count(1))
-    aside = next(name for name in names if not os.path.exists(name))
-    shutil.copyfile(path, aside)
-    return aside
+    copy = next(name for name in names if not os.path.exists(name))
+    shutil.copyfile(path, copy)
+    return copy

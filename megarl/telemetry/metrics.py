@@ -1,4 +1,4 @@
-"""Every metric that a run can log: its name, its unit, what it means, and what it is taken over. Torch-free."""
+"""The registry of metrics: name, unit, meaning and reduction of each. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Literal
 from megarl.phases import Phase
 
 Reduction = Literal["mean", "sum", "max", "min", "quantile", "first update", "rank 0", "last"]
-"""What makes one number of many.
+"""How many values become one number.
 
-mean, sum, max, min, quantile: over what the meaning names, wherever it is: responses, tokens, calls, updates or ranks.
-first update: the largest within the step's first update.
-rank 0: measured there alone.
-last: the number as it is at the end of the step, the same on every rank.
+mean, sum, max, min, quantile: over the items that the meaning names, on all ranks: responses, tokens, calls, updates.
+first update: the largest value within the step's first update.
+rank 0: measured on rank 0 alone.
+last: the value at the end of the step, the same on every rank.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec:
-    """One metric, or a family of them.
+    """Describes a metric, or a family of metrics.
 
     Attributes:
-        name: as in the metric files; `{phase}`, say, stands for one of `PLACEHOLDERS`.
+        name: as in the metric files; a family has `PLACEHOLDERS` such as `{phase}` in its name.
         unit: "s", "tokens"; "1" for shares and numbers without a unit.
         meaning: one sentence.
         reduction: see `Reduction`.
@@ -37,23 +37,23 @@ class MetricSpec:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Of the names that this one stands for."""
+        """The pattern of all names in the family."""
         parts = re.split(r"\{(\w+)\}", self.name)
         return re.compile("".join(_PATTERNS[part] if i % 2 else re.escape(part) for i, part in enumerate(parts)))
 
 
 PLACEHOLDERS: dict[str, str] = {
-    "phase": "what a rank does at a time: " + ", ".join(Phase) + ", or what a flow of one's own calls it",
-    "update": "what is updated: `actor` or `critic`; `train` or `warmup` where examples are learnt from, or what a "
-    "flow of one's own calls it",
+    "phase": "a phase of a step: " + ", ".join(Phase) + ", or a name that a user's flow gives",
+    "update": "the updated model: `actor` or `critic`; `train` or `warmup` in loops over examples, or a name that a "
+    "user's flow gives",
     "examples": "`train`, of the step's examples, or `val`, of all of `data.val_files`",
-    "loop": "a loop other than that of the RL steps: `warmup`, `train`, or one of a flow of one's own",
+    "loop": "a loop other than that of the RL steps: `warmup`, `train`, or a loop of a user's flow",
     "part": "the label of a part of the reward, `reward.parts`",
     "source": "a data source of the rows",
     "k": "a number of samples",
-    "own": "whatever a reward function calls it",
+    "own": "a name that a reward function gives",
 }
-"""What stands in braces in names."""
+"""Meanings of the words in braces in names."""
 
 _PATTERNS = {
     "phase": "[a-z][a-z0-9_-]*",
@@ -70,7 +70,7 @@ TIMED = (
     *("timing/", "tokens_per_s", "perf/", "gpu/", "straggler/", "memory/"),
     *("reward/latency_", "response/latency_", "episode/tool_s"),
 )
-"""How metrics of the clock and the machine begin: two runs that are otherwise equal differ in them."""
+"""Prefixes of metrics of the clock and the machine, which differ between otherwise equal runs."""
 
 
 def _m(name: str, unit: str, meaning: str, reduction: Reduction = "mean") -> MetricSpec:
@@ -81,7 +81,7 @@ _STEP = (
     _m(
         "step",
         "steps",
-        "number of the row: of the RL step, 0 for the validation before the first, less in a warm-up",
+        "number of the row: the RL step; 0 is the validation before the first step, a warm-up's steps are negative",
         "last",
     ),
     _m("{loop}/step", "steps", "number of the step within its loop, from 1", "last"),
@@ -92,31 +92,35 @@ _STEP = (
 _REWARD = (
     _m("reward/mean", "score", "score of the responses that have one"),
     _m("reward/accuracy", "1", "share of the scored responses whose score is 1 or more"),
-    _m("reward/failed", "responses", "responses whose scoring failed; they are in no other number", "sum"),
+    _m("reward/failed", "responses", "responses whose scoring failed; no other metric counts them", "sum"),
     _m("score/std", "score", "standard deviation of the scores over all responses"),
     _m("score/min", "score", "lowest score", "min"),
     _m("score/max", "score", "highest score", "max"),
-    _m("score/p10", "score", "score that a tenth of the responses stay at or below", "quantile"),
+    _m("score/p10", "score", "10th percentile of the scores", "quantile"),
     _m("score/p50", "score", "median score", "quantile"),
-    _m("score/p90", "score", "score that nine tenths of the responses stay at or below", "quantile"),
+    _m("score/p90", "score", "90th percentile of the scores", "quantile"),
     _m("score/no_signal", "1", "share of the prompts whose responses all scored the same: nothing to learn from them"),
-    _m("reward/greedy", "score", "score of the greedy responses that are ReMax's baseline"),
-    _m("reward/kl", "nats", "KL to the reference that is taken off the rewards, summed over a response"),
-    _m("reward/kl_coef", "score per nat", "what a nat of it costs: `algorithm.kl_ctrl.kl_coef`, steered if adaptive"),
-    _m("reward/overlong_penalty", "score", "what `reward.overlong_buffer` adds to a score; at most 0"),
+    _m("reward/greedy", "score", "score of the greedy responses, ReMax's baseline"),
+    _m("reward/kl", "nats", "KL to the reference that is subtracted from the rewards, summed over a response"),
+    _m(
+        "reward/kl_coef",
+        "score per nat",
+        "coefficient of that KL: `algorithm.kl_ctrl.kl_coef`, adjusted during training if adaptive",
+    ),
+    _m("reward/overlong_penalty", "score", "addition of `reward.overlong_buffer` to a score; at most 0"),
     _m("reward/retried", "calls", "further calls of a reward function after one that failed", "sum"),
     _m("reward/latency_mean_s", "s", "seconds of a call of a reward function"),
-    _m("reward/latency_p50_s", "s", "seconds that half of the calls stay at or below", "quantile"),
-    _m("reward/latency_p95_s", "s", "seconds that 95 % of the calls stay at or below", "quantile"),
+    _m("reward/latency_p50_s", "s", "median duration of a call", "quantile"),
+    _m("reward/latency_p95_s", "s", "95th percentile of the calls' durations", "quantile"),
     _m("reward/latency_max_s", "s", "seconds of the longest call", "max"),
-    _m("reward/part/{part}", "score", "score that a part of the reward gave, before its weight"),
+    _m("reward/part/{part}", "score", "score of a part of the reward, before its weight"),
     _m("reward/source/{source}/mean", "score", "score of the responses to one data source, if there are several"),
     _m("reward/source/{source}/accuracy", "1", "share of a data source's scored responses with a score of 1 or more"),
     _m("reward/tests_passed", "1", "share of the tests of a row that the response passes (reward `code`)"),
     _m("reward/timed_out", "1", "share of a response's runs that took too long (reward `code`)"),
     _m("reward/block", "1", "share of the responses that hold a block of code (reward `code`)"),
-    _m("reward/part/{part}/{own}", "", "a number that a part's reward function returned beside its score"),
-    _m("reward/{own}", "", "a number that a reward function returned beside its score"),
+    _m("reward/part/{part}/{own}", "", "a number that a part's reward function returned with its score"),
+    _m("reward/{own}", "", "a number that a reward function returned with its score"),
 )
 
 _RESPONSE = (
@@ -136,10 +140,10 @@ _RESPONSE = (
         "quantile",
     ),
     _m("response/latency_max_s", "s", "from the start of generation until the last response was finished", "max"),
-    _m("episode/turns_mean", "turns", "how often the policy spoke in an episode"),
-    _m("episode/turns_max", "turns", "how often it spoke in the longest episode", "max"),
-    _m("episode/tool_s", "s", "seconds that environments or agents worked, per episode"),
-    _m("episode/observed", "1", "share of the responses' tokens that the policy did not say"),
+    _m("episode/turns_mean", "turns", "responses of the policy in an episode"),
+    _m("episode/turns_max", "turns", "responses of the policy in the longest episode", "max"),
+    _m("episode/tool_s", "s", "seconds of work of environments or agents, per episode"),
+    _m("episode/observed", "1", "share of the responses' tokens that the policy did not generate"),
     _m("episode/limited", "1", "share of the episodes that a limit ended"),
     _m(
         "filter_groups/draws",
@@ -148,21 +152,31 @@ _RESPONSE = (
         "last",
     ),
     _m("filter_groups/kept", "1", "share of the drawn prompts whose responses differ"),
-    _m("carry_over/groups", "prompts", "prompts whose responses the next step goes on with", "sum"),
-    _m("carry_over/finished", "prompts", "those of them whose responses are all finished", "sum"),
-    _m("carry_over/tokens", "tokens", "tokens that they have so far", "sum"),
+    _m("carry_over/groups", "prompts", "prompts whose responses the next step continues", "sum"),
+    _m("carry_over/finished", "prompts", "carried-over prompts whose responses are all finished", "sum"),
+    _m("carry_over/tokens", "tokens", "tokens of the carried-over responses so far", "sum"),
 )
 
 _ROLLOUT = (
     _m("rollout/logp_gap_mean", "nats", "|log-probability by training - by the engine| of a response token"),
-    _m("rollout/logp_gap_max", "nats", "the largest of them", "max"),
+    _m(
+        "rollout/logp_gap_max",
+        "nats",
+        "largest |log-probability by training - by the engine| of a response token",
+        "max",
+    ),
     _m("rollout/kl_k1", "nats", "KL(engine || training) per token, estimated by the mean log-ratio"),
-    _m("rollout/kl_k3", "nats", "the same by the estimator k3, which is never negative"),
+    _m("rollout/kl_k3", "nats", "KL(engine || training) per token by the estimator k3, which is never negative"),
     _m("rollout/ratio_p01", "1", "first percentile of p_training / p_engine of the response tokens", "quantile"),
     _m("rollout/ratio_p50", "1", "median of p_training / p_engine", "quantile"),
     _m("rollout/ratio_p99", "1", "99th percentile of p_training / p_engine", "quantile"),
-    _m("rollout/staleness_mean", "versions", "versions of the weights between a token's and the newest"),
-    _m("rollout/staleness_max", "versions", "the largest of them", "max"),
+    _m("rollout/staleness_mean", "versions", "number of versions between a token's weights and the newest weights"),
+    _m(
+        "rollout/staleness_max",
+        "versions",
+        "largest number of versions between a token's weights and the newest",
+        "max",
+    ),
     _m("rollout/weight_mean", "1", "importance weight of a token, with `algorithm.rollout_correction`"),
     _m("rollout/rejected", "1", "share of the response tokens whose importance weight is 0"),
 )
@@ -172,14 +186,14 @@ _UPDATE = (
     _m(
         "actor/ppo_kl",
         "nats",
-        "mean log-ratio of the probabilities before an update's batch to those of now, per token",
+        "mean log-ratio per token of the probabilities before an update's batch to the current ones",
     ),
     _m("actor/clipfrac", "1", "share of the loss whose gradient the clip leaves out or changes"),
     _m("actor/ratio_max_deviation", "1", "largest |p_new / p_old - 1| of a token", "max"),
     _m(
         "actor/first_ratio_max_deviation",
         "1",
-        "largest |p_new / p_old - 1| while the policy is still the one that generated: 0 where training is exact",
+        "largest |p_new / p_old - 1| while the policy is the one that generated: 0 if training is exact",
         "first update",
     ),
     _m("actor/entropy", "nats", "entropy of the next token's distribution"),
@@ -204,7 +218,9 @@ _UPDATE = (
     _m("{update}/loss", "1", "the loss that is differentiated; mean over the step's updates"),
     _m("{update}/grad_norm", "1", "L2 norm of the gradient before it is clipped; mean over the step's updates"),
     _m("{update}/lr", "1", "learning rate; mean over the step's updates"),
-    _m("{update}/skipped", "1", "share of the step's updates left out because loss or gradient was not finite"),
+    _m(
+        "{update}/skipped", "1", "share of the step's updates that were omitted because loss or gradient was not finite"
+    ),
 )
 
 _VALIDATION = (
@@ -212,8 +228,8 @@ _VALIDATION = (
         "val/reward", "score", "score of the responses to the held-out prompts; of KTO's held-out answers, their reward"
     ),
     _m("val/reward_ci95", "score", "half of the 95 % confidence interval of val/reward, over prompts"),
-    _m("val/failed", "responses", "responses without a score", "sum"),
-    _m("val/turns", "turns", "how often the policy spoke in an episode"),
+    _m("val/failed", "responses", "responses to held-out prompts without a score", "sum"),
+    _m("val/turns", "turns", "responses of the policy in an episode"),
     _m("val/retried", "calls", "further calls of a reward function after one that failed", "sum"),
     _m("val/part/{part}", "score", "score that a part of the reward gave, before its weight"),
     _m("val/pass@{k}", "1", "chance that one of k samples is right (arXiv 2107.03374), mean over prompts"),
@@ -223,16 +239,16 @@ _VALIDATION = (
     _m("val/timed_out", "1", "as reward/timed_out, of the held-out prompts"),
     _m("val/block", "1", "as reward/block, of the held-out prompts"),
     _m("val/loss", "1", "loss over all of `data.val_files`, in flows that learn from examples"),
-    _m("val/part/{part}/{own}", "", "a number that a part's reward function returned beside its score"),
+    _m("val/part/{part}/{own}", "", "a number that a part's reward function returned with its score"),
     _m("val/{source}/mean", "score", "score of the responses to one data source"),
-    _m("val/{source}/mean_ci95", "score", "half of its 95 % confidence interval"),
+    _m("val/{source}/mean_ci95", "score", "half of the 95 % confidence interval of val/{source}/mean"),
     _m("val/{source}/pass@{k}", "1", "pass@k of one data source"),
     _m("val/{source}/maj@{k}", "1", "maj@k of one data source"),
-    _m("val/{own}", "", "a number that a reward function returned beside its score"),
+    _m("val/{own}", "", "a number that a reward function returned with its score"),
 )
 
 _MACHINE = (
-    _m("timing/step_s", "s", "the whole step", "rank 0"),
+    _m("timing/step_s", "s", "time of the whole step", "rank 0"),
     _m("timing/{phase}_s", "s", "time in a phase; nested phases count once, for the inner one", "rank 0"),
     _m(
         "perf/generated_tokens_per_s",
@@ -240,7 +256,7 @@ _MACHINE = (
         "response tokens of the step per second of the phase `generate`, all ranks together",
         "rank 0",
     ),
-    _m("perf/generated_tokens_per_s_per_gpu", "tokens/s", "the same per rank", "rank 0"),
+    _m("perf/generated_tokens_per_s_per_gpu", "tokens/s", "`perf/generated_tokens_per_s` per rank", "rank 0"),
     _m("perf/samples_per_s", "responses/s", "responses or examples of the step per second of the whole step", "rank 0"),
     _m(
         "perf/mfu",
@@ -249,12 +265,12 @@ _MACHINE = (
         "`update`, as a share of the GPUs' peak; recomputation is not counted (arXiv 2204.02311, appendix B)",
         "rank 0",
     ),
-    _m("perf/since_start_s", "s", "since this process of the run began", "rank 0"),
-    _m("perf/timestamp_s", "s", "when the step was done, in seconds since 1970", "rank 0"),
+    _m("perf/since_start_s", "s", "seconds since this process of the run began", "rank 0"),
+    _m("perf/timestamp_s", "s", "end of the step, seconds since 1970", "rank 0"),
     _m(
         "perf/skipped_updates",
         "updates",
-        "updates left out since this process of the run began, because loss or gradient was not finite",
+        "updates omitted since this process of the run began because loss or gradient was not finite",
         "sum",
     ),
     _m(
@@ -264,7 +280,7 @@ _MACHINE = (
         "a pass count as work",
         "max",
     ),
-    _m("straggler/excess_s", "s", "how much longer it worked than the median rank", "max"),
+    _m("straggler/excess_s", "s", "how much longer the slowest rank worked in the step than the median rank", "max"),
     _m(
         "straggler/{phase}_rank",
         "rank",
@@ -272,22 +288,27 @@ _MACHINE = (
         "(tensor, pipeline, data parallel) count as work",
         "max",
     ),
-    _m("straggler/{phase}_excess_s", "s", "how much longer it worked than the median rank", "max"),
-    _m("memory/{phase}_gib", "GiB", "memory in use at most in a phase, of the rank that used most", "max"),
+    _m(
+        "straggler/{phase}_excess_s",
+        "s",
+        "how much longer the slowest rank worked in a phase than the median rank",
+        "max",
+    ),
+    _m("memory/{phase}_gib", "GiB", "peak memory in use during a phase, of the rank with the highest peak", "max"),
     _m("gpu/utilization_mean", "1", "share of the time in which a GPU ran a kernel, as NVML says; mean over GPUs"),
-    _m("gpu/utilization_min", "1", "the same of the GPU that was idle most", "min"),
+    _m("gpu/utilization_min", "1", "share of the time in which the least busy GPU ran a kernel", "min"),
     _m("gpu/power_w", "W", "power that the GPUs draw together, mean over the step", "sum"),
-    _m("gpu/temperature_max_c", "°C", "temperature of the hottest GPU, the highest of the step", "max"),
-    _m("gpu/memory_max", "1", "share of its memory in use, of the fullest GPU, the highest of the step", "max"),
+    _m("gpu/temperature_max_c", "°C", "highest temperature of a GPU during the step", "max"),
+    _m("gpu/memory_max", "1", "largest share of a GPU's memory in use during the step", "max"),
 )
 
 METRICS: tuple[MetricSpec, ...] = (*_STEP, *_REWARD, *_RESPONSE, *_ROLLOUT, *_UPDATE, *_VALIDATION, *_MACHINE)
-"""In the order of the documentation; of several that fit a name, `find` takes the one that says most about it."""
+"""All metrics in the order of the documentation. If several fit a name, `find` returns the most specific."""
 
 
 @lru_cache(maxsize=4096)
 def find(name: str) -> MetricSpec | None:
-    """The metric that describes a name of the metric files; None if there is none."""
+    """Find the metric that describes a name of the metric files; None if the registry has none."""
     fitting = [spec for spec in _BY_PRECISION if spec.pattern.fullmatch(name)]
     return fitting[0] if fitting else None
 

@@ -1,4 +1,4 @@
-"""Profiles of chosen steps, and what is known when a GPU's memory runs out.
+"""Profiles of chosen steps, and a message with a snapshot when a GPU's memory runs out.
 
 RUN/profiles/step_12_rank_0.json.gz            a trace, with profiler.tool=torch: https://ui.perfetto.dev opens it
 RUN/profiles/step_12_rank_0.pickle             allocations, with profiler.tool=memory: https://pytorch.org/memory_viz
@@ -19,7 +19,7 @@ from megarl.config.profiler import ProfilerConfig
 from megarl.phases import Phase
 
 MEMORY_ENTRIES = 100_000
-"""Allocations and releases that a snapshot goes back to at most: some hundred MiB of host memory."""
+"""Allocations and releases in a snapshot at most; they take some hundred MiB of host memory."""
 
 
 class OutOfMemory(RuntimeError):
@@ -27,25 +27,25 @@ class OutOfMemory(RuntimeError):
 
 
 class Recorder(Protocol):
-    """What records a step."""
+    """A tool that records a step."""
 
     ending: str
 
     def start(self) -> None:
-        """At the beginning of a step."""
+        """Begin to record, at the beginning of a step."""
 
     def stop(self) -> None:
-        """At its end."""
+        """End recording, at the end of the step."""
 
     def write(self, file: str) -> None:
-        """What was recorded, once it is stopped."""
+        """Write the stopped recording."""
 
     def range(self, name: str) -> AbstractContextManager[Any]:
-        """A part of the step with a name."""
+        """Name a part of the step in the recording."""
 
 
 class TorchTrace:
-    """What the CPU and the GPU did, as torch.profiler sees it."""
+    """Records the CPU's and the GPU's work with torch.profiler."""
 
     ending = ".json.gz"
 
@@ -69,7 +69,7 @@ class TorchTrace:
 
 
 class NsightMarks:
-    """Tells nsys when to record, and names what happens meanwhile; nsys itself writes the file."""
+    """Tells nsys when to record, and names the parts of the step. nsys itself writes the file."""
 
     ending = ""
 
@@ -87,36 +87,36 @@ class NsightMarks:
         torch.cuda.profiler.stop()
 
     def write(self, file: str) -> None:
-        """nsys does."""
+        """Write nothing: nsys does."""
 
     def range(self, name: str) -> AbstractContextManager[Any]:
         return torch.cuda.nvtx.range(name)
 
 
 class MemoryHistory:
-    """Where GPU memory is allocated and given back.
+    """Records where GPU memory is allocated and released.
 
     Args:
-        goes_on: it is recorded all the time, and not only in steps.
+        always_on: the history is recorded all the time already, not only in profiled steps.
     """
 
     ending = ".pickle"
 
-    def __init__(self, device: torch.device, *, goes_on: bool) -> None:
+    def __init__(self, device: torch.device, *, always_on: bool) -> None:
         if device.type != "cuda":
             raise ValueError("profiler.tool=memory needs a GPU")
-        self._goes_on = goes_on
+        self._always_on = always_on
 
     def start(self) -> None:
-        if not self._goes_on:
+        if not self._always_on:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES)
 
     def stop(self) -> None:
-        """`write` does: what was recorded would be gone."""
+        """Do nothing: stopping would delete the history, so `write` stops."""
 
     def write(self, file: str) -> None:
         torch.cuda.memory._dump_snapshot(file)
-        if not self._goes_on:
+        if not self._always_on:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def range(self, name: str) -> AbstractContextManager[Any]:
@@ -125,14 +125,14 @@ class MemoryHistory:
 
 
 class Profiler:
-    """Of one rank. What fails in it is said once, and then no more is recorded."""
+    """Records the chosen steps of one rank. After a failure it warns once and records no more."""
 
     def __init__(
         self, keys: ProfilerConfig, run_dir: str, *, rank: int, device: torch.device, warn: Callable[[str], None]
     ) -> None:
         """
         Args:
-            warn: says a line, on the first rank.
+            warn: shows a line; used on rank 0, other ranks write to stderr.
         """
         self._keys, self._rank, self._device = keys, rank, device
         self._folder = os.path.join(run_dir, "profiles")
@@ -147,27 +147,27 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """A step; recorded if that is asked for, and it comes to its end."""
+        """Run a step. A chosen step is recorded; its profile is written only if the step does not raise."""
         if self._on and number in self._keys.steps:
             with self._harmless():
                 recorder = self._new_recorder()
                 recorder.start()
                 self._recorder = recorder
-        ended = False
+        completed = False
         try:
             yield
-            ended = True
+            completed = True
         finally:
-            recorded, self._recorder = self._recorder, None
-            if recorded is not None:
+            current, self._recorder = self._recorder, None
+            if current is not None:
                 with self._harmless():
-                    recorded.stop()
-                    if ended:
-                        self._write(recorded, number)
+                    current.stop()
+                    if completed:
+                        self._write(current, number)
 
     @contextmanager
     def phase(self, phase: str) -> Iterator[None]:
-        """A part of a step; its name is in what is recorded."""
+        """Run a phase of a step, and name it in the recording."""
         open_range: AbstractContextManager[Any] | None = None
         if self._recorder is not None:
             with self._harmless():
@@ -176,7 +176,7 @@ class Profiler:
         try:
             yield
         except torch.OutOfMemoryError:
-            if not self._ran_out_in:  # else in the phase within this one
+            if not self._ran_out_in:  # keep the name of a phase within this one
                 self._ran_out_in = str(phase)
                 self._take_snapshot()
             raise
@@ -186,31 +186,31 @@ class Profiler:
                     open_range.__exit__(None, None, None)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> OutOfMemory:
-        """The error that says what is known; with profiler.memory_snapshot there is a file."""
+        """Make the error for exhausted memory; with profiler.memory_snapshot also the snapshot's file."""
         self._take_snapshot()
-        said = " ".join(str(error).split()).partition(" If reserved but unallocated")[0][:300].rstrip(". ")
-        where = f" in the phase {self._ran_out_in}" if self._ran_out_in else ""
-        seen = self._snapshot or "profiler.memory_snapshot=true writes a snapshot of what holds it"
-        return OutOfMemory(f"memory ran out{where}: {said}; {seen}; {_advice(self._ran_out_in)}")
+        reason = " ".join(str(error).split()).partition(" If reserved but unallocated")[0][:300].rstrip(". ")
+        place = f" in the phase {self._ran_out_in}" if self._ran_out_in else ""
+        snapshot = self._snapshot or "profiler.memory_snapshot=true writes a snapshot of what holds it"
+        return OutOfMemory(f"memory ran out{place}: {reason}; {snapshot}; {_advice(self._ran_out_in)}")
 
     def _new_recorder(self) -> Recorder:
         if self._keys.tool == "torch":
             return TorchTrace(self._device)
         if self._keys.tool == "nsight":
             return NsightMarks(self._device)
-        return MemoryHistory(self._device, goes_on=self._keys.memory_snapshot)
+        return MemoryHistory(self._device, always_on=self._keys.memory_snapshot)
 
-    def _write(self, recorded: Recorder, number: int) -> None:
-        """Under its own name only when it is whole."""
-        name = f"step_{number}_rank_{self._rank}{recorded.ending}"
+    def _write(self, recorder: Recorder, number: int) -> None:
+        """Write a step's profile, and give the file its name when it is whole."""
+        name = f"step_{number}_rank_{self._rank}{recorder.ending}"
         partial = os.path.join(self._folder, f".partial_{name}")
-        if recorded.ending:
+        if recorder.ending:
             os.makedirs(self._folder, exist_ok=True)
-            recorded.write(partial)
+            recorder.write(partial)
             os.replace(partial, os.path.join(self._folder, name))
 
     def _take_snapshot(self) -> None:
-        """Says in `_snapshot` where it is, or why there is none; only the first time."""
+        """Write a memory snapshot, the first time only. `_snapshot` then says where it is, or why there is none."""
         if not self._keys.memory_snapshot or self._snapshot:
             return
         file = os.path.join(self._folder, f"out_of_memory_rank_{self._rank}.pickle")
@@ -218,12 +218,12 @@ class Profiler:
             os.makedirs(self._folder, exist_ok=True)
             torch.cuda.memory._dump_snapshot(file)
             self._snapshot = f"what held it is in {file} (open it at https://pytorch.org/memory_viz)"
-        except Exception as e:  # torch's and the disk's: the run ends for want of memory, not of a file
+        except Exception as e:  # torch's and the disk's: the run must end with the error of memory, not of a file
             self._snapshot = f"no snapshot could be written ({_one_line(e)})"
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
-        """What fails within is said, and nothing more is recorded."""
+        """Turn an exception in the block into a warning, and record no more."""
         try:
             yield
         except Exception as e:  # a profiler's own, CUPTI's, the disk's
@@ -232,11 +232,11 @@ class Profiler:
 
 
 def nsight_command(command: str, steps: int) -> str:
-    """How nsys records the steps that a run marks, into files of the folder in which it is started.
+    """Write the command with which nsys records a run's marked steps, into files in the current folder.
 
     Args:
-        command: what starts the run.
-        steps: how many are marked.
+        command: the command that starts the run.
+        steps: number of marked steps.
     """
     options = f"-c cudaProfilerApi --capture-range-end=repeat:{steps} -t cuda,nvtx --trace-fork-before-exec=true"
     return f"nsys profile {options} -o megarl_%p {command}"

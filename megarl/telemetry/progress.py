@@ -1,4 +1,4 @@
-"""Progress of a run on the terminal, or in a notebook; one plain line per step where there is neither."""
+"""Progress on the terminal or in a notebook; elsewhere plain lines: one per step of a run, ten in all of a count."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from typing import Any
 
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from megarl.telemetry.console import Output
 
-# metric -> (label, how it is written); anything else in a row goes to the metric files only
+# metric -> (label, format); other metrics are in the metric files only
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "warmup/loss": ("loss", lambda x: f"{x:.4f}"),
     "train/loss": ("loss", lambda x: f"{x:.4f}"),
@@ -27,15 +34,21 @@ _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "val/accuracy": ("accuracy", lambda x: f"{x:.1%}"),
     "tokens_per_s": ("tokens/s", lambda x: f"{x:,.0f}"),
 }
+_LINES = 10  # of a whole count, without a terminal
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    name = TextColumn("[bold]{task.description}")
+    return name, BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
 
 
 class Progress:
-    """Context manager around a loop of steps; call `advance` once per step, on one rank only.
+    """A context manager around a loop of steps. Call `advance` once per step, on one rank only.
 
     Args:
         total: steps of the whole loop.
-        description: what is running, such as "RL" or "warm-up".
-        done: steps that an earlier, resumed run has already made.
+        description: the loop's name, such as "RL" or "warm-up".
+        done: steps that were made before this run was resumed.
     """
 
     def __init__(self, total: int, description: str, done: int = 0) -> None:
@@ -46,14 +59,7 @@ class Progress:
         self._live: Live | None = None
         self._cell: Any = None  # a notebook's output that shows the last step
         if sys.stdout.isatty():
-            self._bar = Bar(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("eta {task.fields[eta]}"),
-                expand=True,
-            )
+            self._bar = ProgressBar(*_columns(), TextColumn("eta {task.fields[eta]}"), expand=True)
             self._task = self._bar.add_task(description, total=total, completed=done, eta="-")
             self._live = Live(self._bar, console=Output(file=sys.stdout), refresh_per_second=4)
         elif Output().is_jupyter:
@@ -74,16 +80,20 @@ class Progress:
             self._live.stop()
 
     def advance(self, metrics: Mapping[str, float]) -> None:
-        """One step is done. Metrics are named as in the metric files; those not measured at each step stay in view."""
+        """Show a finished step.
+
+        Args:
+            metrics: named as in the metric files. A metric that a later step lacks stays in view.
+        """
         self._done += 1
-        shown = {label: text(metrics[key]) for key, (label, text) in _SHOWN.items() if key in metrics}
+        values = {label: text(metrics[key]) for key, (label, text) in _SHOWN.items() if key in metrics}
         phases = {
             key.removeprefix("timing/").removesuffix("_s"): f"{seconds:.2f}s"
             for key, seconds in metrics.items()
             if key.startswith("timing/") and seconds >= 0.005
         }
         if self._live is None:
-            groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (shown, phases)]
+            groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (values, phases)]
             text = " | ".join(group for group in groups if group)
             line = f"{self._description} {self._done}/{self._total} | {text} | eta {self._eta()}"
             if self._cell is None:
@@ -91,12 +101,12 @@ class Progress:
             else:
                 self._cell.update({"text/plain": line}, raw=True)
             return
-        self._latest.update(shown)
+        self._latest.update(values)
         self._bar.update(self._task, completed=self._done, eta=self._eta())
         self._live.update(Group(self._bar, _line(self._latest), _line(phases)))
 
     def note(self, what: str | Table) -> None:
-        """A line or a table that stays, above the bar."""
+        """Print a line or a table that stays above the bar."""
         if self._live is not None:
             self._live.console.print(Text(what) if isinstance(what, str) else what)
         elif isinstance(what, str):
@@ -105,13 +115,45 @@ class Progress:
             print_table(what)
 
     def _eta(self) -> str:
-        """Time left at this run's mean pace."""
+        """Estimate the time left from the mean seconds of this run's steps."""
         mean = (time.monotonic() - self._started) / (self._done - self._first)
         return duration(mean * (self._total - self._done))
 
 
+class Counting:
+    """A context manager around a number of equal tasks. Call `one_more` after each task.
+
+    A terminal shows a bar; elsewhere a line is printed for each tenth of the tasks.
+    """
+
+    def __init__(self, total: int, description: str) -> None:
+        self._total, self._description, self._done = total, description, 0
+        self._bar: ProgressBar | None = None
+        if sys.stdout.isatty():
+            self._bar = ProgressBar(*_columns(), TimeRemainingColumn(), console=Output(file=sys.stdout))
+            self._task = self._bar.add_task(description, total=total)
+
+    def __enter__(self) -> Counting:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def one_more(self) -> None:
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+        elif self._done * _LINES // self._total > (self._done - 1) * _LINES // self._total:
+            print(f"{self._description} {self._done}/{self._total}", flush=True)
+
+
 def print_table(table: Table) -> None:
-    """As wide as the terminal; where there is none, as wide as it needs to be."""
+    """Print a table as wide as the terminal; without a terminal, as wide as its content."""
     console = Output()
     if not console.is_terminal:
         console = Output(width=Output(width=1000).measure(table).maximum)
@@ -119,7 +161,7 @@ def print_table(table: Table) -> None:
 
 
 def duration(seconds: float) -> str:
-    """59 -> 59s, 61 -> 1m01s, 3661 -> 1h01m."""
+    """Write seconds for people: 59 -> 59s, 61 -> 1m01s, 3661 -> 1h01m."""
     whole = math.ceil(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -128,7 +170,7 @@ def duration(seconds: float) -> str:
 
 
 def _line(fields: Mapping[str, str]) -> Text:
-    """`name value` pairs, names dimmed, cut at the terminal's edge."""
+    """Write `name value` pairs with dimmed names, cut at the terminal's edge."""
     text = Text(no_wrap=True, overflow="ellipsis")
     for name, value in fields.items():
         text.append(f"{name} ", style="dim").append(f"{value}   ")

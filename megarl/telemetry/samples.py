@@ -1,4 +1,4 @@
-"""Sample rollouts of a step, as text that a person reads."""
+"""Sample rollouts of a step as text for people."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ALWAYS = ("prompt", "response", "answer", "reward")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenColumns:
-    """A text and numbers for each token of a response; None: not computed.
+    """The text and numbers of each token of a response; None: not computed.
 
     Attributes:
-        texts: joined they are the response, with its special tokens.
+        texts: the tokens' texts; joined they are the response with its special tokens.
         logp: log-probability by the training layout, or else by the engine; nats.
-        advantage: what the loss weighs the token with.
+        advantage: the token's weight in the loss.
         gap: log-probability by the training layout less that by the engine, nats.
     """
 
@@ -31,21 +31,22 @@ class TokenColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One response, decoded, and its score; None where scoring failed.
+    """A decoded response with its score.
 
     Attributes:
-        turns: of an episode, who said what: ("policy", "<calc>6*7</calc>"), ("environment", "42") ...; None: the policy
+        reward: the score; None: scoring failed.
+        turns: an episode's (speaker, text): ("policy", "<calc>6*7</calc>"), ("environment", "42") ...; None: the policy
             spoke once.
         error: why an episode failed.
         index: the prompt's position in its files.
-        group: which drawing of the prompt it belongs to.
-        sample: its number in the group.
+        group: number of the group of responses to one prompt.
+        sample: the response's number in its group.
         source: data source of the prompt.
-        finish: "stop", or "length" for one that was cut off.
-        length: tokens.
+        finish: "stop", or "length" for a response that was cut off.
+        length: tokens of the response.
         turn_lengths: tokens of each turn.
-        parts: of the score, by name.
-        tokens: in the file as `tokens`, `logp`, `advantage`, `gap`.
+        parts: the score's parts by name.
+        tokens: written as the columns `tokens`, `logp`, `advantage`, `gap`.
     """
 
     prompt: str
@@ -65,29 +66,29 @@ class Sample:
     tokens: TokenColumns | None = None
 
     def with_tokens(self, tokens: TokenColumns) -> Sample:
-        """The same with columns of its tokens."""
+        """Return the sample with columns for its tokens."""
         return replace(self, tokens=tokens)
 
     def as_line(self) -> str:
-        """As JSON, without what is not known."""
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        del shown["tokens"]
+        """Write the sample as a line of JSON, without fields that are None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["tokens"]
         if (columns := self.tokens) is not None:
-            shown |= {"tokens": columns.texts, "logp": columns.logp}
-            shown |= {"advantage": columns.advantage, "gap": columns.gap}
-        known = {key: value for key, value in shown.items() if key in _ALWAYS or value is not None}
-        return json.dumps(known, ensure_ascii=False) + "\n"
+            values |= {"tokens": columns.texts, "logp": columns.logp}
+            values |= {"advantage": columns.advantage, "gap": columns.gap}
+        row = {key: value for key, value in values.items() if key in _ALWAYS or value is not None}
+        return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def chosen(groups: Sequence[Sequence[int]], wanted: int) -> list[int]:
-    """Places of the rollouts that are shown, group by group.
+    """Choose the rollouts that are shown, group by group; returns their places.
 
-    Whole groups are, evenly spread over all of them, since the responses to one prompt are compared with each other.
-    The last one may be cut: 4 of each of 16 groups and 10 wanted give groups 0, 5 and half of 10.
+    Whole groups are chosen, because people compare the responses to one prompt, and evenly over all groups. The last
+    group may be cut: of 16 groups with 4 rollouts each, `wanted=10` gives groups 0, 5 and half of 10.
 
     Args:
         groups: places of each group's rollouts.
-        wanted: how many; -1: all.
+        wanted: number of rollouts; -1: all.
     """
     if wanted < 0:
         return [place for group in groups for place in group]
@@ -99,7 +100,7 @@ def chosen(groups: Sequence[Sequence[int]], wanted: int) -> list[int]:
 
 
 def write_samples(run_dir: str, step: int, samples: Iterable[Sample]) -> str:
-    """Write `rollouts/step_000012.jsonl` below `run_dir`, one sample a line; returns the file's path.
+    """Write samples to `rollouts/step_000012.jsonl` below `run_dir`, one a line; returns the file's path.
 
     A file of that name is replaced in one move.
     """

@@ -1,4 +1,4 @@
-"""`timeline/`: when each rank was in which phase, one step a line. Torch-free."""
+"""`timeline/`: the phases of each rank over time, one step a line. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from megarl.telemetry.lines import LineFile, complete_lines, rewrite
 from megarl.telemetry.sinks.jsonl import read_row
 
 MOST_BYTES = 16 * 2**20
-"""Of one of the two files: the older one is deleted when the newer one is full."""
+"""Size limit of each of the two files: when the newer one is full, it replaces the older one."""
 
 _OLDER, _NEWER = "older.jsonl", "newer.jsonl"
 
 RankSpans = Sequence[tuple[int, float, float]]
-"""Of a rank: (place of the phase's name, seconds after the step's beginning, seconds)."""
+"""The spans of one rank: (index of the phase's name, seconds after the step's beginning, seconds)."""
 
 
 class SpanFile:
-    """The newest steps of a run. What is there of a step that comes, and of later ones, is dropped when the first row
-    is written: a run that resumes or goes back writes them again."""
+    """Writes the spans of a run's newest steps.
+
+    The first row that is written drops the rows of its step and of later ones: a run that resumes or goes back makes
+    these steps again.
+    """
 
     def __init__(self, run_dir: str, most_bytes: int = MOST_BYTES) -> None:
         self._folder, self._most_bytes = os.path.join(run_dir, "timeline"), most_bytes
@@ -29,13 +32,14 @@ class SpanFile:
         self._written = 0
 
     def write(self, step: int, loop: str, began: float, phases: Sequence[str], ranks: Sequence[RankSpans]) -> None:
-        """
+        """Append a step.
+
         Args:
-            began: when the step did, seconds since 1970 by rank 0's clock.
-            phases: names, to which the spans refer.
+            began: start of the step, seconds since 1970 by rank 0's clock.
+            phases: names to which the spans refer.
 
         Raises:
-            OSError: it is not written (the disk is full, say), but may be with the next one.
+            OSError: the row is not written (the disk is full, say). The next call tries again.
         """
         if self._file is None:
             self._file = self._open(step)
@@ -50,7 +54,7 @@ class SpanFile:
             self._file, self._written = LineFile(self._path(_NEWER)), 0
 
     def close(self) -> None:
-        """What comes next is the first row again."""
+        """Close the file. The next `write` opens it again."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -70,13 +74,13 @@ class SpanFile:
 
 
 def span_files(run_dir: str) -> list[str]:
-    """Those that are there, the older one first."""
+    """List the timeline files that exist, the older one first."""
     paths = (os.path.join(run_dir, "timeline", name) for name in (_OLDER, _NEWER))
     return [path for path in paths if os.path.exists(path)]
 
 
 def read_spans(line: bytes) -> dict[str, Any] | None:
-    """A line of the files; None if it is none."""
+    """Parse a line of the timeline files; None if it is damaged."""
     row = read_row(line)
     if row is None or not isinstance(row.get("ranks"), list) or not isinstance(row.get("phases"), list):
         return None
@@ -95,7 +99,7 @@ def _is_number(value: Any) -> bool:
 
 
 def newest(rows: Iterator[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many rows, the newest, one for each step: the last that was written of it."""
+    """Keep the `most` newest steps, each by its row that was written last."""
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
         by_step.pop(row["step"], None)

@@ -10,13 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.telemetry.memory import peak_memory
-
 Ranges = Callable[[str], AbstractContextManager[None]]
 
 
 class Span(NamedTuple):
-    """A stretch of one phase: `start` on this process's `time.perf_counter`, and its seconds."""
+    """An uninterrupted stretch of one phase. `start` is on this process's `time.perf_counter`."""
 
     phase: str
     start: float
@@ -24,22 +22,22 @@ class Span(NamedTuple):
 
 
 class PhaseTimers:
-    """`with timers("generate"): ...` adds the block's time to a phase.
+    """Measures phases: `with timers("generate"): ...` adds the block's time to the phase `generate`.
 
-    Time inside a nested block counts for the inner phase only, so phases never overlap and their sum is the time
-    spent in all blocks. So it is with the memory.
+    Time and peak memory inside a nested block count for the inner phase only, so phases never overlap and their sum is
+    the time spent in all blocks.
 
-    On a GPU the edges of the phases are events in the current stream, and nothing waits for them before `collect`: a
+    On a GPU the edges of the phases are events in the current stream, for which only `spans` and `collect` wait: a
     kernel counts for the phase that launched it, and the host may run ahead.
     """
 
     def __init__(self, device: torch.device, ranges: Ranges | None = None) -> None:
         """
         Args:
-            ranges: what is entered with each phase, such as a profiler's range of that name; None: nothing.
+            ranges: makes a context manager to enter with each phase, such as a profiler's range of that name.
         """
         self._device, self._ranges = device, ranges or (lambda phase: nullcontext())
-        self._edges: list[tuple[float | torch.cuda.Event, str | None]] = []  # when, and the phase that ends there
+        self._edges: list[tuple[float | torch.cuda.Event, str | None]] = []  # time, and the phase that ends then
         self._peaks: defaultdict[str, int] = defaultdict(int)
         self._open: list[str] = []
 
@@ -56,29 +54,29 @@ class PhaseTimers:
 
     @property
     def phase(self) -> str:
-        """The innermost open phase; empty between phases."""
+        """The name of the innermost open phase; empty between phases."""
         return self._open[-1] if self._open else ""
 
     def spans(self) -> list[Span]:
-        """What was timed since the last call, in order; starts again from none. Waits for the GPU."""
+        """Return the spans since the last call in order, and forget them. Waits for the GPU."""
         self._edge()
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         now, (last, _) = time.perf_counter(), self._edges[-1]
-        found = [
+        spans = [
             Span(phase, now - _between(start, last), _between(start, stop))
             for (start, _), (stop, phase) in zip(self._edges, self._edges[1:], strict=False)
             if phase is not None
         ]
         self._edges = self._edges[-1:]
-        return found
+        return spans
 
     def collect(self) -> dict[str, float]:
-        """Seconds by phase since the last call, in order of first use; starts again from zero. Waits for the GPU."""
+        """Return the seconds of each phase since the last call, in order of first use. Waits for the GPU."""
         return seconds_by_phase(self.spans())
 
     def collect_peaks(self) -> dict[str, int]:
-        """Bytes in use at most by phase since the last call, in order of first use; nothing on CPU ranks."""
+        """Return each phase's peak of used bytes since the last call, in order of first use; {} on CPU ranks."""
         peaks = dict(self._peaks)
         self._peaks.clear()
         return peaks
@@ -96,11 +94,24 @@ class PhaseTimers:
 
 
 def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
-    """Phases in order of first use."""
+    """Sum the seconds of each phase, phases in order of first use."""
     seconds: dict[str, float] = {}
     for phase, _, lasted in spans:
         seconds[phase] = seconds.get(phase, 0.0) + lasted
     return seconds
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak of used bytes since the last call: tensors, and all else that is on the GPU.
+
+    Blocks that torch keeps in reserve do not count: training and the engine have them released when they need memory.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    # torch counts the memory of a sleeping vLLM in both of its own figures, although it is free: it cancels out
+    outside_torch = total - free - torch.cuda.memory_reserved(device)
+    peak = outside_torch + torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def _between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:

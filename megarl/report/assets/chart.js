@@ -135,6 +135,22 @@ function line(context, x, y, px, py, color, width, alpha, log) {
   context.globalAlpha = 1;
 }
 
+// Download an enlarged chart as a PNG: its title above, the runs' names and colors below.
+function savePicture(canvas, title, series) {
+  const { width, height } = canvas.getBoundingClientRect(), row = 20;
+  const picture = document.createElement("canvas"), context = surface(picture, width, height + row * (series.length + 1));
+  context.fillStyle = getComputedStyle(document.getElementById("dialog")).backgroundColor;
+  context.fillRect(0, 0, width, height + row * (series.length + 1));
+  context.drawImage(canvas, 0, row, width, height);
+  context.font = FONT;
+  context.textBaseline = "middle";
+  [{ name: title, color: cssColor("--ink") }, ...series].forEach(({ name, color }, i) => {
+    context.fillStyle = color;
+    context.fillText(name, 12, (i ? height : 0) + row * (i + 0.5));
+  });
+  el("a", { href: picture.toDataURL("image/png"), download: `${title.replaceAll("/", "_")}.png` }).click();
+}
+
 // Values at the pointer: [{name, color, x, value, smooth}].
 function readChart(canvas, clientX) {
   const chart = canvas.chart;

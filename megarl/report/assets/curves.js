@@ -115,7 +115,8 @@ const Curves = {
   enlarge(name) {
     const dialog = document.getElementById("dialog"), canvas = el("canvas");
     const close = el("button", { type: "button", onclick: () => dialog.close() }, "Close (Esc)");
-    dialog.replaceChildren(el("div", { class: "top" }, el("h2", {}, name), close), canvas,
+    const save = el("button", { type: "button", onclick: () => savePicture(canvas, name, this.series(name)) }, "Save picture");
+    dialog.replaceChildren(el("div", { class: "top" }, el("h2", {}, name), save, close), canvas,
       el("div", { class: "legend" }, this.series(name).map((one) =>
         el("span", {}, el("i", { style: { "--c": one.color } }), `${one.name}  ${fmt(one.y.at(-1))}`))));
     dialog.showModal();

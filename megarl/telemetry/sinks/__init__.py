@@ -1,4 +1,4 @@
-"""Where metrics go: one file per destination."""
+"""Destinations of metrics, one module each."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ SINKS: Registry[Callable[..., Sink]] = Registry(
         "mlflow": "megarl.telemetry.sinks.mlflow:MlflowSink",
     },
 )
-"""Called with run folder, first step and `say`, as `open_sinks` describes them; see `Sink` for the configuration."""
+"""Classes, called with the run's folder, the first step and `say`, see `open_sinks`, or also a `Config`, see `Sink`."""
 
 FILES = ("jsonl", "csv", "tensorboard")
-"""A run whose folder takes none of these does not begin; what keeps another sink from opening is only said."""
+"""A run does not begin if one of these cannot be opened. Without another sink it begins with a warning."""
 
 _PACKAGES = {"prometheus": "prometheus_client", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def check_packages(names: Sequence[str]) -> None:
-    """Raises ValueError if a sink of `trainer.logger` wants a package that is not there. Imports none of them."""
+    """Raise ValueError if a sink of `trainer.logger` needs a package that is not installed. Imports none of them."""
     for name in names:
         package = _PACKAGES.get(name)
         if package is None:
             continue
-        found = find_spec(package)
-        if found is None or found.origin is None:  # without an origin it is a folder of that name, as W&B leaves them
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:  # without an origin it is a folder of that name, as W&B leaves them
             raise ValueError(
                 f"trainer.logger names {name}, and the package {package} is not installed: pip install "
                 f"'megarl[loggers]', or leave {name} out"
@@ -52,34 +52,34 @@ def check_packages(names: Sequence[str]) -> None:
 def open_sinks(
     names: Sequence[str], run_dir: str, first_step: int | None, say: Say = print, config: Config | None = None
 ) -> list[Sink]:
-    """The sinks named in `trainer.logger`, writing below `run_dir`.
+    """Open the sinks named in `trainer.logger`, which write below `run_dir`.
 
     Args:
-        names: registered ones, or `path/to/file.py:class`.
-        first_step: the first step that a resumed run will log, at most 0 in a warm-up. What is there of that step and
-            later ones is dropped, so that no step appears twice. None for a fresh run, which must find no metric
-            files: `set_aside_earlier_run` moves them.
-        say: told of lines that cannot be read, and of sinks that cannot be opened, which are left out.
-        config: for the sinks that want it; default all keys' defaults.
+        names: registered names, or `path/to/file.py:class`.
+        first_step: the first step that a resumed run will log, at most 0 in a warm-up. Rows of that step and of later
+            ones are dropped, so that no step appears twice. None for a fresh run, which must find no metric files:
+            `set_aside_earlier_run` moves them.
+        say: shows a line for each file with unreadable lines, and for each sink that cannot be opened and is left out.
+        config: given to the sinks that need it; default all keys' defaults.
 
     Raises:
-        ValueError: a name that `SINKS` does not know.
+        ValueError: `SINKS` does not know a name.
         OSError: one of `FILES` cannot be opened.
     """
     keep_below = _BEFORE_ANY_STEP if first_step is None else first_step
-    opened = []
+    sinks = []
     for name in names:
         make = SINKS.load(name)
-        more = (config or Config(),) if getattr(make, "configured", False) else ()
+        arguments = (config or Config(),) if getattr(make, "configured", False) else ()
         try:
-            opened.append(make(run_dir, keep_below, say, *more))
+            sinks.append(make(run_dir, keep_below, say, *arguments))
         except Exception as e:  # a user's class, or a library, can fail in any way
             if name in FILES:
                 raise
             say(f"trainer.logger={name} cannot be opened, and gets nothing: {described(e)}")
-    return opened
+    return sinks
 
 
 def described(error: BaseException) -> str:
-    """Kind and message of an exception, in one line."""
+    """Write an exception's type and message in one line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

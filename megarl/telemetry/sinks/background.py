@@ -1,4 +1,4 @@
-"""A destination behind a network: a thread talks to it, and no step waits for it."""
+"""Sinks behind a network: a thread sends the records, and no step waits for it."""
 
 from __future__ import annotations
 
@@ -15,42 +15,45 @@ from megarl.telemetry.lines import Say
 from megarl.telemetry.samples import Sample
 
 PAUSES = (1.0, 10.0, 60.0)
-"""Seconds before a record that was not taken is sent again; after the last of them it is left out."""
+"""Seconds before a refused record is sent again; after the last of these tries it is dropped."""
 
 PERIOD = 15.0
-"""Seconds between two sendings, so that short steps are sent together and their share of the time stays small."""
+"""Seconds between two sendings, so that the rows of short steps share one request."""
 
 TABLE_PERIOD = 30.0
-"""Seconds between two tables of rollouts; all of them are in RUN/rollouts."""
+"""Seconds between two tables of rollouts. RUN/rollouts has the rollouts of all steps."""
 
 MOST_ROWS = 100
-"""That are sent together."""
+"""Rows in one sending at most."""
+
+ROLLOUT_COLUMNS = ("step", "prompt", "response", "answer", "reward")
+"""Columns of a table of rollouts."""
 
 Row = tuple[int, Mapping[str, float]]
 
 
 class Remote(Protocol):
-    """What is at the other end. Every method may take long and raise anything; one thread calls them all."""
+    """A client of a server. Every method may take long and raise anything. One thread calls all but `abandon`."""
 
     def open(self) -> None:
-        """Connect; called again if it raised."""
+        """Connect. Called again if it raised."""
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Rows in order."""
+        """Send rows in order."""
 
     def rollouts(self, step: int, samples: Sequence[Sample]) -> None: ...
     def artifact(self, path: str) -> None: ...
     def close(self) -> None: ...
 
     def abandon(self) -> None:
-        """Called by another thread when the end of the run waits no longer: let nothing of this hold it up."""
+        """Let nothing of this client hold up the process's end. Called by another thread when the run stops waiting."""
 
 
 class Background:
-    """A sink whose records wait in a queue for a thread that sends them, in order.
+    """A sink whose records wait in a queue until a thread sends them in order.
 
-    A server that is away for a while gets them later. Where the queue is full, further records are left out. The first
-    failure is said, and at the end how many records are lost.
+    A server that is away for a while gets them later. While the queue is full, further records are dropped. The first
+    failure gives a warning, and so does the number of lost records at the end.
     """
 
     append_only: ClassVar = True
@@ -58,13 +61,15 @@ class Background:
     def __init__(self, name: str, remote: Remote, settings: TelemetryConfig, say: Say) -> None:
         """
         Args:
-            name: as in `trainer.logger`.
+            name: the sink's name in `trainer.logger`.
         """
         self._name, self._remote, self._settings, self._say = name, remote, settings, say
         self._queue: queue.SimpleQueue[Row | Callable[[Remote], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Row | Callable[[Remote], None]] = deque()  # out of the queue and not sent; the thread's
+        self._waiting: deque[Row | Callable[[Remote], None]] = (
+            deque()
+        )  # taken from the queue, not sent yet; only the thread uses it
         self._taken = self._sent = 0
-        self._said = self._opened = self._abandoned = False
+        self._warned = self._opened = self._abandoned = False
         self._last_table = -TABLE_PERIOD
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name=f"megarl-{name}")
@@ -83,11 +88,11 @@ class Background:
         self._put(lambda remote: remote.artifact(path))
 
     def close(self) -> None:
-        """Wait for `telemetry.close_timeout` seconds at most, and say what is lost."""
+        """Wait at most `telemetry.close_timeout` seconds for the thread, and warn of lost records."""
         self._leaving.set()
         self._queue.put(None)
         self._thread.join(self._settings.close_timeout)
-        late, self._said = self._thread.is_alive(), True
+        late, self._warned = self._thread.is_alive(), True
         if late:
             self._abandoned = True
             self._remote.abandon()
@@ -112,7 +117,9 @@ class Background:
             more = more and self._fill(1 if tries else MOST_ROWS)
             if not self._waiting:
                 continue
-            leaving = self._leaving.is_set()  # a try that began before may have met a server that is back by now
+            leaving = (
+                self._leaving.is_set()
+            )  # read before the try: a try that began earlier may have met a server that is back by now
             try:
                 if not self._opened:
                     self._remote.open()
@@ -120,14 +127,14 @@ class Background:
                 self._send(1 if tries else MOST_ROWS)
                 tries = 0
                 self._leaving.wait(PERIOD)
-            except (Exception, SystemExit) as e:  # a library's, and whatever its server makes of a record
+            except (Exception, SystemExit) as e:  # a client library raises anything
                 self._failed(f"{type(e).__name__}: {e}")
                 if self._abandoned or (leaving and not self._opened):
                     return
                 tries += 1
                 if (tries > 1 and leaving) or tries > len(PAUSES):
                     self._waiting.popleft()
-                    tries = 1  # one by one, until one is taken
+                    tries = 1  # send one at a time until the server accepts a record
                 self._leaving.wait(PAUSES[tries - 1])
         if self._opened:
             try:
@@ -136,7 +143,7 @@ class Background:
                 self._failed(f"{type(e).__name__}: {e}")
 
     def _fill(self, most: int) -> bool:
-        """Take records out of the queue, waiting for one if there are none; returns whether more can come."""
+        """Move records from the queue to `_waiting`; block until there is one. Returns False after the last record."""
         while len(self._waiting) < most and (not self._waiting or not self._queue.empty()):
             record = self._queue.get()
             if record is None:
@@ -145,7 +152,7 @@ class Background:
         return True
 
     def _send(self, most: int) -> None:
-        """The first record, with the rows right behind it if it is one; raises what the remote raises."""
+        """Send the first record; a row together with the rows behind it. Raises what the remote raises."""
         first = self._waiting[0]
         if not isinstance(first, tuple):
             first(self._remote)
@@ -163,7 +170,12 @@ class Background:
         self._sent += len(rows)
 
     def _failed(self, why: str) -> None:
-        if not self._said:
-            self._said = True
-            shown = hide(" ".join(why.split()))
-            self._say(f"trainer.logger={self._name}: {shown[:300]}; the run goes on, and tries again")
+        if not self._warned:
+            self._warned = True
+            reason = hide(" ".join(why.split()))
+            self._say(f"trainer.logger={self._name}: {reason[:300]}; the run goes on, and tries again")
+
+
+def rollout_cells(step: int, sample: Sample) -> list[int | float | str | None]:
+    """List a rollout's values in the order of `ROLLOUT_COLUMNS`. The reward is None if scoring failed."""
+    return [step, sample.prompt, sample.response, sample.answer, sample.reward]

@@ -1,4 +1,4 @@
-"""The console: `megarl.telemetry.progress` shows the rows there."""
+"""The console sink: `megarl.telemetry.progress` shows the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.telemetry.lines import Say
 
 
 class ConsoleSink:
-    """Writes nothing. A run that names it shows its progress."""
+    """A sink that writes nothing. A run that names it shows its progress."""
 
     def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
         del run_dir, first_step, say

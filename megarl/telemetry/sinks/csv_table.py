@@ -1,4 +1,4 @@
-"""`metrics.csv`: one table, whose header grows when a new metric appears."""
+"""`metrics.csv`: a table that is rewritten with a wider header when a new metric appears."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = Mapping[str, object]
 
 
 class CsvSink:
-    """Columns in order of first appearance, `step` first; a metric that a row lacks is an empty cell."""
+    """Writes metrics as columns in order of first appearance, `step` first. A missing metric is an empty cell."""
 
     def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
         os.makedirs(run_dir, exist_ok=True)
@@ -21,7 +21,7 @@ class CsvSink:
         lines = complete_lines(self._path)
         columns = _cells(lines[0]) if lines else []
         if not columns or columns[0] != "step":
-            columns = []  # no later line can be understood without it
+            columns = []  # without a header no line can be read
         rows = [(line, row) for line in lines[1:] if (row := _row(columns, line)) is not None]
         damaged = len(lines) - len(rows) - bool(columns)
         kept = [(line, row) for line, row in rows if int(row["step"]) < first_step]
@@ -29,7 +29,7 @@ class CsvSink:
         header = lines[:1] if kept else [_text([self._columns])]
         keep(self._path, [*header, *(line for line, _ in kept)], damaged=damaged, say=say)
         self._file = LineFile(self._path)
-        self._waiting: list[Row] = []  # rows that need a wider table than there is room for
+        self._waiting: list[Row] = []  # rows that need a wider table, for which the disk has no room yet
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **{key: float(value) for key, value in metrics.items()}}
@@ -46,8 +46,8 @@ class CsvSink:
         self._file.close()
 
     def _widen(self, new: list[str]) -> None:
-        """Write the table anew with more columns and the rows that wait."""
-        self._file.append("")  # rows before these
+        """Rewrite the table with more columns and the waiting rows."""
+        self._file.append("")  # write pending rows first
         lines = complete_lines(self._path)
         before = [row for line in lines[1:] if (row := _row(self._columns, line)) is not None]
         columns = [*self._columns, *new]
@@ -68,7 +68,7 @@ def _text(table: Iterable[Iterable[object]]) -> bytes:
 
 
 def _cells(line: bytes) -> list[str]:
-    """Of one line; none if it is no line of a table."""
+    """Split a line into cells; [] if it is not CSV."""
     try:
         (cells,) = csv.reader([line.decode()], strict=True)
     except (ValueError, csv.Error):
@@ -77,7 +77,7 @@ def _cells(line: bytes) -> list[str]:
 
 
 def _row(columns: list[str], line: bytes) -> dict[str, str] | None:
-    """A line as a row; None if it is none."""
+    """Parse a line; None if it is no row of numbers with these columns."""
     cells = _cells(line)
     try:
         int(cells[0])

@@ -11,11 +11,11 @@ from typing import Any
 from megarl.telemetry.lines import LineFile, Say, complete_lines, keep
 
 METRICS_FILE = "metrics.jsonl"
-"""In the folder of a run."""
+"""Name of the file in a run's folder."""
 
 
 class JsonlSink:
-    """Appends `{"step": ..., metric: value, ...}`; a value that is not finite is written as null."""
+    """Appends `{"step": ..., metric: value, ...}`. A value that is not finite is written as null."""
 
     def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
         os.makedirs(run_dir, exist_ok=True)
@@ -36,7 +36,7 @@ class JsonlSink:
 
 
 def read_row(line: bytes) -> dict[str, Any] | None:
-    """A line of the file; None if it is no row."""
+    """Parse a line of the file; None if it is no row."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

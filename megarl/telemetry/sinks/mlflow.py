@@ -1,4 +1,4 @@
-"""MLflow: rows, parameters, tables of sample rollouts, the configuration."""
+"""The MLflow sink: metrics, parameters, tables of sample rollouts, the configuration."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
 from megarl.config import Config
+from megarl.config.describe import flat
 from megarl.config.secrets import for_records
 from megarl.telemetry.lines import Say, rewrite
 from megarl.telemetry.samples import Sample
-from megarl.telemetry.sinks.background import Background, Row
+from megarl.telemetry.sinks.background import ROLLOUT_COLUMNS, Background, Row, rollout_cells
 from megarl.telemetry.sinks.names import Names
-from megarl.telemetry.sinks.tables import COLUMNS, cells
 
 RUN_FILE = "mlflow_run.txt"
-"""In the run's folder: the run's id at MLflow, with which a resumed run goes on."""
+"""Name of the file in the run's folder that holds the run's id at MLflow. A resumed run continues under this id."""
 
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 500
-"""Of one request, and in characters: what every version's server takes."""
+"""Metrics and parameters per request, and characters per parameter, that every version of the server accepts."""
 
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-"""Of one request, where the environment does not say: `Background` asks again anyway."""
+"""Defaults of the environment for a request: few tries, because `Background` tries again anyway."""
 
 T = TypeVar("T")
 
 
 class MlflowSink(Background):
-    """`trainer.logger=mlflow`: a run called `trainer.experiment_name` in the experiment `trainer.project_name`.
+    """Logs a run named `trainer.experiment_name` in the experiment `trainer.project_name`.
 
-    A step that is made again, after a resume or a rollback, is a second point at the same step, with a later time.
+    A step that is repeated after a resume or a rollback is a second point at the same step with a later time.
     """
 
     configured: ClassVar = True
@@ -72,18 +72,18 @@ class _Mlflow:
 
         now, points = int(time.time() * 1000), []
         for step, metrics in rows:
-            named = self._names.of(metrics)
-            points += [Metric(named[own], float(value), now, step) for own, value in metrics.items()]
-        for some in _in_parts(points, _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=some)
+            names = self._names.of(metrics)
+            points += [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
+        for part in _in_parts(points, _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=part)
 
     def rollouts(self, step: int, samples: Sequence[Sample]) -> None:
         if self._config.telemetry.mlflow.rollouts:
-            table = {"columns": list(COLUMNS), "data": [cells(step, sample) for sample in samples]}
+            table = {"columns": list(ROLLOUT_COLUMNS), "data": [rollout_cells(step, sample) for sample in samples]}
             self._client.log_dict(self._id, table, f"rollouts/step_{step:06d}.json")
 
     def artifact(self, path: str) -> None:
-        """config.yaml as a file; of a folder where it is, because weights are large."""
+        """Log config.yaml as a file, and a folder of weights, which are large, as its path."""
         if os.path.isdir(path):
             self._client.set_tag(self._id, "megarl.model", os.path.abspath(path))
         else:
@@ -97,33 +97,25 @@ class _Mlflow:
     def _create(self) -> str:
         trainer, tags = self._config.trainer, self._config.telemetry.mlflow.tags
         experiment = self._client.get_experiment_by_name(trainer.project_name)
-        where = experiment.experiment_id if experiment else self._client.create_experiment(trainer.project_name)
-        made = self._client.create_run(where, run_name=trainer.experiment_name, tags=dict.fromkeys(tags, "true"))
-        return str(made.info.run_id)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(trainer.project_name)
+        run = self._client.create_run(experiment_id, run_name=trainer.experiment_name, tags=dict.fromkeys(tags, "true"))
+        return str(run.info.run_id)
 
     def _log_parameters(self) -> None:
         from mlflow.entities import Param
 
-        shown = for_records(self._config.model_dump())
-        flat = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in _flat(shown)]
-        for some in _in_parts(flat, _MOST_PARAMETERS):
-            self._client.log_batch(self._id, params=some)
+        values = flat(for_records(self._config.model_dump()), ())
+        parameters = [Param(metric_name(key), str(value)[:_LONGEST_PARAMETER]) for key, value in values.items()]
+        for part in _in_parts(parameters, _MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=part)
 
 
 def metric_name(name: str) -> str:
-    """With "_" for characters that MLflow has no room for: val/pass@4 -> val/pass_4."""
+    """Replace characters that MLflow does not allow by "_": val/pass@4 -> val/pass_4."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{metric_name(str(key))}.")
-        else:
-            yield prefix + metric_name(str(key)), value
-
-
 def _in_parts(items: Sequence[T], most: int) -> Iterator[list[T]]:
-    left = iter(items)
-    while some := list(islice(left, most)):
-        yield some
+    rest = iter(items)
+    while part := list(islice(rest, most)):
+        yield part

@@ -1,4 +1,4 @@
-"""What services with fewer characters call metrics, each by a name of its own."""
+"""Metric names for services that allow fewer characters. Different metrics get different names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 
 
 class Names:
-    """A name that a service would not tell from an earlier one, or that loses letters, gets a part of its checksum.
+    """Maps metric names to a service's names.
 
-    Sources of data may be called `gsm-8k` and `gsm_8k`, or `数学`.
+    Data sources may be called `gsm-8k` and `gsm_8k`, or `数学`. A name that would equal an earlier one, or that loses
+    letters, gets a part of its checksum.
 
     Args:
-        allowed: a metric's name -> the same in the service's characters.
+        allowed: replaces the characters that the service does not allow.
     """
 
     def __init__(self, allowed: Callable[[str], str]) -> None:
@@ -20,13 +21,13 @@ class Names:
         self._given: dict[str, str] = {}
 
     def of(self, metrics: Iterable[str]) -> dict[str, str]:
-        """The service's name of each metric; that of an earlier call stays."""
+        """Map each metric to its name at the service. A name never changes between calls."""
         new = sorted(name for name in metrics if name not in self._given)
-        taken = set(self._given.values())
+        used = set(self._given.values())
         for name in new:
-            given = self._allowed(name)
-            if given in taken or not name.isascii():
-                given = f"{given}_{hashlib.sha256(name.encode()).hexdigest()[:6]}"
-            taken.add(given)
-            self._given[name] = given
+            short = self._allowed(name)
+            if short in used or not name.isascii():
+                short = f"{short}_{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+            used.add(short)
+            self._given[name] = short
         return {name: self._given[name] for name in metrics}

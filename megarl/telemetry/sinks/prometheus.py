@@ -1,4 +1,4 @@
-"""Prometheus: the newest value of every metric, scraped, pushed, or in a file for node_exporter."""
+"""The Prometheus sink: the newest value of every metric, scraped, pushed, or in a file for node_exporter."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from megarl.telemetry.sinks.names import Names
 from megarl.telemetry.sinks.sink import Sink
 
 JOB = "megarl"
-_SECONDS = 10.0  # for one push, and for what a client that scrapes may take to ask
-_MOST = 16  # scrapes at a time: who connects and asks for nothing must not take the rank's descriptors
+_SECONDS = 10.0  # for one push, and for a scraping client to send its request
+_MOST = 16  # scrapes at a time: idle connections must not use up the rank's file descriptors
 
 
 def prometheus_name(name: str) -> str:
@@ -40,9 +40,9 @@ def prometheus_name(name: str) -> str:
 
 
 class Gauges:
-    """The newest value of each metric, as prometheus_client collects them.
+    """Holds the newest value of each metric for prometheus_client.
 
-    A metric that a row lacks keeps its value: that of the latest validation, say.
+    A metric that a row lacks keeps its value, such as that of the latest validation.
     """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
@@ -53,22 +53,22 @@ class Gauges:
 
     def set(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {**metrics, "step": float(step)}
-        named = {name: (own, row[own]) for own, name in self._names.of(row).items()}
-        self._newest = {**self._newest, **named}  # in one move: a scrape sees whole rows
+        values = {short: (name, row[name]) for name, short in self._names.of(row).items()}
+        self._newest = {**self._newest, **values}  # one assignment: a scrape sees whole rows
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, (own, value) in self._newest.items():
-            spec = find(own)
-            text = f"{own} ({spec.unit}): {spec.meaning}" if spec else own
-            gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
+        for short, (name, value) in self._newest.items():
+            spec = find(name)
+            text = f"{name} ({spec.unit}): {spec.meaning}" if spec else name
+            gauge = GaugeMetricFamily(short, text, labels=list(self._labels))
             gauge.add_metric(list(self._labels.values()), value)
             yield gauge
 
 
 class PrometheusSink:
-    """`trainer.logger=prometheus`, in the mode that `telemetry.prometheus.mode` names.
+    """Shows a run's metrics in the mode that `telemetry.prometheus.mode` names.
 
-    Of a run that is over nothing is shown any more: its server, its group of the Pushgateway or its file is gone.
+    `close` removes them: it ends the server, deletes the Pushgateway's group, or deletes the file.
     """
 
     configured: ClassVar = True
@@ -101,10 +101,10 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers scrapes, each in a thread of its own; one too many is turned away."""
+    """Answers each scrape in its own thread, at most `_MOST` at a time. It closes further connections at once."""
 
     daemon_threads = True
-    request_queue_size = 128  # with socketserver's 5 a connection that finds it full is tried again seconds later
+    request_queue_size = 128  # with socketserver's 5, clients retry a connection to a full queue seconds later
 
     def __init__(self, address: str, port: int, registry: CollectorRegistry) -> None:
         self._open: set[Any] = set()
@@ -123,11 +123,11 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left or took too long is no news."""
+        """Print nothing about a client that left or took too long."""
 
 
 class _Pull:
-    """A server in a thread of this process."""
+    """Answers scrapes from a thread of this process."""
 
     def __init__(self, gauges: Gauges, port: int, address: str, say: Say) -> None:
         self._gauges = gauges
@@ -139,7 +139,7 @@ class _Pull:
             self._thread.start()
         except OSError as e:
             say(
-                f"trainer.logger=prometheus: telemetry.prometheus.port = {port} of {address} is not to be had ({e}); "
+                f"trainer.logger=prometheus: telemetry.prometheus.port = {port} of {address} cannot be used ({e}); "
                 "nobody can scrape this run"
             )
 
@@ -154,7 +154,7 @@ class _Pull:
 
 
 class _Textfile:
-    """Written anew, in one move, after each step."""
+    """Replaces a file after each step."""
 
     def __init__(self, gauges: Gauges, path: str) -> None:
         self._gauges, self._path = gauges, path

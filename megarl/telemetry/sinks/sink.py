@@ -1,4 +1,4 @@
-"""What a destination of metrics must do, and what it may do."""
+"""Interfaces of a destination of metrics."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from megarl.telemetry.samples import Sample
 
 
 class Sink(Protocol):
-    """Takes rows of metrics. Made with (run_dir, first_step, say), which `open_sinks` describes.
+    """Takes rows of metrics. Its class is called with (run_dir, first_step, say), see `open_sinks`.
 
-    RL steps count from 1, and step 0 is the validation before the first of them. The steps of a supervised warm-up come
-    before that, so that its last one is step -1; their rows have `warmup/step`, counted from 1, too.
+    RL steps count from 1; step 0 is the validation before the first. The steps of a supervised warm-up are negative,
+    its last is -1; their rows also have `warmup/step`, which counts from 1.
 
-    A class that says `configured = True` is made with a fourth argument, the run's `Config`. One that says
-    `append_only = True` stays open when the run goes back to an earlier step, whose rows then come again.
+    A class with `configured = True` is called with the run's `Config` as a fourth argument. A sink with
+    `append_only = True` stays open when the run goes back to an earlier step, and gets that step's row again.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row; it is in the file when the call returns. The step waits for it.
+        """Write one row. It is in the file when the call returns; the step waits for that.
 
         Raises:
-            OSError: it is not (the disk is full, say). The row is kept and written with the next one that can be.
+            OSError: the row cannot be written now (the disk is full, say). The sink keeps it for the next call.
         """
 
     def close(self) -> None:
-        """Raises OSError if rows are lost."""
+        """Write the kept rows and close. Raises OSError if rows are lost."""
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ class TakesRollouts(Protocol):
 
 @runtime_checkable
 class TakesArtifacts(Protocol):
-    """A sink that notes what a run leaves behind."""
+    """A sink that records the files of a run."""
 
     def artifact(self, path: str) -> None:
-        """A file or folder: config.yaml, or a checkpoint with a Hugging Face folder."""
+        """Record config.yaml, or the folder of a checkpoint with its Hugging Face export."""

@@ -1,4 +1,4 @@
-"""`tensorboard/`: event files."""
+"""The TensorBoard sink: event files in `tensorboard/`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megarl.telemetry.lines import Say
 
 
 class TensorBoardSink:
-    """One scalar per metric. What an earlier run wrote from `first_step` on stays in its file, marked as void.
+    """Writes one scalar per metric. Events of an earlier run from `first_step` on stay in its file, marked as void.
 
-    A file that could not be written is left as it is: rows that wait go into a new one.
+    After a failed write the waiting rows go into a new file.
     """
 
     def __init__(self, run_dir: str, first_step: int, say: Say) -> None:
@@ -37,7 +37,7 @@ class TensorBoardSink:
     def _write(self) -> None:
         try:
             if self._writer is None:
-                # void what a half-written file may have of these rows
+                # mark rows that the half-written file may hold as void
                 self._writer = SummaryWriter(self._folder, purge_step=self._waiting[0][0])
             for step, metrics in self._waiting:
                 # one event a row: `add_scalar` would hand one of each metric to the thread that writes
@@ -45,7 +45,7 @@ class TensorBoardSink:
                 self._writer._get_file_writer().add_summary(Summary(value=scalars), step)
             self._writer.flush()
         except OSError:
-            broken, self._writer = self._writer, None  # its thread has ended
+            broken, self._writer = self._writer, None  # the writer's thread has ended
             with suppress(OSError):
                 if broken is not None:
                     broken.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases: rows, configuration, tables of sample rollouts, references to what the run exports."""
+"""The Weights & Biases sink: metrics, configuration, tables of sample rollouts, references to exported folders."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from megarl.config import Config
 from megarl.config.secrets import for_records
 from megarl.telemetry.lines import Say, rewrite
 from megarl.telemetry.samples import Sample
-from megarl.telemetry.sinks.background import Background, Row
-from megarl.telemetry.sinks.tables import COLUMNS, cells
+from megarl.telemetry.sinks.background import ROLLOUT_COLUMNS, Background, Row, rollout_cells
 
 RUN_FILE = "wandb_run.txt"
-"""In the run's folder: the run's id at W&B, with which a resumed run goes on."""
+"""Name of the file in the run's folder that holds the run's id at W&B. A resumed run continues under this id."""
 
 _INIT_SECONDS = 30.0
 
 
 class WandbSink(Background):
-    """`trainer.logger=wandb`.
+    """Logs rows with a column `step`, which is the axis of all charts, because W&B's own counter cannot go back.
 
-    Rows have a column `step`, which all charts have as their axis: W&B's own counter cannot go back. A step that is
-    made again, after a resume or a rollback, is a second point at the same place.
+    A step that is repeated after a resume or a rollback is a second point at the same place.
     """
 
     configured: ClassVar = True
@@ -47,7 +45,7 @@ class _Wandb:
         import wandb
 
         settings, trainer = self._config.telemetry.wandb, self._config.trainer
-        # no capture of the console, no sampler of its own, nothing on the terminal, no command line with its secrets
+        # no capture of the console, no sampling of the machine, no output, and no command line, which may hold secrets
         quiet = wandb.Settings(
             console="off", silent=True, x_disable_stats=True, x_disable_meta=True, init_timeout=_INIT_SECONDS
         )
@@ -78,11 +76,11 @@ class _Wandb:
         import wandb
 
         if self._config.telemetry.wandb.rollouts:
-            table = wandb.Table(columns=list(COLUMNS), data=[cells(step, sample) for sample in samples])
+            table = wandb.Table(columns=list(ROLLOUT_COLUMNS), data=[rollout_cells(step, sample) for sample in samples])
             self._run.log({"step": step, "rollouts": table})
 
     def artifact(self, path: str) -> None:
-        """config.yaml as a file; a folder as a reference to where it is, because weights are large."""
+        """Log config.yaml as a file, and a folder of weights, which are large, as a reference to its path."""
         import wandb
 
         kind = "model" if os.path.isdir(path) else "config"
@@ -97,22 +95,24 @@ class _Wandb:
         self._run.finish()
 
     def abandon(self) -> None:
-        """End W&B's own process, for which its exit handler would wait as long as the server is away. What it was given
-        is in RUN/wandb, and `wandb sync` sends it."""
+        """End W&B's process: its exit handler would wait for it as long as the server is away.
+
+        RUN/wandb keeps the records, and `wandb sync` sends them.
+        """
         for child in psutil.Process().children():
             if child.name().startswith("wandb-core"):
                 child.kill()
-        with suppress(Exception, SystemExit):  # it misses its process; else its exit handler would say so
+        with suppress(Exception, SystemExit):  # fails without the process; else the exit handler would fail visibly
             sys.modules["wandb"].teardown()
 
 
 def _id_of(run_dir: str) -> str:
-    """The one that an earlier process of the run has noted, or a new one, noted."""
+    """Read the run's id from its file, or make one and write it there."""
     path = os.path.join(run_dir, RUN_FILE)
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
-            if noted := f.read().strip():
-                return noted
-    made = uuid.uuid4().hex[:12]
-    rewrite(path, made.encode())
-    return made
+            if run_id := f.read().strip():
+                return run_id
+    run_id = uuid.uuid4().hex[:12]
+    rewrite(path, run_id.encode())
+    return run_id

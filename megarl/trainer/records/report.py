@@ -1,4 +1,4 @@
-"""The report of a run: progress, metric files, sample rollouts, the learning curve. Rank 0 only."""
+"""The report of a run: progress, metric files, sample rollouts. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from megarl.config.load import CONFIG_FILE
 from megarl.data.pieces import Pieces
 from megarl.evaluation.records import Record, write_records
 from megarl.flow_kinds import trains
-from megarl.telemetry.counting import Counting
-from megarl.telemetry.progress import Progress, print_table
+from megarl.telemetry.progress import Counting, Progress, print_table
 from megarl.telemetry.samples import write_samples
 from megarl.telemetry.sinks import FILES, SINKS, Sink, described, open_sinks
-from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.shown_rollouts import ShownRollouts
@@ -190,7 +188,7 @@ class Report:
             yield counting.one_more
 
     def close(self) -> None:
-        """Close the metric files and draw the learning curve. A finished run fails at nothing here."""
+        """Close the metric files and say where they are. A finished run fails at nothing here."""
         folder, self._folder = self._folder, None
         if folder is not None:
             gone = folder.problem()
@@ -201,19 +199,9 @@ class Report:
         self._close_sinks(self._sinks)
         if not self._logged or "jsonl" not in self._trainer.logger or not trains(self._inputs.config):
             return
-        from megarl.telemetry.plot import plot_learning_curve  # matplotlib, which no other rank needs
-
         run_dir = self._trainer.run_dir
-        picture = os.path.join(run_dir, "learning_curve.png")
-        try:
-            drawn = plot_learning_curve(os.path.join(run_dir, METRICS_FILE), picture)
-        except Exception as e:  # matplotlib's and the disk's
-            self.warn(f"no learning curve is drawn: {str(e) or type(e).__name__}".splitlines()[0])
-            return
-        if drawn:
-            rollouts = os.path.isdir(os.path.join(run_dir, "rollouts"))
-            what = ", metrics and sample rollouts" if rollouts else " and metrics"
-            self.say(f"learning curve{what} are in {run_dir}")
+        rollouts = os.path.isdir(os.path.join(run_dir, "rollouts"))
+        self.say(f"metrics{' and sample rollouts' if rollouts else ''} are in {run_dir}; `megarl report` draws them")
 
     def _open(self, first_step: int | None, staying: Sequence[Sink] = ()) -> None:
         if not self._speaks:
