@@ -26,7 +26,8 @@ from megarl.phases import Item
 from megarl.roles.model import MegatronModel
 from megarl.roles.optimizer import MegatronOptimizer
 from megarl.roles.passes import MiniBatch, Passes
-from megarl.types import PER_SEQUENCE, Batch
+from megarl.types import Batch
+from megarl.types.batch import PER_SEQUENCE
 
 
 class TrainedModel(MegatronModel):
