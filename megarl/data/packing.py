@@ -1,4 +1,4 @@
-"""Which sequences go through the model together, on which data-parallel rank. Pure: the same on every rank."""
+"""Assigns sequences to micro-batches and data-parallel ranks. Pure: the same on every rank."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _fits(lengths: Sequence[int], bins: MicroBatches, max_tokens: int) -> bool:
 
 
 def _fewest_bins(lengths: Sequence[int], share: Sequence[int], max_tokens: int) -> MicroBatches:
-    """As few bins as balanced differencing fits into, and no more than first-fit-decreasing needs."""
+    """Fill as few bins as balanced differencing fits into, and no more than first-fit-decreasing needs."""
     fallback = first_fit_decreasing(lengths, share, max_tokens)
     lower_bound = -(-sum(lengths[i] for i in share) // max_tokens)
     for count in range(lower_bound, len(fallback)):

@@ -248,7 +248,7 @@ class Rollouts(Sequence[Rollout]):
         scored = torch.tensor([reward is not None for reward in rewards])
         return batch.with_(
             rewards=torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float32),
-            response_mask=batch.response_mask & scored[batch.sequence_of_token],
+            response_mask=batch.response_mask & batch.spread(scored),
         )
 
     def _staleness(self, of_responses: Tensor) -> Tensor | None:
