@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from megarl.environments.environment import Turn as Turn
     from megarl.flow_kinds import flow as flow
     from megarl.flows.learn import learn as learn
+    from megarl.flows.ppo import ppo as ppo
     from megarl.flows.sft import sft as sft
     from megarl.hybrid.generation import Generation as Generation
     from megarl.phases import Item as Item
@@ -71,7 +72,7 @@ if TYPE_CHECKING:
     from megarl.trainer.experience.collect import collect as collect
     from megarl.trainer.experience.evaluate import evaluate as evaluate
     from megarl.trainer.experience.judging import scorer as scorer
-    from megarl.trainer.session import Run as Run
+    from megarl.trainer.session.run import Run as Run
     from megarl.trainer.stopped import RunStopped as RunStopped
     from megarl.types import Batch as Batch
     from megarl.types import Completion as Completion
@@ -114,7 +115,7 @@ _PLACES = {
     "RoleKind": "role_kinds",
     "Rollout": "types",
     "Rollouts": "types",
-    "Run": "trainer.session",
+    "Run": "trainer.session.run",
     "RunStopped": "trainer.stopped",
     "SamplingParams": "types",
     "Simpo": "algorithms.preferences.simpo",
@@ -144,6 +145,7 @@ _PLACES = {
     "log_ratio": "algorithms.ratio",
     "policy_loss": "trainer.build",
     "policy_output": "algorithms.ratio",
+    "ppo": "flows.ppo",
     "prompt_sampler": "trainer.build",
     "scorer": "trainer.experience.judging",
     "sft": "flows.sft",
