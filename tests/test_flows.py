@@ -89,8 +89,8 @@ def test_a_flows_own_columns_travel_to_its_loss(ranks: Ranks, tmp_path: Path) ->
     ended, said = ranks.run(2, run_here, str(config))[0]
     assert ended == "", said
     first, second = metrics_of(tmp_path)
-    assert first["actor/size"] > 0 and first["actor/grad_norm"] > 0
-    assert first["actor/gap_of_response"] == first["actor/gap_of_token"] == 0
+    assert first["columns/size"] > 0 and first["columns/grad_norm"] > 0
+    assert first["columns/gap_of_response"] == first["columns/gap_of_token"] == 0
     assert second["dpo/loss"] == pytest.approx(0.6931472, abs=0.1) and second["dpo/grad_norm"] > 0
 
 

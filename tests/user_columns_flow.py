@@ -37,7 +37,7 @@ def flow(run: megarl.Run) -> None:
         plan = actor.plan(batch)
         batch = batch.with_(old_logp=actor.log_probs(batch, plan))
         batch = megarl.compute_advantages(batch, config.algorithm, 0.0)
-        run.log("actor", actor.update(batch, *plan.mini_batches, PolicyGradient()))
+        run.log("columns", actor.update(batch, *plan.mini_batches, PolicyGradient()))
         run.report.trained_on(batch)
     for step in run.steps("dpo", 1):
         chosen = [inputs.train_prompts[i] for i in prompts.next()]
