@@ -17,7 +17,7 @@ from megarl.algorithms.aggregation import LossAggMode, token_weights
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.estimators.grpo import group_advantages
 from megarl.algorithms.kl import AdaptiveKlController, KlPenalty, kl_estimate
-from megarl.algorithms.loss import LossInput
+from megarl.algorithms.loss import LossInput, LossOutput, columns_for
 from megarl.config.algorithm import Algorithm
 from megarl.types import Batch, batch_of
 
@@ -32,6 +32,39 @@ def test_batch_lays_sequences_one_after_another() -> None:
     assert batch.cu_seqlens.tolist() == [0, 3, 8, 11, 16]
     assert batch.response_lengths.tolist() == [1, 3, 2, 4]
     assert batch.sum_per_sequence(batch.tokens).tolist() == [7, 21, 20, 19]
+
+
+def test_own_columns_are_sorted_by_their_length() -> None:
+    batch = _batch()
+    of_sequence, of_token = torch.arange(4.0), torch.arange(16.0)
+    own = batch.with_columns(rarity=of_sequence, surprise=of_token).with_(old_logp=-of_token)
+    assert own.column("rarity") is of_sequence and own.column("surprise") is of_token and own.column("values") is None
+    assert set(own.sequence_columns) == {"rarity"} and set(own.token_columns) == {"surprise"}
+
+    def loss(x: LossInput) -> LossOutput:
+        raise AssertionError
+
+    loss.columns = ("rarity", "surprise", "old_logp", "values")  # type: ignore[attr-defined]
+    tokens, sequences = columns_for(loss, own, "token")
+    assert set(tokens) == {"rarity", "surprise", "old_logp"} and not sequences
+    assert tokens["rarity"].tolist() == [0] * 3 + [1] * 5 + [2] * 3 + [3] * 5
+    tokens, sequences = columns_for(loss, own, "sequence")
+    assert set(tokens) == {"surprise", "old_logp"} and sequences["rarity"] is of_sequence
+    with pytest.raises(ValueError, match="no column 'rarity'"):
+        columns_for(loss, batch, "token")
+    with pytest.raises(ValueError, match="'rewards' is a field of every batch"):
+        batch.with_columns(rewards=of_sequence)
+    with pytest.raises(ValueError, match=r"one value per sequence, \[4\], or one per token, \[16\]"):
+        batch.with_columns(rarity=torch.zeros(5))
+
+
+def test_what_depends_on_the_mask_alone_is_computed_once() -> None:
+    batch = _batch()
+    lengths, places = batch.response_lengths, batch.sequence_of_token
+    later = batch.with_(old_logp=torch.zeros(16))
+    assert later.response_lengths is lengths and later.sequence_of_token is places
+    masked = later.with_(response_mask=batch.response_mask & (places != 1))
+    assert masked.response_lengths.tolist() == [1, 0, 2, 4]
 
 
 def test_group_advantages() -> None:

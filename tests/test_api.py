@@ -92,3 +92,12 @@ def test_the_face_is_whole() -> None:
         megarl.trian  # noqa: B018
     declared = Path(megarl.__file__).read_text().split("if TYPE_CHECKING:")[1].split("__version__")[0]
     assert {line.split(" as ")[-1] for line in declared.strip().splitlines()} == {*megarl.__all__} - {"__version__"}
+
+
+def test_each_public_name_has_a_page() -> None:
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    shown = {line.removeprefix("::: ") for line in pages.splitlines() if line.startswith("::: ")}
+    for name, place in megarl._PLACES.items():
+        defined = getattr(getattr(megarl, name), "__module__", place)
+        places = {f"megarl.{place}", f"megarl.{place}.{name}", defined, f"{defined}.{name}"}
+        assert places & shown or f"`megarl.{name}`" in pages, f"docs/api has no page for megarl.{name}"

@@ -17,9 +17,10 @@ import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import ROOT, megarl, metrics_of, numbers_of, write_run
+from tiny_run import FINGERPRINT, ROOT, megarl, metrics_of, numbers_of, write_run
 
 FLOW = Path(__file__).parent / "user_flow.py"
+COLUMNS_FLOW = Path(__file__).parent / "user_columns_flow.py"
 SETTINGS: dict[str, Any] = {
     "actor_rollout_ref__actor__megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "trainer__n_gpus_per_node": 2,
@@ -72,6 +73,25 @@ def test_a_users_flow_is_killed_and_goes_on(ranks: Ranks, tmp_path: Path) -> Non
     shutil.rmtree(killed)
     again, said = ranks.run(2, run_here, str(whole / "run.yaml"))[0]
     assert again == "" and numbers_of(whole) == rows  # nothing is left to do
+
+
+def test_a_flows_own_columns_travel_to_its_loss(ranks: Ranks, tmp_path: Path) -> None:
+    """Through several micro-batches on two data-parallel ranks; the loop after it learns from pairs."""
+    (tmp_path / "reward.py").write_text(FINGERPRINT)
+    config = write_run(
+        tmp_path,
+        trainer__flow=f"{COLUMNS_FLOW}:flow",
+        algorithm__adv_estimator=f"{COLUMNS_FLOW}:centred",
+        reward__name=f"{tmp_path / 'reward.py'}:score",
+        actor_rollout_ref__actor__ppo_max_token_len_per_gpu=64,
+        trainer__logger=["jsonl"],
+    )
+    ended, said = ranks.run(2, run_here, str(config))[0]
+    assert ended == "", said
+    first, second = metrics_of(tmp_path)
+    assert first["columns/size"] > 0 and first["columns/grad_norm"] > 0
+    assert first["columns/gap_of_response"] == first["columns/gap_of_token"] == 0
+    assert second["dpo/loss"] == pytest.approx(0.6931472, abs=0.1) and second["dpo/grad_norm"] > 0
 
 
 def test_a_checkpoint_of_another_flow_is_refused(ranks: Ranks, tmp_path: Path) -> None:

@@ -30,13 +30,16 @@ def compute_advantages(batch: Batch, config: Algorithm, kl_coef: float) -> Batch
         batch = batch.with_(kl_in_reward=kl, token_rewards=batch.token_rewards - kl_coef * per_token)
         scores = scores - kl_coef * over_parts(batch, kl)
     estimated = ESTIMATORS.load(config.adv_estimator)(batch.with_(rewards=scores), config)
+    if isinstance(estimated, Batch):
+        assert estimated.advantages is not None, "an estimator that returns a batch fills its advantages"
+        batch, estimated = estimated.with_(rewards=batch.rewards), estimated.advantages
     return batch.with_(advantages=torch.where(batch.response_mask, estimated, 0.0))
 
 
 def with_token_rewards(batch: Batch) -> Batch:
     """The batch with `token_rewards`: each score at its sequence's last trained token, 0 elsewhere."""
     assert batch.rewards is not None
-    scored = batch.response_lengths > 0
-    rewards = torch.zeros(len(batch.tokens))
-    rewards[batch.last_trained[scored]] = batch.rewards[scored]
-    return batch.with_(token_rewards=rewards)
+    lengths = batch.response_lengths
+    rewards = torch.zeros(int(lengths.sum()))
+    rewards[lengths[lengths > 0].cumsum(0) - 1] = batch.rewards[lengths > 0]
+    return batch.with_(token_rewards=batch.at_trained(rewards))

@@ -1,4 +1,4 @@
-"""How token losses become one number: every mode is a weight per token, with the global denominator inside it."""
+"""Turns token losses into one number: every mode is a weight per token, which contains the global denominator."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def token_weights(
         per_sequence = per_sequence / lengths.clamp_min(1.0)
     elif mode == "seq-mean-token-sum-norm":
         per_sequence = per_sequence / max_response_length
-    return per_sequence[batch.sequence_of_token] * token
+    return batch.spread(per_sequence) * token

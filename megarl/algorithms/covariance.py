@@ -1,4 +1,4 @@
-"""How a token's log-probability goes with its advantage: what lowers the policy's entropy (arXiv 2505.22617)."""
+"""The covariance of a token's log-probability and advantage, which lowers the policy's entropy (arXiv 2505.22617)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ def covariances(batch: Batch, sequences: Sequence[int]) -> tuple[Tensor, Tensor]
         sequences: indices of the mini-batch's sequences, in any order.
 
     Returns:
-        places: int64 [n], of its trained tokens that are not rejected, ascending.
+        places: int64 [n], which of the step's R trained tokens are its own and not rejected, ascending.
         covariances: float64 [n], nats.
     """
     assert batch.old_logp is not None and batch.advantages is not None
     chosen = torch.zeros(len(batch), dtype=torch.bool)
     chosen[list(sequences)] = True
-    token = batch.response_mask & chosen[batch.sequence_of_token]
+    token = batch.trained(batch.spread(chosen))
     if batch.importance is not None:
-        token &= batch.importance > 0
-    logp, advantages = batch.old_logp[token].double(), batch.advantages[token].double()
+        token &= batch.trained(batch.importance) > 0
+    logp, advantages = (batch.trained(column)[token].double() for column in (batch.old_logp, batch.advantages))
     return token.nonzero().squeeze(1), (logp - logp.mean()) * (advantages - advantages.mean())
 
 
 def with_selected(batch: Batch, places: Tensor) -> Batch:
-    """The batch with `selected`, 1 at the given tokens."""
-    return batch.with_(selected=torch.zeros(len(batch.tokens)).index_fill_(0, places, 1.0))
+    """The batch with `selected`, 1 at the given ones of its R trained tokens."""
+    selected = torch.zeros(int(batch.response_lengths.sum())).index_fill_(0, places, 1.0)
+    return batch.with_(selected=batch.at_trained(selected))

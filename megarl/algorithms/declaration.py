@@ -1,9 +1,9 @@
-"""What an algorithm says of itself: its source, the keys that it reads, and what a run must have for it. Torch-free."""
+"""Declarations of algorithms: the source, the keys that it reads, and what a run must compute for it. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run must compute before the advantages or the loss are.
+    """Names what a run must compute before the advantages or the loss.
 
     Attributes:
         reference: log-probabilities of a frozen copy of the policy, `Batch.ref_logp`.
@@ -41,7 +41,7 @@ class Needs:
         )
 
     def words(self) -> list[str]:
-        """For people: ["reference", "2 samples per prompt"]."""
+        """Name the needs for people: ["reference", "2 samples per prompt"]."""
         named = {
             "reference": self.reference,
             "critic": self.critic,
@@ -77,6 +77,16 @@ def about(paper: str, *, keys: Sequence[str] = (), needs: Needs | None = None) -
 
 
 def about_of(thing: Any) -> About:
-    """The declaration. What declares nothing may read whatever a run without other models has."""
+    """Return the declaration. An undeclared algorithm gets `old_logp` and no extra model."""
     declared = getattr(thing, "about", None)
     return declared if isinstance(declared, About) else About(needs=Needs(old_logp=True))
+
+
+def option_keys(section: str, loss: type) -> tuple[str, ...]:
+    """The configuration keys of a loss's options: the section has a key for each field of the dataclass."""
+    return tuple(f"{section}.{option.name}" for option in fields(loss))
+
+
+def with_options(loss: type[T], section: Any) -> T:
+    """Construct a loss, a dataclass, with the values that a section of the configuration has for its fields."""
+    return loss(**{option.name: getattr(section, option.name) for option in fields(loss)})  # type: ignore[arg-type]

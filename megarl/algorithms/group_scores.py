@@ -16,7 +16,7 @@ from megarl.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScores:
-    """One score per response, and its group.
+    """Holds one score per response, and its group.
 
     The arithmetic is float64, and equal scores are told by comparing them: the mean of 16 scores of 0.7 is not 0.7 in
     float32, and that difference over its own standard deviation is no small number.
@@ -59,7 +59,7 @@ class GroupScores:
 
 
 def group_scores(batch: Batch) -> GroupScores:
-    """Those of the responses that have trained tokens; the others were not scored."""
+    """Collect the scores of the responses that have trained tokens; the others were not scored."""
     assert batch.rewards is not None
     return GroupScores(scores=per_response(batch, batch.rewards).double(), groups=per_response(batch, batch.groups))
 
@@ -89,4 +89,4 @@ def at_tokens(batch: Batch, advantages: Tensor) -> Tensor:
     """float [R], one advantage per response -> float32 [T], at each of its tokens; 0 at those that were not scored."""
     per_sequence = torch.zeros(len(batch))
     per_sequence[batch.response_lengths > 0] = advantages.float()[response_of(batch)]
-    return per_sequence[batch.sequence_of_token]
+    return batch.spread(per_sequence)

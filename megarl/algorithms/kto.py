@@ -5,26 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megarl.algorithms.declaration import Needs, about
+from megarl.algorithms.declaration import Needs, about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput, Metric
 from megarl.algorithms.pairs import log_probs_of_sequences
 from megarl.config.algorithm import Preference
-
-_KEYS = ("beta", "desirable_weight", "undesirable_weight")
-
-
-@about(
-    "KTO, arXiv 2402.01306, eq. 8",
-    keys=[f"algorithm.preference.{key}" for key in _KEYS],
-    needs=Needs(reference=True),
-)
-def kto(preference: Preference) -> Kto:
-    """A sigmoid of how far an answer's log-ratio to the reference is from the mean over mismatched answers."""
-    return Kto(
-        beta=preference.beta,
-        desirable_weight=preference.desirable_weight,
-        undesirable_weight=preference.undesirable_weight,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +42,13 @@ class Kto:
         return LossOutput(
             loss=loss, metrics={name: Metric(value=weights.dot(mean.detach())) for name, mean in means.items()}
         )
+
+
+@about(
+    "KTO, arXiv 2402.01306, eq. 8",
+    keys=option_keys("algorithm.preference", Kto),
+    needs=Needs(reference=True),
+)
+def kto(preference: Preference) -> Kto:
+    """A sigmoid of how far an answer's log-ratio to the reference is from the mean over mismatched answers."""
+    return with_options(Kto, preference)

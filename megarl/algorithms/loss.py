@@ -1,4 +1,4 @@
-"""What a loss is given, and what it gives back. Losses carry their denominator in the weights and know no ranks."""
+"""Input and output of a loss. Losses have their denominator in the weights and know no ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class LossInput:
-    """What a model's head computed for R of the trained tokens, or for S whole sequences, of a mini-batch.
+    """Holds what a model's head computed for R of the trained tokens, or for S whole sequences, of a mini-batch.
 
     Where a weight is 0, so is everything else: a token is rejected because its values are extreme, and 0 x infinity is
     NaN, in a loss as in its gradient.
@@ -45,7 +45,8 @@ class LossInput:
             head, [S] scores of a score head.
         weights: shape of the output, shares of the mini-batch's loss: the global denominator is in them.
         entropy: float32 [R], differentiable, nats; of a language model's head alone.
-        columns: the fields of `Batch` that the loss names: float32 [R], or [S] for those with a value per sequence.
+        columns: the columns of the batch that the loss names: float32 [R]; those with a value per sequence are [S], or
+            [R], the sequence's value at each of its tokens, if the loss has the scope of tokens.
         lengths: int64 [S], trained tokens per sequence; None if the loss has the scope of tokens.
     """
 
@@ -114,19 +115,37 @@ class LossOutput:
 Loss = Callable[[LossInput], LossOutput]
 """May have these attributes:
 
-columns: names of the fields of `Batch` that it reads; those that a batch has are in `LossInput.columns`.
+columns: names of the fields of `Batch`, and of own columns (`Batch.with_columns`), that it reads; those that are filled
+    are in `LossInput.columns`.
 scope: a `Scope`; "token" by default.
 prepare: (batch, sequences of the mini-batch) -> the batch with columns that depend on the whole mini-batch.
 """
 
 
 def columns_of(loss: Loss) -> tuple[str, ...]:
-    """The fields of `Batch` that a loss reads."""
+    """The columns of a batch that a loss reads."""
     return tuple(getattr(loss, "columns", ()))
 
 
+def columns_for(
+    loss: Loss, batch: Batch, per: Literal["token", "sequence"]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The columns that a loss reads: those with a value per token [T], and those with one per sequence [N].
+
+    Args:
+        per: what a model's head computes a number for. A loss that sees tokens has the values of their sequences there.
+
+    Raises:
+        ValueError: the loss names a column that batches do not have.
+    """
+    by_token, by_sequence = batch.columns(columns_of(loss))
+    if per == "token" and scope_of(loss) == "token":
+        return by_token | {name: batch.spread(column) for name, column in by_sequence.items()}, {}
+    return by_token, by_sequence
+
+
 def scope_of(loss: Loss) -> Scope:
-    """What a loss must see at once."""
+    """Return the tokens that a loss must see at once."""
     scope: Scope = getattr(loss, "scope", "token")
     return scope
 

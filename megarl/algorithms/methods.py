@@ -13,7 +13,7 @@ from megarl.algorithms.kto import kto
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What a run can do, and how it is told to.
+    """Describes a kind of training, and the settings that select it.
 
     Attributes:
         what: one line for people.

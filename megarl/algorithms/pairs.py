@@ -1,4 +1,4 @@
-"""What losses on pairs share: a reward per sequence, how chosen and rejected compare, and what is told about it."""
+"""Parts of losses on pairs: rewards of sequences, the comparison of chosen and rejected ones, metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megarl.algorithms.loss import LossInput, Metric
+from megarl.algorithms.loss import LossInput, LossOutput, Metric
 
 
 def log_probs_of_sequences(x: LossInput, per_token: Tensor, *, mean: bool) -> Tensor:
@@ -39,6 +39,17 @@ def chosen_cross_entropy(x: LossInput, weights: Tensor) -> Tensor:
     """
     chosen, _ = x.pairs(log_probs_of_sequences(x, x.output, mean=True))
     return -weights.dot(chosen)
+
+
+def pair_output(x: LossInput, loss: Tensor, rewards: Tensor, weights: Tensor, *, sft_coef: float) -> LossOutput:
+    """A loss on pairs with its `pair_metrics`, which has the same arguments.
+
+    Args:
+        sft_coef: weight of `chosen_cross_entropy` beside the loss.
+    """
+    if sft_coef:
+        loss = loss + sft_coef * chosen_cross_entropy(x, weights)
+    return LossOutput(loss=loss, metrics=pair_metrics(x, rewards, weights))
 
 
 def pair_metrics(x: LossInput, rewards: Tensor, weights: Tensor) -> dict[str, Metric]:

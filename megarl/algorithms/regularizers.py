@@ -1,4 +1,4 @@
-"""What is added to a policy loss: entropy, and the KL to a reference."""
+"""Terms beside a policy loss: entropy, and the KL to a reference."""
 
 from __future__ import annotations
 

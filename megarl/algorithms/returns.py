@@ -5,7 +5,6 @@ R tokens of a batch are trained; a sequence's come one after another.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megarl.types import Batch
@@ -44,31 +43,26 @@ def gae_advantages(batch: Batch, gamma: float, lam: float) -> Tensor:
     """
     assert batch.token_rewards is not None and batch.values is not None
     lengths = batch.response_lengths
-    values = batch.values[batch.response_mask].double()
+    values = batch.trained(batch.values).double()
     following = values.roll(-1)
     following[lengths[lengths > 0].cumsum(0) - 1] = 0.0
-    delta = following.mul_(gamma).add_(batch.token_rewards[batch.response_mask]).sub_(values)
+    delta = following.mul_(gamma).add_(batch.trained(batch.token_rewards)).sub_(values)
     return discounted_sums(delta, lengths, gamma * lam)
 
 
 def value_targets(batch: Batch, gamma: float, lam: float) -> Tensor:
-    """What the critic learns to predict: advantages before whitening + values (TD(lambda)); float32 [T].
+    """Compute what the critic learns to predict: advantages before whitening + values (TD(lambda)); float32 [T].
 
     `lam` may be another than that of the policy's advantages (decoupled GAE, VC-PPO, arXiv 2503.01491).
     """
     assert batch.values is not None
-    return at_trained(batch, gae_advantages(batch, gamma, lam) + batch.values[batch.response_mask])
+    return batch.at_trained(gae_advantages(batch, gamma, lam) + batch.trained(batch.values))
 
 
 def explained_variance(batch: Batch) -> float:
     """1 - Var(returns - values) / Var(returns) over the trained tokens: 1 is perfect, 0 no better than their mean."""
     assert batch.values is not None and batch.returns is not None
-    returns = batch.returns[batch.response_mask].double()
-    error = returns - batch.values[batch.response_mask].double()
+    returns = batch.trained(batch.returns).double()
+    error = returns - batch.trained(batch.values).double()
     variance = float(returns.var(correction=0)) if len(returns) else 0.0
     return 1.0 - float(error.var(correction=0)) / variance if variance > 0 else 0.0
-
-
-def at_trained(batch: Batch, x: Tensor) -> Tensor:
-    """[R] -> float32 [T], 0 where nothing is trained."""
-    return torch.zeros(len(batch.tokens)).masked_scatter_(batch.response_mask, x.float())

@@ -35,12 +35,12 @@ def correct_rollouts(batch: Batch, config: RolloutCorrectionConfig) -> Batch:
             weights = weights / _mean(batch, weights, config.rollout_is)
     if config.rollout_rs is not None:
         # thresholds may be beyond the bounds of `bounded`: the logarithms are compared
-        found = _at_level(batch, log_ratio, config.rollout_rs)
-        weights = weights * ((found >= math.log(config.rs_lower)) & (found <= math.log(config.rollout_rs_threshold)))
+        ratio = _at_level(batch, log_ratio, config.rollout_rs)
+        weights = weights * ((ratio >= math.log(config.rs_lower)) & (ratio <= math.log(config.rollout_rs_threshold)))
     if config.rollout_token_veto_threshold is not None:
         vetoed = (log_ratio < math.log(config.rollout_token_veto_threshold)) & batch.response_mask
         sequences = batch.sum_per_sequence(vetoed.float()) > 0
-        weights = weights * ~sequences[batch.sequence_of_token]
+        weights = weights * ~batch.spread(sequences)
     return batch.with_(importance=weights)
 
 
@@ -48,7 +48,7 @@ def without_truncated(batch: Batch) -> Batch:
     """The batch with weight 0 for the tokens of responses that were cut off (DAPO, arXiv 2503.14476, section 3.4)."""
     assert batch.truncated is not None
     weights = batch.response_mask.float() if batch.importance is None else batch.importance
-    return batch.with_(importance=torch.where(batch.truncated[batch.sequence_of_token], 0.0, weights))
+    return batch.with_(importance=torch.where(batch.spread(batch.truncated), 0.0, weights))
 
 
 def log_ratios(batch: Batch) -> Tensor:
@@ -58,13 +58,13 @@ def log_ratios(batch: Batch) -> Tensor:
 
 
 def gap_metrics(batch: Batch) -> dict[str, float]:
-    """How far the engine's distribution is from the training layout's, over the response tokens.
+    """Measure how far the engine's distribution is from the training layout's, over the response tokens.
 
     logp_gap_*: |log-probability difference|; ratio_pNN: percentiles of p_train / p_rollout; kl_k1, kl_k3: estimates
     of KL(rollout || train) per token (http://joschu.net/blog/kl-approx.html); nats. staleness_*: versions of the
     weights, where older ones drew some of the tokens.
     """
-    log_ratio = log_ratios(batch)[batch.response_mask]
+    log_ratio = batch.trained(log_ratios(batch))
     finite = bounded(log_ratio)
     ratio = finite.exp()
     # torch.quantile refuses more than 16 million values
@@ -78,19 +78,19 @@ def gap_metrics(batch: Batch) -> dict[str, float]:
     for percent in (1, 50, 99):
         metrics[f"ratio_p{percent:02d}"] = float(in_order[round((len(in_order) - 1) * percent / 100)])
     if batch.staleness is not None:
-        staleness = batch.staleness[batch.response_mask].double()
+        staleness = batch.trained(batch.staleness).double()
         metrics |= {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
     if batch.importance is not None:
-        weights = batch.importance[batch.response_mask]
+        weights = batch.trained(batch.importance)
         metrics["weight_mean"] = float(weights.mean())
         metrics["rejected"] = float((weights == 0).float().mean())
     return metrics
 
 
 def _mean(batch: Batch, weights: Tensor, level: str) -> Tensor:
-    """Of the response tokens' weights, or, where all tokens of a sequence have one, of the sequences'."""
+    """Average the weights of response tokens, or of sequences where all tokens of a sequence have one weight."""
     if level == "token":
-        return weights[batch.response_mask].mean()
+        return batch.trained(weights).mean()
     answered = batch.response_lengths > 0
     return (batch.sum_per_sequence(weights)[answered] / batch.response_lengths[answered]).mean()
 
@@ -102,4 +102,4 @@ def _at_level(batch: Batch, log_ratio: Tensor, level: str) -> Tensor:
     of_sequence = batch.sum_per_sequence(log_ratio)
     if level == "geometric":
         of_sequence = of_sequence / batch.response_lengths.clamp_min(1)
-    return of_sequence[batch.sequence_of_token]
+    return batch.spread(of_sequence)

@@ -1,4 +1,4 @@
-"""What the critic learns by: PPO's clipped squared error."""
+"""The critic's loss: PPO's clipped squared error."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from megatron.core.distributed import (
 from torch import Tensor
 
 from megarl.algorithms.aggregation import token_weights
-from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, columns_of, prepared, scope_of
+from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, columns_for, prepared, scope_of
 from megarl.config.fields import LossAggMode
 from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig, OptimConfig
 from megarl.models.architecture import Architecture
@@ -26,7 +26,7 @@ from megarl.role_kinds import ACTOR, CRITIC, TRAINED_REWARD_MODEL
 from megarl.roles.model import MegatronModel
 from megarl.roles.optimizer import MegatronOptimizer
 from megarl.roles.passes import MiniBatch, Passes
-from megarl.types import PER_SEQUENCE, Batch
+from megarl.types import Batch
 
 
 class TrainedModel(MegatronModel):
@@ -127,7 +127,7 @@ class TrainedModel(MegatronModel):
         """
         everything = range(len(batch))
         outputs, weights = self.forward(batch, passes), self._mean_over(batch, everything, loss)
-        columns, sequence_columns = self._columns(prepared(loss, batch, everything), loss)
+        columns, sequence_columns = columns_for(loss, prepared(loss, batch, everything), self.head.per)
         trained = batch.response_mask
         if self.head.per == "token":
             outputs, weights = outputs[trained], weights[trained]
@@ -169,7 +169,7 @@ class TrainedModel(MegatronModel):
             memory.restore()
         self._gradients.restore()
         self.optimizer.zero_grad()
-        columns, sequence_columns = self._columns(batch, loss)
+        columns, sequence_columns = columns_for(loss, batch, self.head.per)
         (sequence_columns if self.head.per == "sequence" else columns)["weights"] = weights
         return self._run(batch, passes, loss, columns, sequence_columns)
 
@@ -207,16 +207,6 @@ class TrainedModel(MegatronModel):
 
     def _pass_chunks(self, *, train: bool) -> list[Any]:
         return list(self.ddp) if train else list(self.chunks)
-
-    def _columns(self, batch: Batch, loss: Loss) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Collect the columns of a batch that a loss reads: per token, and per sequence."""
-        columns: dict[str, Tensor] = {}
-        sequence_columns: dict[str, Tensor] = {}
-        for name in columns_of(loss):
-            column = getattr(batch, name)
-            if column is not None:
-                (sequence_columns if name in PER_SEQUENCE else columns)[name] = column
-        return columns, sequence_columns
 
     def _mean_over(self, batch: Batch, sequences: Sequence[int], loss: Loss) -> Tensor:
         if self.head.per == "token":

@@ -19,7 +19,7 @@ Measured gaps are below 1e-5 in float32 and 0.05 in bfloat16. An engine with oth
 def check_finite(batch: Batch, config: Config, step: int) -> None:
     """Raises RunStopped, on every rank alike, if the engine gave log-probabilities that are no numbers."""
     assert batch.rollout_logp is not None
-    if not batch.rollout_logp.isfinite().all():
+    if batch.sum_per_sequence((~batch.rollout_logp.isfinite()).long()).any():
         name = config.actor_rollout_ref.rollout.name
         raise RunStopped(f"step {step}: the {name} engine gave log-probabilities that are not finite")
 
@@ -32,10 +32,12 @@ def check_gap(batch: Batch, config: Config, step: int) -> None:
     """
     rollout = config.actor_rollout_ref.rollout
     where = f"step {step}: the {rollout.name} engine"
-    newest = batch.response_mask if batch.staleness is None else batch.response_mask & (batch.staleness == 0)
-    if rollout.top_p < 1 or rollout.top_k > 0 or not newest.any():
+    gaps = batch.trained(log_ratios(batch)).abs()
+    if batch.staleness is not None:
+        gaps = gaps[batch.trained(batch.staleness) == 0]
+    if rollout.top_p < 1 or rollout.top_k > 0 or not len(gaps):
         return
-    gap = float(log_ratios(batch)[newest].abs().mean())
+    gap = float(gaps.mean())
     limit = rollout.max_logp_gap or MAX_LOGP_GAP[config.actor_rollout_ref.model.dtype]
     if math.isfinite(gap) and gap > limit:  # log-probabilities of the training layout that are no numbers: the loss
         raise RunStopped(

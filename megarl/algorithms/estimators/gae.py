@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
-from megarl.algorithms.returns import at_trained, gae_advantages
+from megarl.algorithms.returns import gae_advantages
 from megarl.algorithms.whitening import whitened
 from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
@@ -22,4 +22,4 @@ def gae(batch: Batch, config: Algorithm) -> Tensor:
     Returns:
         float32 [T].
     """
-    return at_trained(batch, whitened(gae_advantages(batch, config.gamma, config.lam)))
+    return batch.at_trained(whitened(gae_advantages(batch, config.gamma, config.lam)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.algorithms.declaration import about
-from megarl.algorithms.returns import at_trained, discounted_sums
+from megarl.algorithms.returns import discounted_sums
 from megarl.algorithms.whitening import whitened
 from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
@@ -19,5 +19,5 @@ def reinforce_plus_plus(batch: Batch, config: Algorithm) -> Tensor:
         float32 [T].
     """
     assert batch.token_rewards is not None
-    rewards = batch.token_rewards[batch.response_mask].double()
-    return at_trained(batch, whitened(discounted_sums(rewards, batch.response_lengths, config.gamma)))
+    rewards = batch.trained(batch.token_rewards).double()
+    return batch.at_trained(whitened(discounted_sums(rewards, batch.response_lengths, config.gamma)))

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import group_scores, response_of
-from megarl.algorithms.returns import at_trained
 from megarl.algorithms.whitening import whitened
 from megarl.config.algorithm import Algorithm
 from megarl.types import Batch
@@ -21,4 +20,4 @@ def reinforce_plus_plus_baseline(batch: Batch, config: Algorithm) -> Tensor:
     """
     lengths = batch.response_lengths
     centred = group_scores(batch).centred()[response_of(batch)]
-    return at_trained(batch, whitened(centred.repeat_interleave(lengths[lengths > 0])))
+    return batch.at_trained(whitened(centred.repeat_interleave(lengths[lengths > 0])))

@@ -22,13 +22,13 @@ KEYS = ("actor.policy_loss.clip_cov_ratio", "actor.policy_loss.clip_cov_lb", "ac
 @about("Clip-Cov, arXiv 2505.22617, section 4.2", keys=(*CLIP_KEYS, *KEYS), needs=Needs(old_logp=True))
 def clip_cov(actor: ActorConfig) -> CovarianceClip:
     """PPO's clipped surrogate without a few tokens whose log-probability and advantage go together."""
-    own = actor.policy_loss
+    options = actor.policy_loss
     return CovarianceClip(
         clip_low=actor.clip_low,
         clip_high=actor.clip_high,
-        ratio=own.clip_cov_ratio,
-        lowest=own.clip_cov_lb,
-        highest=own.clip_cov_ub,
+        ratio=options.clip_cov_ratio,
+        lowest=options.clip_cov_lb,
+        highest=options.clip_cov_ub,
     )
 
 
@@ -55,7 +55,8 @@ class CovarianceClip:
     def prepare(self, batch: Batch, sequences: Sequence[int]) -> Batch:
         """`Batch.selected`: drawn with a seed from the token ids, which are the same in every layout."""
         places, of_tokens = covariances(batch, sequences)
-        seed = int.from_bytes(blake2b(batch.tokens[places].numpy().tobytes(), digest_size=7).digest(), "big")
+        tokens = batch.trained(batch.tokens)[places].numpy().tobytes()
+        seed = int.from_bytes(blake2b(tokens, digest_size=7).digest(), "big")
         drawn = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed))
         drawn = drawn[((of_tokens > self.lowest) & (of_tokens < self.highest))[drawn]]
         return with_selected(batch, places[drawn[: max(1, int(self.ratio * len(places)))]])

@@ -5,33 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megarl.algorithms.declaration import Needs, about
+from megarl.algorithms.declaration import Needs, about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput
-from megarl.algorithms.pairs import (
-    chosen_cross_entropy,
-    log_probs_of_sequences,
-    pair_metrics,
-    pair_weights,
-    preferred,
-)
+from megarl.algorithms.pairs import log_probs_of_sequences, pair_output, pair_weights, preferred
 from megarl.config.algorithm import Preference
-
-_KEYS = ("beta", "label_smoothing", "length_normalization", "sft_coef")
-
-
-@about(
-    "DPO, arXiv 2305.18290, eq. 7; label smoothing: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, eq. 3",
-    keys=[f"algorithm.preference.{key}" for key in _KEYS],
-    needs=Needs(reference=True),
-)
-def dpo(preference: Preference) -> Dpo:
-    """A logistic loss on the difference of the pair's log-ratios to the reference."""
-    return Dpo(
-        beta=preference.beta,
-        label_smoothing=preference.label_smoothing,
-        length_normalization=preference.length_normalization,
-        sft_coef=preference.sft_coef,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +35,14 @@ class Dpo:
         rewards = self.beta * log_probs_of_sequences(x, log_ratios, mean=self.length_normalization)
         chosen, rejected = x.pairs(rewards)
         loss = weights.dot(preferred(chosen - rejected, self.label_smoothing))
-        if self.sft_coef:
-            loss = loss + self.sft_coef * chosen_cross_entropy(x, weights)
-        return LossOutput(loss=loss, metrics=pair_metrics(x, rewards, weights))
+        return pair_output(x, loss, rewards, weights, sft_coef=self.sft_coef)
+
+
+@about(
+    "DPO, arXiv 2305.18290, eq. 7; label smoothing: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf, eq. 3",
+    keys=option_keys("algorithm.preference", Dpo),
+    needs=Needs(reference=True),
+)
+def dpo(preference: Preference) -> Dpo:
+    """A logistic loss on the difference of the pair's log-ratios to the reference."""
+    return with_options(Dpo, preference)

@@ -5,22 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megarl.algorithms.declaration import Needs, about
+from megarl.algorithms.declaration import Needs, about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput
-from megarl.algorithms.pairs import chosen_cross_entropy, log_probs_of_sequences, pair_metrics, pair_weights
+from megarl.algorithms.pairs import log_probs_of_sequences, pair_output, pair_weights
 from megarl.config.algorithm import Preference
-
-_KEYS = ("beta", "length_normalization", "sft_coef")
-
-
-@about(
-    "IPO, arXiv 2310.12036, eq. 17; beta is its tau",
-    keys=[f"algorithm.preference.{key}" for key in _KEYS],
-    needs=Needs(reference=True),
-)
-def ipo(preference: Preference) -> Ipo:
-    """The squared distance of the pair's difference of log-ratios from 1 / (2 beta): it has an end."""
-    return Ipo(beta=preference.beta, length_normalization=preference.length_normalization, sft_coef=preference.sft_coef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +32,14 @@ class Ipo:
         log_ratios = log_probs_of_sequences(x, x.output - x.columns["ref_logp"], mean=self.length_normalization)
         chosen, rejected = x.pairs(log_ratios)
         loss = weights.dot((chosen - rejected - 0.5 / self.beta).square())
-        if self.sft_coef:
-            loss = loss + self.sft_coef * chosen_cross_entropy(x, weights)
-        return LossOutput(loss=loss, metrics=pair_metrics(x, self.beta * log_ratios, weights))
+        return pair_output(x, loss, self.beta * log_ratios, weights, sft_coef=self.sft_coef)
+
+
+@about(
+    "IPO, arXiv 2310.12036, eq. 17; beta is its tau",
+    keys=option_keys("algorithm.preference", Ipo),
+    needs=Needs(reference=True),
+)
+def ipo(preference: Preference) -> Ipo:
+    """The squared distance of the pair's difference of log-ratios from 1 / (2 beta): it has an end."""
+    return with_options(Ipo, preference)

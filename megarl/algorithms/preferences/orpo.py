@@ -9,19 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megarl.algorithms.declaration import about
+from megarl.algorithms.declaration import about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput, Metric
 from megarl.algorithms.pairs import chosen_cross_entropy, log_probs_of_sequences, pair_metrics, pair_weights
 from megarl.config.algorithm import Preference
 
 NEAR_CERTAIN = -1e-6
 """nats. Odds of a probability nearer to 1 overflow; there they stay as they are, and give no gradient."""
-
-
-@about("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its lambda", keys=["algorithm.preference.beta"])
-def orpo(preference: Preference) -> Orpo:
-    """Cross-entropy of the chosen answers, and a logistic loss on the pair's log odds ratio."""
-    return Orpo(beta=preference.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +35,14 @@ class Orpo:
         chosen, rejected = x.pairs(log_odds(mean))
         supervised = chosen_cross_entropy(x, weights)
         loss = supervised - self.beta * weights.dot(logsigmoid(chosen - rejected))
-        told = {"sft_loss": Metric(value=supervised.detach())}
-        return LossOutput(loss=loss, metrics={**told, **pair_metrics(x, self.beta * mean, weights)})
+        metrics = pair_metrics(x, self.beta * mean, weights)
+        return LossOutput(loss=loss, metrics={"sft_loss": Metric(value=supervised.detach()), **metrics})
+
+
+@about("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its lambda", keys=option_keys("algorithm.preference", Orpo))
+def orpo(preference: Preference) -> Orpo:
+    """Cross-entropy of the chosen answers, and a logistic loss on the pair's log odds ratio."""
+    return with_options(Orpo, preference)
 
 
 def log_odds(logp: Tensor) -> Tensor:

@@ -5,32 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megarl.algorithms.declaration import about
+from megarl.algorithms.declaration import about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput
-from megarl.algorithms.pairs import (
-    chosen_cross_entropy,
-    log_probs_of_sequences,
-    pair_metrics,
-    pair_weights,
-    preferred,
-)
+from megarl.algorithms.pairs import log_probs_of_sequences, pair_output, pair_weights, preferred
 from megarl.config.algorithm import Preference
-
-_KEYS = ("beta", "gamma", "label_smoothing", "sft_coef")
-
-
-@about(
-    "SimPO, arXiv 2405.14734, eq. 6; its margin is beta x gamma here",
-    keys=[f"algorithm.preference.{key}" for key in _KEYS],
-)
-def simpo(preference: Preference) -> Simpo:
-    """A logistic loss on the difference of the pair's mean log-probabilities, less a margin."""
-    return Simpo(
-        beta=preference.beta,
-        gamma=preference.gamma,
-        label_smoothing=preference.label_smoothing,
-        sft_coef=preference.sft_coef,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +33,13 @@ class Simpo:
         rewards = self.beta * log_probs_of_sequences(x, x.output, mean=True)
         chosen, rejected = x.pairs(rewards)
         loss = weights.dot(preferred(chosen - rejected - self.beta * self.gamma, self.label_smoothing))
-        if self.sft_coef:
-            loss = loss + self.sft_coef * chosen_cross_entropy(x, weights)
-        return LossOutput(loss=loss, metrics=pair_metrics(x, rewards, weights))
+        return pair_output(x, loss, rewards, weights, sft_coef=self.sft_coef)
+
+
+@about(
+    "SimPO, arXiv 2405.14734, eq. 6; its margin is beta x gamma here",
+    keys=option_keys("algorithm.preference", Simpo),
+)
+def simpo(preference: Preference) -> Simpo:
+    """A logistic loss on the difference of the pair's mean log-probabilities, less a margin."""
+    return with_options(Simpo, preference)

@@ -8,6 +8,7 @@ from statistics import fmean
 
 import torch
 
+from megarl.algorithms.overlong import overlong_penalties
 from megarl.data.sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
@@ -16,7 +17,6 @@ from megarl.rollout.replicas import Quota
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.dynamic_sampling import fill_batch
 from megarl.trainer.experience.judging import Scoring
-from megarl.trainer.experience.overlong import overlong_penalties
 from megarl.trainer.records.first_step import remarks_on
 from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, response_metrics, reward_metrics, spread_metrics

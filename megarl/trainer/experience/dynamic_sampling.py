@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megarl.algorithms.overlong import overlong_penalties
 from megarl.config import Config
-from megarl.trainer.experience.overlong import overlong_penalties
 from megarl.trainer.scoring.scorer import Score
 from megarl.trainer.session.run import Run
 from megarl.types import Rollouts

@@ -30,11 +30,11 @@ def part_metrics(rollouts: Rollouts) -> dict[str, float]:
     for rollout in rollouts:
         if rollout.reward is None:
             continue
-        found = dict(rollout.parts)
+        numbers = dict(rollout.parts)
         if several:
-            found[f"source/{rollout.prompt.data_source}/mean"] = rollout.reward
-            found[f"source/{rollout.prompt.data_source}/accuracy"] = float(rollout.reward >= 1.0)
-        for name, value in found.items():
+            numbers[f"source/{rollout.prompt.data_source}/mean"] = rollout.reward
+            numbers[f"source/{rollout.prompt.data_source}/accuracy"] = float(rollout.reward >= 1.0)
+        for name, value in numbers.items():
             values.setdefault(name, []).append(value)
     return {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
 

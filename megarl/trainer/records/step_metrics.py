@@ -19,8 +19,8 @@ class StepMetrics:
         """Metrics named `{prefix}/{name}`, or `{name}` without a prefix."""
         for name, metric in metrics.items():
             full = f"{prefix}/{name}" if prefix else name
-            one = metric if isinstance(metric, Metric) else Metric(value=float(metric))
-            self._logged.setdefault(full, []).append(one)
+            value = metric if isinstance(metric, Metric) else Metric(value=float(metric))
+            self._logged.setdefault(full, []).append(value)
 
     def collect(self) -> dict[str, float]:
         """Each metric as its `reduce` says, in the order of first use; starts again from none."""
@@ -60,14 +60,14 @@ def reward_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def spread_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """How far the scores are apart.
+    """Measure how far the scores are apart.
 
     std, min, max, p10, p50, p90: over all scored responses; no_signal: share of the groups with several scored
     responses whose scores are all the same; left out where no group has several.
     """
     scores = sorted(reward for reward in rollouts.rewards if reward is not None)
     mean = _mean(scores)
-    found = {
+    metrics = {
         "std": math.sqrt(_mean([(score - mean) ** 2 for score in scores])),
         "min": scores[0],
         "max": scores[-1],
@@ -75,11 +75,11 @@ def spread_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
     groups = [[r for i in places if (r := rollouts[i].reward) is not None] for places in rollouts.groups]
     compared = [len(set(group)) == 1 for group in groups if len(group) > 1]
-    return found | ({"no_signal": _mean(compared)} if compared else {})
+    return metrics | ({"no_signal": _mean(compared)} if compared else {})
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Of responses that somebody answered, all parts of one together; nothing where there are none.
+    """Describe episodes, responses that an environment or an agent answered; empty if there are none.
 
     turns_mean, turns_max: how often the policy spoke; tool_s: seconds that environments or agents worked, per episode;
     observed: share of the responses' tokens that the policy did not say; limited: share of episodes that a limit ended.

@@ -1,0 +1,16 @@
+"""The values that travel between packages: prompts, completions, rollouts, batches."""
+
+from megarl.types.batch import Batch, batch_of
+from megarl.types.rollouts import Completion, Episode, FinishReason, Prompt, Rollout, Rollouts, SamplingParams
+
+__all__ = [
+    "Batch",
+    "Completion",
+    "Episode",
+    "FinishReason",
+    "Prompt",
+    "Rollout",
+    "Rollouts",
+    "SamplingParams",
+    "batch_of",
+]

@@ -1,0 +1,201 @@
+"""The tensors of a step, jagged instead of padded. They are frozen.
+
+`SequenceTable` holds the columns of sequences, `TokenShard` those of tokens, and a `Batch` is both. Every rank holds
+all of it, so advantages, denominators and packing are the same everywhere without communication. Only this module
+depends on that: other code gets from tokens to sequences, and to a step's trained tokens, by the methods of `Batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTable:
+    """Columns with one value for each of a step's N sequences; some 40 bytes a sequence.
+
+    Attributes:
+        cu_seqlens: int64 [N + 1], sequence i is tokens[cu_seqlens[i]:cu_seqlens[i + 1]].
+        groups: int64 [N], which prompt a sequence belongs to.
+        episodes: int64 [N], which response a sequence is a part of; None: each is a response of its own.
+        rewards: float32 [N], one score per sequence, the same for all parts of a response.
+        greedy_rewards: float32 [N], the score of the greedy response to the same prompt.
+        truncated: bool [N], whether the response was cut off at its greatest length.
+        labels: float32 [N], from the data set: the margin of the sequence's pair, or 1 for desirable and 0 for not.
+        reference_point: float32 [N], KL to the reference that KTO measures answers from; nats, the same for all.
+        kl_in_reward: float32 [N], KL to the reference per sequence, when the reward contains it; nats.
+        sequence_columns: [N] each, a flow's or an estimator's own columns by name.
+    """
+
+    cu_seqlens: Tensor
+    groups: Tensor
+    episodes: Tensor | None = None
+    rewards: Tensor | None = None
+    greedy_rewards: Tensor | None = None
+    truncated: Tensor | None = None
+    labels: Tensor | None = None
+    reference_point: Tensor | None = None
+    kl_in_reward: Tensor | None = None
+    sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [N], tokens per sequence."""
+        return self.cu_seqlens.diff()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShard:
+    """Columns with one value for each of T tokens, those of all sequences; some 40 bytes a token.
+
+    They are aligned with `tokens`: `old_logp[t]` belongs to token t. They are 0 at prompt tokens.
+
+    Attributes:
+        tokens: int64 [T], sequences one after another.
+        response_mask: bool [T], the tokens that are trained on.
+        token_rewards: float32 [T], the score at the last trained token, less the KL at each if that is in the reward.
+        staleness: int64 [T], by how many versions the weights that drew a token are older than the newest ones; None:
+            by none.
+        rollout_logp: float32 [T], as the generation engine recorded it.
+        importance: float32 [T], importance weights of the tokens, 0 for rejected ones; None: all 1.
+        old_logp: float32 [T], by the training layout before the first update.
+        ref_logp: float32 [T], by the reference model.
+        teacher_logp: float32 [T], by the teacher.
+        values: float32 [T], of the critic, for the state before each trained token.
+        returns: float32 [T], what the critic learns to predict.
+        advantages: float32 [T].
+        selected: float32 [T], 1 at the tokens that a loss has chosen among those of its mini-batch, 0 elsewhere.
+        token_columns: [T] each, a flow's or an estimator's own columns by name.
+    """
+
+    tokens: Tensor
+    response_mask: Tensor
+    token_rewards: Tensor | None = None
+    staleness: Tensor | None = None
+    rollout_logp: Tensor | None = None
+    importance: Tensor | None = None
+    old_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    teacher_logp: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    advantages: Tensor | None = None
+    selected: Tensor | None = None
+    token_columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(SequenceTable, TokenShard):
+    """Sequences (prompt + response) of one step, the same on every rank: a `SequenceTable` and a `TokenShard`.
+
+    R of its T tokens are trained on.
+
+    Attributes:
+        temperature: that the responses were sampled at; log-probabilities are those of the distribution at it.
+    """
+
+    temperature: float = 1.0
+
+    @cached_property
+    def sequence_of_token(self) -> Tensor:
+        """int64 [T], which sequence a token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
+
+    @cached_property
+    def response_lengths(self) -> Tensor:
+        """int64 [N], trained tokens per sequence."""
+        return self.sum_per_sequence(self.response_mask.long())
+
+    def sum_per_sequence(self, per_token: Tensor) -> Tensor:
+        """[T] -> [N], sums over the tokens of each sequence."""
+        out = torch.zeros(len(self), dtype=per_token.dtype)
+        return out.index_add_(0, self.sequence_of_token, per_token)
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """[N] -> [T], each sequence's value at all of its tokens."""
+        return per_sequence[self.sequence_of_token]
+
+    def trained(self, per_token: Tensor) -> Tensor:
+        """[T] -> [R], the values at the step's trained tokens, sequence after sequence."""
+        return per_token[self.response_mask]
+
+    def at_trained(self, x: Tensor) -> Tensor:
+        """[R] -> float32 [T], 0 where nothing is trained."""
+        return torch.zeros(len(self.tokens)).masked_scatter_(self.response_mask, x.float())
+
+    def with_(self, **values: Any) -> Batch:
+        """Copy the batch with some of its fields set."""
+        batch = replace(self, **values)
+        if not values.keys() & {"cu_seqlens", "response_mask"}:  # what is computed from these alone is computed once
+            computed = vars(self).keys() & {"sequence_of_token", "response_lengths"}
+            vars(batch).update({name: vars(self)[name] for name in computed})
+        return batch
+
+    def with_columns(self, **columns: Tensor) -> Batch:
+        """Copy the batch with columns of your own, which travel with it to every loss that names them in `columns`.
+
+        Args:
+            columns: float32, one value per sequence [N] or per token [T].
+
+        Raises:
+            ValueError: a batch has a field of that name, or the column has another length.
+        """
+        shapes = [(len(self),), self.tokens.shape]
+        for name, column in columns.items():
+            if name in {f.name for f in fields(self)}:
+                raise ValueError(f"batch.with_columns: {name!r} is a field of every batch; use batch.with_({name}=...)")
+            if column.shape not in shapes:
+                raise ValueError(
+                    f"batch.with_columns: {name!r} has the shape {list(column.shape)}; give it one value per sequence, "
+                    f"[{len(self)}], or one per token, [{len(self.tokens)}]"
+                )
+        own = {**self.sequence_columns, **self.token_columns, **columns}
+        return self.with_(
+            sequence_columns={name: column for name, column in own.items() if column.shape == shapes[0]},
+            token_columns={name: column for name, column in own.items() if column.shape != shapes[0]},
+        )
+
+    def column(self, name: str) -> Tensor | None:
+        """A field by its name, or a column of `with_columns`; None: the field is not filled.
+
+        Raises:
+            ValueError: the batch has neither.
+        """
+        own = {**self.sequence_columns, **self.token_columns}
+        if name not in own and name not in {f.name for f in fields(self)}:
+            raise ValueError(f"the batch has no column {name!r}; add it with batch.with_columns({name}=...)")
+        column: Tensor | None = own[name] if name in own else getattr(self, name)
+        return column
+
+    def columns(self, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The columns of these names that are filled: those of tokens [T], and those of sequences [N].
+
+        Raises:
+            ValueError: as `column`.
+        """
+        filled = {name: column for name in names if (column := self.column(name)) is not None}
+        of_sequences = {f.name for f in fields(SequenceTable)} | self.sequence_columns.keys()
+        by_token = {name: column for name, column in filled.items() if name not in of_sequences}
+        return by_token, {name: column for name, column in filled.items() if name in of_sequences}
+
+
+def batch_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], groups: Sequence[int]) -> Batch:
+    """Concatenate prompt and response token ids into a `Batch`; every response token is trained on."""
+    parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+    sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+    return Batch(
+        tokens=torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])),
+        cu_seqlens=torch.cat((sizes.new_zeros(1), sizes.view(-1, 2).sum(1).cumsum(0))),
+        response_mask=torch.tensor([False, True]).repeat(len(parts) // 2).repeat_interleave(sizes),
+        groups=torch.tensor(groups, dtype=torch.int64),
+    )
