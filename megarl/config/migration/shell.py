@@ -29,6 +29,8 @@ _COMMAND = re.compile(r"\$\((?!\()[^()]*\)")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 _ALL_OF = re.compile(r"^\$\{(\w+)\[@\]\}$")
 VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+_REPLACED = re.compile(r"\$\{(\w+)(//?)([^/{}*?\[]+)/([^{}]*)\}")
+"""`${NAME//TEXT/OTHER}`, every place of a text, and `${NAME/TEXT/OTHER}`, the first one."""
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -213,6 +215,11 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
         name = found[1] or found[3]
         return variables.get(name) or (found[2] if found[2] is not None else variables.get(name, found[0]))
 
+    def replaced(match: re.Match[str]) -> str:
+        name, every, old, new = match.groups()
+        return variables[name].replace(old, new, -1 if every == "//" else 1) if name in variables else match[0]
+
+    text = _REPLACED.sub(replaced, text)
     for _ in range(4):  # defaults name further variables
         text = VARIABLE.sub(value, text)
     return _ARITHMETIC.sub(lambda found: _sum(found[1], variables) or found[0], text)

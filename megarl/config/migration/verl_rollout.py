@@ -89,6 +89,7 @@ def _engine_settings() -> list[Entry]:
             "experts are spread over the replica's ranks, which become as many",
             _experts,
         ),
+        met(f"{R}.enable_expert_parallel", "each expert's matrices are split over the replica's ranks"),
         renamed(f"{R}.max_batch_size", f"{R}.max_num_seqs", "responses that are decoded together"),
         met(
             f"{R}.data_parallel_size",
@@ -182,6 +183,7 @@ def _turns() -> list[Entry]:
         refused(f"{R}.multi_turn.*", TOOLS),
         renamed(f"{R}.agent.num_workers", "environment.workers", "of each replica"),
         refused(f"{R}.agent.*", TOOLS),
+        refused("data.need_tools_kwargs", TOOLS),
     ]
 
 

@@ -128,11 +128,11 @@ def _save_contents(value: Any, settings: Settings) -> Mapping[str, Any]:
 def _over_sample(value: Any, settings: Settings) -> Mapping[str, Any]:
     if not value:
         return {}
-    prompts = settings.number("data.train_batch_size")
+    prompts, weights = settings.number("data.train_batch_size"), "algorithm.rollout_correction.rollout_is"
     return {
         f"{R}.carry_over.enable": True,
         f"{R}.carry_over.groups": min(2 * prompts, prompts + max(1, round(prompts * float(value)))),
-        "algorithm.rollout_correction.rollout_is": "token",
+        weights: settings.of(weights) or "token",
     }
 
 
@@ -228,6 +228,7 @@ def _algorithm() -> list[Entry]:
             "the loss is actor.policy_loss.loss_mode's",
             "set actor.policy_loss.loss_mode=reinforce",
         ),
+        refused(f"{correction}.use_pure_rollout_correction", "set actor.policy_loss.loss_mode=reinforce"),
         *carried(f"{correction}.rollout_is_batch_normalize"),
         refused(
             "algorithm.use_pf_ppo",
