@@ -57,7 +57,8 @@ def split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     found: list[str] = []
     for word in words:
         value = _expanded(word, variables)
-        found += _words(value) if VARIABLE.fullmatch(word) or _QUOTED.search(word) else [value]
+        several = VARIABLE.fullmatch(word) or _REPLACED.fullmatch(word) or _QUOTED.search(word)
+        found += _words(value) if several else [value]
     return found
 
 
