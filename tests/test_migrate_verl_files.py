@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, build_config
-from megarl.config.migration import convert, read_written
+from megarl.migration import convert, read_written
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 PPO = "python3 -m verl.trainer.main_ppo"

@@ -41,6 +41,7 @@ ORDER = [
     "launcher",
     "report",
     "diagnosis",
+    "migration",
     "cli",
     "train",
 ]
@@ -82,6 +83,7 @@ TORCH_FREE = [
     "rewards/rows.py",
     "rewards/sandbox.py",
     "config",
+    "migration",
     "parallel/layout.py",
     "trainer/layouts.py",
     "telemetry/earlier.py",
@@ -146,6 +148,11 @@ def test_imports_follow_the_order() -> None:
             parts = name.split(".")
             if parts[0] == "megarl" and len(parts) > 1:
                 assert ORDER.index(parts[1]) <= ORDER.index(own), f"{file} imports {name}, which comes after {own}"
+
+
+def test_the_command_line_alone_migrates() -> None:
+    users = [file.relative_to(ROOT).parts[0] for file in _files() for name in _imports(file) if "migration" in name]
+    assert set(users) == {"migration", "cli"}
 
 
 def test_parallel_state_has_one_door() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config import build_config
-from megarl.config.migration import Change, Migrated, convert, hydra, read_written
-from megarl.config.migration.entry import Kind
-from megarl.config.migration.tables import TABLES
+from megarl.migration import Change, Migrated, convert, hydra, read_written
+from megarl.migration.entry import Kind
+from megarl.migration.tables import TABLES
 from megarl.telemetry.sinks import SINKS
 
 TITLES: dict[Kind, str] = {

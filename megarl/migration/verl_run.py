@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import (
+from megarl.migration.entry import (
     Entry,
     Made,
     Settings,
@@ -18,8 +18,8 @@ from megarl.config.migration.entry import (
     ruled,
     worded,
 )
-from megarl.config.migration.hydra import INCLUDED, NAME
-from megarl.config.migration.verl import A, R, needs_critic
+from megarl.migration.hydra import INCLUDED, NAME
+from megarl.migration.verl import A, R, needs_critic
 
 KL = {"kl": "k1", "low_var_kl": "k3", "mse": "k2", "low_var_kl+": "k3+", "kl+": "k1+", "full": None}
 """verl's older names of KL estimators; None: there is none."""

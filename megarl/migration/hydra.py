@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config.load import check_interpolations
-from megarl.config.migration.values import flat, tree_of
+from megarl.migration.values import flat, tree_of
 
 NAME, INCLUDED = "--config-name", "defaults"
 """Settings that stand for a file that is not there: which one is their value."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.config.migration.entry import (
+from megarl.migration.entry import (
     Entry,
     Made,
     Settings,
@@ -19,8 +19,8 @@ from megarl.config.migration.entry import (
     switch,
     worded,
 )
-from megarl.config.migration.openrlhf import CORRECTION, OPTIM, A, R, correction, kl, schedule, trainer_of
-from megarl.config.migration.openrlhf_options import IMAGES
+from megarl.migration.openrlhf import CORRECTION, OPTIM, A, R, correction, kl, schedule, trainer_of
+from megarl.migration.openrlhf_options import IMAGES
 
 FILES = "rows are files: data.train_files=[x.jsonl] or parquet, also globs and s3:// URIs"
 

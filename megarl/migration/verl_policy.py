@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.config.migration.entry import (
+from megarl.migration.entry import (
     Entry,
     Made,
     Settings,
@@ -18,8 +18,8 @@ from megarl.config.migration.entry import (
     ruled,
     worded,
 )
-from megarl.config.migration.verl import A, F, budget, experts_over, layout, updates
-from megarl.config.migration.verl_transformer import overridden
+from megarl.migration.verl import A, F, budget, experts_over, layout, updates
+from megarl.migration.verl_transformer import overridden
 
 M = "actor_rollout_ref.model"
 OVERRIDES = "actor_rollout_ref.actor.megatron.override_transformer_config"

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.config.migration.openrlhf_names import TRAINER, canonical
-from megarl.config.migration.values import end_of_command, options_of
+from megarl.migration.openrlhf_names import TRAINER, canonical
+from megarl.migration.values import end_of_command, options_of
 
 NAME = "OpenRLHF"
 _MODULE = re.compile(r"(?:^|[./])train_([a-z]+)(?:_ray)?(?:\.py)?$")

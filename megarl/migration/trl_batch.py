@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Settings, ruled
-from megarl.config.migration.trl_trainers import TRAINERS, A, trainer_of
+from megarl.migration.entry import Entry, Settings, ruled
+from megarl.migration.trl_trainers import TRAINERS, A, trainer_of
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,

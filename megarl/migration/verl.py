@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from megarl.config.migration.entry import Settings
+from megarl.migration.entry import Settings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 C, J = "critic", "reward_model"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megarl.config.migration import (
+from megarl.migration import (
     openrlhf,
     openrlhf_learning,
     openrlhf_names,
@@ -22,7 +22,7 @@ from megarl.config.migration import (
     verl_sft,
     verl_usual,
 )
-from megarl.config.migration.entry import Entry, Settings
+from megarl.migration.entry import Entry, Settings
 
 
 @dataclass(frozen=True, kw_only=True)

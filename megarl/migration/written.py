@@ -8,10 +8,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megarl.config.migration import hydra, openrlhf_written, shell, trl_written
-from megarl.config.migration.entry import Computed
-from megarl.config.migration.values import end_of_command, flat, of_yaml, options_of, read_text, value_of
-from megarl.config.migration.verl import MODULE
+from megarl.migration import hydra, openrlhf_written, shell, trl_written
+from megarl.migration.entry import Computed
+from megarl.migration.values import end_of_command, flat, of_yaml, options_of, read_text, value_of
+from megarl.migration.verl import MODULE
 
 _KEY = re.compile(r"^(?:~[A-Za-z_]\w*(?:\.[\w@/\-]+)*(?:=|$)|\+{0,2}[A-Za-z_]\w*(?:\.[\w@/\-]+)+=)")
 _BARE = re.compile(r"^[~+]*(?=\w*[a-z])[A-Za-z_]\w*(?:@[\w.]+)?=")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled
-from megarl.config.migration.trl_batch import batch, steps
-from megarl.config.migration.trl_trainers import COMMAND_LINE, OPTIM, TRAINER, TRAINERS, trainer_of
+from megarl.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled
+from megarl.migration.trl_batch import batch, steps
+from megarl.migration.trl_trainers import COMMAND_LINE, OPTIM, TRAINER, TRAINERS, trainer_of
 
 M = "actor_rollout_ref.model"
 LORA = "there are no adapters: all weights are trained, spread by actor.megatron.tensor_model_parallel_size"

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from megarl.config.migration.entry import Computed
-from megarl.config.migration.trl_trainers import COMMAND_LINE, OTHERS, TRAINER, TRAINERS
-from megarl.config.migration.values import end_of_command, of_yaml, options_of, read_text
+from megarl.migration.entry import Computed
+from megarl.migration.trl_trainers import COMMAND_LINE, OTHERS, TRAINER, TRAINERS
+from megarl.migration.values import end_of_command, of_yaml, options_of, read_text
 
 NAME = "TRL"
 _CLASS = re.compile(r"^(GRPO|RLOO|PPO|DPO|ORPO|CPO|KTO|SFT|Reward)(Config|Trainer)$")

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megarl.config.load import all_keys
-from megarl.config.migration.entry import Computed, Kind, Made, Settings, asks_for
-from megarl.config.migration.tables import TABLES, entry_of
 from megarl.config.schema import Config
+from megarl.migration.entry import Computed, Kind, Made, Settings, asks_for
+from megarl.migration.tables import TABLES, entry_of
 
 LOGGERS = ("console", "jsonl", "csv", "tensorboard")
 """Those that come with every installation."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.migration.entry import Entry, carried, met, met_by, refused
+from megarl.migration.entry import Entry, carried, met, met_by, refused
 
 UNEVEN = "stages differ by one layer at most where they do not divide, and the last one has the fewer"
 

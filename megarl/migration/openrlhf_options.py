@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import (
+from megarl.migration.entry import (
     Entry,
     Made,
     Settings,
@@ -18,8 +18,8 @@ from megarl.config.migration.entry import (
     ruled,
     switch,
 )
-from megarl.config.migration.openrlhf import FLOWS, A, M, R, batches, budget, lengths, trainer_of
-from megarl.config.migration.openrlhf_names import TRAINER
+from megarl.migration.openrlhf import FLOWS, A, M, R, batches, budget, lengths, trainer_of
+from megarl.migration.openrlhf_names import TRAINER
 
 OFFLOAD = f"{A}.megatron.optimizer_offload"
 SPREAD = "actor.megatron.tensor_model_parallel_size and pipeline_model_parallel_size spread the weights"

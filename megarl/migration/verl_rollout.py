@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Made, Settings, carried, met, met_by, part_of, refused, renamed, ruled
-from megarl.config.migration.verl import R
-from megarl.config.migration.verl_policy import ONE_BUDGET, REMOVED
+from megarl.migration.entry import Entry, Made, Settings, carried, met, met_by, part_of, refused, renamed, ruled
+from megarl.migration.verl import R
+from megarl.migration.verl_policy import ONE_BUDGET, REMOVED
 
 BY_RESHARD = "the engine's weights are always written by the reshard, which goes tensor by tensor"
 IN_PROCESS = "the engine is in the ranks' own processes, and responses are scored while others are decoded"

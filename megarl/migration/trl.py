@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration import trl_arguments
-from megarl.config.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled, worded
-from megarl.config.migration.trl_batch import DEFAULTS, batch, batch_sizes
-from megarl.config.migration.trl_trainers import OPTIM, POLICY_LOSSES, TRAINERS, A, trainer_of
+from megarl.migration import trl_arguments
+from megarl.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled, worded
+from megarl.migration.trl_batch import DEFAULTS, batch, batch_sizes
+from megarl.migration.trl_trainers import OPTIM, POLICY_LOSSES, TRAINERS, A, trainer_of
 
 __all__ = ["DEFAULTS", "ENTRIES", "complete"]
 

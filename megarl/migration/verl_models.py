@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Settings, carried, met, met_by, refused, renamed, ruled
-from megarl.config.migration.verl import C, J, budget
-from megarl.config.migration.verl_policy import (
+from megarl.migration.entry import Entry, Settings, carried, met, met_by, refused, renamed, ruled
+from megarl.migration.verl import C, J, budget
+from megarl.migration.verl_policy import (
     FROM_HF,
     FSDP,
     PACKED,
@@ -19,7 +19,7 @@ from megarl.config.migration.verl_policy import (
     profiles,
     sharded,
 )
-from megarl.config.migration.verl_transformer import overridden
+from megarl.migration.verl_transformer import overridden
 
 CHECKPOINTED = "actor_rollout_ref.model.enable_gradient_checkpointing is for all models"
 FORWARD = "its scores come from a forward pass on the training ranks: there is no server of it"

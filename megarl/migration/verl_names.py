@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.config.migration.verl import A
+from megarl.migration.verl import A
 
 M, OPTIM = "actor_rollout_ref.model", f"{A}.optim"
 _NAMES: Mapping[str, str] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.migration.entry import Settings
+from megarl.migration.entry import Settings
 
 A, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim"
 TRAINER = "trainer"

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from megarl.config.migration.entry import Computed, Settings
-from megarl.config.migration.openrlhf_names import TRAINER
+from megarl.migration.entry import Computed, Settings
+from megarl.migration.openrlhf_names import TRAINER
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OPTIM, CORRECTION = f"{A}.optim", "algorithm.rollout_correction"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled
-from megarl.config.migration.verl import MODULE, A, budget, is_sft
+from megarl.migration.entry import Entry, Made, Settings, met, met_by, refused, renamed, ruled
+from megarl.migration.verl import MODULE, A, budget, is_sft
 
 M, OPTIM = "actor_rollout_ref.model", f"{A}.optim"
 
