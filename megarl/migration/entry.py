@@ -157,11 +157,12 @@ def part_of(key: str, switches: Sequence[str], why: str) -> Entry:
     return Entry(key=key, kind="refused", why=why, rule=rule)
 
 
-def ruled(key: str, kind: Kind, to: str, why: str, rule: Callable[[Any, Settings], Made | Mapping[str, Any]]) -> Entry:
-    """A key with a rule of its own, which returns what it comes to, or only the values to set."""
+def ruled(key: str, to: str, why: str, rule: Callable[[str, Any, Settings], Made | Mapping[str, Any]]) -> Entry:
+    """Give a key a rule, which returns what it comes to, or only the values to set."""
+    kind: Kind = "carried" if to == key else "translated" if to else "refused"
 
-    def whole(_: str, value: Any, settings: Settings) -> Made:
-        made = rule(value, settings)
+    def whole(name: str, value: Any, settings: Settings) -> Made:
+        made = rule(name, value, settings)
         return made if isinstance(made, Made) else Made(kind=kind, values=made, why=why)
 
     return Entry(key=key, kind=kind, to=to, why=why, rule=whole)
@@ -169,12 +170,12 @@ def ruled(key: str, kind: Kind, to: str, why: str, rule: Callable[[Any, Settings
 
 def derived(key: str, to: str, why: str, of: Callable[[Settings], Mapping[str, Any]]) -> Entry:
     """A key that comes to values only together with others."""
-    return ruled(key, "translated", to, why, lambda _, settings: of(settings))
+    return ruled(key, to, why, lambda _, __, settings: of(settings))
 
 
 def switch(key: str, to: str, why: str) -> Entry:
     """A key that switches another on."""
-    return ruled(key, "translated", to, why, lambda value, _: {to: True} if value else {})
+    return ruled(key, to, why, lambda _, value, __: {to: True} if value else {})
 
 
 def worded(key: str, to: str, words: Mapping[Any, Any], why: str) -> Entry:

@@ -9,20 +9,18 @@ from typing import Any
 
 from megarl.migration import (
     openrlhf,
-    openrlhf_learning,
     openrlhf_names,
-    openrlhf_options,
+    openrlhf_rules,
     trl,
+    trl_batch,
+    trl_rules,
     verl,
-    verl_models,
     verl_names,
-    verl_policy,
-    verl_rollout,
-    verl_run,
+    verl_rules,
     verl_sft,
-    verl_usual,
 )
 from megarl.migration.entry import Entry, Settings
+from megarl.migration.listed import listed, usual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +53,15 @@ def _complete_verl(settings: Settings, made: Mapping[str, Any]) -> Mapping[str, 
 
 TABLES: Mapping[str, Table] = {
     "verl": Table(
-        entries=(
-            *verl_sft.ENTRIES,
-            *verl_run.ENTRIES,
-            *verl_policy.ENTRIES,
-            *verl_rollout.ENTRIES,
-            *verl_models.ENTRIES,
-        ),
+        entries=listed("verl", verl_rules),
         defaults=verl.DEFAULTS,
         complete=_complete_verl,
         canonical=verl_names.canonical,
-        usual=verl_usual.USUAL,
+        usual=usual("verl"),
     ),
-    "trl": Table(entries=trl.ENTRIES, defaults=trl.DEFAULTS, complete=trl.complete),
+    "trl": Table(entries=listed("trl", trl_rules), defaults=trl_batch.DEFAULTS, complete=trl.complete),
     "openrlhf": Table(
-        entries=(*openrlhf_options.ENTRIES, *openrlhf_learning.ENTRIES),
+        entries=listed("openrlhf", openrlhf_rules),
         defaults=openrlhf.DEFAULTS,
         complete=openrlhf.complete,
         canonical=openrlhf_names.canonical,

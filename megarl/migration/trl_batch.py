@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.migration.entry import Entry, Settings, ruled
+from megarl.migration.entry import Settings
 from megarl.migration.trl_trainers import TRAINERS, A, trainer_of
 
 DEFAULTS: Mapping[str, Any] = {
@@ -36,22 +36,6 @@ def batch_sizes(settings: Settings) -> dict[str, int]:
     update = prompts_per_update(settings)
     sizes = {"data.train_batch_size": update * updates_per_batch(settings)}
     return sizes | ({f"{A}.ppo_mini_batch_size": update} if TRAINERS[trainer_of(settings)].generates else {})
-
-
-def batch(key: str, why: str) -> Entry:
-    """A field that has a part in the size of the batch."""
-    return ruled(key, "translated", "data.train_batch_size", why, lambda _, settings: batch_sizes(settings))
-
-
-def steps(key: str, to: str, why: str) -> Entry:
-    """A number of optimizer steps; here a step is a generated batch."""
-
-    def rule(value: Any, settings: Settings) -> Mapping[str, Any]:
-        if not isinstance(value, int) or value <= 0:
-            return {}
-        return {to: max(1, value // (updates_per_batch(settings) * settings.number("num_iterations")))}
-
-    return ruled(key, "translated", to, why, rule)
 
 
 def _rows_per_pass(settings: Settings) -> int:

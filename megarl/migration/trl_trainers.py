@@ -9,6 +9,7 @@ from typing import Any
 from megarl.migration.entry import Settings
 
 A, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim"
+M, R = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TRAINER = "trainer"
 """The setting that names a trainer: what a command line or a Python file says besides TRL's fields."""
 COMMAND_LINE = "command_line"

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.migration.entry import Settings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-C, J = "critic", "reward_model"
+C, J, M = "critic", "reward_model", "actor_rollout_ref.model"
 MODULE = "-m"
 """The setting that names which of verl's trainers a command starts, if it is not PPO's."""
 
