@@ -35,17 +35,13 @@ def listed(source: str, rules: ModuleType) -> list[Entry]:
         source: "verl", for `verl.yaml`, whose comments say how its blocks are written.
         rules: holds the functions that the file names.
     """
-    entries = list(_entries(_tree(source), rules))
+    entries = list(_entries(read(source), rules))
     return sorted(entries, key=lambda entry: ("*" in entry.key, -len(entry.key) if "*" in entry.key else 0))
 
 
-def usual(source: str) -> Mapping[str, Sequence[Any]]:
-    """Read the values that a program has by default, by patterns of keys."""
-    return _tree(source)["usual"]
-
-
-def _tree(source: str) -> dict[str, Any]:
-    return yaml.safe_load(files(__package__).joinpath(f"{source}.yaml").read_text(encoding="utf-8"))
+def read(name: str) -> dict[str, Any]:
+    """A YAML file beside this one."""
+    return yaml.safe_load(files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _entries(tree: Mapping[str, Any], rules: ModuleType) -> Iterator[Entry]:

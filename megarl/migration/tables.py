@@ -20,7 +20,7 @@ from megarl.migration import (
     verl_sft,
 )
 from megarl.migration.entry import Entry, Settings
-from megarl.migration.listed import listed, usual
+from megarl.migration.listed import listed, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ TABLES: Mapping[str, Table] = {
         defaults=verl.DEFAULTS,
         complete=_complete_verl,
         canonical=verl_names.canonical,
-        usual=usual("verl"),
+        usual=read("verl_usual"),
     ),
     "trl": Table(entries=listed("trl", trl_rules), defaults=trl_batch.DEFAULTS, complete=trl.complete),
     "openrlhf": Table(
