@@ -14,7 +14,7 @@ NOTHING: tuple[Any, ...] = (None, False, "", 0, 0.0, -1, [], {})
 
 def asks_for(value: Any, nothing: Sequence[Any] = NOTHING) -> bool:
     """Whether it is none of these values, types included."""
-    return not any(value is one or (type(value) is type(one) and value == one) for one in nothing)
+    return not any(value is empty or (type(value) is type(empty) and value == empty) for empty in nothing)
 
 
 class Computed(str):
@@ -162,8 +162,8 @@ def ruled(key: str, to: str, why: str, rule: Callable[[str, Any, Settings], Made
     kind: Kind = "carried" if to == key else "translated" if to else "refused"
 
     def whole(name: str, value: Any, settings: Settings) -> Made:
-        made = rule(name, value, settings)
-        return made if isinstance(made, Made) else Made(kind=kind, values=made, why=why)
+        result = rule(name, value, settings)
+        return result if isinstance(result, Made) else Made(kind=kind, values=result, why=why)
 
     return Entry(key=key, kind=kind, to=to, why=why, rule=whole)
 

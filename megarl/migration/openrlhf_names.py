@@ -35,9 +35,9 @@ def canonical(option: str) -> str:
     head, _, rest = option.partition(".")
     if not rest:
         section = next((section for section, options in _SECTIONS.items() if option in options), None)
-        entity, _, own = option.partition("_")
-        of_entity = entity in _ENTITIES and own and section is None
-        return f"{section}.{option}" if section else f"{entity}.{own}" if of_entity else option
+        entity, _, name = option.partition("_")
+        of_entity = entity in _ENTITIES and name and section is None
+        return f"{section}.{option}" if section else f"{entity}.{name}" if of_entity else option
     if head == "fsdp":
         return f"ds.{rest}"
     if head in ("adam", "muon"):

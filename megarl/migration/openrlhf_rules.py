@@ -52,8 +52,8 @@ def margin(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def betas(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    own = "critic.optim" if key.startswith("critic.") else OPTIM
-    return {f"{own}.adam_beta1": value[0], f"{own}.adam_beta2": value[1]}
+    section = "critic.optim" if key.startswith("critic.") else OPTIM
+    return {f"{section}.adam_beta1": value[0], f"{section}.adam_beta2": value[1]}
 
 
 def decay(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -74,14 +74,14 @@ def logger(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]
         return {}
     if name not in settings.loggers:
         return Made(kind="refused", why=f"no logger {name} here: tensorboard, csv or path/to/file.py:class")
-    beside = [other for other in keys if other != name and settings.of(keys[other]) and other in settings.loggers]
-    return {"trainer.logger": ["console", "jsonl", *sorted([name, *beside])]}
+    others = [other for other in keys if other != name and settings.of(keys[other]) and other in settings.loggers]
+    return {"trainer.logger": ["console", "jsonl", *sorted([name, *others])]}
 
 
 def tensor_parallel(settings: Settings) -> Mapping[str, Any]:
     ranks = settings.number("ds.tensor_parallel_size") * settings.number("ds.ring_attn_size")
-    own = f"{A}.megatron"
-    return {f"{own}.tensor_model_parallel_size": ranks, f"{own}.sequence_parallel": ranks > 1}
+    section = f"{A}.megatron"
+    return {f"{section}.tensor_model_parallel_size": ranks, f"{section}.sequence_parallel": ranks > 1}
 
 
 def tokens(settings: Settings) -> Mapping[str, Any]:
@@ -162,8 +162,8 @@ def clip(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def overlong(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    own = "reward.overlong_buffer"
-    return {f"{own}.enable": True, f"{own}.len": value} if value else {}
+    section = "reward.overlong_buffer"
+    return {f"{section}.enable": True, f"{section}.len": value} if value else {}
 
 
 def group_range(key: str, value: Any, settings: Settings) -> Made:

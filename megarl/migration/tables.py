@@ -44,7 +44,11 @@ class Table:
     def is_usual(self, key: str, value: Any) -> bool:
         """Whether the other program has the value by default, as far as that is noted."""
         of_patterns = (values for pattern, values in self.usual.items() if fnmatchcase(key, pattern))
-        return any(type(value) is type(one) and value == one for values in of_patterns for one in values)
+        return any(
+            type(value) is type(usual_value) and value == usual_value
+            for values in of_patterns
+            for usual_value in values
+        )
 
 
 def _complete_verl(settings: Settings, made: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:

@@ -12,23 +12,23 @@ from megarl.migration.trl_trainers import OPTIM, TRAINERS, A, trainer_of
 CORRECTION = "algorithm.rollout_correction"
 
 
-def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """The flow, and what the trainer has by default."""
     name, default = trainer_of(settings), "TRL's default"
     trainer = TRAINERS[name]
-    own = "a step of per_device_train_batch_size x gradient_accumulation_steps x num_processes"
+    size_of_a_step = "a step of per_device_train_batch_size x gradient_accumulation_steps x num_processes"
     added: dict[str, tuple[Any, str]] = {
         "trainer.flow": (trainer.flow, f"these fields are {name.upper()}'s"),
-        **{key: (size, own) for key, size in batch_sizes(settings).items()},
+        **{key: (size, size_of_a_step) for key, size in batch_sizes(settings).items()},
         f"{OPTIM}.lr": (trainer.lr, default),
         f"{OPTIM}.lr_decay_style": ("linear", default),
         f"{OPTIM}.weight_decay": (0.0, default),
         "trainer.total_epochs": (3, default),
-        **{key: (value, default) for key, value in trainer.made.items()},
+        **{key: (value, default) for key, value in trainer.defaults.items()},
     }
     if name == "ppo":
-        added["critic.optim.lr"] = (made.get(f"{OPTIM}.lr", trainer.lr), "TRL has one optimizer for both")
-    if name == "grpo" and made.get(f"{A}.use_kl_loss"):
+        added["critic.optim.lr"] = (result.get(f"{OPTIM}.lr", trainer.lr), "TRL has one optimizer for both")
+    if name == "grpo" and result.get(f"{A}.use_kl_loss"):
         added[f"{A}.kl_loss_type"] = ("k3+", f"{default}: use_bias_correction_kl")
     if name == "grpo" and settings.of("vllm_importance_sampling_correction") is None:
         added |= {key: (value, default) for key, value in correction(settings).items()}
@@ -44,11 +44,11 @@ def correction(settings: Settings) -> dict[str, Any]:
     capped = settings.of("vllm_importance_sampling_cap")
     most = settings.of("vllm_importance_sampling_clip_max") or capped or 3.0
     least = settings.of("vllm_importance_sampling_clip_min")
-    made = {f"{CORRECTION}.rollout_is": level, f"{CORRECTION}.rollout_is_threshold": most}
+    result = {f"{CORRECTION}.rollout_is": level, f"{CORRECTION}.rollout_is_threshold": most}
     if mode.endswith("_mask"):
-        made |= {
+        result |= {
             f"{CORRECTION}.rollout_rs": level,
             f"{CORRECTION}.rollout_rs_threshold": most,
             f"{CORRECTION}.rollout_rs_threshold_lower": least or 1e-9,  # null would be 1 / upper
         }
-    return made
+    return result

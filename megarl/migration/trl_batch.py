@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, Any] = {
 def prompts_per_update(settings: Settings) -> int:
     """TRL counts sequences; those of GRPO and RLOO are responses, `num_generations` to a prompt."""
     rows = _rows_per_pass(settings) * settings.number("gradient_accumulation_steps")
-    default = TRAINERS[trainer_of(settings)].made.get("actor_rollout_ref.rollout.n", 1)
+    default = TRAINERS[trainer_of(settings)].defaults.get("actor_rollout_ref.rollout.n", 1)
     return max(1, rows // settings.number("num_generations", settings.number("rloo_k", default)))
 
 

@@ -90,13 +90,15 @@ def model(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
 
 
 def report(key: str, value: Any, settings: Settings) -> Made:
-    wanted = [value] if isinstance(value, str) else list(value or [])
-    there = [name for name in wanted if name in settings.loggers]
-    gone = [name for name in wanted if name not in (*settings.loggers, "none", "all")]
-    kept = {"trainer.logger": ["console", "jsonl", *there]}
-    if gone:
-        return Made(kind="refused", values=kept, why=f"no logger {', '.join(gone)} here: tensorboard, csv or a class")
-    return Made(kind="translated", values=kept, why="loggers")
+    names = [value] if isinstance(value, str) else list(value or [])
+    known = [name for name in names if name in settings.loggers]
+    unknown = [name for name in names if name not in (*settings.loggers, "none", "all")]
+    values = {"trainer.logger": ["console", "jsonl", *known]}
+    if unknown:
+        return Made(
+            kind="refused", values=values, why=f"no logger {', '.join(unknown)} here: tensorboard, csv or a class"
+        )
+    return Made(kind="translated", values=values, why="loggers")
 
 
 def dataset(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
@@ -124,8 +126,8 @@ def _lowest(settings: Settings) -> dict[str, Any]:
 
 
 def schedule_arguments(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    made = _lowest(settings)
-    return made if made or not value else Made(kind="refused", why="lr_decay_style and min_lr")
+    result = _lowest(settings)
+    return result if result or not value else Made(kind="refused", why="lr_decay_style and min_lr")
 
 
 def warm_up(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -172,12 +174,12 @@ def loss(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
             kind="refused", why="megarl algorithms lists the losses; actor.loss_agg_mode says how tokens add up"
         )
     means = {"dr_grpo": "seq-mean-token-sum-norm", "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean"}
-    made: dict[str, Any] = {f"{A}.loss_agg_mode": means.get(value, "token-mean")}
+    result: dict[str, Any] = {f"{A}.loss_agg_mode": means.get(value, "token-mean")}
     if value in ("cispo", "sapo"):
-        made[f"{A}.policy_loss.loss_mode"] = value
+        result[f"{A}.policy_loss.loss_mode"] = value
     if value == "cispo":
-        made[f"{A}.clip_ratio_low"] = 0.9999  # only its largest weight is bounded
-    return made
+        result[f"{A}.clip_ratio_low"] = 0.9999  # only its largest weight is bounded
+    return result
 
 
 def clip_high(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:

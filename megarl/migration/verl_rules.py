@@ -76,15 +76,15 @@ def warm_up(key: str, value: Any, settings: Settings) -> Made:
 
 
 def betas(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    own = key.removesuffix(".betas")
-    return {f"{own}.adam_beta1": value[0], f"{own}.adam_beta2": value[1]} if value else {}
+    section = key.removesuffix(".betas")
+    return {f"{section}.adam_beta1": value[0], f"{section}.adam_beta2": value[1]} if value else {}
 
 
 def tensor_parallel(key: str, value: Any, settings: Settings) -> Made:
-    made = layout(settings, _model_of(key))
-    if value is None or made[key] == value:
+    result = layout(settings, _model_of(key))
+    if value is None or result[key] == value:
         return Made(kind="carried", values={} if value is None else {key: value})
-    return Made(kind="translated", values=made, why="with the ranks of context, Ulysses or expert parallelism")
+    return Made(kind="translated", values=result, why="with the ranks of context, Ulysses or expert parallelism")
 
 
 def spread(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
@@ -108,8 +108,8 @@ def profile(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def profiled_ranks(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    own = key.removesuffix(".ranks")
-    profiled = settings.of(f"{own}.enable") and not settings.of(f"{own}.all_ranks")
+    section = key.removesuffix(".ranks")
+    profiled = settings.of(f"{section}.enable") and not settings.of(f"{section}.all_ranks")
     return {"profiler.ranks": value} if profiled and value else {}
 
 
@@ -161,8 +161,8 @@ def halves(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def messages(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    asked = settings.of("data.multiturn.enable")
-    return {"data.messages_key": value} if value and (asked or asked is None) else {}
+    enabled = settings.of("data.multiturn.enable")
+    return {"data.messages_key": value} if value and (enabled or enabled is None) else {}
 
 
 def no_images(key: str, value: Any, settings: Settings) -> Made:
@@ -183,15 +183,16 @@ def kl_loss(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any
 
 
 def logger(key: str, value: Any, settings: Settings) -> Made:
-    wanted = [value] if isinstance(value, str) else list(value or [])
-    names = [LOGGERS.get(name, name) for name in wanted]
-    there = [name for name in names if name in settings.loggers]
-    gone = [name for name in names if name not in settings.loggers]
-    kept = {"trainer.logger": [*there, *(["jsonl"] if "jsonl" not in there else [])]}
-    if gone:
-        why = f"no logger {', '.join(map(str, gone))} here: tensorboard, csv or path/to/file.py:class; the others go on"
-        return Made(kind="refused" if not there else "translated", values=kept, why=why)
-    return Made(kind="carried", values=kept, why="with jsonl, which megarl's own commands read")
+    names_there = [value] if isinstance(value, str) else list(value or [])
+    names = [LOGGERS.get(name, name) for name in names_there]
+    known = [name for name in names if name in settings.loggers]
+    unknown = [name for name in names if name not in settings.loggers]
+    values = {"trainer.logger": [*known, *(["jsonl"] if "jsonl" not in known else [])]}
+    if unknown:
+        names = ", ".join(map(str, unknown))
+        why = f"no logger {names} here: tensorboard, csv or path/to/file.py:class; the others go on"
+        return Made(kind="refused" if not known else "translated", values=values, why=why)
+    return Made(kind="carried", values=values, why="with jsonl, which megarl's own commands read")
 
 
 def draws(key: str, value: Any, settings: Settings) -> Made:
@@ -261,8 +262,8 @@ def rejection(key: str, value: Any, settings: Settings) -> Made | Mapping[str, A
 
 
 def prefetch(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    own = f"{_model_of(key)}.megatron"
-    return {f"{own}.overlap_grad_reduce": True, f"{own}.overlap_param_gather": True} if value else {}
+    section = f"{_model_of(key)}.megatron"
+    return {f"{section}.overlap_grad_reduce": True, f"{section}.overlap_param_gather": True} if value else {}
 
 
 def dtype(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
@@ -284,9 +285,9 @@ def engine(key: str, value: Any, settings: Settings) -> Made:
 
 
 def replica(key: str, value: Any, settings: Settings) -> Made:
-    made = _ranks_of_a_replica(settings)
-    same = value in made.values()
-    return Made(kind="carried" if same else "translated", values=made, why="" if same else "with the experts' ranks")
+    result = _ranks_of_a_replica(settings)
+    same = value in result.values()
+    return Made(kind="carried" if same else "translated", values=result, why="" if same else "with the experts' ranks")
 
 
 def replica_experts(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:

@@ -11,11 +11,11 @@ from megarl.migration.verl import MODULE, A, budget
 OPTIM = f"{A}.optim"
 
 
-def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Keys to set beside those that are written, with the reason."""
     default, module = "verl's default", str(settings.of(MODULE))
     newer = module.startswith("sft_trainer") or any(key.startswith("engine.") for key in settings.written)
-    conversations = settings.of("data.multiturn.enable") or newer or "data.messages_key" in made
+    conversations = settings.of("data.multiturn.enable") or newer or "data.messages_key" in result
     rows = {"data.messages_key": "messages"} if conversations else {"data.prompt_key": "question"}
     lr, beta2, decay, warm = (1e-3, 0.999, "constant", 0.0) if newer else (1e-5, 0.95, "cosine", 0.1)
     usual = {
