@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megarl.environments.environment import Environment as Environment
     from megarl.environments.environment import Turn as Turn
     from megarl.flow_kinds import flow as flow
+    from megarl.flows.ppo import ppo as ppo
     from megarl.flows.sft import sft as sft
     from megarl.hybrid.generation import Generation as Generation
     from megarl.phases import Item as Item
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from megarl.trainer.build import policy_loss as policy_loss
     from megarl.trainer.build import prompt_sampler as prompt_sampler
     from megarl.trainer.experience.evaluate import evaluate as evaluate
-    from megarl.trainer.session import Run as Run
+    from megarl.trainer.session.run import Run as Run
     from megarl.trainer.stopped import RunStopped as RunStopped
     from megarl.types import Batch as Batch
     from megarl.types import Prompt as Prompt
@@ -83,7 +84,7 @@ _PLACES = {
     "RewardModel": "roles.reward_model",
     "RoleKind": "role_kinds",
     "Rollouts": "types",
-    "Run": "trainer.session",
+    "Run": "trainer.session.run",
     "RunStopped": "trainer.stopped",
     "SamplingParams": "types",
     "Sum": "algorithms.loss",
@@ -100,6 +101,7 @@ _PLACES = {
     "flow": "flow_kinds",
     "load_config": "config",
     "policy_loss": "trainer.build",
+    "ppo": "flows.ppo",
     "prompt_sampler": "trainer.build",
     "sft": "flows.sft",
     "token_weights": "algorithms.aggregation",

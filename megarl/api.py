@@ -18,13 +18,13 @@ from megarl.debugging import hush_dependencies
 from megarl.flow_kinds import FLOWS
 from megarl.parallel.cpu import enable_cpu_ranks
 from megarl.rewards import Reward, RewardFunction
-from megarl.trainer.checks import check_run
-from megarl.trainer.resuming.run_lock import RunLock
+from megarl.trainer.admission.checks import check_run
+from megarl.trainer.run_lock import RunLock
 from megarl.trainer.stop import StopRequest, interruption
 
 if TYPE_CHECKING:
-    from megarl.trainer.run import Flow
-    from megarl.trainer.session import Callback
+    from megarl.trainer.records.run_records import Callback
+    from megarl.trainer.session.take_part import Flow
 
 
 def train(
@@ -67,13 +67,13 @@ def train(
         given = Reward(name=_name(reward), function=reward)
         chosen = with_values(chosen, "reward", name=given.name)
     last: deque[Mapping[str, float]] = deque(maxlen=1)
-    told = [*callbacks, lambda loop, step, row: last.append(row)]
+    listeners = [*callbacks, lambda loop, step, row: last.append(row)]
     launched, stop = "RANK" in os.environ, StopRequest(int(os.environ.get("RANK", "0")))
     if launched:
         stop.install()
     with nullcontext() if launched else stop.borrow(), warnings.catch_warnings():
         hush_dependencies()
-        stopped_by = _run(chosen, given, stop, told)
+        stopped_by = _run(chosen, given, stop, listeners)
     if stopped_by is not None:
         raise SystemExit(128 + stopped_by) if launched else interruption(stopped_by)
     return dict(last[0]) if last else {}
@@ -82,10 +82,10 @@ def train(
 def _run(
     config: Config, reward: Reward | None, stop: StopRequest, callbacks: Sequence[Callback]
 ) -> signal.Signals | None:
-    """The run, whose folder knows how it ended; returns the signal that stopped it, if one did."""
+    """Train, and note in the run's folder how the run ended; returns the signal that stopped it, if one did."""
     inputs = check_run(config, reward=reward)
     enable_cpu_ranks()  # before Megatron-Core is imported
-    from megarl.trainer.run import run
+    from megarl.trainer.session.take_part import run
 
     lock = RunLock(config.trainer.run_dir, steps=inputs.total_steps or None) if stop.rank == 0 else None
     ended = "failed"
@@ -117,7 +117,7 @@ def _configuration(config: Config | Mapping[str, Any] | str | os.PathLike[str], 
 
 
 def _with_ranks(config: Config) -> Config:
-    """The configuration with the number of ranks that there are."""
+    """Return the configuration with the number of ranks that the job has."""
     config = with_launched_ranks(config)
     if "RANK" not in os.environ and config.trainer.world_size > 1:
         raise ValueError(
@@ -128,5 +128,5 @@ def _with_ranks(config: Config) -> Config:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    """What the records call a function that was given as such."""
+    """Return the name by which the records call a function that a program gave."""
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"

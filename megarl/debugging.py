@@ -1,4 +1,4 @@
-"""`--debug`: what every process of a run says more of. Torch-free."""
+"""Has every process of a run say more, with `--debug`. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTINGS = {
 
 
 def enable_debugging() -> None:
-    """For this process and those that it starts; what is set already stays."""
+    """Have this process and those that it starts say more; variables that are set already stay."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     follow_environment()
@@ -43,8 +43,8 @@ def follow_environment() -> None:
 
 
 def hush_dependencies() -> None:
-    """Megatron-Core, torch and vLLM warn of their own deprecations and absent options, per process and call site; with
-    `--debug` they are let."""
+    """Silence the warnings of Megatron-Core, torch and vLLM about their own deprecations and absent options, which come
+    per process and call site; not with `--debug`."""
     if debugging():
         return
     logging.getLogger("megatron").setLevel(logging.ERROR)

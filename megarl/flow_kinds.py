@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FlowKind:
-    """What checks, prediction and resuming know of a flow. As it stands: what they assume of one that says nothing.
+    """The facts of a flow that checks, prediction and resuming read. The defaults are those of a flow that declares
+    none.
 
     Attributes:
         reads: what a row of the data is; None: what `data.format` says, or prompts.
@@ -82,7 +83,8 @@ FLOWS: Registry[Callable[[Any], None]] = Registry(
 
 
 def flow_kind(config: Config) -> FlowKind:
-    """The kind of flow that a configuration names; that of one that says nothing if there is none of the name."""
+    """Return the kind of the flow that a configuration names; the default kind if the flow is unknown or declares
+    none."""
     name = config.trainer.flow
     if name in KINDS:
         return KINDS[name]
@@ -94,23 +96,23 @@ def flow_kind(config: Config) -> FlowKind:
 
 
 def trains(config: Config) -> bool:
-    """Whether the run trains anything."""
+    """Tell whether the run trains anything."""
     return flow_kind(config).trains
 
 
 def format_of(config: Config) -> Format:
-    """`data.format`, or what the flow reads."""
+    """Return `data.format`, or the format that the flow reads."""
     chosen = config.data.format
     return (flow_kind(config).reads or "prompts") if chosen == "auto" else chosen
 
 
 def generates(config: Config) -> bool:
-    """Whether responses are generated and scored: rows that are no prompts come with their answers."""
+    """Tell whether responses are generated and scored: rows that are no prompts come with their answers."""
     return format_of(config) == "prompts"
 
 
 def check_format(config: Config) -> None:
-    """Raises ValueError if `data.format` is not what the flow reads."""
+    """Raise ValueError if `data.format` is not what the flow reads."""
     reads, chosen = flow_kind(config).reads, config.data.format
     if reads is not None and chosen not in ("auto", reads):
         flow = config.trainer.flow
@@ -118,6 +120,6 @@ def check_format(config: Config) -> None:
 
 
 def needs_of_answers(config: Config) -> Needs:
-    """What a run must compute that learns from the data's own answers."""
+    """Return what a loss on the data's own answers needs to be computed."""
     loss = flow_kind(config).loss
     return Needs() if loss is None else about_of(loss(config)).needs

@@ -6,28 +6,24 @@ save, kills the others at once when a rank fails, and says nothing that a rank h
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import os
 import resource
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from megarl.host import host_memory
 from megarl.nodes import Node, Nodes, say, stay_on_interface
 from megarl.parallel.meeting import STORE_VARIABLE
-from megarl.processes import STOP_SIGNALS, adopt_orphans, children, kill_descendants, signals_handled
+from megarl.private_folder import private_folder
+from megarl.processes import STOP_SIGNALS, adopt_orphans, children, how_it_ended, kill_descendants, signals_handled
 
 POLL_SECONDS = 0.1
 STOP_GRACE = 30.0  # ranks that stop together end at different times: rank 0 still draws the learning curve
-_PREFIX = "megarl-job-"
 FORCED_GRACE = 5.0  # what a second signal leaves a rank to end itself
 
 
@@ -46,10 +42,10 @@ def launch(command: Sequence[str], node: Node, *, timeout_minutes: float) -> int
     spared = children()  # of a program that calls this as a function
     adopt_orphans()
     nodes = Nodes(node, timeout_minutes) if node.nnodes > 1 else None
-    with _noted_signals() as noted, _private_folder() as folder:
+    with _noted_signals() as noted, _folder() as folder:
         try:
             ranks = _start(command, _meeting_place(node, nodes, folder), node)
-            code = _Job(ranks, node, nodes, noted).wait()
+            code = _Ranks(ranks, node, nodes, noted).wait()
         finally:
             kill_descendants(spared)
         if nodes is not None:
@@ -58,7 +54,7 @@ def launch(command: Sequence[str], node: Node, *, timeout_minutes: float) -> int
 
 
 def _meeting_place(node: Node, nodes: Nodes | None, folder: str) -> dict[str, str]:
-    """The variables that tell ranks where they meet: on one node in a file that no other user can open."""
+    """Return the variables that tell ranks where they meet: on one node in a file that no other user can open."""
     if nodes is None:
         file = os.path.join(folder, "store")
         return {"MASTER_ADDR": node.master_addr, "MASTER_PORT": "0", STORE_VARIABLE: file}
@@ -67,33 +63,14 @@ def _meeting_place(node: Node, nodes: Nodes | None, folder: str) -> dict[str, st
     return place
 
 
-@contextmanager
-def _private_folder() -> Iterator[str]:
-    """A folder that this user alone can enter, gone afterwards; in memory, where every system has locks for files."""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    for left in glob.glob(f"{memory}/{_PREFIX}*"):
-        with suppress(OSError), _locked(left):  # of a launcher that was killed
-            shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=memory, ignore_cleanup_errors=True) as folder, _locked(folder):
-        yield folder
-
-
-@contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Hold a folder of this user; raises OSError if it is another's, or held by another process."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
+def _folder() -> AbstractContextManager[str]:
+    """Make a folder for the meeting place, in memory, where every system has locks for files."""
+    return private_folder("megarl-job-", "/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
 
 @contextmanager
 def _noted_signals() -> Iterator[list[signal.Signals]]:
-    """Stop signals that arrive meanwhile, in order."""
+    """Collect the stop signals that arrive meanwhile, in order."""
     noted: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -132,21 +109,21 @@ def _start(command: Sequence[str], place: Mapping[str, str], node: Node) -> list
     return ranks
 
 
-class _Job:
+class _Ranks:
     """The ranks of this node from their start to their end."""
 
     def __init__(
         self, ranks: list[subprocess.Popen[bytes]], node: Node, nodes: Nodes | None, noted: list[signal.Signals]
     ) -> None:
-        self._ranks, self._node, self._nodes, self._noted = ranks, node, nodes, noted
+        self._processes, self._node, self._nodes, self._noted = ranks, node, nodes, noted
         self._forwarded: set[signal.Signals] = set()
         self._end_by: float | None = None  # when what is left of the ranks is killed
         self._code = 0
-        self._unsaid: str | None = None  # of a rank that was stopped, which is news only if the others do not follow
+        self._unsaid: str | None = None  # says which rank was stopped: news only if the others do not follow
 
     def wait(self) -> int:
-        """Until the last rank has ended; returns the job's exit code."""
-        alive = dict(enumerate(self._ranks))
+        """Wait until the last rank has ended; return the job's exit code."""
+        alive = dict(enumerate(self._processes))
         while alive:
             self._forward(list(alive.values()))
             for rank in [rank for rank, process in alive.items() if process.poll() is not None]:
@@ -187,10 +164,8 @@ class _Job:
         who = f"rank {number} (pid {process.pid} on {socket.gethostname()})"
         if stopped:
             self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(self._code - 128).name}"
-        elif code < 0:
-            say(f"{who} was killed by {signal.Signals(-code).name}{_memory() if -code == signal.SIGKILL else ''}")
-        elif code > 2:  # of 1 and 2 the rank has said why
-            say(f"{who} ended with exit code {code}")
+        elif code not in (1, 2):  # of which the rank has said why
+            say(f"{who} {how_it_ended(code)}{_memory() if -code == signal.SIGKILL else ''}")
 
     def _look_at_other_nodes(self) -> None:
         code = self._nodes.failure() if self._nodes is not None else None
@@ -204,9 +179,9 @@ class _Job:
 
 
 def _memory() -> str:
-    """What is known of a killed rank: the kernel keeps the most that any child held until it was waited for."""
-    held = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    """Say how much a killed rank may have held: the kernel keeps the most that any child did that was waited for."""
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     return (
-        f"; if nobody sent it, memory ran out: the rank held up to {held / 2**30:.1f} GiB of this machine's "
+        f"; if nobody sent it, memory ran out: the rank held up to {peak / 2**30:.1f} GiB of this machine's "
         f"{host_memory() / 2**30:.1f} GiB"
     )

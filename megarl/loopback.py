@@ -1,4 +1,4 @@
-"""HTTP servers on this machine's loopback, which every user of the machine can reach. Torch-free.
+"""Serves HTTP on this machine's loopback, which every user of the machine can reach. Torch-free.
 
 Whoever knows the secret in the address is let in. The others get no room: few of their connections are open at a time,
 for some seconds each, and nothing that they send is logged.

@@ -1,4 +1,4 @@
-"""The launchers of a job's nodes: they meet before any rank starts, compare how they were started, and end together.
+"""Joins the launchers of a job: they meet before any rank starts, compare how they were started, and end together.
 
 All of it is in the store of the first node's launcher, in which the ranks meet, too. It is a TCP server that asks
 nobody for a password: the network between the nodes must be trusted with it.
@@ -34,7 +34,7 @@ _REFUSED, _COMPLETE, _FAILED, _DONE, _LAST_WORD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """This node's place in the job.
+    """The place of this node in the job.
 
     Attributes:
         nproc: ranks to start here, as on every other node.
@@ -51,7 +51,7 @@ class Node:
 
 
 class Nodes:
-    """This launcher among those of the other nodes, once all are there and agree."""
+    """Watches the launchers of the other nodes, once all are there and agree."""
 
     def __init__(self, node: Node, timeout_minutes: float) -> None:
         """
@@ -76,7 +76,7 @@ class Nodes:
         return int(self._store.port)
 
     def failure(self) -> int | None:
-        """The exit code of a node that failed, which says why itself, or of this one, if another one is gone."""
+        """Return the exit code of a node that failed, which says why itself, or of this one, if another one is gone."""
         if time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + LOOK_SECONDS
@@ -125,12 +125,14 @@ class Nodes:
         node = self._node
         try:
             listening = _listen(node.master_addr, node.master_port)
-            port = listening.getsockname()[1]
-            address = listening.getsockname()[0]
-            own = "127.0.0.1" if address == "0.0.0.0" else address
-            timeout = timedelta(seconds=60 * self._minutes)
+            address, port = listening.getsockname()[:2]
             return TCPStore(
-                own, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
+                "127.0.0.1" if address == "0.0.0.0" else address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60 * self._minutes),
+                master_listen_fd=listening.detach(),
             )
         except (OSError, DistError) as e:
             raise ValueError(f"port {node.master_port} of this host is in use; give another --master-port") from e
@@ -188,7 +190,7 @@ class Nodes:
             self._say_waiting(missing)
 
     def _refuse(self, why: str) -> None:
-        """Raises ValueError here, and on the other nodes that are there."""
+        """Raise ValueError here, and on the other nodes that are there."""
         self._store.set(_REFUSED, why)
         if self._node.node_rank == 0:  # the store ends with this process
             time.sleep(1.0)
@@ -211,7 +213,7 @@ class Nodes:
         self._store.set(f"megarl/heard/{self._node.node_rank}", "")
 
     def _have_last_word(self) -> None:
-        """Of a job that failed: nodes that have not heard of it by now are gone, and all that are left say so."""
+        """Have all nodes say which ones are gone: those that have not heard by now that the job failed."""
         failed = self._store.check([_FAILED])  # else it was stopped
         heard = {number for number in self._hosts if self._store.check([f"megarl/heard/{number}"])}
         gone = sorted(self._hosts.keys() - heard) if failed else []
@@ -247,18 +249,18 @@ class Nodes:
 
 def interface_towards(address: str) -> str | None:
     """The network interface over which this host reaches an address; None if that is unknown, or loopback towards a
-    host that is named otherwise: a host may give its own name an address of loopback."""
+    host that is named otherwise: a host may give its local name an address of loopback."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # sends nothing
-            own = probe.getsockname()[0]
+            local = probe.getsockname()[0]
     except OSError:
         return None
-    if _is_loopback(own) and not _is_loopback(address):
+    if _is_loopback(local) and not _is_loopback(address):
         return None
-    found = psutil.net_if_addrs()
-    return next((name for name, parts in found.items() if any(part.address == own for part in parts)), None)
+    interfaces = psutil.net_if_addrs()
+    return next((name for name, parts in interfaces.items() if any(part.address == local for part in parts)), None)
 
 
 def stay_on_interface(node: Node, environment: MutableMapping[str, str]) -> None:
@@ -274,7 +276,7 @@ def say(text: str) -> None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """On the address at which the other nodes look for this one; on all where it is none of this host's own."""
+    """Listen on the address where other nodes look for this one; on all if it is none of this host's."""
     with suppress(OSError):
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if _is_loopback(address) or not _is_loopback(str(where[0])):
@@ -289,10 +291,10 @@ def _is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """What two nodes were started with and must not differ in, the first such thing."""
-    first, second = sorted([mine, theirs], key=lambda one: one["node_rank"])
-    who = [f"node {one['node_rank']} on {one['host']}" for one in (first, second)]
+def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
+    """Say in what two nodes differ that must be the same, the first such thing; None: in nothing."""
+    first, second = sorted([mine, other], key=lambda node: node["node_rank"])
+    who = [f"node {node['node_rank']} on {node['host']}" for node in (first, second)]
     for key, option in (("nnodes", "--nnodes"), ("nproc", "--nproc")):
         if first[key] != second[key]:
             return f"{who[0]} was started with {option} {first[key]}, {who[1]} with {second[key]}; give all the same"

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Phase(str, Enum):
-    """What a rank does at a time: what is timed, whose peak memory is measured, and what is predicted.
+    """A part of a step: it is timed, its peak memory is measured, and both are predicted.
 
     A flow may have phases of its own beside these, with names of its own.
     """

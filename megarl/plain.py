@@ -1,5 +1,5 @@
-"""Texts of others on a terminal: what a model, a row, a reward or a folder's name says moves no cursor there, hides no
-line and answers no question of the terminal. Torch-free."""
+"""Writes texts of others to a terminal: what a model, a row, a reward or a folder's name says moves no cursor there,
+hides no line and answers no question of the terminal. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlainText(io.TextIOWrapper):
 
     @property
     def rich_proxied_file(self) -> Any:
-        """Where rich writes, which has cleaned its texts itself, and moves the cursor."""
+        """The stream that rich writes to: it has cleaned its texts itself, and moves the cursor."""
         return _Raw(self)
 
 
@@ -47,9 +47,9 @@ class _Raw:
 def plain_stream(stream: io.TextIOWrapper, buffer: Any) -> PlainText:
     """A `PlainText` like the stream, which writes to a buffer."""
     stream.flush()
-    made = PlainText(buffer, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering)
-    made.reconfigure(write_through=stream.write_through)
-    return made
+    replacement = PlainText(buffer, stream.encoding, "backslashreplace", line_buffering=stream.line_buffering)
+    replacement.reconfigure(write_through=stream.write_through)
+    return replacement
 
 
 @contextmanager
@@ -64,10 +64,10 @@ def plain_output() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, (before, made) in replaced.items():
-            made.detach()  # flushes; else the buffer would be closed with it
+        for name, (before, stream) in replaced.items():
+            stream.detach()  # flushes; else the buffer would be closed with it
             setattr(sys, name, before)
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return f"\\u{ord(found[0]):04x}"
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"

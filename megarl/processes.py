@@ -1,4 +1,4 @@
-"""Processes that end together: a rank with its launcher, and what a rank started with the rank."""
+"""Ends processes together: a rank with its launcher, and what a rank started with the rank."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def module_command(module: str) -> list[str]:
-    """The beginning of a command that runs a module as `python -m` does, but without the working directory, where
-    files of a stranger's may lie that have the names of packages."""
+    """Begin a command that runs a module as `python -m` does, but without the working directory, where files of a
+    stranger's may lie that have the names of packages."""
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    found = f"import sys; sys.path[:] = [path for path in sys.path if path] + [{here!r}]"
+    paths = f"import sys; sys.path[:] = [path for path in sys.path if path] + [{here!r}]"
     run = f"from runpy import run_module; run_module({module!r}, run_name='__main__', alter_sys=True)"
-    return [sys.executable, "-c", f"{found}; {run}"]
+    return [sys.executable, "-c", f"{paths}; {run}"]
 
 
 @contextmanager
 def signals_handled(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
-    """Have these signals handled so inside; what handled them before has them back afterwards. Main thread only."""
+    """Handle some signals otherwise inside; what handled them before does so again afterwards. Main thread only."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
@@ -45,7 +45,7 @@ def signals_handled(
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """The kernel kills this process when its parent ends, however that ends; forked children must ask for themselves.
+    """Have the kernel kill this process when its parent ends, however that ends. A fork does not inherit this.
 
     Without it, ranks whose launcher was killed would go on training, and a second start would train beside them.
 
@@ -59,33 +59,44 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def tell_of_parents_end(signum: int) -> None:
-    """The kernel sends this process a signal when its parent ends, or the parent's thread that started it."""
+    """Have the kernel send this process a signal when its parent ends, or the parent's thread that started it."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become this process's children, so that `kill_descendants` still finds them."""
+    """Become the parent of descendants whose parent ends, so that `kill_descendants` still finds them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def ending(code: int) -> str:
+    """Name the exit code of a process; a signal's number is negative."""
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}")
+
+
+def how_it_ended(code: int) -> str:
+    """Put the exit code of a process into words, a predicate."""
+    return f"{'ended with' if code >= 0 else 'was killed by'} {ending(code)}"
+
+
 def children() -> list[psutil.Process]:
-    """The processes that this one started, or adopted, and that have not been waited for."""
+    """Return the processes that this one started, or adopted, and has not waited for."""
     return psutil.Process().children()
 
 
 def kill_descendants(spared: Collection[psutil.Process] = ()) -> None:
     """End the processes that this one started, but for some children, and those that they started in turn."""
-    ours = [child for child in children() if child not in spared]
-    theirs = []
-    for child in ours:
+    started = [child for child in children() if child not in spared]
+    below = []
+    for child in started:
         with suppress(psutil.NoSuchProcess):
-            theirs += child.children(recursive=True)
-    for process in [*ours, *theirs]:
+            below += child.children(recursive=True)
+    for process in [*started, *below]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     by = time.monotonic() + _KILLED_SECONDS
-    psutil.wait_procs(ours, timeout=_KILLED_SECONDS)
-    while any(_lives(process) for process in theirs) and time.monotonic() < by:
+    psutil.wait_procs(started, timeout=_KILLED_SECONDS)
+    while any(_lives(process) for process in below) and time.monotonic() < by:
         time.sleep(0.01)
 
 
@@ -101,9 +112,9 @@ def kill_tree(pid: int) -> None:
     """End a process and all that it and its children started; does not wait for them."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for one in [process, *process.children(recursive=True)]:
+        for member in [process, *process.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                member.kill()
 
 
 def end_with_descendants() -> NoReturn:

@@ -1,4 +1,4 @@
-"""One rank of a run that a launcher started: from its arguments to its exit code."""
+"""A rank of a run that a launcher started: from its arguments to its exit code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ SECOND_VOICE_SECONDS = 2.5
 
 
 def main(argv: list[str]) -> int:
-    """Exit code 0 after the last step, 2 for a run that is refused, 1 for one that failed, 128 + s for signal s."""
+    """Take part in a run; returns exit code 0 after the last step, 2 for a run that is refused, 1 for one that failed,
+    128 + s for signal s."""
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:  # else nobody launched it, and it may outlive the shell
         launcher = os.environ.get("MEGARL_LAUNCHER")
@@ -40,8 +41,8 @@ def main(argv: list[str]) -> int:
         config = load_run_config(argv[0], argv[1:])
         from megarl.flow_kinds import FLOWS
         from megarl.parallel.cpu import enable_cpu_ranks
-        from megarl.trainer.checks import check_run
-        from megarl.trainer.resuming.run_lock import RunLock
+        from megarl.trainer.admission.checks import check_run
+        from megarl.trainer.run_lock import RunLock
 
         hush_dependencies()  # checks of overrides import Megatron-Core
         inputs = check_run(config)
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
             traceback.print_exc()
         return _refuse(f"error: {e}", rank)
 
-    from megarl.trainer.run import run
+    from megarl.trainer.session.take_part import run
 
     gc.freeze()  # modules stay: no later collection need look at them
     gc.enable()
@@ -81,7 +82,7 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
     """Say what ended the run, the rank that knows most first; returns the exit code."""
     from megarl.data.row_files import RowsChanged
     from megarl.parallel.watch import Stalled, is_peer_loss
-    from megarl.rewards.judge import RewardError
+    from megarl.rewards.results import RewardError
     from megarl.telemetry.profiler import OutOfMemory
 
     if debugging():

@@ -1,4 +1,4 @@
-"""What a configuration key names: code that comes with MegaRL, or code in a file of the user's. Torch-free."""
+"""Registries of the code that a configuration key can name: MegaRL's own, or in a user's file. Torch-free."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class Registry(Generic[T]):
         self._registered[name] = thing
 
     def names(self) -> list[str]:
-        """The registered names, sorted."""
+        """Return the registered names, sorted."""
         return sorted({*self._lazy, *self._registered})
 
     def check(self, value: str) -> None:
-        """Raises ValueError where `load` does. What comes with MegaRL is not imported, a user's file is."""
+        """Raise ValueError where `load` does. A user's file is imported, code of MegaRL is not."""
         if value not in self.names():
             self.load(value)
 
     def load(self, value: str) -> T:
-        """The function or class that the value names.
+        """Return the function or class that the value names.
 
         Raises:
             ValueError: unknown name (the known ones are listed, nearest first), no such file, a file without such a
@@ -100,20 +100,22 @@ class Registry(Generic[T]):
         thing = getattr(module, name, None)
         if not callable(thing):
             public = {key: value for key, value in vars(module).items() if not key.startswith("_") and callable(value)}
-            own = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
-            raise ValueError(f"{self._key}: {path!r} has no {self._noun} {name!r}; it has {', '.join(own) or 'none'}")
+            defined = [key for key, value in public.items() if getattr(value, "__module__", None) == module.__name__]
+            raise ValueError(
+                f"{self._key}: {path!r} has no {self._noun} {name!r}; it has {', '.join(defined) or 'none'}"
+            )
         return cast(T, thing)
 
 
 def _modules(package: str) -> list[str]:
-    """Those of a package's folder, none of which is imported."""
+    """List the modules of a package's folder without importing them."""
     spec = importlib.util.find_spec(package)
     folders = list(spec.submodule_search_locations or []) if spec else []
     return sorted(module.name for module in pkgutil.iter_modules(folders))
 
 
 def _import_file(path: str) -> ModuleType:
-    """The file as a module, executed once as long as it does not change: a check and a run have the same classes."""
+    """Import the file as a module, once as long as it does not change: a check and a run have the same classes."""
     with open(path, "rb") as f:
         source = f.read()
     place = os.fsencode(os.path.abspath(path))
@@ -133,13 +135,13 @@ def _import_file(path: str) -> ModuleType:
 
 
 def _importer(path: str) -> Callable[..., Any]:
-    """An `__import__` for a file, which finds the others of its folder by name, and nobody else finds them.
+    """Make an `__import__` for a file: it finds the other files of the folder by name, and nobody else finds them.
 
     `sys.path` stays as it is: a `json.py` beside a reward must be nothing that a library imports. Nor does a file find
     itself: an `agents.py` imports the package of that name.
     """
 
-    loaded: dict[str, ModuleType] = {}  # one that changes while the program runs stays what it was
+    loaded: dict[str, ModuleType] = {}  # a file that changes while the program runs is not imported again
 
     def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         file = os.path.join(os.path.dirname(path), f"{name}.py")

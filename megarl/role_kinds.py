@@ -22,11 +22,13 @@ def _in_generation() -> Mapping[Item, frozenset[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleKind:
-    """What residency and prediction know of a role. A class of the user's has its own in the attribute `kind`.
+    """The facts of a role that residency, prediction and checks read. A user's class has a kind of its own: `kind`.
 
     Attributes:
         name: of the configuration's section, where it has one.
         scalar: whether its model ends in a value or a score in place of a vocabulary.
+        from_actor: whether it begins with the actor's weights where its section names no folder.
+        own_tokenizer: whether it may read texts in the tokens of a tokenizer of its own.
         forward: the phase of its forward pass, where that is one of its own.
         absent: memory -> the phases in which it is not on the GPU, if the configuration lets it leave at all. By
             default all of it leaves during generation.
@@ -34,11 +36,13 @@ class RoleKind:
 
     name: str = ""
     scalar: bool = False
+    from_actor: bool = False
+    own_tokenizer: bool = False
     forward: Phase | None = None
     absent: Mapping[Item, frozenset[str]] = field(default_factory=_in_generation)
 
     def without(self, item: Item) -> frozenset[str]:
-        """The phases that do without it."""
+        """Return the phases that do without this memory."""
         return self.absent.get(item, frozenset())
 
 
@@ -53,6 +57,7 @@ TRAINED_REWARD_MODEL = RoleKind(name="reward_model", scalar=True, absent=_OF_POL
 CRITIC = RoleKind(
     name="critic",
     scalar=True,
+    from_actor=True,
     forward=Phase.VALUES,
     absent={
         Item.WEIGHTS: _ALL - _CRITIC - {Phase.SAVE},
@@ -62,6 +67,10 @@ CRITIC = RoleKind(
 )
 REFERENCE = RoleKind(name="reference", absent={Item.WEIGHTS: _GENERATION | {Phase.UPDATE} | _CRITIC})
 REWARD_MODEL = RoleKind(
-    name="reward_model", scalar=True, forward=Phase.REWARD, absent={Item.WEIGHTS: _ALL - {Phase.REWARD}}
+    name="reward_model",
+    scalar=True,
+    own_tokenizer=True,
+    forward=Phase.REWARD,
+    absent={Item.WEIGHTS: _ALL - {Phase.REWARD}},
 )
 TEACHER = RoleKind(name="teacher", forward=Phase.TEACHER, absent={Item.WEIGHTS: _ALL - {Phase.TEACHER}})

@@ -1,4 +1,4 @@
-"""One rank of a training run: `megarl train` starts it, or `torchrun --nproc_per_node N -m megarl.train CONFIG ...`."""
+"""Runs one rank of a training run, for `megarl train` or `torchrun --nproc_per_node N -m megarl.train CONFIG ...`."""
 
 from __future__ import annotations
 

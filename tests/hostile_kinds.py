@@ -349,12 +349,13 @@ def parquet(folder: Path) -> Case:
 
 
 def manifest(folder: Path) -> Case:
-    from megarl.checkpoint.folder import checkpoints, remark_on
+    from megarl.checkpoint.folder import checkpoints
     from megarl.checkpoint.manifest import record_files, write_manifest
 
     place = folder / "run" / "checkpoints" / "global_step_2"
     place.mkdir(parents=True)
-    (place / "trainer.json").write_text(json.dumps({"format": 1, "step": 2, "loop": "rl", "sampler": {"epoch": 0}}))
+    state = {"format": 1, "step": 2, "loop": "rl", "order": 0, "row": 2, "models": ["actor"], "identity": {"seed": {}}}
+    (place / "trainer.json").write_text(json.dumps(state))
     (place / "common.pt").write_bytes(b"x" * 10)
     write_manifest(str(place), record_files(str(place), ["trainer.json", "common.pt"]))
     names = ("manifest.json", "trainer.json")
@@ -366,7 +367,6 @@ def manifest(folder: Path) -> Case:
         with refused():
             (found,) = checkpoints(str(folder / "run"))
             assert "\n" not in (found.problem or "")
-            remark_on(found.folder)
         command("runs", str(folder))
         (place / name).write_bytes(as_json(whole[name]))
 

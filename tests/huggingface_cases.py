@@ -59,7 +59,7 @@ def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @contextmanager
 def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     """A policy in some layout with weights that are still to be read."""
-    from megarl.config.policy import ActorRolloutRef
+    from megarl.config.policy import ActorRolloutRefConfig
     from megarl.parallel.layout import TrainLayout
     from megarl.parallel.train_groups import leave_groups, train_groups
     from megarl.parallel.world import World
@@ -69,7 +69,7 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     layout = TrainLayout(ranks=range(world.size), tp=case.tp, pp=case.pp, chunks=case.chunks)
     groups = train_groups(world, layout)
     megatron = {"sequence_parallel": case.tp > 1}
-    config = ActorRolloutRef.model_validate({"model": {"dtype": dtype}, "actor": {"megatron": megatron}})
+    config = ActorRolloutRefConfig.model_validate({"model": {"dtype": dtype}, "actor": {"megatron": megatron}})
     try:
         keys = config.actor
         yield MegatronModel(

@@ -6,16 +6,21 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.config.data import Data
 from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.readers import Row, iterate_rows
 from megarl.data.tokenizer import load_tokenizer
 from tools.prepare_reasoning_gym import train_tokenizer
 
 ROOT = Path(__file__).parents[1]
+
+
+def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
+    return list(iterate_rows(patterns, what))
 
 
 def write_tokenizer(folder: Path) -> str:

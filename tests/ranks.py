@@ -32,7 +32,7 @@ def _serve(pipe: Connection, cpu: int) -> None:
     from megarl.parallel.cpu import enable_cpu_ranks
 
     enable_cpu_ranks()  # before Megatron-Core is imported
-    import megarl.trainer.run  # noqa: F401 (with most of what jobs need)
+    import megarl.trainer.session.take_part  # noqa: F401 (with most of what jobs need)
 
     gc.enable()
     if not torch.cuda.is_available():  # gloo's threads of one rank wake each other, soonest where they already are

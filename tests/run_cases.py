@@ -23,9 +23,9 @@ def run_here(config: str, overrides: Sequence[str] = (), fault: str = "", folder
     from megarl.flow_kinds import FLOWS
     from megarl.parallel.train_groups import leave_groups
     from megarl.parallel.world import World
-    from megarl.rewards.judge import RewardError
-    from megarl.trainer.checks import check_run
-    from megarl.trainer.run import take_part
+    from megarl.rewards.results import RewardError
+    from megarl.trainer.admission.checks import check_run
+    from megarl.trainer.session.take_part import take_part
     from megarl.trainer.stop import StopRequest
     from megarl.trainer.stopped import RunRefused, RunStopped
 
@@ -97,9 +97,9 @@ def another_advantage_on_rank_1() -> Callable[[], None]:
 
 def nan_in_the_weights() -> Callable[[], None]:
     """After the second step's updates: what is saved then would be lost."""
-    from megarl.trainer.session import Run
+    from megarl.trainer.session.loops import Loops
 
-    original, calls = Run._end_step, [0]
+    original, calls = Loops._end_step, [0]
 
     def poisoned(self: Any, *args: Any) -> None:
         calls[0] += 1
@@ -108,10 +108,10 @@ def nan_in_the_weights() -> Callable[[], None]:
                 next(iter(actor.parameters().values())).data.view(-1)[0] = torch.nan
         original(self, *args)
 
-    Run._end_step = poisoned  # type: ignore[method-assign]
+    Loops._end_step = poisoned  # type: ignore[method-assign]
 
     def undo() -> None:
-        Run._end_step = original  # type: ignore[method-assign]
+        Loops._end_step = original  # type: ignore[method-assign]
 
     return undo
 

@@ -19,7 +19,7 @@ from megarl.parallel.layout import TrainLayout
 
 def one_optimizer_at_a_time() -> list[bool]:
     """Whether the first optimizer is gone while the second is built, and once it is."""
-    from megarl.config.policy import Optim
+    from megarl.config.policy import OptimConfig
     from megarl.roles import optimizer as module
 
     alive = []
@@ -34,7 +34,7 @@ def one_optimizer_at_a_time() -> list[bool]:
 
         module.get_megatron_optimizer = watched
         try:
-            actor.restart_optimizer(Optim(), 10)
+            actor.restart_optimizer(OptimConfig(), 10)
         finally:
             module.get_megatron_optimizer = build
         gc.collect()
@@ -51,7 +51,7 @@ LEAVING = {"param_offload": True, "optimizer_offload": True}
 
 def restarted(megatron: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Weights after an update with each of three optimizers; what may leave does, before and after one is made."""
-    from megarl.config.policy import Optim
+    from megarl.config.policy import OptimConfig
     from megarl.parallel.offload import storages
     from megarl.phases import Item
 
@@ -68,7 +68,7 @@ def restarted(megatron: dict[str, Any]) -> dict[str, torch.Tensor]:
             update(actor, fixed_batch())
             if left_before:
                 leave()
-            actor.restart_optimizer(Optim(lr=3e-2), 10)
+            actor.restart_optimizer(OptimConfig(lr=3e-2), 10)
             leave()
         update(actor, fixed_batch())
         leave()

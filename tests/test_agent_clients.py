@@ -17,10 +17,10 @@ from chat_tokenizer import write_chat_tokenizer
 from library_agents import AGENTS, module_of
 
 from megarl.data.tokenizer import load_tokenizer
+from megarl.environments.endpoint import Endpoint, Waiting
+from megarl.environments.episodes import Played
+from megarl.environments.sessions import Session
 from megarl.environments.speech import Speech
-from megarl.rollout.endpoint import Endpoint, Waiting
-from megarl.rollout.episodes import Played
-from megarl.rollout.sessions import Session
 from megarl.types import Completion, Prompt, Rollout, SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -26,11 +26,11 @@ def test_telemetry_is_measured_within_one_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert figures["steps"] == 12 - 5
-    counted = ("Run._report_step", "Report.samples", "Report.trained_on")
+    counted = ("RunRecords.step", "Report.samples", "Report.trained_on")
     assert set(figures["seconds"]) == {
         f"{name} {kind}" for name in (*counted, "Report.step") for kind in ("wall", "cpu")
     }
-    assert 0 < figures["seconds"]["Report.step cpu"] < figures["seconds"]["Run._report_step cpu"]
+    assert 0 < figures["seconds"]["Report.step cpu"] < figures["seconds"]["RunRecords.step cpu"]
     cpu = sum(figures["seconds"][f"{name} cpu"] for name in counted)
     assert figures["shares"]["of_step"] == pytest.approx(cpu / figures["step_s"])
     assert 0 < figures["shares"]["of_step"] < 0.1 and figures["shares"]["of_step_with_threads"] < 1

@@ -18,7 +18,7 @@ from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.checkpoint.folder import whole_checkpoints
 from megarl.config import load_config
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.resuming.best import best_checkpoint
 from megarl.trainer.subject import find_subject
 

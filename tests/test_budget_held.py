@@ -35,7 +35,7 @@ WIDER = replace(ARCH, hidden_size=128, ffn_hidden_size=256)
 
 
 def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
-    from megarl.roles.optimizer_state import MOMENTS, _slot
+    from megarl.roles.optimizer_state import MOMENTS, Slots
 
     with actor_in(case, WIDER, dtype) as actor:
         parameters = list(actor.parameters().values())
@@ -45,7 +45,7 @@ def _bytes_held(case: Case, dtype: str) -> dict[str, int]:
             "gradients": sum(buffer.grad_data.nbytes for model in actor.ddp for buffer in model.buffers),
             "optimizer": 0,
         }
-        for slot in filter(None, (_slot(actor.optimizer._adam, p) for p in parameters)):
+        for slot in filter(None, map(Slots(actor.optimizer._adam).of, parameters)):
             state = slot.tensors()
             held["optimizer"] += sum(state[name].nbytes for name in MOMENTS)
             if slot.main.untyped_storage().data_ptr() not in weights:
@@ -86,7 +86,7 @@ STEP = (
 
 def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str, int]]:
     """What this rank holds of a critic and a reward model in each phase of the second step."""
-    from megarl.config.policy import Batching, Megatron, Model
+    from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
     from megarl.hybrid.residency import Residency
     from megarl.models.fill import random_source
     from megarl.parallel.train_groups import train_groups
@@ -98,9 +98,9 @@ def _bytes_in_phases(dtype: str, modes: dict[str, bool]) -> dict[Phase, dict[str
         judge = Judge(
             WIDER,
             train_groups(actor.groups.world, layout_of(JUDGE)),
-            model=Model(dtype=dtype),
-            megatron=Megatron(param_offload=bool(modes)),
-            batching=Batching(),
+            model=ModelConfig(dtype=dtype),
+            megatron=MegatronConfig(param_offload=bool(modes)),
+            batching=BatchingConfig(),
             initial=lambda model: model.load(random_source(model.arch, 2)),
         )
         residency = Residency()

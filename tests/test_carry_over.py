@@ -28,7 +28,7 @@ from training_cases import Case, actor_in, hybrid_of
 from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import Config, build_config, load_config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.experience.carry_over import CarryOver, _digest
 from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
 

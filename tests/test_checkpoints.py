@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from small_disk import fill, small_disk
+from small_state import STATE, rl_step, state_at, warmup_step
 from training_cases import ARCH, Case, actor_in, fixed_batch, update
 
 from megarl.checkpoint.folder import (
@@ -25,12 +28,9 @@ from megarl.checkpoint.folder import (
     checkpoints,
     problem_with,
     prune_checkpoints,
-    remark_on,
     remove_partials,
-    rl_step,
     set_aside,
     take_place,
-    warmup_step,
     whole_checkpoints,
     write_state,
 )
@@ -41,7 +41,7 @@ def fake(run_dir: Path, step: int, at: Callable[[int], Position] = rl_step) -> P
     """A checkpoint as far as its small files tell."""
     folder = Path(checkpoint_folder(str(run_dir), at(step)))
     folder.mkdir(parents=True)
-    write_state(str(folder), {"step": step, "loop": at(step).loop, "order": at(step).order, "format": FORMAT})
+    write_state(str(folder), {**state_at(at(step)), "format": FORMAT})
     for name in ("common.pt", "metadata.json", ".metadata", "__0_0.distcp"):
         (folder / name).write_text('{"sharded_backend": "torch_dist"}')
     write_manifest(str(folder), record_files(str(folder), files_of(str(folder)), sync=True))
@@ -54,9 +54,10 @@ def damage_state(text: str) -> Any:
 
 DAMAGES: list[tuple[Any, str]] = [
     (damage_state(""), "its trainer.json is not JSON (Expecting value: line 1 column 1 (char 0))"),
-    (damage_state("[]"), "its trainer.json is not a JSON object with an integer step"),
-    (damage_state('{"step": true}'), "its trainer.json is not a JSON object with an integer step"),
-    (damage_state('{"step": 3, "format": 1}'), "its trainer.json says step 3, its name step 9"),
+    (damage_state("[]"), "its trainer.json does not record a step of a run"),
+    (damage_state('{"step": true}'), "its trainer.json does not record a step of a run"),
+    (damage_state('{"step": 9}'), "its trainer.json does not record a step of a run"),
+    (damage_state(json.dumps(state_at(rl_step(3)))), "its trainer.json says step 3, its name step 9"),
     (lambda folder: (folder / "trainer.json").unlink(), "trainer.json is missing"),
     (
         lambda folder: ((folder / "manifest.json").unlink(), os.mkfifo(folder / "manifest.json")),
@@ -97,18 +98,6 @@ def test_names_and_their_order(tmp_path: Path) -> None:
         ("warmup_step_40", None),
     ]
     assert checkpoints(str(tmp_path / "nowhere")) == []
-
-
-def test_a_checkpoint_from_before_manifests_is_taken_with_a_remark(tmp_path: Path) -> None:
-    folder = fake(tmp_path, 4)
-    (folder / "manifest.json").unlink()
-    write_state(str(folder), {"step": 4, "world_size": 1})
-    assert problem_with(str(folder)) is None
-    assert remark_on(str(folder)) == (
-        f"'{folder}' was written before checkpoints had a manifest.json: its contents cannot be checked"
-    )
-    (folder / ".metadata").write_bytes(b"")
-    assert problem_with(str(folder)) == ".metadata is missing or empty"
 
 
 def test_a_damaged_checkpoint_steps_aside(tmp_path: Path) -> None:
@@ -176,7 +165,24 @@ def _save(actor: Any, run_dir: str, step: int, write_model: Any = lambda folder:
 
     state = {"actor": actor.sharded_state(loading=False)}
     at, world = rl_step(step), actor.groups.world
-    return save_checkpoint(run_dir, at, state, {"mark": 7}, write_model=write_model, world=world)
+    return save_checkpoint(run_dir, at, state, {"mark": 7, **STATE}, write_model=write_model, world=world).folder
+
+
+def _save_in_turns(actor: Any, run_dir: str, step: int) -> str:
+    """The same, in three calls; a rank writes on a thread while the others are idle: it waits for none of them."""
+    from megarl.checkpoint.store import commit, take_snapshot
+
+    world = actor.groups.world
+    state = {"actor": actor.sharded_state(loading=False)}
+    settings: dict[str, Any] = {"write_model": lambda folder: None, "world": world}
+    snapshot = take_snapshot(run_dir, rl_step(step), state, {"mark": 7, **STATE}, **settings)
+    with ThreadPoolExecutor(1) as pool:
+        for rank in range(world.size):
+            if rank == world.rank:
+                future = pool.submit(snapshot.write)
+                future.exception()
+            world.barrier("the test")
+        return commit(snapshot, future.result, world).folder
 
 
 def _load(actor: Any, folder: str) -> None:
@@ -210,7 +216,7 @@ def _layouts(run_dir: str, cases: list[Case]) -> list[Any]:
                     _load(actor, before)
                 else:
                     _step(actor)
-                before = _save(actor, run_dir, step)
+                before = _save_in_turns(actor, run_dir, step)
     finally:
         torch.use_deterministic_algorithms(False)
     first, *others = [_tensors(checkpoint_folder(run_dir, rl_step(i + 1))) for i in range(len(cases))]
@@ -259,7 +265,7 @@ def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())["files"]
         assert set(manifest) == set(files_of(str(folder))) and "trainer.json" in manifest
         state = json.loads((folder / "trainer.json").read_text())
-        assert state == {"mark": 7, "format": 1, "loop": "rl", "order": 1, "step": step, "world_size": 4}
+        assert state == {"mark": 7, **STATE, "format": 1, "loop": "rl", "order": 1, "step": step, "world_size": 4}
 
 
 def _bad_luck(run_dir: str) -> dict[str, Any]:
@@ -365,14 +371,20 @@ def _full_disk(run_dir: str) -> list[str]:
 
 def _little_room(folder: str) -> list[str]:
     """What attempts to write a small state end in, with more room each time."""
-    from megarl.checkpoint.sharded_files import write_sharded
+    from megarl.checkpoint.agreement import on_every_rank
+    from megarl.checkpoint.sharded_files import ShardedParts
     from megarl.parallel.world import World
 
     said, world = [], World()
+    parts = ShardedParts({"state": list(range(100_000))}, world)
+
+    def write(disk: str) -> None:
+        parts.finish(disk, [parts.write(disk)])
+
     for kib in range(4, 36, 8):
         with small_disk(Path(folder, str(kib)), kib) as disk:
             try:
-                write_sharded(str(disk), {"state": list(range(100_000))}, world)
+                on_every_rank(world, partial(write, str(disk)))
             except (OSError, RuntimeError) as e:
                 said.append(f"{type(e).__name__}: {e}")
     world.leave()

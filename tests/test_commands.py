@@ -24,7 +24,7 @@ import megarl.cli
 from megarl.cli.main import COMMANDS, GROUPS, main
 from megarl.cli.runs import FoundRun, read_run, run_folders
 from megarl.config.load import all_keys
-from megarl.trainer.resuming.run_lock import RunLock
+from megarl.trainer.run_lock import RunLock
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 COMMAND = [sys.executable, "-m", "megarl.cli.main"]

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from tiny_run import write_run
 
 from megarl.config import Config, load_config
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.inputs import Inputs
 
 HOSTILE = st.sampled_from(

@@ -14,7 +14,7 @@ from tiny_run import FINGERPRINT, numbers_of, train_in, write_run
 from training_cases import Case, actor_in
 
 from megarl.config import load_config
-from megarl.trainer.checks import check_layouts
+from megarl.trainer.admission.checks import check_layouts
 
 
 def _within_and_after() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from megarl.cli.main import main
 from megarl.config import build_config, load_config
 from megarl.config.load import all_keys
 from megarl.flow_kinds import FLOWS
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 KEYS = set(all_keys())

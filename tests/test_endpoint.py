@@ -25,19 +25,19 @@ from tiny_engines import engine_of
 from tiny_families import ARCHITECTURES
 from tiny_run import FOUR_RANKS, megarl, metrics_of, train_in, write_run
 
+from megarl.environments.agent_episodes import Agents
 from megarl.environments.agent_process import check_agent
+from megarl.environments.channel import Channel
+from megarl.environments.chat_reply import reply_message
+from megarl.environments.chat_request import Asked
+from megarl.environments.environment_episodes import Rules
+from megarl.environments.episodes import Orders, Played, serve
+from megarl.environments.parameters import CHAT
+from megarl.environments.sessions import Session
 from megarl.environments.speech import Speech
 from megarl.loopback import STRANGERS
-from megarl.rewards.judge import RewardError
-from megarl.rollout.agents import Agents
-from megarl.rollout.channel import Channel
-from megarl.rollout.chat_reply import reply_message
-from megarl.rollout.chat_request import Asked
+from megarl.rewards.results import RewardError
 from megarl.rollout.engine import Request
-from megarl.rollout.environments import Rules
-from megarl.rollout.episodes import Orders, Played, serve
-from megarl.rollout.parameters import CHAT
-from megarl.rollout.sessions import Session
 from megarl.types import Completion, Prompt, Rollout, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=120, stop_token_ids=(2, 9, 13, 30, 40))

@@ -23,8 +23,8 @@ from megarl.environments.environment import Turn, blocks, environment_of
 from megarl.environments.python_tool import PythonTool
 from megarl.environments.speech import Speech
 from megarl.rewards.exact_match import exact_match
-from megarl.rewards.judge import RewardError
-from megarl.trainer.checks import check_run
+from megarl.rewards.results import RewardError
+from megarl.trainer.admission.checks import check_run
 
 # ------------------------------------------------------------------------------------------------------------- tools
 

@@ -23,15 +23,15 @@ from tiny_families import ARCHITECTURES, VOCAB
 from tiny_run import FOUR_RANKS, megarl, metrics_of, numbers_of, train_in, write_run
 
 from megarl.config import load_config
+from megarl.environments.channel import Channel
 from megarl.environments.environment import Turn
+from megarl.environments.environment_episodes import Rules, WithEnvironments
+from megarl.environments.episodes import Orders, Played, serve
 from megarl.environments.speech import Speech
-from megarl.rollout.channel import Channel
 from megarl.rollout.engine import Request
-from megarl.rollout.environments import Rules, WithEnvironments
-from megarl.rollout.episodes import Orders, Played, serve
 from megarl.rollout.native import engine as native
 from megarl.rollout.native.scheduler import Admission, Scheduler
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
 
 ARCH = ARCHITECTURES["qwen3"]

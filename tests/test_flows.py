@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -91,6 +92,10 @@ FLOWS = {
     "no name": ("for _ in run.steps('Warm up', 1): pass", "'Warm up' is no name for a loop"),
     "twice": ("for _ in range(2): list(run.steps('a', 0))", "two loops of this flow are called 'a'"),
     "nested": ("for _ in run.steps('a', 1): list(run.steps('b', 1))", "the loop 'b' begins while 'a' is not over"),
+    "no demonstrations": (
+        "megarl.sft(run, None, 'sft', total=1, batch_size=2)",
+        "the loop 'sft' takes 2 demonstrations a step, and no demonstrations are loaded: set warmup.train_files",
+    ),
     "taken": ("run.add('identity', megarl.prompt_sampler(run.inputs))", "needs another name: this one is taken"),
 }
 
@@ -102,6 +107,54 @@ def test_what_a_flow_may_not_do_is_said(ranks: Ranks, tmp_path: Path) -> None:
         run_dir = f"trainer.default_local_dir={tmp_path / name}"
         ended, _ = ranks.run(1, run_here, config, [f"trainer.flow={tmp_path / 'flow.py'}:flow", run_dir])[0]
         assert wanted in ended, (name, ended)
+
+
+def test_a_stage_of_ones_own_in_ppo(ranks: Ranks, tmp_path: Path) -> None:
+    """It sees what the step computed so far, and the step goes on with what it returns."""
+    body = """
+import megarl, torch
+def flow(run):
+    def stage(batch):
+        assert batch.old_logp is not None and batch.advantages is None
+        run.log("stage", {"reward": float(batch.rewards.mean())})
+        return batch.with_(rewards=torch.ones(len(batch)))
+    megarl.ppo(run, stage)
+"""
+    (tmp_path / "flow.py").write_text(body)
+    settings = {"trainer__flow": f"{tmp_path / 'flow.py'}:flow", "trainer__total_training_steps": 1}
+    ended, said = ranks.run(1, run_here, str(write_run(tmp_path, trainer__logger=["jsonl"], **settings)))[0]
+    assert ended == "", said
+    row = metrics_of(tmp_path)[-1]
+    assert row["stage/reward"] == row["reward/mean"]
+    assert row["actor/grad_norm"] == 0  # equal rewards: every advantage of the group is 0
+
+
+def test_rollouts_of_ones_own_flow_are_shown(ranks: Ranks, tmp_path: Path) -> None:
+    body = """
+import megarl
+def flow(run):
+    optim = run.config.actor_rollout_ref.actor.optim
+    actor = run.add("actor", megarl.build_actor(run.inputs, run.groups, optim=optim, total_steps=2))
+    generation = run.generation(actor)
+    for step in run.steps("mine", 2):
+        with generation.phase():
+            sampling = run.inputs.sampling(validation=False)
+            rollouts = generation.rollouts(run.inputs.train_prompts[:2], 2, sampling, seed=1, round_=step)
+        rollouts = run.score(rollouts)
+        run.show(rollouts)
+        batch = rollouts.to_batch()
+        run.log("actor", actor.update(batch, *actor.plan(batch).mini_batches, megarl.cross_entropy))
+        run.trained_on(batch.with_(advantages=batch.rewards[batch.sequence_of_token]))
+"""
+    (tmp_path / "flow.py").write_text(body)
+    config = write_run(tmp_path, trainer__flow=f"{tmp_path / 'flow.py'}:flow", trainer__log_rollouts=4)
+    ended, said = ranks.run(1, run_here, str(config))[0]
+    assert ended == "", said
+    for step in (1, 2):
+        lines = (tmp_path / "run" / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert len(samples) == 4
+        assert all(sample["advantage"] == [sample["reward"]] * sample["length"] for sample in samples)
 
 
 def test_a_loop_that_is_left_by_break(ranks: Ranks, tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def answered(words: list[str], overrides: Sequence[str] = ()) -> tuple[str, list
     from megarl.config import Config
     from megarl.parallel.train_groups import leave_groups
     from megarl.parallel.world import World
+    from megarl.trainer.admission.checks import check_answering
     from megarl.trainer.answering import Answering
-    from megarl.trainer.checks import check_answering
 
     parser, _ = parser_for(["generate"])
     args = parser.parse_args(["generate", *words])
@@ -95,8 +95,8 @@ def _leave_after(path: str, prompt: str, tokens: int) -> tuple[int, str | None, 
     from megarl.cli import generate
     from megarl.parallel.train_groups import leave_groups
     from megarl.parallel.world import World
+    from megarl.trainer.admission.checks import check_answering
     from megarl.trainer.answering import Answering
-    from megarl.trainer.checks import check_answering
 
     parser, _ = parser_for(["generate"])
     args = parser.parse_args(["generate", path, "--max-tokens", "20", "--temperature", "2"])

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from hostile_kinds import KINDS
 from huggingface_cases import write_folder as write_model
+from prompt_rows import read_rows
 from report_runs import rollout, write_folder, write_rollouts
 from test_data import message
 
 from megarl.checkpoint.safetensors_file import read_header
 from megarl.cli.main import main
 from megarl.config.load import build_config, load_config
-from megarl.data.readers import read_rows
 from megarl.evaluation.records import Record, read_records
 from megarl.telemetry.lines import complete_lines
-from megarl.trainer.telemetry_checks import check_telemetry
+from megarl.trainer.admission.telemetry import check_telemetry
 
 ROOT = Path(__file__).parents[1]
 QUICK = ("safetensors", "model_folder", "sentencepiece", "manifest", "jsonl")

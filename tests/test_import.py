@@ -31,12 +31,12 @@ before = seen()
 for name in (
     "megarl", "megarl.parallel.world", "megarl.parallel.cpu", "megarl.config", "megarl.types", "megarl.registry",
     "megarl.rewards", "megarl.data.prompts", "megarl.telemetry.sinks", "megarl.rollout.kinds",
-    "megarl.rollout.native.engine", "megarl.trainer.checks", "megarl.trainer.inputs", "megarl.launcher",
+    "megarl.rollout.native.engine", "megarl.trainer.admission.checks", "megarl.trainer.inputs", "megarl.launcher",
 ):
     importlib.import_module(name)
 assert "megatron" not in sys.modules and "transformer_engine" not in sys.modules and "apex" not in sys.modules
 if WITH_MEGATRON:
-    importlib.import_module("megarl.trainer.run")
+    importlib.import_module("megarl.trainer.session.take_part")
     importlib.import_module("megarl.checkpoint.megatron_folder")
     assert "megatron.core" in sys.modules and sys.modules.get("transformer_engine", 0) is not None
 after = seen()
@@ -47,7 +47,7 @@ assert {("torch", "empty"), ("torch", "compile"), ("Tensor", "cuda"), ("cuda", "
 
 LATE = """
 import sys
-import megarl.trainer.run, megarl.roles.actor  # and Megatron-Core with them
+import megarl.trainer.session.take_part, megarl.roles.actor  # and Megatron-Core with them
 from tiny_run import train
 print(train(sys.argv[1], []))
 """

@@ -19,7 +19,7 @@ from megarl.config import load_config
 from megarl.models.gpt import transformer_config
 from megarl.models.overrides import check_overrides
 from megarl.parallel.layout import TrainLayout
-from megarl.trainer.checks import check_layouts, check_run
+from megarl.trainer.admission.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import train_layout
 

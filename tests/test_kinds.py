@@ -15,7 +15,7 @@ from megarl.config import Config, load_config
 from megarl.flow_kinds import FlowKind, flow_kind, format_of, generates, trains
 from megarl.rollout.kinds import NATIVE, engine_kind
 from megarl.rollout.vllm.kind import VLLM
-from megarl.trainer.checks import check_layouts, check_run
+from megarl.trainer.admission.checks import check_layouts, check_run
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.memory import job_of
 from megarl.trainer.resuming.resume import Start, finished

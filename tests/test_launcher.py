@@ -19,7 +19,7 @@ import psutil
 import pytest
 from ranks import free_port
 
-from megarl.launcher import _private_folder, launch
+from megarl.launcher import _folder, launch
 from megarl.nodes import Node
 
 HOST = socket.gethostname()
@@ -152,7 +152,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.Capture
     port = free_port()
     sleeps = "import os, time; open(os.environ['NOTE'], 'w').close(); time.sleep(9999)"
     launcher = (
-        "import sys; from megarl.launcher import _private_folder, Node, launch\n"
+        "import sys; from megarl.launcher import _folder, Node, launch\n"
         f"node = Node(nproc=1, nnodes=2, node_rank=1, master_port={port})\n"
         f"sys.exit(launch([sys.executable, '-c', {sleeps!r}], node, timeout_minutes=1))"
     )
@@ -172,7 +172,7 @@ def test_a_node_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.Capture
 def launcher_of(node: Node, code: str, *, minutes: float = 1.0) -> subprocess.Popen[str]:
     """A node's launcher in a process of its own."""
     source = (
-        "import sys; from megarl.launcher import _private_folder, launch; from megarl.nodes import Node\n"
+        "import sys; from megarl.launcher import _folder, launch; from megarl.nodes import Node\n"
         f"try: sys.exit(launch([sys.executable, '-c', {code!r}], {node!r}, timeout_minutes={minutes}))\n"
         "except ValueError as e: print('refused:', e, file=sys.stderr); sys.exit(2)"
     )
@@ -211,10 +211,11 @@ def test_what_a_killed_launcher_left_is_removed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "megarl-job-left").mkdir()
     (tmp_path / "megarl-job-left" / "store").touch()
+    os.utime(tmp_path / "megarl-job-left", (0, 0))
     (tmp_path / "megarl-job-runs").mkdir()
     runs = os.open(tmp_path / "megarl-job-runs", os.O_RDONLY)
     fcntl.flock(runs, fcntl.LOCK_EX)
-    with _private_folder() as own, _private_folder() as other:
+    with _folder() as own, _folder() as other:
         assert sorted(os.listdir(tmp_path)) == sorted(["megarl-job-runs", Path(own).name, Path(other).name])
     os.close(runs)
     assert os.listdir(tmp_path) == ["megarl-job-runs"]

@@ -20,13 +20,13 @@ from megarl.algorithms.loss import Loss, LossInput, Metric, columns_of, prepared
 from megarl.algorithms.registry import LOSSES
 from megarl.algorithms.regularizers import KlToReference
 from megarl.algorithms.rollout_correction import correct_rollouts
-from megarl.config.algorithm import RolloutCorrection
+from megarl.config.algorithm import RolloutCorrectionConfig
 from megarl.config.fields import KlLoss, LossAggMode
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 from megarl.types import Batch, batch_of
 
 LOW, HIGH, TAU_POS, TAU_NEG, KL_COEF = 0.2, 0.3, 0.8, 1.7, 0.25
-ACTOR = Actor.model_validate(
+ACTOR = ActorConfig.model_validate(
     {
         "clip_ratio_low": LOW,
         "clip_ratio_high": HIGH,
@@ -364,7 +364,7 @@ def test_truncated_importance_weights_make_it_decoupled_ppo() -> None:
     generator = torch.Generator().manual_seed(9)
     assert it.batch.old_logp is not None and it.batch.advantages is not None
     behaviour = it.batch.old_logp + 0.7 * torch.randn(len(it.logp), generator=generator, dtype=torch.float64)
-    correction = RolloutCorrection(rollout_is="token", rollout_is_threshold=1.5)
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=1.5)
     it.batch = correct_rollouts(it.batch.with_(rollout_logp=behaviour), correction)
     value, gradient, _ = _evaluate(_loss("vanilla"), it, [it.sequences], torch.float64)
 

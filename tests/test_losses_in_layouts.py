@@ -39,10 +39,10 @@ def _batch(actor: Any) -> Batch:
 
 
 def _train(case: Case, sizes: tuple[int, ...]) -> History:
-    from megarl.config.policy import Actor, Optim
+    from megarl.config.policy import ActorConfig, OptimConfig
     from megarl.models.fill import random_source
 
-    config = Actor.model_validate({"policy_loss": SETTINGS})
+    config = ActorConfig.model_validate({"policy_loss": SETTINGS})
     out: History = {}
     with actor_in(case, lr=LR, adam_eps=EPS) as actor:
         batch = _batch(actor)
@@ -50,7 +50,7 @@ def _train(case: Case, sizes: tuple[int, ...]) -> History:
             loss = LOSSES.load(name)(config)
             for size in sizes:
                 actor.load(random_source(actor.arch, 1))
-                actor.restart_optimizer(Optim(lr=LR, adam_eps=EPS), 4)
+                actor.restart_optimizer(OptimConfig(lr=LR, adam_eps=EPS), 4)
                 updates = [update(actor, batch, loss, size) for _ in range(3)]
                 out[name, size] = [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]
     return out
@@ -102,7 +102,7 @@ Updates = list[tuple[float, float]]
 
 def _both_scopes(case: Case, arch: Architecture) -> tuple[dict[str, float], list[Updates]]:
     """How far two scopes' gradients are apart, of each parameter as a share of their norm; three updates of each."""
-    from megarl.config.policy import Optim
+    from megarl.config.policy import OptimConfig
     from megarl.models.fill import random_source
 
     gradients, histories = [], []
@@ -111,7 +111,7 @@ def _both_scopes(case: Case, arch: Architecture) -> tuple[dict[str, float], list
         weights = token_weights(batch, range(len(batch)))
         for loss in (Scoped("token"), Scoped("sequence")):
             actor.load(random_source(actor.arch, 1))
-            actor.restart_optimizer(Optim(lr=LR, adam_eps=EPS), 4)
+            actor.restart_optimizer(OptimConfig(lr=LR, adam_eps=EPS), 4)
             actor.accumulate_gradients(batch, mini_batch, weights, loss)
             gradients.append({name: p.main_grad.clone() for name, p in actor.parameters().items()})
             updates = [actor.update(batch, mini_batch, loss, weights) for _ in range(3)]

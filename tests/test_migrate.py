@@ -17,7 +17,7 @@ from megarl.config import Config, ConfigError, build_config, load_config
 from megarl.config.load import all_keys
 from megarl.migration import convert, entries, entry_of, read_written
 from megarl.rewards.parts import parts_of
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 
 SHIPPED = ROOT / "tests" / "migration"
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -550,7 +550,7 @@ def test_rows_and_rewards_of_verl(tmp_path: Path) -> None:
     from chat_tokenizer import write_chat_tokenizer
 
     from megarl.rewards.call import Caller
-    from megarl.rewards.judge import Response, judged_value
+    from megarl.rewards.results import Response, result_of_value
 
     (tmp_path / "mine.py").write_text(REWARD)
     own = read_written(
@@ -583,7 +583,7 @@ def test_rows_and_rewards_of_verl(tmp_path: Path) -> None:
     prompt = inputs.train_prompts[7]
     assert (prompt.row["answer"], prompt.data_source, prompt.row["extra_info"]["index"]) == ("3", "sums", 12)
     (part,) = parts_of(inputs.config.reward)
-    judged = judged_value(Caller(part.reward, part.args).one(Response(text="3"), prompt.row))
+    judged = result_of_value(Caller(part.reward, part.args).one(Response(text="3"), prompt.row))
     assert judged.score == pytest.approx(2.12) and judged.metrics == {"acc": 1.0}
     lists = inputs.config.reward.model_copy(update={"name": f"{tmp_path / 'mine.py'}:of_lists", "args": {}})
     with pytest.raises(ValueError, match=r"takes lists: set reward\.batch_size"):

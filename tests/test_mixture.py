@@ -22,8 +22,8 @@ from megarl.data.curriculum import as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
 from megarl.data.prompts import PromptSet
 from megarl.data.sampler import PromptSampler
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.build import prompt_sampler
-from megarl.trainer.checks import check_run
 from megarl.trainer.resuming.identity import prompts_digest
 
 QUIET: dict[str, Any] = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__logger": ["jsonl"]}

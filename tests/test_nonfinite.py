@@ -12,7 +12,7 @@ from ranks import Ranks
 from run_cases import run_here
 from tiny_run import FINGERPRINT, metrics_of, write_run
 
-from megarl.trainer.nonfinite import NonFiniteUpdates
+from megarl.trainer.session.nonfinite import NonFiniteUpdates
 
 QUIET: dict[str, Any] = {
     "trainer__val_before_train": False,

@@ -24,7 +24,7 @@ from training_cases import SEQUENCES, Case, actor_in, fixed_batch
 from megarl.config import load_config
 from megarl.data.packing import pack_by_count, pack_by_tokens
 from megarl.roles.passes import MiniBatch
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 
 # ------------------------------------------------------------------------------------------------------- layouts
 

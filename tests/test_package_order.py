@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+from graphlib import CycleError, TopologicalSorter
+from itertools import takewhile
 from pathlib import Path
+
+import pytest
 
 ORDER = [
     "plain",
+    "private_folder",
     "processes",
     "debugging",
     "phases",
@@ -23,13 +28,13 @@ ORDER = [
     "algorithms",
     "rewards",
     "data",
-    "environments",
     "flow_kinds",
     "parallel",
     "models",
     "checkpoint",
     "reshard",
     "rollout",
+    "environments",
     "estimate",
     "roles",
     "hybrid",
@@ -49,6 +54,7 @@ ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
     "plain.py",
     "loopback.py",
+    "private_folder.py",
     "processes.py",
     "host.py",
     "debugging.py",
@@ -116,8 +122,8 @@ TORCH_FREE = [
     "trainer/subject.py",
     "trainer/trust.py",
     "trainer/stop.py",
-    "trainer/resuming/run_lock.py",
-    "trainer/resuming/run_folder.py",
+    "trainer/run_lock.py",
+    "trainer/run_folder.py",
 ]
 
 
@@ -153,6 +159,39 @@ def test_imports_follow_the_order() -> None:
 def test_the_command_line_alone_migrates() -> None:
     users = [file.relative_to(ROOT).parts[0] for file in _files() for name in _imports(file) if "migration" in name]
     assert set(users) == {"migration", "cli"}
+
+
+def _targets(file: Path) -> set[tuple[str, ...]]:
+    """Modules and packages of ours that a file imports, as parts of their names; imports for types count."""
+    targets: set[tuple[str, ...]] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "megarl":
+            package = tuple(str(node.module).split(".")[1:])
+            for alias in node.names:
+                module = ROOT.joinpath(*package, alias.name)
+                is_module = module.is_dir() or module.with_suffix(".py").exists()
+                targets.add((*package, alias.name) if is_module else package)
+    return targets
+
+
+def test_no_circle_inside_any_package() -> None:
+    """The modules and folders of each folder can be put into an order in which each imports only those before it."""
+    neighbours: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    for file in _files():
+        own = file.relative_to(ROOT).with_suffix("").parts
+        if own[-1] == "__init__":
+            continue
+        for target in _targets(file):
+            depth = len([*takewhile(lambda names: names[0] == names[1], zip(own, target, strict=False))])
+            if depth < min(len(own), len(target)):  # else one of the two lies in the other
+                children = neighbours.setdefault(own[:depth], {})
+                children.setdefault(own[depth], set()).add(target[depth])
+    assert len(neighbours) > 20
+    for folder, imports in neighbours.items():
+        try:
+            TopologicalSorter(imports).prepare()
+        except CycleError as e:
+            pytest.fail(f"a circle in megarl/{'/'.join(folder)}: {' -> '.join(e.args[1])}")
 
 
 def test_parallel_state_has_one_door() -> None:

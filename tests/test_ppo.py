@@ -20,7 +20,7 @@ from megarl.config import load_config
 from megarl.config.data import Data
 from megarl.data.load import load_examples
 from megarl.data.tokenizer import load_tokenizer
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 
 QUIET: dict[str, Any] = {"trainer__logger": ["jsonl"], "trainer__test_freq": 0, "trainer__val_before_train": False}
 GAE = {"algorithm__adv_estimator": "gae", "algorithm__lam": 0.95, "critic__optim__lr": 1e-2}

@@ -20,7 +20,7 @@ from megarl.phases import Phase
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.profiler import MEMORY_ENTRIES, Profiler, nsight_command
 from megarl.telemetry.timers import PhaseTimers
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.subject import evaluation_config, find_subject
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompt_rows import read, write_rows, write_tokenizer
+from prompt_rows import read, read_rows, write_rows, write_tokenizer
 from pyarrow import parquet
 from selection import quick
 from tokenizers import Tokenizer as RustTokenizer
@@ -24,7 +24,6 @@ import megarl.data.prompt_index
 import megarl.data.prompts
 from megarl.config.data import Data
 from megarl.data.prompts import PromptSet
-from megarl.data.readers import read_rows
 from megarl.data.row_files import RowsChanged
 from megarl.data.scan import Scan, bounded
 from megarl.data.tokenizer import load_tokenizer

@@ -10,15 +10,15 @@ import pytest
 import reasoning_gym
 from selection import quick
 
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import RewardConfig
 from megarl.rewards import load_reward
-from megarl.rewards.judge import Response, Scored
 from megarl.rewards.outside.guards import EVALUATED, GUARDS
 from megarl.rewards.outside.reasoning_gym import GENERATING, evaluating_calls
 from megarl.rewards.parts import parts_of, refusal_of
 from megarl.rewards.pool import RewardPool
 from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.reasoning_gym_json import encode
+from megarl.rewards.results import Response, Scored
 from megarl.types import Prompt
 
 EVALUATING = [
@@ -95,7 +95,7 @@ def test_no_response_reaches_the_score_of_the_next(monkeypatch: pytest.MonkeyPat
     )
     row = row_of("spiral_matrix")
     prompt = Prompt(index=0, token_ids=(1,), row=row)
-    pool = RewardPool(parts_of(Settings(name="reasoning_gym")), Settings(name="reasoning_gym"), 1)
+    pool = RewardPool(parts_of(RewardConfig(name="reasoning_gym")), RewardConfig(name="reasoning_gym"), 1)
     try:
         for key, text in enumerate([attack, "no idea", str(row["answer"])]):
             pool.submit(key, Response(text=text, tokens=1, finish_reason="stop"), prompt)

@@ -11,7 +11,7 @@ from tiny_run import ROOT
 from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.flow_kinds import generates
-from megarl.trainer.checks import check_layouts
+from megarl.trainer.admission.checks import check_layouts
 
 FOLDER = ROOT / "configs" / "recipes"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -116,12 +116,12 @@ def late_rank(folder: str) -> tuple[float, float]:
     """Rank 1 works longer than rank 0, which waits in an agreement."""
     import torch.distributed as dist
 
-    from megarl.config.trainer import Trainer
+    from megarl.config.trainer import TrainerConfig
     from megarl.parallel.world import World
     from megarl.trainer.records.timeline import Timeline
 
     world = World()
-    timers, trainer = PhaseTimers(world.device), Trainer(default_local_dir=folder, logger=["jsonl"])
+    timers, trainer = PhaseTimers(world.device), TrainerConfig(default_local_dir=folder, logger=["jsonl"])
     timeline = Timeline(trainer, world, print)
     time.sleep(0.5)  # models are built
     timeline.begin()
@@ -135,7 +135,7 @@ def late_rank(folder: str) -> tuple[float, float]:
         time.sleep(0.01)
     timeline.step(2, "rl", world.all_gather(timeline.own(timers.spans(), world.watch.collect_waits())))
     timeline.close()
-    quiet = Timeline(Trainer(default_local_dir=folder + "/quiet", logger=["console"]), world, print)
+    quiet = Timeline(TrainerConfig(default_local_dir=folder + "/quiet", logger=["console"]), world, print)
     quiet.step(1, "rl", [quiet.own([Span(Phase.UPDATE, 0.0, 1.0)], [])])
     world.leave()
     return begun, came
@@ -162,12 +162,12 @@ def test_a_late_rank_is_seen(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_rank_tells_its_longest_spans(tmp_path: Path) -> None:
     """In order, however many there are: as many updates as waits, one in three too short to be seen."""
-    from megarl.config.trainer import Trainer
+    from megarl.config.trainer import TrainerConfig
     from megarl.trainer.records.timeline import MOST_SPANS, Timeline
 
     watch = SimpleNamespace(collect_waits=list)
     one_of_two: Any = SimpleNamespace(rank=1, size=2, barrier=lambda what: None, watch=watch)
-    timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), one_of_two, pytest.fail)
+    timeline = Timeline(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl"]), one_of_two, pytest.fail)
     timeline.begin()
     began = time.perf_counter()
     seconds = [(1e-6, 0.01, 0.02)[i % 3] for i in range(300)]
@@ -179,7 +179,7 @@ def test_a_rank_tells_its_longest_spans(tmp_path: Path) -> None:
     assert [start for _, start, _ in told] == sorted(start for _, start, _ in told)
     assert [s for _, _, s in timeline.own(spans[:4], waits[:2])] == [0.01, 0.02, 0.01]
     alone: Any = SimpleNamespace(rank=0, size=1, barrier=lambda what: None)
-    timeline = Timeline(Trainer(default_local_dir=str(tmp_path), logger=["jsonl"]), alone, pytest.fail)
+    timeline = Timeline(TrainerConfig(default_local_dir=str(tmp_path), logger=["jsonl"]), alone, pytest.fail)
     assert timeline.own([], waits) == []
 
 
@@ -317,10 +317,10 @@ def test_the_predicted_memory_is_written(tmp_path: Path) -> None:
 
 def test_a_report_is_told_of_tokens_without_having_shown_any(tmp_path: Path) -> None:
     from megarl.config import Config
-    from megarl.config.trainer import Trainer
+    from megarl.config.trainer import TrainerConfig
     from megarl.trainer.records.report import Report
 
-    trainer = Trainer(default_local_dir=str(tmp_path / "run"), logger=["console", "jsonl"], log_rollouts=0)
+    trainer = TrainerConfig(default_local_dir=str(tmp_path / "run"), logger=["console", "jsonl"], log_rollouts=0)
     inputs: Any = SimpleNamespace(config=Config(trainer=trainer))
     report = Report(inputs, rank=0, first_step=None)
     report.begin()

@@ -16,7 +16,7 @@ from megarl.config import load_config
 from megarl.registry import Registry
 from megarl.rollout.kinds import ENGINES, engine_kind
 from megarl.telemetry.sinks import SINKS
-from megarl.trainer.checks import check_layouts, check_run
+from megarl.trainer.admission.checks import check_layouts, check_run
 
 MINE = """
 from __future__ import annotations

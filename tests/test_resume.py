@@ -18,9 +18,8 @@ from tiny_run import metrics_of, numbers_of, write_run
 
 from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import load_config
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.build import prompt_sampler
-from megarl.trainer.checks import check_run
-from megarl.trainer.resuming.identity import differences
 from megarl.trainer.resuming.resume import expected_start, finished
 
 RUN: dict[str, Any] = {
@@ -111,9 +110,6 @@ def test_another_size_of_a_draw_is_refused_by_its_key(first_run: Path) -> None:
     inputs = check_run(load_config(str(first_run / "run.yaml"), [*draws, "trainer.resume_allow=[batch,algorithm]"]))
     state, sampler = expected_start(inputs).state, prompt_sampler(inputs)
     sampler.load_state(state["sampler"])
-    recorded = {part: dict(of) for part, of in state["identity"].items()}
-    assert recorded["batch"].pop("data.gen_batch_size") is None  # a checkpoint of before: only its sampler knows
-    assert "batch" not in differences(recorded, inputs.identity)
     strict = check_run(load_config(str(first_run / "run.yaml"), [*draws, f"trainer.default_local_dir={first_run}/no"]))
     with pytest.raises(ValueError, match=r"data.gen_batch_size = 16, now it is 32"):
         prompt_sampler(strict).load_state(state["sampler"])
@@ -254,21 +250,6 @@ def test_records_of_a_run_without_a_checkpoint_are_kept(ranks: Ranks, folder: Pa
     assert ended == "" and f"its records are now in {earlier}" in said
     assert (earlier / "metrics.jsonl").read_bytes() == before and (earlier / "rollouts").is_dir()
     assert len(metrics_of(folder)) == 5
-
-
-def test_an_older_checkpoint_is_taken_with_a_remark(ranks: Ranks, first_run: Path, folder: Path) -> None:
-    """Without manifest, format and record of its run: it loads, and what cannot be known of it is said."""
-    newest = checkpoint(folder, "global_step_2")
-    shutil.rmtree(checkpoint(folder, "global_step_3"))
-    os.unlink(newest / "manifest.json")
-    state = json.loads((newest / "trainer.json").read_text())
-    kept = {key: state[key] for key in ("step", "sampler", "world_size")}
-    (newest / "trainer.json").write_text(json.dumps(kept | {"sampler": {"epoch": 0, "position": 32}}))
-    ((ended, said),) = ranks.run(1, run_here, str(folder / "run.yaml"))
-    assert ended == ""
-    assert f"remark: '{newest}' was written before checkpoints had a manifest.json" in said
-    assert f"remark: {newest} does not record of which model, data and settings it is" in said
-    assert same(checkpoint(folder, "global_step_3"), checkpoint(first_run, "global_step_3"))
 
 
 @pytest.mark.parametrize("name", ["*.distcp", "common.pt"])

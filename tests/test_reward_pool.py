@@ -20,11 +20,11 @@ from selection import quick
 
 from megarl.config import build_config
 from megarl.rewards import pool as pool_module
-from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import parts_of
 from megarl.rewards.pool import RewardPool
-from megarl.trainer.experience.reward_workers import Host, workers_of
+from megarl.rewards.results import Failure, Response, RewardError, Scored
 from megarl.trainer.records.score_metrics import call_metrics, part_metrics, parts_by_name
+from megarl.trainer.scoring.reward_workers import Host, workers_of
 from megarl.types import Prompt, Rollout, Rollouts
 
 ROOT = Path(__file__).parents[1]
@@ -399,7 +399,7 @@ def test_no_worker_outlives_its_rank(file: str, tmp_path: Path, how: signal.Sign
     note = tmp_path / "children"
     program = (
         "import time, sys\nfrom types import SimpleNamespace as P\nfrom megarl.config import build_config\n"
-        "from megarl.rewards.judge import Response\nfrom megarl.rewards.parts import parts_of\n"
+        "from megarl.rewards.results import Response\nfrom megarl.rewards.parts import parts_of\n"
         "from megarl.rewards.pool import RewardPool\n"
         f"s = build_config({{'reward': {{'name': {file + ':leaves_a_child'!r}}}}}).reward\n"
         "pool = RewardPool(parts_of(s), s, 2)\n"

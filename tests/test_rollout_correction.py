@@ -11,7 +11,7 @@ import torch
 
 from megarl.algorithms.aggregation import LossAggMode, token_weights
 from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics
-from megarl.config.algorithm import RolloutCorrection
+from megarl.config.algorithm import RolloutCorrectionConfig
 from megarl.types import Batch, batch_of
 
 LOG_RATIOS = [[0.1], [-0.2, 2.0, 0.3], [-3.0, 0.5], [0.0, 0.0, 0.0, 0.0]]
@@ -26,7 +26,7 @@ def _batch() -> Batch:
 
 
 def _weights(**config: Any) -> list[list[float]]:
-    batch = correct_rollouts(_batch(), RolloutCorrection(**config))
+    batch = correct_rollouts(_batch(), RolloutCorrectionConfig(**config))
     assert batch.importance is not None
     assert (batch.importance[~batch.response_mask] == 0).all()
     cuts = batch.cu_seqlens.tolist()
@@ -40,7 +40,7 @@ def _approx(rows: list[list[float]]) -> Any:
 
 def test_off_by_default() -> None:
     batch = _batch()
-    assert correct_rollouts(batch, RolloutCorrection()) is batch
+    assert correct_rollouts(batch, RolloutCorrectionConfig()) is batch
 
 
 def test_token_level_truncation() -> None:
@@ -94,14 +94,14 @@ def test_a_threshold_may_be_of_any_size(rejects: dict[str, Any]) -> None:
     batch = _batch()
     for gap in (-30.0, 30.0) if "rollout_rs_threshold" in rejects else (-30.0,):
         far = torch.where(batch.response_mask & (batch.tokens == 5), gap - 2.0, batch.old_logp)
-        out = correct_rollouts(batch.with_(old_logp=far), RolloutCorrection(**rejects)).importance
+        out = correct_rollouts(batch.with_(old_logp=far), RolloutCorrectionConfig(**rejects)).importance
         assert out is not None and out[batch.tokens == 5] == 0.0
 
 
 def test_overflow_stays_finite() -> None:
     batch = _batch()
     batch = batch.with_(old_logp=torch.where(batch.response_mask, 500.0, 0.0))
-    out = correct_rollouts(batch, RolloutCorrection(rollout_is="sequence", rollout_rs="token")).importance
+    out = correct_rollouts(batch, RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="token")).importance
     assert out is not None and torch.isfinite(out).all()
     assert all(math.isfinite(value) for value in gap_metrics(batch).values())
 
@@ -126,7 +126,7 @@ def test_rejected_tokens_count_in_no_denominator(mode: LossAggMode, wanted: Any)
 
 def test_gap_metrics() -> None:
     flat = [x for row in LOG_RATIOS for x in row]
-    metrics = gap_metrics(correct_rollouts(_batch(), RolloutCorrection(rollout_rs="token")))
+    metrics = gap_metrics(correct_rollouts(_batch(), RolloutCorrectionConfig(rollout_rs="token")))
     assert metrics["logp_gap_mean"] == pytest.approx(sum(map(abs, flat)) / 10, rel=1e-5)
     assert metrics["logp_gap_max"] == pytest.approx(3.0)
     assert metrics["kl_k1"] == pytest.approx(-sum(flat) / 10, rel=1e-5)

@@ -11,13 +11,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from prompt_rows import read, write_tokenizer
+from prompt_rows import read, read_rows, write_tokenizer
 from pyarrow import parquet
 from test_data import message
 
 import megarl.data.json_lines
 import megarl.data.prompts
-from megarl.data.readers import read_rows
 from megarl.data.scan import digest_of
 
 TEXTS = [{"prompt": f"{i}+{i}=é\n", "answer": str(2 * i), "level": 'a,"b"' if i % 2 else ""} for i in range(200)]

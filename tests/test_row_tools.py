@@ -20,7 +20,7 @@ from megarl.data.conversations import conversation_ids
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.environments.speech import Speech
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 
 WITH_TOOLS = "{% if tools %}{% for t in tools %}{{ '<tool>' + t | tojson + '</tool>' }}{% endfor %}{% endif %}" + CHATML
 TOOL: Any = {

@@ -19,19 +19,20 @@ import pytest
 from ranks import Ranks
 from run_cases import run_here
 from small_disk import small_disk
+from small_state import rl_step, state_at
 from tiny_run import ROOT, write_run
 
-from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_partials, rl_step, write_state
+from megarl.checkpoint.folder import checkpoint_folder, checkpoints, remove_partials, write_state
 from megarl.config import load_config
-from megarl.config.trainer import Trainer
+from megarl.config.trainer import TrainerConfig
 from megarl.telemetry.lines import LineFile, rewrite
-from megarl.trainer.checks import check_run
-from megarl.trainer.resuming.run_folder import HeldFolder, check_run_folder
-from megarl.trainer.resuming.run_lock import RunLock, check_free
+from megarl.trainer.admission.checks import check_run
+from megarl.trainer.run_folder import HeldFolder, check_run_folder
+from megarl.trainer.run_lock import RunLock, check_free
 
 HOLDS = """
 import os, sys, time
-from megarl.trainer.resuming.run_lock import RunLock
+from megarl.trainer.run_lock import RunLock
 lock = RunLock(sys.argv[1])
 if os.fork() == 0:
     time.sleep(60)
@@ -77,7 +78,7 @@ def test_a_second_run_is_refused_and_the_lock_ends_with_its_holder(tmp_path: Pat
         check_free(str(tmp_path))
 
 
-def refusal(trainer: Trainer, resume_from: str | None = None, **room: int) -> str:
+def refusal(trainer: TrainerConfig, resume_from: str | None = None, **room: int) -> str:
     with pytest.raises(ValueError) as caught:
         check_run_folder(trainer, resume_from, **room)
     assert "\n" not in str(caught.value)
@@ -88,13 +89,13 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for place in (file, file / "below" / "it"):
-        assert refusal(Trainer(default_local_dir=str(place))) == (
+        assert refusal(TrainerConfig(default_local_dir=str(place))) == (
             f"the run folder {place} cannot be made: {file} is a file; set trainer.default_local_dir"
         )
     assert f"the disk of the run folder {tmp_path / 'x'} has " in refusal(
-        Trainer(default_local_dir=str(tmp_path / "x")), room=2**60
+        TrainerConfig(default_local_dir=str(tmp_path / "x")), room=2**60
     )
-    check_run_folder(Trainer(default_local_dir=str(tmp_path / "x" / "y")), None)
+    check_run_folder(TrainerConfig(default_local_dir=str(tmp_path / "x" / "y")), None)
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -103,13 +104,13 @@ def test_a_folder_of_somebody_else_s_is_refused() -> None:
     os.chmod(folder, 0o555)
     code = """
 import os, sys
-from megarl.config.trainer import Trainer
-from megarl.trainer.resuming.run_folder import check_run_folder
+from megarl.config.trainer import TrainerConfig
+from megarl.trainer.run_folder import check_run_folder
 if os.geteuid() == 0:  # who may write everywhere
     os.setuid(65534)
 for place in sys.argv[1:]:
     try:
-        check_run_folder(Trainer(default_local_dir=place), None)
+        check_run_folder(TrainerConfig(default_local_dir=place), None)
     except ValueError as e:
         print(e)
 """
@@ -125,7 +126,7 @@ for place in sys.argv[1:]:
 
 
 def test_a_fresh_run_leaves_another_s_results_alone(tmp_path: Path) -> None:
-    fresh = Trainer(default_local_dir=str(tmp_path), resume_mode="disable")
+    fresh = TrainerConfig(default_local_dir=str(tmp_path), resume_mode="disable")
     (tmp_path / "lock").write_text("")
     (tmp_path / "rollouts").mkdir()
     check_run_folder(fresh, None)  # a run that ended before its first step
@@ -136,7 +137,7 @@ def test_a_fresh_run_leaves_another_s_results_alone(tmp_path: Path) -> None:
         "trainer.resume_mode=auto to go on with that run, or another trainer.default_local_dir or "
         "trainer.experiment_name"
     )
-    check_run_folder(Trainer(default_local_dir=str(tmp_path)), None)
+    check_run_folder(TrainerConfig(default_local_dir=str(tmp_path)), None)
 
 
 def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> None:
@@ -144,14 +145,14 @@ def test_an_earlier_checkpoint_does_not_overtake_later_ones(tmp_path: Path) -> N
     for step in (20, 40):
         folders[step] = checkpoint_folder(str(tmp_path), rl_step(step))
         os.makedirs(folders[step])
-        write_state(folders[step], {"step": step})
-    earlier = Trainer(default_local_dir=str(tmp_path), resume_mode="resume_path", resume_from_path=folders[20])
+        write_state(folders[step], state_at(rl_step(step)))
+    earlier = TrainerConfig(default_local_dir=str(tmp_path), resume_mode="resume_path", resume_from_path=folders[20])
     assert refusal(earlier, folders[20]) == (
         f"{tmp_path} holds global_step_40, which is later than global_step_20 of trainer.resume_from_path; set another "
         "trainer.default_local_dir, or move the later ones away"
     )
     check_run_folder(earlier, folders[40])
-    check_run_folder(Trainer(default_local_dir=str(tmp_path / "new"), resume_mode="resume_path"), folders[20])
+    check_run_folder(TrainerConfig(default_local_dir=str(tmp_path / "new"), resume_mode="resume_path"), folders[20])
 
 
 @pytest.mark.parametrize("target", ["a link to a file", "a link to nothing", "another file", "a pipe"])

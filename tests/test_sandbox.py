@@ -24,7 +24,6 @@ import pytest
 from megarl.isolation.call_filter import filter_code
 from megarl.isolation.launch import IsolatedProcess, start_isolated
 from megarl.rewards import load_reward
-from megarl.rewards.deadline import DeadlinePassed, call_within
 from megarl.rewards.sandbox import (
     Examination,
     Limits,
@@ -34,6 +33,7 @@ from megarl.rewards.sandbox import (
     run_python,
     run_tests,
 )
+from megarl.workers.deadline import DeadlinePassed, call_within
 
 ROOT = Path(__file__).parents[1]
 FAIR = Limits(wall=20.0, cpu=20.0, memory=256, disk=16, processes=8, output=10_000)

@@ -21,18 +21,18 @@ from ranks import Ranks
 from tiny_run import metrics_of, train, train_in, write_run
 
 from megarl.config import build_config, load_config
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import RewardConfig
 from megarl.parallel.world import World
-from megarl.rewards.deadline import DeadlinePassed, call_within
 from megarl.rewards.in_rank import InRank
-from megarl.rewards.judge import Failure, Response, RewardError, Scored
 from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward, load_reward
-from megarl.trainer.checks import check_run
-from megarl.trainer.experience.scoring import Scorer
+from megarl.rewards.results import Failure, Response, RewardError, Scored
+from megarl.trainer.admission.checks import check_run
 from megarl.trainer.records.step_metrics import reward_metrics
-from megarl.trainer.resuming.identity import Identity, differences
+from megarl.trainer.resuming.identity import Identity, differences, identity_of
+from megarl.trainer.scoring.scorer import Scorer
 from megarl.types import Prompt, Rollout, Rollouts
+from megarl.workers.deadline import DeadlinePassed, call_within
 
 PROMPT = Prompt(index=3, token_ids=(1, 2), row={"answer": "4"}, source="train.jsonl:17")
 
@@ -43,7 +43,7 @@ def returning(value: object) -> Reward:
 
 def judge(reward: Reward, response: str, prompt: Prompt, *, timeout: float) -> float | Failure:
     """One response, in this process."""
-    here = InRank(Part(reward=reward), Settings(timeout=timeout))
+    here = InRank(Part(reward=reward), RewardConfig(timeout=timeout))
     here.submit("it", Response(text=response), prompt)
     result = here.collect()["it"]
     return result.score if isinstance(result, Scored) else result
@@ -322,7 +322,7 @@ def test_a_checkpoint_records_what_scores_are_made_of(tmp_path: Path) -> None:
     def identity(**reward: Any) -> Identity:
         tree = load_config(path).model_dump()
         tree["reward"] |= reward
-        return check_run(build_config(tree)).identity
+        return identity_of(check_run(build_config(tree)))
 
     before = {"reward": {"reward.name": "exact_match", "file": None}}  # as in a checkpoint from before there were parts
     assert differences(before, identity(workers=7, timeout=3, on_error="retry", retries=2, concurrency=9)) == {}

@@ -23,13 +23,13 @@ from ranks import free_port
 from tiny_run import megarl, metrics_of, write_run
 
 from megarl.config import Config, ConfigError, build_config
-from megarl.config.telemetry import Telemetry
+from megarl.config.telemetry import TelemetryConfig
 from megarl.telemetry import sinks
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks import background, open_sinks
 from megarl.telemetry.sinks.background import Background, Row
+from megarl.trainer.admission.telemetry import check_telemetry
 from megarl.trainer.records.report import Report
-from megarl.trainer.telemetry_checks import check_telemetry
 
 SAMPLE = Sample(prompt="1 + 1 =", response="zwölf", answer="2", reward=None)
 
@@ -307,7 +307,7 @@ def test_rows_wait_for_a_server_that_comes_back(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(background, "PAUSES", (0.01, 0.01, 0.01))
     said: list[str] = []
     remote = Flaky(3)
-    sink = Background("x", remote, Telemetry(close_timeout=300), said.append)
+    sink = Background("x", remote, TelemetryConfig(close_timeout=300), said.append)
     for step in range(5):
         sink.log(step, {})
     time.sleep(0.2)
@@ -327,7 +327,7 @@ def test_a_record_that_no_server_takes_is_left_out(monkeypatch: pytest.MonkeyPat
             self.got += steps
 
     remote, said = Picky(0), list[str]()
-    sink = Background("x", remote, Telemetry(close_timeout=300), said.append)
+    sink = Background("x", remote, TelemetryConfig(close_timeout=300), said.append)
     for step in range(5):
         sink.log(step, {})
     sink.close()

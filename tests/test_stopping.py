@@ -16,7 +16,7 @@ from tiny_run import ROOT, metrics_of, write_run
 
 from megarl.checkpoint.folder import whole_checkpoints
 from megarl.cli.main import main
-from megarl.trainer.resuming.run_lock import check_free
+from megarl.trainer.run_lock import check_free
 
 REWARD = "import time\ndef score(response, row):\n    time.sleep(0.01)\n    return 0.5\n"
 

@@ -20,7 +20,7 @@ from small_disk import fill, small_disk
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.config import Config
-from megarl.config.trainer import Trainer
+from megarl.config.trainer import TrainerConfig
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.plot import _phase_seconds, plot_learning_curve
 from megarl.telemetry.progress import Progress, duration
@@ -185,7 +185,7 @@ def test_an_earlier_run_is_moved_and_not_deleted(tmp_path: Path) -> None:
 
 
 def report_of(run_dir: Path, first_step: int | None = None) -> Report:
-    trainer = Trainer(default_local_dir=str(run_dir), logger=["console", "jsonl"])
+    trainer = TrainerConfig(default_local_dir=str(run_dir), logger=["console", "jsonl"])
     inputs: Any = SimpleNamespace(config=Config(trainer=trainer))
     report = Report(inputs, rank=0, first_step=first_step)
     report.begin()

@@ -13,10 +13,10 @@ from tiny_run import write_run
 from megarl.config import Config, load_config
 from megarl.rewards.call import check_arguments
 from megarl.rewards.in_rank import InRank
-from megarl.rewards.judge import Failure, Response, Scored
 from megarl.rewards.parts import Part
 from megarl.rewards.registry import Reward, load_reward
-from megarl.trainer.checks import check_run
+from megarl.rewards.results import Failure, Response, Scored
+from megarl.trainer.admission.checks import check_run
 from megarl.types import Prompt
 
 FUNCTIONS = '''

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from small_state import STATE, rl_step
 from training_cases import (
     ARCH,
     WITH_EXPERTS,
@@ -24,8 +25,7 @@ from training_cases import (
     with_targets,
 )
 
-from megarl.checkpoint.folder import rl_step
-from megarl.config.policy import Batching
+from megarl.config.policy import BatchingConfig
 from megarl.models.architecture import Architecture
 from megarl.parallel.layout import TrainLayout
 
@@ -135,7 +135,7 @@ def _save(models: dict[str, Any], run_dir: str, step: int) -> str:
 
     state = {name: model.sharded_state(f"{name}.", loading=False) for name, model in models.items()}
     world = models["critic"].groups.world
-    return save_checkpoint(run_dir, rl_step(step), state, {}, write_model=lambda folder: None, world=world)
+    return save_checkpoint(run_dir, rl_step(step), state, STATE, write_model=lambda folder: None, world=world).folder
 
 
 def _load(models: dict[str, Any], folder: str) -> None:
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_both(ranks: Ranks, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- micro-batches
 
-TWO_AT_A_TIME = Batching(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
+TWO_AT_A_TIME = BatchingConfig(use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=2)
 
 
 def _plans(pair: Pair) -> dict[str, Any]:

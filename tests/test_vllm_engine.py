@@ -27,7 +27,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rollout.replicas import Quota, begin_rollouts
 from megarl.rollout.vllm import checks
-from megarl.trainer.checks import check_run
+from megarl.trainer.admission.checks import check_run
 from megarl.types import Prompt, Rollouts, SamplingParams
 
 

@@ -19,11 +19,11 @@ import tiny_run
 import torch.distributed as dist
 from ranks import Ranks
 from selection import quick
+from small_state import STATE, rl_step
 from tiny_run import write_run
 from torch.distributed import distributed_c10d
 from training_cases import Case, actor_in, beside, fixed_batch, update
 
-from megarl.checkpoint.folder import rl_step
 from megarl.parallel.watch import Stalled, Watch, is_peer_loss
 
 LIMIT = 5.0
@@ -141,7 +141,7 @@ def _save(actor: Any, other: Any, folder: str) -> None:
 
     state = actor.sharded_state(loading=False)
     world = actor.groups.world
-    save_checkpoint(folder, rl_step(1), state, {}, write_model=lambda folder: None, world=world)
+    save_checkpoint(folder, rl_step(1), state, STATE, write_model=lambda folder: None, world=world)
 
 
 def _copy(actor: Any, other: Any, folder: str) -> None:
@@ -244,7 +244,7 @@ ELSEWHERE = {
     "models/logprobs.py": "over the vocabulary's shards",
     "rollout/native/model.py": "over the ranks of a replica",
     "rollout/native/cache_size.py": "over the ranks of a replica",
-    "rollout/channel.py": "from the first rank of a replica",
+    "environments/channel.py": "from the first rank of a replica",
     "roles/optimizer_state.py": "over the optimizer's shards",
     "reshard/transport/agreement.py": "over the ranks that hold one model",
     "reshard/transport/collective.py": "over the ranks that hold one model",

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.rewards.deadline import DeadlinePassed, call_within
 from megarl.workers import Child, WorkerError
+from megarl.workers.deadline import DeadlinePassed, call_within
 from megarl.workers.installed import files_of
 
 ROOT = Path(__file__).parents[1]

@@ -154,8 +154,8 @@ def train_in(ranks: Ranks, world: int, config: Path, *overrides: str) -> str:
 def train(config: str, overrides: list[str]) -> str:
     from megarl.config import load_run_config
     from megarl.flow_kinds import FLOWS
-    from megarl.trainer.checks import check_run
-    from megarl.trainer.run import run
+    from megarl.trainer.admission.checks import check_run
+    from megarl.trainer.session.take_part import run
     from megarl.trainer.stop import StopRequest
 
     said = io.StringIO()

@@ -142,10 +142,10 @@ def _model_in(
     groups: Any, case: Case, arch: Architecture, dtype: str, *, role: str, total_steps: int, **optim: Any
 ) -> Any:
     import megarl
-    from megarl.config.policy import ActorRolloutRef, Optim
+    from megarl.config.policy import ActorRolloutRefConfig, OptimConfig
     from megarl.models.fill import random_source
 
-    config = ActorRolloutRef.model_validate(
+    config = ActorRolloutRefConfig.model_validate(
         {
             "model": {"dtype": dtype, "use_remove_padding": case.packed},
             "actor": {"megatron": {"sequence_parallel": case.sequence_parallel}},
@@ -158,7 +158,7 @@ def _model_in(
         model=config.model,
         megatron=config.actor.megatron,
         batching=config.actor,
-        optim=Optim(**optim),
+        optim=OptimConfig(**optim),
         total_steps=total_steps,
         initial=lambda model: model.load(random_source(model.arch, 1)),
     )

@@ -54,7 +54,7 @@ from megarl.reshard.verify import verify
 from megarl.roles.model import DTYPES, MegatronModel
 from megarl.rollout.engine import EngineSettings
 from megarl.rollout.kinds import engine_kind
-from megarl.trainer.checks import check_layouts
+from megarl.trainer.admission.checks import check_layouts
 from megarl.trainer.layouts import generation_layout
 
 Job = Callable[[], object]

@@ -18,11 +18,11 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import RewardConfig
 from megarl.rewards.in_rank import InRank
-from megarl.rewards.judge import Response
 from megarl.rewards.parts import parts_of
 from megarl.rewards.pool import RewardPool
+from megarl.rewards.results import Response
 from megarl.types import Prompt
 
 VERIFIERS = """
@@ -68,7 +68,7 @@ class Figures:
 
 def measure(file: str, scores: int, seconds: float, workers: int, in_rank: int) -> Figures:
     """Everything, one after another."""
-    slow = Settings(name=f"{file}:sleeps", args={"seconds": seconds})
+    slow = RewardConfig(name=f"{file}:sleeps", args={"seconds": seconds})
     begun = time.monotonic()
     pool = RewardPool(parts_of(slow), slow, workers)
     try:
@@ -100,7 +100,7 @@ def measure(file: str, scores: int, seconds: float, workers: int, in_rank: int) 
 
 def _at_once(file: str, workers: int) -> tuple[float, float]:
     """Scores per second of a function that takes no time, and what a rank loses while a thousand a second come."""
-    fast = Settings(name=f"{file}:at_once")
+    fast = RewardConfig(name=f"{file}:at_once")
     pool = RewardPool(parts_of(fast), fast, workers)
     try:
         _score(pool, 1)

@@ -33,10 +33,11 @@ from megarl.flows import ppo
 from megarl.parallel.world import World
 from megarl.roles.actor import Actor
 from megarl.rollout.vllm.engine import VLLMEngine
-from megarl.trainer.checks import check_layouts
+from megarl.trainer.admission.checks import check_layouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory import check_memory
-from megarl.trainer.session import Metrics, Run
+from megarl.trainer.records.run_records import Metrics
+from megarl.trainer.session.run import Run
 
 WARM_UP = 2
 SETTINGS = [

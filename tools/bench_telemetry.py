@@ -26,7 +26,7 @@ from typing import Any
 
 WARM_UP = 5
 WITHIN = "Report.step"
-"""Shown, and not counted again: it is a part of `Run._report_step`, whose rest is a gather over the ranks."""
+"""Shown, and not counted again: it is a part of `RunRecords.step`, whose rest is a gather over the ranks."""
 SINKS = ["jsonl", "csv", "tensorboard", "prometheus", "wandb", "mlflow"]
 
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     from megarl.config import load_run_config
     from megarl.flow_kinds import FLOWS
     from megarl.parallel.cpu import enable_cpu_ranks
-    from megarl.trainer.checks import check_run
+    from megarl.trainer.admission.checks import check_run
 
     try:
         inputs = check_run(load_run_config(argv[0], argv[1:]))
@@ -84,12 +84,12 @@ def main(argv: Sequence[str]) -> int:
         return 2
     enable_cpu_ranks()
     from megarl.trainer.records.report import Report
-    from megarl.trainer.run import run
-    from megarl.trainer.session import Run
+    from megarl.trainer.records.run_records import RunRecords
+    from megarl.trainer.session.take_part import run
     from megarl.trainer.stop import StopRequest
 
     clock = Clock()
-    for owner, name in ((Run, "_report_step"), (Report, "samples"), (Report, "trained_on"), (Report, "step")):
+    for owner, name in ((RunRecords, "step"), (Report, "samples"), (Report, "trained_on"), (Report, "step")):
         clock.around(owner, name)
 
     def next_step(loop: str, step: int, row: Any) -> None:

@@ -22,12 +22,13 @@ from megarl.models.tensors import Box, LogicalTensor
 from megarl.parallel.world import World, init_distributed
 from megarl.rewards import Reward
 from megarl.rewards.parts import Part
-from megarl.trainer.checks import check_layouts, check_run
+from megarl.trainer.admission.checks import check_layouts, check_run
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.memory import check_memory
 from megarl.trainer.records.report import Report
+from megarl.trainer.records.run_records import Callback
 from megarl.trainer.resuming.resume import Start
-from megarl.trainer.session import Callback, Run
+from megarl.trainer.session.run import Run
 from megarl.trainer.stop import StopRequest
 from megarl.types import Prompt
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.rollout.parameters import CHAT, RESPONSES
+from megarl.environments.parameters import CHAT, RESPONSES
 from megarl_docs.tables import code, plain, table
 
 OF = {"chat": CHAT, "responses": RESPONSES}

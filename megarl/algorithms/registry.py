@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.loss import Loss
     from megarl.config.algorithm import Algorithm, Preference
-    from megarl.config.policy import Actor
+    from megarl.config.policy import ActorConfig
     from megarl.types import Batch
 
 ESTIMATORS: Registry[Callable[[Batch, Algorithm], Tensor]] = Registry(
     "algorithm.adv_estimator", "function", package="megarl.algorithms.estimators"
 )
 
-LOSSES: Registry[Callable[[Actor], Loss]] = Registry(
+LOSSES: Registry[Callable[[ActorConfig], Loss]] = Registry(
     "actor.policy_loss.loss_mode", "function", package="megarl.algorithms.losses"
 )
 

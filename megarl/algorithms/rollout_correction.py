@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import bounded
-from megarl.config.algorithm import RolloutCorrection
+from megarl.config.algorithm import RolloutCorrectionConfig
 from megarl.types import Batch
 
 
-def correct_rollouts(batch: Batch, config: RolloutCorrection) -> Batch:
+def correct_rollouts(batch: Batch, config: RolloutCorrectionConfig) -> Batch:
     """The batch with `importance`, float32 [T]: truncated importance weights, 0 for rejected tokens.
 
     Unchanged if no correction is asked for. The ratio is p_train / p_rollout of each sampled token; of a sequence,

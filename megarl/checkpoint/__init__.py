@@ -1,1 +1,1 @@
-"""Checkpoints of a run."""
+"""Writes, reads and converts checkpoints."""

@@ -1,12 +1,10 @@
-"""Local work that may fail on one rank: all ranks learn of it together, so that none waits for one that gave up."""
+"""Work that may fail on one rank: all ranks learn of the failure together, so that none waits for a rank that left."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from socket import gethostname
 from typing import TypeVar
-
-import torch.distributed as dist
 
 from megarl.checkpoint.manifest import one_line
 from megarl.parallel.world import World
@@ -15,46 +13,55 @@ T = TypeVar("T")
 
 
 class RankFailed(OSError):
-    """Raised on every rank alike: what failed on the first of the ranks that could not do their part."""
+    """Raised on every rank alike: names the failure of the first rank that could not do its part."""
 
 
 def on_every_rank(world: World, work: Callable[[], T]) -> T:
-    """Do this rank's work, which must not leave others waiting when it fails, and wait for theirs.
-
-    Args:
+    """Do this rank's work, which waits for no other rank, and wait until all ranks have done theirs.
 
     Raises:
         RankFailed: on all ranks, if the work ended in an OSError on any of them.
     """
-    done: list[T] = []
+    results: list[T] = []
     failure: Exception | None = None
     try:
-        done.append(work())
+        results.append(work())
     except Exception as e:
         failure = e
-    said = first_of(world, None if failure is None else _failure(failure))
+    problem = first_of(world, None if failure is None else _line(failure, world))
     if failure is not None and os_error(failure) is None:
         raise failure  # a fault of the program: this rank shows where
-    if said is not None:
-        raise RankFailed(said)
-    return done[0]
+    if problem is not None:
+        raise RankFailed(problem)
+    return results[0]
 
 
-def first_of(world: World, said: str | None) -> str | None:
-    """What the first of the ranks with something to say says; the same on every rank."""
-    everything = world.all_gather(said, "all ranks at a checkpoint")
-    return next((one for one in everything if one is not None), None)
+def on_first_rank(world: World, work: Callable[[], T]) -> T | None:
+    """Do work on the first rank alone while the others wait; returns its result there.
+
+    Raises:
+        RankFailed: as in `on_every_rank`.
+    """
+
+    def part() -> T | None:
+        return work() if world.rank == 0 else None
+
+    return on_every_rank(world, part)
 
 
-def _failure(error: Exception) -> str:
-    cause = os_error(error) or error
-    return (
-        str(cause) if isinstance(cause, RankFailed) else f"{one_line(cause)} (rank {dist.get_rank()}, {gethostname()})"
-    )
+def first_of(world: World, text: str | None) -> str | None:
+    """Choose the text of the first rank that has one; the same on every rank."""
+    texts = world.all_gather(text, "all ranks at a checkpoint")
+    return next((text for text in texts if text is not None), None)
 
 
 def os_error(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error: torch's zip writer raises a RuntimeError of its own over it."""
+    """Find the OSError behind an error: torch's zip writer raises a RuntimeError of its own over it."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _line(error: Exception, world: World) -> str:
+    cause = os_error(error) or error
+    return str(cause) if isinstance(cause, RankFailed) else f"{one_line(cause)} (rank {world.rank}, {gethostname()})"

@@ -1,4 +1,4 @@
-"""Conversion between Hugging Face folders and Megatron-Core checkpoints in one process, one parameter at a time."""
+"""Converts Hugging Face folders to Megatron-Core checkpoints and back in one process, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def megatron_to_huggingface(
         answers_below: GB; greedy answers are compared with those of transformers if the weights, in float32, take less.
 
     Returns:
-        lines that say what was compared, what was not, and what readers of the folder should know.
+        lines on the comparisons that were made or left out, and remarks for readers of the folder.
 
     Raises:
         ValueError: the source is no checkpoint of that model, is damaged or not finite, the target is already there, or
@@ -127,10 +127,11 @@ def megatron_to_huggingface(
 
 
 def _compared(folder: str, source: str, arch: Architecture, needed: int, limit: float) -> str:
-    """Compare what transformers makes of a whole folder with the checkpoint, where that fits; says what was.
+    """Compare a whole folder, as transformers reads it, with the checkpoint where both fit; returns a line on it.
 
     Args:
         needed: bytes of the weights in float32.
+        limit: bytes that they may take.
     """
     if arch.output == "scalar":
         return "not compared: what transformers makes of it (a model of scores)"
@@ -142,41 +143,41 @@ def _compared(folder: str, source: str, arch: Architecture, needed: int, limit: 
 
 
 def check_contents(folder: str) -> None:
-    """Raises ValueError if a checkpoint's files are not what its manifest says; one without a manifest passes."""
+    """Refuse a checkpoint whose files differ from its manifest. Raises ValueError."""
     if not os.path.isfile(os.path.join(folder, STATE_FILE)):
-        return  # of Megatron-Core's own programs, or none: what reads it says so
+        return  # of Megatron-Core's own programs, which write no manifest, or no checkpoint: its reader refuses it
     check_whole(folder)
     records = read_manifest(folder)
-    if records is not None and (problem := checksum_problem(folder, records, records)):
+    if problem := checksum_problem(folder, records, records):
         raise ValueError(f"'{folder}' is damaged: {problem} (--no-check converts it all the same)")
 
 
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:
-    """Raises ValueError naming the tensor: a model with it computes nothing but NaN."""
+    """Refuse a tensor with which a model computes nothing but NaN. Raises ValueError naming it."""
     low, high = tensor.aminmax()
     if not (low.isfinite() and high.isfinite()):
         raise ValueError(f"{name} is not finite everywhere: the weights are of no use, and nothing is written")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The type in the words of `config.json`, such as "bfloat16"."""
+    """Name the type as `config.json` does, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
 def new_folder(target: str) -> Iterator[str]:
-    """A folder to write into, which gets its name when it is whole; raises ValueError if the name is taken.
+    """Make a folder to write into, which gets its name when it is whole. Raises ValueError if the name is taken.
 
-    Until then its name is this process's own: two programs that make the same folder would mix their files in one.
+    Its name until then has this process's number in it: two programs that make the same folder would mix their files.
     """
     target = os.path.abspath(target)
     _refuse_taken(target)
     parent, name = os.path.split(target)
-    mine = f".{name}.{gethostname()}-"
-    partial = os.path.join(parent, f"{mine}{os.getpid()}.partial")
+    prefix = f".{name}.{gethostname()}-"
+    partial = os.path.join(parent, f"{prefix}{os.getpid()}.partial")
     try:
         os.makedirs(parent, exist_ok=True)
-        _remove_left(parent, mine)
+        _remove_left(parent, prefix)
         os.mkdir(partial)
     except OSError as e:
         raise ValueError(f"'{target}' cannot be written: {one_line(e)}") from e
@@ -198,7 +199,7 @@ def _refuse_taken(target: str) -> None:
 
 
 def _remove_left(parent: str, prefix: str) -> None:
-    """What processes of this host left that were killed: a full disk would stay full."""
+    """Delete partial folders of killed processes of this host: a full disk would stay full."""
     for name in os.listdir(parent):
         pid = name.removeprefix(prefix).removesuffix(".partial")
         if name == f"{prefix}{pid}.partial" and pid.isdecimal() and not psutil.pid_exists(int(pid)):

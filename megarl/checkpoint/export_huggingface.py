@@ -1,7 +1,7 @@
-"""Weights of any layout into a Hugging Face folder: the ranks of one copy of the model write its files together.
+"""Exports weights of any layout into a Hugging Face folder: the ranks of one copy of the model share its files.
 
-Each file has one rank that writes it. That rank puts one logical tensor at a time together from the boxes that it and
-the others hold, and appends it to the file, so that no rank ever holds more than one whole tensor.
+One rank writes each file. It puts one logical tensor at a time together from the boxes that the ranks hold, and appends
+it to the file, so that no rank ever holds more than one whole tensor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def plan_files(tensors: Iterable[LogicalTensor], itemsize: int, max_shard_bytes:
 
 
 def write_index(folder: str, files: Sequence[WeightFile], itemsize: int) -> None:
-    """`model.safetensors.index.json`, where there is more than one file."""
+    """Write `model.safetensors.index.json`, where there is more than one file."""
     if len(files) > 1:
         total = sum(volume(tensor.box) for file in files for tensor in file.tensors) * itemsize
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
@@ -64,7 +64,7 @@ def write_index(folder: str, files: Sequence[WeightFile], itemsize: int) -> None
 
 
 def open_file(folder: str, file: WeightFile, dtype: torch.dtype) -> SafetensorsWriter:
-    """Start a file whose tensors are then given to `append` in their order."""
+    """Start a file, for `append` to write its tensors in their order."""
     shapes = [(tensor.name, tensor.hf_shape) for tensor in file.tensors]
     return SafetensorsWriter(os.path.join(folder, file.name), DTYPE_NAMES[dtype], shapes)
 
@@ -89,7 +89,7 @@ def export_weights(
     Args:
         tensors: the whole model's, by name.
         parameters: this rank's, by placement name; all of one type, which is that of the files.
-        placements: what each rank of the group (global ranks) holds; together they hold a whole model.
+        placements: of each rank of the group (global ranks); together they hold a whole model.
 
     Raises:
         OSError: this rank could not write, after it has sent the others what they need.
@@ -122,10 +122,10 @@ def export_weights(
 
 
 Holders = dict[Box, dict[int, Placement]]
-"""The boxes of a tensor, and which ranks hold each."""
+"""Boxes of a tensor, and the placement on each rank that holds the box."""
 
 Pieces = dict[int, list[Placement]]
-"""What each rank gives to one whole tensor."""
+"""Placements that each rank gives to one whole tensor."""
 
 
 def _holders(placements: Mapping[int, Iterable[Placement]]) -> dict[str, Holders]:
@@ -137,7 +137,7 @@ def _holders(placements: Mapping[int, Iterable[Placement]]) -> dict[str, Holders
 
 
 def _pieces(holders: Holders, owner: int) -> Pieces:
-    """Boxes that several ranks hold come from the owner itself, or else from the first of them."""
+    """Choose a source for each box: the owner where it holds the box, else the first rank that does."""
     out: Pieces = {}
     for ranks in holders.values():
         source = owner if owner in ranks else min(ranks)
@@ -146,7 +146,7 @@ def _pieces(holders: Holders, owner: int) -> Pieces:
 
 
 def _rounds(files: Sequence[WeightFile], ranks: Sequence[int]) -> Iterator[dict[int, tuple[WeightFile, LogicalTensor]]]:
-    """What each rank puts together at the same time: one tensor of one of its files."""
+    """Yield the tensors that the ranks put together at the same time, each for one of its files."""
     queues = [
         [(file, tensor) for file in files[i :: len(ranks)] for tensor in file.tensors] for i, _ in enumerate(ranks)
     ]
@@ -157,7 +157,7 @@ def _rounds(files: Sequence[WeightFile], ranks: Sequence[int]) -> Iterator[dict[
 def _exchange(
     pieces: Mapping[int, Pieces], parameters: Mapping[str, Tensor], like: Tensor, group: dist.ProcessGroup
 ) -> dict[int, Tensor]:
-    """Send this rank's pieces to their owners; returns what came for this rank's own tensor, flat, by sender."""
+    """Send this rank's pieces to their owners; returns the pieces of this rank's tensor, flat, by sender."""
     me = dist.get_rank()
     ops, arrived = [], {}
     for owner, by_source in pieces.items():
@@ -180,7 +180,7 @@ def _assemble(
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The whole tensor on the CPU."""
+    """Put the whole tensor together on the CPU."""
     whole = torch.empty(tensor.shape, dtype=dtype)
     filled = 0
     for source, places in pieces.items():

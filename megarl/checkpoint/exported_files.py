@@ -1,4 +1,4 @@
-"""The files beside an export's weights, of which transformers must make the ids and the ends that training had."""
+"""Writes the files beside an export's weights, and checks that transformers reads the same token ids from them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TEXTS = (
     "🙂 and 🙂🙂",
     "Hello, World! it's",
 )
-"""What every export is compared on, beside its special tokens and a conversation."""
+"""Every export is compared on these texts, beside its special tokens and a conversation."""
 CONVERSATION = ({"role": "user", "content": "What is 7 times 8?"},)
 ASKED = 4
-"""Of them, those whose answers are compared."""
+"""Texts, from the first on, whose answers are compared."""
 ASK_APART = "give that folder to AutoTokenizer, and as --tokenizer to vLLM"
 MOST_SPECIAL = 32
 """Special tokens that are compared; some models have hundreds in reserve."""
@@ -41,7 +41,7 @@ def export_model_files(
     stop_tokens: Sequence[int] | None = None,
     classifier: bool = False,
 ) -> list[str]:
-    """Write all but the weights into an existing folder, and compare what transformers makes of it with ours.
+    """Write all files but the weights into an existing folder, and compare transformers' reading of them with ours.
 
     Args:
         source: folder with `config.json`.
@@ -51,7 +51,7 @@ def export_model_files(
         classifier: the target is a sequence classifier with one label, whatever the source is.
 
     Returns:
-        remarks on what readers of the folder should know.
+        remarks for readers of the folder.
 
     Raises:
         ValueError: the tokenizer cannot be written so, or a text's ids differ; names the text and both.
@@ -66,32 +66,36 @@ def export_model_files(
     if isinstance(ours, SentencePieceTokenizer):
         write_huggingface_tokenizer(ours, target)
     try:
-        theirs, remarks = _compared(ours, target), []
+        exported, remarks = _compared(ours, target), []
     except ValueError as e:
-        theirs, remarks = _compared(ours, move_tokenizer(target, APART)), [f"{e}; it is in {APART}/: {ASK_APART}"]
-    alone = theirs.encode_alone(TEXTS[0])
+        exported, remarks = _compared(ours, move_tokenizer(target, APART)), [f"{e}; it is in {APART}/: {ASK_APART}"]
+    alone = exported.encode_alone(TEXTS[0])
     if alone != ours.encode(TEXTS[0]):
         remarks.append(
-            f"transformers and vLLM read {TEXTS[0]!r} as {list(map(theirs.token, alone))}, with tokens that training "
+            f"transformers and vLLM read {TEXTS[0]!r} as {list(map(exported.token, alone))}, with tokens that training "
             f"did not put there: ask for plain texts with add_special_tokens=false (a chat template says its own)"
         )
     return remarks
 
 
 def keep_tokenizer(source: str, tokenizer: str, target: str) -> None:
-    """Put the tokenizer that `copy_model_files` has copied into a folder of its own, if it is not that of `source`:
-    beside that one's `config.json` it could be read as another."""
+    """Put a copied tokenizer that is not that of `source` into a folder of its own.
+
+    Beside the `config.json` of `source` it could be read as another one.
+    """
     if os.path.isdir(tokenizer) and not os.path.samefile(source, tokenizer):
         move_tokenizer(target, APART)
 
 
 def prompts_of(folder: str, arch: Architecture) -> tuple[dict[str, list[int]], list[int]]:
-    """Token ids of texts to compare answers to, by text, and the ids that end one; of a folder without tokenizer two
-    sequences of ids."""
+    """Choose prompts, token ids by text, and the ids that end an answer.
+
+    For a folder without a tokenizer the prompts are two sequences of ids.
+    """
     stop_tokens = end_tokens(folder, arch.vocab_size)
     if not has_tokenizer(folder):
-        asked = [[i % arch.vocab_size for i in ids] for ids in ([3, 1, 2], [5, 8, 13, 21, 34])]
-        return {f"the ids {ids}": ids for ids in asked}, stop_tokens
+        prompts = [[i % arch.vocab_size for i in ids] for ids in ([3, 1, 2], [5, 8, 13, 21, 34])]
+        return {f"the ids {ids}": ids for ids in prompts}, stop_tokens
     tokenizer = load_tokenizer(folder)
     return {text: tokenizer.encode(text) for text in TEXTS[:ASKED]}, stop_tokens
 
@@ -99,7 +103,7 @@ def prompts_of(folder: str, arch: Architecture) -> tuple[dict[str, list[int]], l
 def token_ids(
     source: str, tokenizer_path: str, tokenizer: Tokenizer, stop_tokens: Sequence[int] | None = None
 ) -> TokenIds:
-    """What a model's configurations must say, or transformers would fill in the family's own.
+    """Token ids for a model's configurations, in which transformers would else fill in the family's own.
 
     Args:
         source, stop_tokens: as in `export_model_files`.
@@ -108,12 +112,13 @@ def token_ids(
     if stop_tokens is None:
         vocab_size = read_architecture(source).vocab_size
         stop_tokens = tuple(dict.fromkeys((tokenizer.eos_id, *end_tokens(source, vocab_size))))
-    own = os.path.samefile(source, tokenizer_path)
+    same_folder = os.path.samefile(source, tokenizer_path)
 
     def named(role: str, i: int | None) -> int | None:
-        """The tokenizer's; where it names none and lies beside the configuration, what that says."""
-        there = config.get(role)
-        return there if i is None and own and isinstance(there, int) and 0 <= there < tokenizer.vocab_size else i
+        """Take the tokenizer's id; where it names none and lies beside the configuration, the configuration's."""
+        if i is None and same_folder and isinstance(config.get(role), int) and 0 <= config[role] < tokenizer.vocab_size:
+            return int(config[role])
+        return i
 
     return {
         "bos_token_id": named("bos_token_id", tokenizer.bos_id),
@@ -123,34 +128,34 @@ def token_ids(
 
 
 def _compared(ours: Tokenizer, folder: str) -> HuggingFaceTokenizer:
-    """The tokenizer of a folder; raises ValueError if it does not make the same of texts as ours."""
-    theirs = load_tokenizer(folder)
-    assert isinstance(theirs, HuggingFaceTokenizer)
-    special = [ours.token(ours.eos_id), *theirs.special_tokens][:MOST_SPECIAL]
+    """Load the tokenizer of a folder. Raises ValueError if it reads or writes a text otherwise than ours."""
+    exported = load_tokenizer(folder)
+    assert isinstance(exported, HuggingFaceTokenizer)
+    special = [ours.token(ours.eos_id), *exported.special_tokens][:MOST_SPECIAL]
     for text in (*TEXTS, *(f"a{name}b" for name in special)):
         ids = _ids(ours, text)
-        _require_same(repr(text), _ids(theirs, text), ids)
+        _require_same(repr(text), _ids(exported, text), ids)
         if ids is not None:
-            _require_same(f"the tokens {ids}", theirs.decode(ids), ours.decode(ids))
+            _require_same(f"the tokens {ids}", exported.decode(ids), ours.decode(ids))
     try:
         chat = ours.encode_chat(CONVERSATION)
     except ValueError:
-        return theirs  # no chat template, or one for other conversations
-    _require_same(f"the conversation {list(CONVERSATION)}", theirs.encode_chat(CONVERSATION), chat)
-    return theirs
+        return exported  # no chat template, or one for other conversations
+    _require_same(f"the conversation {list(CONVERSATION)}", exported.encode_chat(CONVERSATION), chat)
+    return exported
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """None for a text that the tokenizer refuses: it makes a special token of it."""
+    """Token ids of a text; None if the tokenizer refuses it, because it makes a special token of it."""
     try:
         return tokenizer.encode(text)
     except ValueError:
         return None
 
 
-def _require_same(what: str, theirs: object, ours: object) -> None:
-    if theirs != ours:
+def _require_same(what: str, exported: object, ours: object) -> None:
+    if exported != ours:
         raise ValueError(
-            f"the tokenizer would not be read as in training: of {what} transformers makes {theirs!r}, training made "
+            f"the tokenizer would not be read as in training: of {what} transformers makes {exported!r}, training made "
             f"{ours!r}"
         )

@@ -1,7 +1,7 @@
-"""Where a box of a logical tensor lies in its Hugging Face tensor. Torch-free.
+"""Maps a box of a logical tensor to its place in the Hugging Face tensor. Torch-free.
 
-Logical axes flatten row-major into the axes of the Hugging Face tensor, so that a box is a union of ranges there. What
-is read is one range per axis that covers the box as tightly as one range can; the rest is cut off by indexing.
+Logical axes flatten row-major into the axes of the Hugging Face tensor, so that a box is a union of ranges there. One
+range per axis is read, the tightest that covers the box; indexing cuts off the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class FileSlice:
 
     Attributes:
         ranges: half-open range per axis of the Hugging Face tensor.
-        view: what that part of it is viewed as: one entry per logical axis.
+        view: shape of those ranges with one entry per logical axis.
         index: half-open range per logical axis of the view.
     """
 
@@ -28,7 +28,7 @@ class FileSlice:
 
 
 def file_slice(tensor: LogicalTensor, box: Box) -> FileSlice:
-    """Where to read a box; for the boxes of a tensor-parallel split nothing beside the box is read."""
+    """Find the place of a box; for the boxes of a tensor-parallel split it covers nothing but the box."""
     ranges, view, index = [], [], []
     axis = 0
     for i, size in enumerate(tensor.hf_shape):
@@ -45,8 +45,8 @@ def file_slice(tensor: LogicalTensor, box: Box) -> FileSlice:
 
 
 def _flat_range(shape: tuple[int, ...], box: Box) -> tuple[tuple[int, int], list[int], list[tuple[int, int]]]:
-    """The range of flattened indices around a box, that range's shape, and the box in it."""
-    if not shape:  # the file has an axis of size 1 that the logical tensor has not
+    """Find the range of flattened indices around a box, that range's shape, and the box in it."""
+    if not shape:  # the file has an axis of size 1 that the logical tensor lacks
         return (0, 1), [], []
     lead = 0  # leading axes on which the box is a single index do not widen the range
     while lead < len(shape) - 1 and box[lead][1] - box[lead][0] == 1:

@@ -1,9 +1,9 @@
-"""What a Hugging Face model folder holds, and whether it can be imported. Torch-free: a bad one is refused early.
+"""Reads and copies Hugging Face model folders, and checks that one can be imported. Torch-free, to refuse it early.
 
 config.json                          the architecture
-generation_config.json               what ends a response
+generation_config.json               token ids that end a response
 model.safetensors                    the weights, or
-model.safetensors.index.json         which of model-0000N-of-0000M.safetensors each weight is in
+model.safetensors.index.json         names the one of model-0000N-of-0000M.safetensors that holds each weight
 tokenizer.json, ...                  the tokenizer
 """
 
@@ -35,32 +35,32 @@ _OF_TOKENIZERS = re.compile(
 
 
 def check_weights(folder: str, arch: Architecture) -> None:
-    """Raises ValueError if the folder's weights are not exactly those of the architecture; reads headers only.
+    """Refuse weights that are not exactly those of the architecture; reads headers only. Raises ValueError.
 
     A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte. A scalar output
-    may be absent, and then a language model's output, which is left out, may be there.
+    may be absent, and a language model's output, which is left out, may be in its place.
     """
-    found, wanted = weight_entries(folder), logical_tensors(arch)
-    if arch.tied and OUTPUT in found and EMBEDDING in found:
-        if not _same_bytes(found[OUTPUT], found[EMBEDDING]):
+    stored, tensors = weight_entries(folder), logical_tensors(arch)
+    if arch.tied and OUTPUT in stored and EMBEDDING in stored:
+        if not _same_bytes(stored[OUTPUT], stored[EMBEDDING]):
             raise ValueError(
                 f"'{folder}': {OUTPUT} differs from {EMBEDDING} although {CONFIG} says tie_word_embeddings = true; "
                 f"set it to false to keep both"
             )
-        del found[OUTPUT]
-    if arch.output == "scalar" and SCORE not in found:
-        del wanted[SCORE]
-        found.pop(OUTPUT, None)
-    _refuse(folder, "the files lack", (name for name in wanted if name not in found))
-    _refuse(folder, "the architecture has no", (n for n in found if n not in wanted and not _COMPUTED.search(n)))
-    entries = {name: found[name] for name in wanted}
+        del stored[OUTPUT]
+    if arch.output == "scalar" and SCORE not in stored:
+        del tensors[SCORE]
+        stored.pop(OUTPUT, None)
+    _refuse(folder, "the files lack", (name for name in tensors if name not in stored))
+    _refuse(folder, "the architecture has no", (n for n in stored if n not in tensors and not _COMPUTED.search(n)))
+    entries = {name: stored[name] for name in tensors}
     _refuse(
         folder,
         "the shape does not fit config.json:",
         (
-            f"{name} (file {list(entry.shape)}, model {list(wanted[name].hf_shape)})"
+            f"{name} (file {list(entry.shape)}, model {list(tensors[name].hf_shape)})"
             for name, entry in entries.items()
-            if entry.shape != wanted[name].hf_shape
+            if entry.shape != tensors[name].hf_shape
         ),
     )
     _refuse(
@@ -71,7 +71,7 @@ def check_weights(folder: str, arch: Architecture) -> None:
 
 
 def refuse_remote_code(folder: str) -> None:
-    """Raises ValueError if the model is defined by Python code in its own folder."""
+    """Refuse a model that Python code in its own folder defines. Raises ValueError."""
     if "auto_map" in read_config(folder):
         raise ValueError(
             f"'{folder}': {CONFIG} has auto_map: the model comes with Python code of its own (trust_remote_code), "
@@ -80,7 +80,7 @@ def refuse_remote_code(folder: str) -> None:
 
 
 def weight_entries(folder: str) -> dict[str, Entry]:
-    """Every tensor in the folder's safetensors files by name.
+    """List every tensor in the folder's safetensors files by name.
 
     Raises:
         ValueError: no weights, only pickled ones, those of two models, or files that the index names and that are
@@ -107,7 +107,7 @@ def weight_entries(folder: str) -> dict[str, Entry]:
 
 
 def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
-    """The folder's `config.json`, or another of its files; raises ValueError if it is no JSON object."""
+    """Read the folder's `config.json`, or another of its files. Raises ValueError if it is no JSON object."""
     file = os.path.join(folder, name)
     try:
         with open(file, encoding="utf-8") as f:
@@ -120,7 +120,7 @@ def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
 
 
 def end_tokens(folder: str, vocab_size: int) -> list[int]:
-    """The ids that end a response: `eos_token_id` of `generation_config.json` and `config.json`, without repeats.
+    """Read the ids that end a response: `eos_token_id` of `generation_config.json` and `config.json`, without repeats.
 
     Args:
         vocab_size: ids from here on are no tokens of the model, and left out.
@@ -128,7 +128,7 @@ def end_tokens(folder: str, vocab_size: int) -> list[int]:
     Raises:
         ValueError: a file that is no JSON object, or an `eos_token_id` that is neither an id nor a list of them.
     """
-    found: dict[int, None] = {}
+    ends: dict[int, None] = {}
     for name in (GENERATION_CONFIG, CONFIG):
         file = os.path.join(folder, name)
         if not os.path.isfile(file):
@@ -137,8 +137,8 @@ def end_tokens(folder: str, vocab_size: int) -> list[int]:
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if not all(type(i) is int for i in listed):
             raise ValueError(f"'{file}': eos_token_id must be a token id or a list of them, not {ids!r:.80}")
-        found.update(dict.fromkeys(i for i in listed if 0 <= i < vocab_size))
-    return list(found)
+        ends.update(dict.fromkeys(i for i in listed if 0 <= i < vocab_size))
+    return list(ends)
 
 
 TokenIds = Mapping[str, int | list[int] | None]
@@ -154,13 +154,13 @@ def copy_model_files(
     token_ids: TokenIds | None = None,
     classifier: bool = False,
 ) -> None:
-    """Copy all but the weights: `config.json`, the tokenizer and the generation settings.
+    """Copy all files but the weights: `config.json`, the tokenizer and the generation settings.
 
     Args:
         tokenizer: folder of the tokenizer, or a SentencePiece .model file; with another one, that of `source` stays
             behind.
-        dtype: of the weights, such as "bfloat16", to be written into `config.json`; None leaves what is there.
-        token_ids: to be written into both configurations; None leaves what is there.
+        dtype: of the weights, such as "bfloat16", to be written into `config.json`; None leaves that which is there.
+        token_ids: to be written into both configurations; None leaves those that are there.
         classifier: the target is a sequence classifier with one label, whatever the source is.
     """
     config = {**read_config(source), **(token_ids or {})}
@@ -184,14 +184,17 @@ def copy_model_files(
 
 
 def move_tokenizer(folder: str, name: str) -> str:
-    """Into a new folder within; returns that. In its place is a tokenizer.json that nothing reads: of no file at all
-    transformers makes an empty tokenizer for some families."""
-    apart = os.path.join(folder, name)
-    os.mkdir(apart)
+    """Move the tokenizer into a new folder within; returns that folder.
+
+    A tokenizer.json that no program can read stays in its place: without any file transformers makes an empty tokenizer
+    for some families.
+    """
+    target = os.path.join(folder, name)
+    os.mkdir(target)
     for file in filter(_OF_TOKENIZERS.fullmatch, sorted(os.listdir(folder))):
-        os.rename(os.path.join(folder, file), os.path.join(apart, file))
+        os.rename(os.path.join(folder, file), os.path.join(target, file))
     _write_config(folder, "tokenizer.json", {"error": f"the tokenizer of this model is in {name}/"})
-    return apart
+    return target
 
 
 def _write_config(folder: str, name: str, values: Mapping[str, Any]) -> None:

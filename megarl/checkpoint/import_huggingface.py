@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder, slice by slice: each rank reads its own and nothing else."""
+"""Reads the weights of a Hugging Face folder slice by slice: each rank reads its own and nothing else."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class HuggingFaceWeights:
 
     @property
     def dtypes(self) -> set[str]:
-        """The types of the weights, in safetensors' words."""
+        """Types of the weights, as safetensors names them."""
         return {self._entries[name].dtype for name in self.tensors if name in self._entries}
 
     def box(self, tensor: LogicalTensor, box: Box) -> Tensor:
-        """A box of a logical tensor, in the file's type; a view of the mapped file, which holds no memory."""
+        """Read a box of a logical tensor, in the file's type: a view of the mapped file, which holds no memory."""
         if tensor.name == SCORE and SCORE not in self._entries:
             return torch.zeros([hi - lo for lo, hi in box])
         at = file_slice(tensor, box)

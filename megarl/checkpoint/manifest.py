@@ -1,4 +1,4 @@
-"""What a whole checkpoint holds: size and checksum of every file, in `manifest.json`, written last. Torch-free.
+"""Lists the files of a whole checkpoint, with size and checksum, in `manifest.json`, which is written last. Torch-free.
 
 {"format": 1, "files": {"common.pt": {"size": 1234, "blake2b": "9f86d0..."}, ".metadata": ...}}
 """
@@ -39,13 +39,13 @@ class FileRecord:
 
 
 def files_of(folder: str) -> list[str]:
-    """Every file below the folder but the manifest, relative to it, sorted."""
-    found = [os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names]
-    return sorted(name for name in found if name != MANIFEST_FILE)
+    """List every file below the folder but the manifest, relative to it, sorted."""
+    paths = [os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names]
+    return sorted(path for path in paths if path != MANIFEST_FILE)
 
 
 def record_files(folder: str, names: Iterable[str], *, sync: bool = False) -> dict[str, FileRecord]:
-    """Read files, several at a time.
+    """Take the size and checksum of files, several at a time.
 
     Args:
         sync: wait until each is on the disk.
@@ -70,8 +70,8 @@ def write_manifest(folder: str, records: Mapping[str, FileRecord]) -> None:
         sync_folder(at)
 
 
-def read_manifest(folder: str) -> dict[str, FileRecord] | None:
-    """The files by name; None if the folder has no manifest. Raises ValueError if it cannot be understood."""
+def read_manifest(folder: str) -> dict[str, FileRecord]:
+    """Read the records of the files by name. Raises ValueError without a manifest, or if it cannot be understood."""
     try:
         with open(os.path.join(folder, MANIFEST_FILE), encoding="utf-8", opener=only_file) as f:
             manifest = json.load(f)
@@ -85,13 +85,13 @@ def read_manifest(folder: str) -> dict[str, FileRecord] | None:
             for name, record in manifest["files"].items()
         }
     except FileNotFoundError:
-        return None
+        raise ValueError(f"{MANIFEST_FILE} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{MANIFEST_FILE} cannot be read: {one_line(e)}") from e
 
 
 def size_problem(folder: str, records: Mapping[str, FileRecord]) -> str | None:
-    """The first file that is missing or of another size."""
+    """Name the first file that is missing or of another size."""
     for name, record in sorted(records.items()):
         try:
             size = os.stat(os.path.join(folder, name)).st_size
@@ -103,12 +103,12 @@ def size_problem(folder: str, records: Mapping[str, FileRecord]) -> str | None:
 
 
 def checksum_problem(folder: str, records: Mapping[str, FileRecord], names: Iterable[str]) -> str | None:
-    """The first of these files whose contents differ from what was written; reads them all."""
+    """Name the first of these files whose contents differ from what was written; reads them all."""
     try:
-        found = record_files(folder, names)
+        contents = record_files(folder, names)
     except OSError as e:
         return one_line(e)
-    for name, record in sorted(found.items()):
+    for name, record in sorted(contents.items()):
         if record != records[name]:
             return f"{name} is not what was written: its checksum differs"
     return None
@@ -124,9 +124,9 @@ def sync_folder(folder: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, cut to its first line; its type where it says nothing (a bare EOFError)."""
-    said = str(error).strip().splitlines()
-    return said[0] if said else type(error).__name__
+    """Cut an error's message to its first line; a bare EOFError has none, and gives its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _record(path: str, *, sync: bool) -> FileRecord:

@@ -1,8 +1,8 @@
-"""A Megatron-Core `dist_checkpointing` folder, written and read parameter by parameter in one process.
+"""Writes and reads a Megatron-Core `dist_checkpointing` folder in one process, parameter by parameter.
 
-`dist_checkpointing.save` and `load` want a whole state dict. Their format is that of `torch.distributed.checkpoint`,
+`dist_checkpointing.save` and `load` need a whole state dict. Their format is that of `torch.distributed.checkpoint`,
 whose storage writer asks for one tensor at a time, and whose reader reads one at a time. Keys, shapes and offsets
-come from Megatron-Core itself: from the sharded state dict of a model on the meta device.
+come from the sharded state dict of a Megatron-Core model on the meta device.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
 
 from megarl.checkpoint.folder import write_state
 from megarl.checkpoint.manifest import FORMAT, one_line
@@ -32,12 +32,10 @@ from megarl.checkpoint.plan_items import (
     chunk_index,
     object_bytes,
     object_item,
-    parts_to_read,
-    place_in,
     stored_shape,
     tensor_item,
 )
-from megarl.checkpoint.sharded_files import write_common
+from megarl.checkpoint.sharded_files import Reads, write_common
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.models.architecture import Architecture
 from megarl.models.fill import local_view
@@ -49,12 +47,12 @@ from megarl.parallel.train_groups import stand_in
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredParameter:
-    """A parameter of one rank, and where a checkpoint keeps it.
+    """A parameter of one rank, and its place in a checkpoint.
 
     Attributes:
-        rank: of the layout.
-        meta: its shape and type.
-        placements: which boxes of logical tensors it holds.
+        rank: number of the rank in the layout.
+        meta: shape and type of the parameter.
+        placements: boxes of logical tensors that it holds.
         sharded: Megatron-Core's description of it.
     """
 
@@ -64,7 +62,7 @@ class StoredParameter:
     sharded: ShardedTensor | ShardedTensorFactory
 
     def chunks(self, data: Tensor) -> list[ShardedTensor]:
-        """Views of `data`, each with its key and its place in the checkpoint; none if another rank stores it."""
+        """Cut `data` into views, each with its key and its place in the checkpoint; none if another rank stores it."""
         if isinstance(self.sharded, ShardedTensorFactory):
             parts = nested_values(replace(self.sharded, data=data).build())
         else:
@@ -74,11 +72,11 @@ class StoredParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What one rank of a layout keeps in a checkpoint.
+    """Parameters and objects that one rank of a layout stores in a checkpoint.
 
     Attributes:
         parameters: by placement name.
-        empty_objects: keys of Megatron-Core's per-module extra states, which hold nothing but must be there.
+        empty_objects: keys of Megatron-Core's per-module extra states, which are empty but must be there.
     """
 
     parameters: dict[str, StoredParameter]
@@ -86,7 +84,7 @@ class Stored:
 
 
 def describe(arch: Architecture, layout: TrainLayout, rank: int, dtype: torch.dtype) -> Stored:
-    """What a rank keeps; takes no memory for its weights."""
+    """Describe what a rank stores; takes no memory for its weights."""
     meta = torch.device("meta")
     with stand_in(layout, rank, meta) as groups, meta:
         config = transformer_config(arch, groups, dtype=dtype, overrides={"use_cpu_initialization": True})
@@ -114,7 +112,7 @@ Fill = Callable[[StoredParameter, Tensor], None]
 
 
 def write_megatron(folder: str, ranks: list[Stored], fill: Fill, *, max_file_bytes: int) -> None:
-    """Write what these ranks would write together, but for the manifest; one parameter in memory at a time.
+    """Write the checkpoint that these ranks would write, but for the manifest; one parameter in memory at a time.
 
     Args:
         folder: an existing, empty folder.
@@ -143,7 +141,7 @@ class _SavePlanner(DefaultSavePlanner):
         self._current: tuple[StoredParameter, dict[MetadataIndex, Tensor]] | None = None
 
     def plans(self, stored: Stored, max_file_bytes: int) -> Iterator[SavePlan]:
-        """One plan per file."""
+        """Plan the files of a rank, one plan per file."""
         items = [object_item(key) for key in stored.empty_objects]
         size = 0
         for parameter in stored.parameters.values():
@@ -163,7 +161,7 @@ class _SavePlanner(DefaultSavePlanner):
             return object_bytes(None)
         parameter = self._source[write_item.index]
         if self._current is None or self._current[0] is not parameter:
-            self._current = None  # gives the last one's memory back before the next one is made
+            self._current = None  # frees the last parameter before the next one is made
             data = torch.zeros_like(parameter.meta, device="cpu", requires_grad=False)
             self._fill(parameter, data)
             self._current = (
@@ -177,7 +175,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class MegatronWeights:
-    """The weights of a checkpoint that was written in any layout, one parameter of a one-rank model at a time."""
+    """Reads the weights of a checkpoint of any layout, one parameter of a one-rank model at a time."""
 
     def __init__(self, folder: str, arch: Architecture) -> None:
         """Raises ValueError if the folder is no checkpoint of this architecture."""
@@ -197,27 +195,26 @@ class MegatronWeights:
         self.dtype = self._check(chunks)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole logical tensor, in the checkpoint's type and with its logical shape."""
+        """Read a whole logical tensor, in the checkpoint's type and with its logical shape."""
         param = self._by_tensor[name]
         if param not in self._kept:
-            # of the last two only: q, k and v, or gate and up, are parts of one parameter, and so are their biases
+            # the last two parameters only: q, k and v, or gate and up, are parts of one, and so are their biases
             self._kept = dict(list(self._kept.items())[-1:])
             self._kept[param] = self.parameter(param)
         place = next(p for p in self.parameters[param].placements if p.tensor == name)
         return local_view(self._kept[param], place)
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter of the one-rank model, in the checkpoint's type."""
+        """Read a parameter of the one-rank model, in the checkpoint's type."""
         stored = self.parameters[name]
         whole = torch.empty(stored.meta.shape, dtype=self.dtype)
+        planner = Reads(self._reader)
         for chunk in stored.chunks(whole):
-            tensor = self._reader.stored[chunk.key]
-            assert isinstance(tensor, TensorStorageMetadata) and chunk.data is not None
-            into = _Into(chunk.data.view(stored_shape(chunk)))
-            try:
-                self._reader.read_data(LoadPlan(parts_to_read(chunk, tensor)), into).wait()
-            except Exception as e:  # whatever reading a damaged file raises
-                raise ValueError(f"'{self._folder}': {chunk.key} cannot be read: {one_line(e)}") from e
+            planner.add(chunk)
+        try:
+            self._reader.read_data(LoadPlan(planner.items), planner).wait()
+        except Exception as e:  # whatever reading a damaged file raises
+            raise ValueError(f"'{self._folder}': {name} cannot be read: {one_line(e)}") from e
         return whole
 
     def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
@@ -228,26 +225,13 @@ class MegatronWeights:
                 raise ValueError(f"'{self._folder}' has no {chunk.key}: it is no checkpoint of this model")
             # a vocabulary that is padded further than this one is no mismatch
             rows_may_differ = chunk.allow_shape_mismatch
-            found, wanted = tuple(stored.size), tuple(chunk.global_shape)
-            if found != wanted and not (rows_may_differ and found[0] >= wanted[0] and found[1:] == wanted[1:]):
+            shape, needed = tuple(stored.size), tuple(chunk.global_shape)
+            if shape != needed and not (rows_may_differ and shape[0] >= needed[0] and shape[1:] == needed[1:]):
                 raise ValueError(
-                    f"'{self._folder}': {chunk.key} has shape {list(found)}, the model's is {list(wanted)}: "
+                    f"'{self._folder}': {chunk.key} has shape {list(shape)}, the model's is {list(needed)}: "
                     f"it is no checkpoint of this model"
                 )
             dtypes.add(stored.properties.dtype)
         if len(dtypes) > 1:
             raise ValueError(f"'{self._folder}' mixes weights of several types: {', '.join(sorted(map(str, dtypes)))}")
         return dtypes.pop()
-
-
-class _Into(DefaultLoadPlanner):
-    """Reads into one tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return place_in(self._target, read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...

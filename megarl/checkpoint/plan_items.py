@@ -1,4 +1,4 @@
-"""Megatron-Core's sharded tensors and objects as items of a `torch.distributed.checkpoint` plan."""
+"""Turns Megatron-Core's sharded tensors and objects into items of a `torch.distributed.checkpoint` plan."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 
 def tensor_item(chunk: ShardedTensor) -> WriteItem:
+    """Plan to write a sharded tensor."""
     assert chunk.data is not None
     data = TensorWriteData(
         chunk=chunk_metadata(chunk),
@@ -28,19 +29,19 @@ def tensor_item(chunk: ShardedTensor) -> WriteItem:
 
 
 def object_item(key: str) -> WriteItem:
-    """Of a sharded object, by its unique key."""
+    """Plan to write a sharded object, by its unique key."""
     return WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
 
 
 def object_bytes(value: object) -> io.BytesIO:
-    """A sharded object as Megatron-Core stores it."""
+    """Serialise a sharded object as Megatron-Core stores it."""
     stream = io.BytesIO()
     torch.save([value.data if isinstance(value, ShardedObject) else value], stream)
     return stream
 
 
 def object_to_read(key: str) -> ReadItem:
-    """A sharded object, by its unique key."""
+    """Plan to read a sharded object, by its unique key."""
     nowhere, index = torch.Size((0,)), MetadataIndex(key)
     return ReadItem(
         type=LoadItemType.BYTE_IO,
@@ -53,12 +54,12 @@ def object_to_read(key: str) -> ReadItem:
 
 
 def parts_to_read(chunk: ShardedTensor, stored: TensorStorageMetadata) -> list[ReadItem]:
-    """The parts of stored chunks that this one consists of, whatever layout has stored them."""
+    """Plan to read a chunk out of stored chunks, whatever layout has stored them."""
     return list(create_read_items_for_chunk_list(chunk.key, stored, [chunk_metadata(chunk)]))
 
 
 def place_in(target: Tensor, item: ReadItem) -> Tensor:
-    """The view of a chunk's tensor that an item fills."""
+    """View the part of a chunk's tensor that an item fills."""
     for axis, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
         target = target.narrow(axis, start, length)
     return target
@@ -73,5 +74,5 @@ def chunk_metadata(chunk: ShardedTensor) -> ChunkStorageMetadata:
 
 
 def stored_shape(chunk: ShardedTensor) -> tuple[int, ...]:
-    """With the layer's axis, which the parameter has not."""
+    """Shape of a chunk with the layer's axis, which the parameter lacks."""
     return (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)

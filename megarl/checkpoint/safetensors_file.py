@@ -1,7 +1,7 @@
-"""The safetensors format: headers read without the tensors, and files written one tensor at a time. Torch-free.
+"""Reads headers of safetensors files without the tensors, and writes files one tensor at a time. Torch-free.
 
 A file is 8 bytes with the header's length, the header (JSON: name -> dtype, shape, byte range of the data), the data.
-`safetensors.torch.save_file` wants all tensors of a file at once; a header is known before its tensors are.
+`safetensors.torch.save_file` needs all tensors of a file at once; a header is known before its tensors are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Entry:
 
     Attributes:
         file: path.
-        dtype: in the format's words, such as "BF16".
+        dtype: name of the type in the format, such as "BF16".
         shape: size of each axis.
-        start, stop: which bytes of the file are its elements, row-major.
+        start, stop: bytes of the file that are its elements, row-major.
     """
 
     file: str
@@ -39,7 +39,7 @@ class Entry:
 
 
 def read_header(file: str) -> dict[str, Entry]:
-    """The tensors of a file by name; raises ValueError if it is not a whole safetensors file."""
+    """List the tensors of a file by name. Raises ValueError if it is not a whole safetensors file."""
     try:
         with open(file, "rb") as f:
             length = int.from_bytes(f.read(8), "little")
@@ -68,12 +68,12 @@ def read_header(file: str) -> dict[str, Entry]:
 
 
 class SafetensorsWriter:
-    """Writes a file whose tensors are announced at once and given one by one, in that order."""
+    """Writes a file whose tensors are named at once, and written one by one in that order."""
 
     def __init__(self, file: str, dtype: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         """
         Args:
-            dtype: of every tensor, in the format's words.
+            dtype: name of every tensor's type in the format.
             tensors: name and shape of each.
         """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -91,7 +91,7 @@ class SafetensorsWriter:
         self._written = 0
 
     def write(self, data: memoryview) -> None:
-        """The elements of the next tensor, row-major; after the last one the file is whole, on disk and closed."""
+        """Write the elements of the next tensor, row-major; after the last one the file is on the disk and closed."""
         written = self._file.write(data)
         assert written == self._sizes[self._written], "a tensor of another size than announced"
         self._written += 1

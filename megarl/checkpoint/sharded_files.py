@@ -1,8 +1,8 @@
-"""The ranks of a job write their parts of a sharded state dict, each with threads of its own, and read theirs.
+"""Each rank writes its parts of a sharded state dict, with threads of its own, and reads the parts that it needs.
 
-The files are those of Megatron-Core's `dist_checkpointing` (format "torch_dist"). Its own writer starts a process that
-imports torch anew, which takes seconds at the first save and outlives a rank that fails; and it would not say that the
-disk is full to the ranks that are not concerned. Its own reader runs what a stranger has pickled into a checkpoint.
+The files are those of Megatron-Core's `dist_checkpointing` (format "torch_dist"). Megatron-Core's writer starts a
+process that imports torch anew, which takes seconds at the first save and outlives a rank that fails; and a full disk
+on one rank would not reach the other ranks. Megatron-Core's reader runs code that a stranger pickled into a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.agreement import on_every_rank
 from megarl.checkpoint.plan_items import (
     chunk_index,
     object_bytes,
@@ -53,94 +52,97 @@ FILE_BYTES = 2**26
 """A rank with less than this writes one file."""
 
 
-def write_sharded(folder: str, sharded: dict[str, Any], world: World) -> None:
-    """Write what each rank has to write into an existing, empty folder. Every rank calls it.
+class ShardedParts:
+    """This rank's share of a sharded state dict. The ranks plan the shares together; each then writes on any thread.
 
-    A thread holds one tensor in host memory at a time.
-
-    Args:
-
-    Raises:
-        RankFailed: on all ranks, if one cannot write its part.
+    Tensors are not copied: where the state dict refers to those of a model or an optimizer, they must not change before
+    `write` returns. A thread holds one tensor in host memory at a time.
     """
-    parts, common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
-    planner = _Planner([part for part in nested_values(parts) if is_main_replica(part.replica_id)])
-    first = world.rank == 0
-    everyone = world.gather(planner.items, "the plan of a checkpoint")
-    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
-    writer.set_up_storage_writer(first)
-    written = on_every_rank(world, lambda: _write_part(writer, planner, world.rank))
-    results = world.gather(written, "all parts of a checkpoint")
 
-    def finish() -> None:
-        if first:
-            write_common(folder, common)
-            _, metadata = planner.create_global_plan([SavePlan(items) for items in everyone])
-            writer.finish(metadata, results)
-            save_config(CheckpointingConfig("torch_dist"), folder)
+    def __init__(self, sharded: dict[str, Any], world: World) -> None:
+        """Every rank calls it."""
+        parts, self._common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
+        self._planner = _Planner([part for part in nested_values(parts) if is_main_replica(part.replica_id)])
+        self._plans = world.gather(self._planner.items, "the plan of a checkpoint")
+        self._rank = world.rank
 
-    on_every_rank(world, finish)
+    def write(self, folder: str) -> list[WriteResult]:
+        """Write this rank's part into an existing folder; waits for no other rank. Raises OSError."""
+        if self._rank == 0:
+            write_common(folder, self._common)
+        planner, first = self._planner, self._rank * FILES_PER_RANK
+        sizes = [planner.nbytes(item) for item in planner.items]
+        files = min(FILES_PER_RANK, 1 + sum(sizes) // FILE_BYTES)
+        shares = [share for share in karmarkar_karp(sizes, range(len(sizes)), files) if share]
+        plans = [SavePlan([]) for _ in range(first)]  # the writer names files by the place in this list
+        plans += [SavePlan([planner.items[i] for i in share]) for share in shares]
+        writer = _writer(folder)
+        plans = writer.prepare_global_plan(plans)[first:]
+        with ThreadPoolExecutor(FILES_PER_RANK) as pool:
+            # the writer's own threads would keep an error to themselves
+            results = pool.map(lambda plan: writer.write_data(plan, planner).wait(), plans)
+            return [result for of_file in results for result in of_file]
+
+    def finish(self, folder: str, results: list[list[WriteResult]]) -> None:
+        """Write the description of all parts; the first rank calls it. Raises OSError.
+
+        Args:
+            results: of each rank's `write`, in rank order.
+        """
+        _, metadata = self._planner.create_global_plan([SavePlan(items) for items in self._plans])
+        _writer(folder).finish(metadata, results)
+        save_config(CheckpointingConfig("torch_dist"), folder)
 
 
 def difference(reader: CheckpointReader, sharded: dict[str, Any]) -> str | None:
-    """The first tensor or object that this rank wants and that the checkpoint has not, or has in another shape."""
-    for wanted in nested_values(load_preprocess(sharded)[0]):
-        if isinstance(wanted, ShardedObject):
-            if not _stays(wanted) and wanted.unique_key not in reader.stored:
-                return f"it has no {wanted.unique_key}, which this run needs"
-        elif isinstance(wanted, ShardedTensor):
-            found = reader.stored.get(wanted.key)
-            shape = list(wanted.global_shape)
-            if not isinstance(found, TensorStorageMetadata):
-                return f"it has no {wanted.key}, which this run needs with shape {shape}"
-            if list(found.size) != shape and not wanted.allow_shape_mismatch:
-                return f"its {wanted.key} has shape {list(found.size)}, this run's has {shape}"
+    """Name the first tensor or object of this rank that the checkpoint lacks, or has in another shape."""
+    for part in nested_values(load_preprocess(sharded)[0]):
+        if isinstance(part, ShardedObject):
+            if not _stays(part) and part.unique_key not in reader.stored:
+                return f"it has no {part.unique_key}, which this run needs"
+        elif isinstance(part, ShardedTensor):
+            stored = reader.stored.get(part.key)
+            shape = list(part.global_shape)
+            if not isinstance(stored, TensorStorageMetadata):
+                return f"it has no {part.key}, which this run needs with shape {shape}"
+            if list(stored.size) != shape and not part.allow_shape_mismatch:
+                return f"its {part.key} has shape {list(stored.size)}, this run's has {shape}"
     return None
 
 
 def read_sharded(folder: str, reader: CheckpointReader, sharded: dict[str, Any]) -> dict[str, Any]:
-    """Read this rank's part into the tensors of a sharded state dict in which there is no `difference`.
+    """Read this rank's parts into the tensors of a sharded state dict in which there is no `difference`.
 
     Returns:
-        the state dict, with what is not cut up.
+        the state dict, with the common values, which no rank cuts up.
 
     Raises:
-        ValueError: in one line, if something would run code, or is damaged.
+        ValueError: in one line, if a file would run code, or is damaged.
     """
-    wanted, plain, factories = load_preprocess(sharded)
-    wanted, _ = extract_sharded_base(wanted)
-    planner = _Reads(reader)
-    for part in nested_values(wanted):
+    parts, plain, factories = load_preprocess(sharded)
+    parts, _ = extract_sharded_base(parts)
+    planner = Reads(reader)
+    for part in nested_values(parts):
         planner.add(part)
     reader.read_data(LoadPlan(planner.items), planner).wait()
-    state = merge(merge(read_common(folder), plain), dict_list_map_outplace(planner.value, wanted))
+    state = merge(merge(read_common(folder), plain), dict_list_map_outplace(planner.value, parts))
     return dict(apply_factory_merges(state, factories))
 
 
 def write_common(folder: str, common: dict[str, Any]) -> None:
-    """What is not cut up. Raises OSError, which torch's own writing to a path would not, on a full disk, say."""
+    """Write the values that no rank cuts up. Raises OSError on a full disk, where torch.save to a path would not."""
     stream = io.BytesIO()
     torch.save(common, stream)
     with open(os.path.join(folder, COMMON_FILE), "wb") as f:
         f.write(stream.getbuffer())
 
 
-def _write_part(writer: FileSystemWriter, planner: _Planner, rank: int) -> list[WriteResult]:
-    """One rank's items, spread over its files by size."""
-    sizes = [planner.nbytes(item) for item in planner.items]
-    files = min(FILES_PER_RANK, 1 + sum(sizes) // FILE_BYTES)
-    parts = [part for part in karmarkar_karp(sizes, range(len(sizes)), files) if part]
-    plans = [SavePlan([]) for _ in range(rank * FILES_PER_RANK)]  # the writer names files by the place in this list
-    plans += [SavePlan([planner.items[i] for i in part]) for part in parts]
-    mine = writer.prepare_global_plan(plans)[rank * FILES_PER_RANK :]
-    with ThreadPoolExecutor(FILES_PER_RANK) as pool:
-        # the writer's own threads would keep an error to themselves
-        written = pool.map(lambda plan: writer.write_data(plan, planner).wait(), mine)
-        return [result for results in written for result in results]
+def _writer(folder: str) -> FileSystemWriter:
+    return FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives the writer the data of this rank's items."""
+    """Lists this rank's items, and gives the writer their data."""
 
     def __init__(self, parts: Sequence[ShardedTensor | ShardedObject]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -149,7 +151,7 @@ class _Planner(DefaultSavePlanner):
         for part in parts:
             item = object_item(part.unique_key) if isinstance(part, ShardedObject) else tensor_item(part)
             self.items.append(item)
-            self._parts[item.index] = part
+            self._parts[item.index] = part  # not copied: a writer behind the next steps needs a copy on the host here
 
     def nbytes(self, item: WriteItem) -> int:
         """0 for an object, which is small."""
@@ -163,8 +165,8 @@ class _Planner(DefaultSavePlanner):
         return part.data.detach().view(stored_shape(part))
 
 
-class _Reads(DefaultLoadPlanner):
-    """Tells the reader where what it reads belongs, and keeps it."""
+class Reads(DefaultLoadPlanner):
+    """Tells the reader where each item belongs, and keeps the objects that it reads."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ class _Reads(DefaultLoadPlanner):
         self._objects: dict[str, Any] = {}
 
     def add(self, part: ShardedBase) -> None:
-        """Have it read, too."""
+        """Have a part read."""
         if isinstance(part, ShardedObject):
             if not _stays(part):
                 self.items.append(object_to_read(part.unique_key))
@@ -190,7 +192,7 @@ class _Reads(DefaultLoadPlanner):
         self._targets.setdefault(index, []).append(part.data.detach().view(stored_shape(part)))
 
     def value(self, part: ShardedTensor | ShardedObject) -> Any:
-        """What was read."""
+        """The part's value after reading."""
         if isinstance(part, ShardedTensor) or _stays(part):
             return part.data
         return self._objects[part.unique_key]
@@ -211,6 +213,6 @@ class _Reads(DefaultLoadPlanner):
 
 
 def _stays(part: ShardedObject) -> bool:
-    """Whether an object is not read: the extra states of Transformer Engine's layers are for FP8 alone, and its layers
-    would unpickle them, whatever they are."""
+    """Whether an object is left unread: extra states of Transformer Engine's layers are for FP8 alone, and the layers
+    would unpickle anything."""
     return part.key.endswith("._extra_state")

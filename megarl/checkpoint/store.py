@@ -1,18 +1,26 @@
-"""Writes and reads checkpoint folders in Megatron-Core's `dist_checkpointing` format: whole or not at all."""
+"""Writes and reads checkpoint folders in Megatron-Core's `dist_checkpointing` format: whole or not at all.
+
+A save is three calls: `take_snapshot`, which the ranks make together between two steps; `Snapshot.write`, in which each
+rank writes its files and waits for no other; `commit`, together again, after which the checkpoint has its name.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch import Tensor
+from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.agreement import RankFailed, first_of, on_every_rank
+from megarl.checkpoint.agreement import RankFailed, first_of, on_every_rank, on_first_rank
+from megarl.checkpoint.arrays import Array, write_arrays
 from megarl.checkpoint.folder import (
     Position,
     checkpoint_folder,
@@ -33,69 +41,125 @@ from megarl.checkpoint.manifest import (
     record_files,
     write_manifest,
 )
-from megarl.checkpoint.sharded_files import difference, read_sharded, write_sharded
+from megarl.checkpoint.sharded_files import ShardedParts, difference, read_sharded
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.parallel.world import World
-
-T = TypeVar("T")
 
 
 class SaveFailed(RuntimeError):
     """A checkpoint could not be written; earlier ones are as they were, and a run can go on. All ranks raise it."""
 
 
-def save_checkpoint(
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A whole checkpoint on the disk."""
+
+    folder: str
+    position: Position
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The state of a run between two steps, as far as this rank writes it.
+
+    Attributes:
+        run_dir: of the run.
+        position: where in the run it was taken.
+        parts: tensors and objects; see `ShardedParts` for which of them are live.
+        state: small state, which the first rank writes.
+        arrays: large state by name, which the first rank writes.
+    """
+
+    run_dir: str
+    position: Position
+    parts: ShardedParts
+    state: Mapping[str, Any]
+    arrays: Mapping[str, Mapping[str, Array]]
+
+    def write(self) -> list[WriteResult]:
+        """Write this rank's files into the partial folder; any thread may do it. Raises OSError."""
+        partial = partial_folder(checkpoint_folder(self.run_dir, self.position))
+        if dist.get_rank() == 0:
+            write_state(partial, self.state)
+            for name, arrays in self.arrays.items():
+                write_arrays(partial, name, arrays)
+        with _without_warnings():
+            return self.parts.write(partial)
+
+
+def take_snapshot(
     run_dir: str,
     position: Position,
     sharded: dict[str, Any],
-    trainer_state: dict[str, Any],
+    trainer_state: Mapping[str, Any],
     *,
+    arrays: Mapping[str, Mapping[str, Array]] | None = None,
+    rng: Mapping[str, Tensor] | None = None,
     write_model: Callable[[str], None],
     world: World,
-) -> str:
-    """Write `global_step_{step}`; every rank calls it, and it returns once the checkpoint is complete and on the disk.
-
-    Everything is written into a folder of another name, which is renamed when it is whole: a job that dies in between
-    leaves the earlier checkpoints as they were, one of the same name included.
+) -> Snapshot:
+    """Plan a checkpoint, and begin its partial folder. Every rank calls it.
 
     Args:
         sharded: Megatron-Core sharded state dict of this rank.
         trainer_state: small JSON-able state, the same on every rank; the position is added.
-        write_model: called on every rank with the unfinished folder, to add the model's Hugging Face files. If it
-            raises an OSError, it does so on every rank.
+        arrays: large state by name, needed on the first rank only.
+        rng: as `rng_state` gave it; default: the generators as they are now.
+        write_model: called on every rank with the partial folder, to add the model's Hugging Face files. They are
+            written at once: a copy of the weights would cost a model's memory. An OSError must reach every rank.
 
-    Returns:
-        the checkpoint's folder.
+    Raises:
+        SaveFailed: on every rank, if any of them could not write; nothing is left of the attempt.
+    """
+    partial = partial_folder(checkpoint_folder(run_dir, position))
+    generators = ShardedObject("rng", rng or rng_state(), (world.size,), (world.rank,))
+    with _or_give_up(run_dir, position, world):
+        on_first_rank(world, lambda: _make_empty(partial))
+        with _without_warnings():
+            parts = ShardedParts({**sharded, "rng": generators}, world)
+        write_model(partial)
+    of_position = {"format": FORMAT, "loop": position.loop, "order": position.order, "step": position.step}
+    state = {**trainer_state, **of_position, "world_size": world.size}
+    return Snapshot(run_dir=run_dir, position=position, parts=parts, state=state, arrays=arrays or {})
+
+
+def commit(snapshot: Snapshot, written: Callable[[], list[WriteResult]], world: World) -> Saved:
+    """Make a checkpoint of what all ranks have written. Every rank calls it.
+
+    The partial folder gets its name when it is whole and on the disk: a job that dies before leaves the earlier
+    checkpoints as they were, one of the same name included.
+
+    Args:
+        written: gives the result of `snapshot.write`, or raises its error: that method itself, or a future's `result`.
 
     Raises:
         SaveFailed: on every rank, if any of them could not write (a full disk, say); nothing is left of the attempt.
     """
-    final = checkpoint_folder(run_dir, position)
+    final = checkpoint_folder(snapshot.run_dir, snapshot.position)
     partial = partial_folder(final)
-    of_position = {"format": FORMAT, "loop": position.loop, "order": position.order, "step": position.step}
-    state = {**trainer_state, **of_position, "world_size": dist.get_world_size()}
-    try:
-        _on_first_rank(world, lambda: _make_empty(partial))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            write_sharded(partial, {**sharded, "rng": _rng_state()}, world)
-        write_model(partial)
-        _on_first_rank(world, lambda: write_state(partial, state))
+    with _or_give_up(snapshot.run_dir, snapshot.position, world):
+        results = world.gather(on_every_rank(world, written), "all parts of a checkpoint")
+        on_first_rank(world, lambda: snapshot.parts.finish(partial, results))
         _write_manifest(partial, world)
-        _on_first_rank(world, lambda: take_place(partial, final))
-    except RankFailed as e:
-        raise SaveFailed(_give_up(run_dir, position, partial, str(e), world)) from None
-    return final
+        on_first_rank(world, lambda: take_place(partial, final))
+    return Saved(folder=final, position=snapshot.position)
+
+
+def save_checkpoint(*state: Any, world: World, **more: Any) -> Saved:
+    """Take a snapshot, write it on this thread and commit it; for arguments and errors see `take_snapshot`."""
+    snapshot = take_snapshot(*state, world=world, **more)
+    return commit(snapshot, snapshot.write, world)
 
 
 def verify_checkpoint(folder: str, world: World) -> str | None:
     """Compare every file with the manifest; the ranks share the reading. Every rank calls it.
 
     Returns:
-        on every rank the same line, which names the first file that is not as it was written; None if there is none.
+        on every rank the same line, which names the first file that differs from what was written; None if none does.
     """
     problem = problem_with(folder)
-    if problem is None and (records := read_manifest(folder)) is not None:
+    if problem is None:
+        records = read_manifest(folder)
         problem = checksum_problem(folder, records, sorted(records)[world.rank :: world.size])
     return first_of(world, problem)
 
@@ -112,12 +176,12 @@ def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, world: W
     Raises:
         ValueError: on every rank, in one line: the checkpoint cannot be read, or is that of another model or run.
     """
-    rng = rng and read_state(folder).get("world_size") == dist.get_world_size()
-    sharded = {**sharded, "rng": _rng_state()} if rng else sharded
+    rng = rng and read_state(folder).get("world_size") == world.size
+    if rng:
+        sharded = {**sharded, "rng": ShardedObject("rng", rng_state(), (world.size,), (world.rank,))}
     loaded: dict[str, Any] = {}
     problem: str | None = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _without_warnings():
         try:
             reader = CheckpointReader(folder)
             problem = difference(reader, sharded)
@@ -132,8 +196,16 @@ def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, world: W
     if problem is not None:
         raise ValueError(f"checkpoint '{folder}': {problem}")
     if rng:
-        _set_rng_state(loaded["rng"])
+        torch.set_rng_state(loaded["rng"]["torch"])
+        if "cuda" in loaded["rng"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state(loaded["rng"]["cuda"])
     return loaded
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Copy the states of this rank's random number generators."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    return {"torch": torch.get_rng_state(), **cuda}
 
 
 def _make_empty(folder: str) -> None:
@@ -141,48 +213,37 @@ def _make_empty(folder: str) -> None:
     os.makedirs(folder)
 
 
-def _on_first_rank(world: World, work: Callable[[], T]) -> T | None:
-    """What the work gives, on the first rank; it fails on all."""
-
-    def local() -> T | None:
-        return work() if world.rank == 0 else None
-
-    return on_every_rank(world, local)
-
-
 def _write_manifest(folder: str, world: World) -> None:
-    """The ranks share the hashing: each takes every world-th file, and waits until it is on the disk."""
-    listed = world.broadcast(_on_first_rank(world, lambda: files_of(folder)), "a checkpoint's files")
-    mine = on_every_rank(world, lambda: record_files(folder, listed[world.rank :: world.size], sync=True))
+    """Hash all files, each rank every world-th of them, and wait until they are on the disk."""
+    names = world.broadcast(on_first_rank(world, lambda: files_of(folder)), "a checkpoint's files")
+    mine = on_every_rank(world, lambda: record_files(folder, names[world.rank :: world.size], sync=True))
     everyone = world.gather(mine, "the checksums of a checkpoint")
     records = {name: record for part in everyone for name, record in part.items()}
-    _on_first_rank(world, lambda: write_manifest(folder, records))
+    on_first_rank(world, lambda: write_manifest(folder, records))
 
 
-def _give_up(run_dir: str, position: Position, partial: str, reason: str, world: World) -> str:
-    """Make room again; returns what all ranks say."""
-    said = None
-    if world.rank == 0:
-        with suppress(OSError):
-            delete(partial)
-        newest = next(iter(whole_checkpoints(run_dir)), None)
-        said = (
-            f"{position.name} could not be saved in '{os.path.dirname(partial)}': {reason}; the newest whole "
-            f"checkpoint there is {os.path.basename(newest) if newest else 'none'}"
-        )
-    said = first_of(world, said)
-    assert said is not None
-    return said
+@contextmanager
+def _or_give_up(run_dir: str, position: Position, world: World) -> Iterator[None]:
+    """Make room again where a rank fails. Raises SaveFailed with the same line on all ranks."""
+    try:
+        yield
+    except RankFailed as e:
+        line = None
+        if world.rank == 0:
+            final = checkpoint_folder(run_dir, position)
+            with suppress(OSError):
+                delete(partial_folder(final))
+            newest = next(iter(whole_checkpoints(run_dir)), "none")
+            line = (
+                f"{position.name} could not be saved in '{os.path.dirname(final)}': {e}; the newest whole checkpoint "
+                f"there is {os.path.basename(newest)}"
+            )
+        raise SaveFailed(world.broadcast(line, "all ranks at a checkpoint")) from None
 
 
-def _rng_state() -> ShardedObject:
-    state = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return ShardedObject("rng", state, (dist.get_world_size(),), (dist.get_rank(),))
-
-
-def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep torch's and Megatron-Core's remarks on their own formats from the console."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

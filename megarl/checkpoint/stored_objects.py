@@ -1,7 +1,7 @@
-"""Reads what Megatron-Core and torch pickle into a checkpoint without running anything: it may be a stranger's.
+"""Reads the pickles of a checkpoint without running code: a stranger may have written them.
 
-A pickle names classes and functions, and the reader calls them: `os.system` as readily as `torch.Size`. Here only the
-plain classes are admitted of which a checkpoint's description consists, and, in objects, what torch admits with
+A pickle names classes and functions, and the reader calls them: `os.system` as readily as `torch.Size`. This reader
+admits only the plain classes of a checkpoint's description, and, in objects, the values that torch admits with
 `weights_only=True`.
 """
 
@@ -49,13 +49,13 @@ _RECORDS = (
 """Dataclasses: the only objects whose attributes a pickle may set."""
 
 _MOST_BYTES = 2**30
-"""Of the description of a checkpoint's tensors."""
+"""Of the description of a checkpoint's tensors, at most."""
 _MOST_PARTS = 10_000
-"""Of a tuple in a pickle; those that `torch.save` writes have some twenty."""
+"""Of a tuple in a pickle, at most; the tuples that `torch.save` writes have some twenty."""
 
 
 def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for numbers and texts alone: it hashes what it is given."""
+    """Restrict a function that hashes its arguments to numbers and texts."""
 
     def call(*values: Any) -> Any:
         if not all(type(value) in (int, str) for value in values):
@@ -66,7 +66,7 @@ def _of_plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _member(looked_up: Any, name: Any) -> Any:
-    """A member of an enumeration by its name: Python 3.11.2, say, pickles it as `getattr(kind, name)`."""
+    """Find a member of an enumeration by its name: Python 3.11.2, say, pickles it as `getattr(kind, name)`."""
     for kind in _ENUMERATIONS:
         if looked_up is _ADMITTED[kind.__module__, kind.__qualname__] and type(name) is str:
             return kind[name]
@@ -94,7 +94,7 @@ class WouldRunCode(ValueError):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own, with memory bounded by the pickle's: that in C clears as many places as a damaged byte names."""
+    """Python's unpickler, whose memory the pickle's size bounds; the one in C takes as much as a damaged byte says."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) not in _ADMITTED:
@@ -128,13 +128,13 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
-    """Raises UnpicklingError: a key of parts that repeat each other would take hours to hash."""
+    """Refuse keys of parts that repeat each other, which take hours to hash. Raises UnpicklingError."""
     if not all(map(_is_key, keys)):
         raise pickle.UnpicklingError("it has a key that is no name")
 
 
 def _is_key(key: Any) -> bool:
-    """Whether it is a name, a number, or a part of a tensor."""
+    """Whether a key is a name, a number, or a part of a tensor."""
     if type(key) is not MetadataIndex:
         return type(key) in (str, int)
     plain = type(key.fqn) is str and (key.index is None or type(key.index) is int)
@@ -142,8 +142,8 @@ def _is_key(key: Any) -> bool:
 
 
 def _check_tuples(pickled: bytes) -> None:
-    """Raises ValueError for tuples that multiply: (t, t) of (t, t), 40 times, is 200 bytes and takes hours to hash."""
-    parts: list[int] = []  # of each value on the stack: as many as a tuple has, those of its parts among them; else 1
+    """Refuse tuples that multiply (ValueError): (t, t) of (t, t), 40 times, is 200 bytes and takes hours to hash."""
+    parts: list[int] = []  # of each value on the stack: number of a tuple's parts and of their parts; else 1
     marks: list[int] = []
     kept: dict[Any, int] = {}
     for opcode, place, _ in pickletools.genops(pickled):
@@ -170,10 +170,10 @@ def _check_tuples(pickled: bytes) -> None:
 
 
 def read_metadata(folder: str) -> Metadata:
-    """What a checkpoint's tensors and objects are, and in which file each part of them lies.
+    """Read the description of a checkpoint's tensors and objects, with the file of each part.
 
     Raises:
-        ValueError: in one line, if it would run code, or is damaged.
+        ValueError: in one line, if the description would run code, or is damaged.
     """
     try:
         with open(os.path.join(folder, METADATA_FILE), "rb", opener=only_file) as f:
@@ -191,7 +191,7 @@ def read_metadata(folder: str) -> Metadata:
 
 
 def read_object(stream: io.BytesIO, name: str) -> Any:
-    """Tensors and plain values in dicts and lists, as `torch.save` wrote them. Raises ValueError, which names it."""
+    """Read tensors and plain values in dicts and lists, as `torch.save` wrote them. Raises ValueError with the name."""
     try:
         _check_cost(stream)
         return torch.load(stream, map_location="cpu", weights_only=True)
@@ -202,28 +202,28 @@ def read_object(stream: io.BytesIO, name: str) -> Any:
 
 
 def _check_cost(stream: io.BytesIO) -> None:
-    """Raises ValueError for what would take more memory or time than its bytes: torch admits `bytearray(1 << 40)`."""
+    """Refuse an object that takes more memory than its bytes (ValueError): torch admits `bytearray(1 << 40)`."""
     begin = stream.tell()
     if re.search(rb"c(builtins|__builtin__)\nbytearray\n", stream.getbuffer()):
         raise ValueError("it asks for memory")
     if stream.read(4) != b"PK\x03\x04":
         raise ValueError("it is no archive, as torch.save writes it")
-    with zipfile.ZipFile(stream) as whole:
-        if is_compressed(whole):
+    with zipfile.ZipFile(stream) as archive:
+        if is_compressed(archive):
             raise ValueError("it is compressed, as torch.save never does")
-        for part in whole.infolist():
+        for part in archive.infolist():
             if part.filename.endswith(".pkl"):
-                _check_tuples(whole.read(part))
+                _check_tuples(archive.read(part))
     stream.seek(begin)
 
 
 def is_compressed(archive: zipfile.ZipFile) -> bool:
-    """Whether a part of it may take more memory than its bytes."""
+    """Whether a part of an archive may take more memory than its bytes."""
     return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
 
 
 def read_common(folder: str) -> dict[str, Any]:
-    """What is not cut up. Raises ValueError, which names the file."""
+    """Read the values that no rank cuts up. Raises ValueError, which names the file."""
     try:
         with open(os.path.join(folder, COMMON_FILE), "rb") as f:
             common = read_object(io.BytesIO(f.read()), COMMON_FILE)
@@ -235,7 +235,7 @@ def read_common(folder: str) -> dict[str, Any]:
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads parts of tensors and objects, whose description it has read at once.
+    """Reads parts of tensors and objects, after their description.
 
     Attributes:
         stored: tensors and objects by key.
@@ -253,10 +253,10 @@ class CheckpointReader(FileSystemReader):
 
 
 def _check(metadata: Any, size: int) -> None:
-    """Raises an exception if what was read has not the form in which torch uses it.
+    """Refuse a description that torch could not use. Raises any exception.
 
     Args:
-        size: in bytes, pickled.
+        size: bytes of its pickle.
     """
     stored, parts = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(stored, dict) or not isinstance(parts, dict):
@@ -272,7 +272,7 @@ def _check(metadata: Any, size: int) -> None:
 
 
 def _check_files(folder: str, metadata: Metadata) -> None:
-    """Raises ValueError for a pipe or a device in place of a file, which would be waited for."""
+    """Refuse a pipe or a device in place of a file: a reader would wait for it. Raises ValueError."""
     for name in sorted({place.relative_path for place in metadata.storage_data.values()}):
         path = os.path.join(folder, name)
         if os.path.exists(path) and not os.path.isfile(path):
@@ -301,7 +301,7 @@ def _is_within(chunk: ChunkStorageMetadata, size: Iterable[int]) -> bool:
 
 
 def _is_place(place: Any) -> bool:
-    """A stretch of a file beside it: a path could name any file of the reader's."""
+    """Whether a value is a stretch of a file in the same folder: a path could name any file of the reader's."""
     if not isinstance(place, _StorageInfo) or type(place.relative_path) is not str:
         return False
     name, numbers = place.relative_path, (place.offset, place.length)

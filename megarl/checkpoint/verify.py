@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder and a Megatron-Core checkpoint are the same model."""
+"""Compares a Hugging Face folder and a Megatron-Core checkpoint: are they the same model?"""
 
 from __future__ import annotations
 
@@ -23,37 +23,44 @@ TIE = 1e-3
 
 
 def compare_weights(huggingface: str, megatron: str, arch: Architecture) -> int:
-    """The number of weights (tensors), all equal bit for bit; one tensor in memory at a time.
+    """Compare all weights bit for bit, one tensor in memory at a time; returns the number of tensors.
 
     Raises:
         ValueError: a tensor differs; names the first.
     """
-    here, there = HuggingFaceWeights(huggingface, arch), MegatronWeights(megatron, arch)
-    for name, tensor in here.tensors.items():
-        if not torch.equal(_bits(here.box(tensor, tensor.box).to(there.dtype)), _bits(there.tensor(name))):
+    folder, checkpoint = HuggingFaceWeights(huggingface, arch), MegatronWeights(megatron, arch)
+    for name, tensor in folder.tensors.items():
+        value = folder.box(tensor, tensor.box).to(checkpoint.dtype)
+        if not torch.equal(_bits(value), _bits(checkpoint.tensor(name))):
             raise ValueError(f"{name} in '{huggingface}' differs from that in '{megatron}'")
-    return len(here.tensors)
+    return len(folder.tensors)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """As integers: NaN differs from itself as a number."""
+    """View a tensor as integers: as a number NaN differs from itself."""
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
 @torch.no_grad()
 def compare_logits(huggingface: str, megatron: str, arch: Architecture, *, tolerance: float = 1e-4) -> float:
-    """Largest difference of any log-probability, float32, between Megatron-Core's model and that of `transformers`.
+    """Compare log-probabilities, float32, of Megatron-Core's model and that of `transformers`.
+
+    Returns the largest difference.
 
     Both models are held in memory, one after the other.
 
     Raises:
         ValueError: the difference is more than `tolerance`, or transformers is not installed.
     """
-    sequences = _sequences(arch)
-    theirs = _their_log_probs(huggingface, sequences)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(n, arch.max_position_embeddings) for n in (5, 16, 33)]
+    sequences = [torch.randint(arch.vocab_size, (n,), generator=generator) for n in lengths]
+    model = _transformers_model(huggingface)
+    expected = [torch.log_softmax(model(tokens[None]).logits[0], -1) for tokens in sequences]
+    del model
     with megatron_model(megatron, arch) as log_probs:
-        ours = [log_probs(tokens) for tokens in sequences]
-    worst = max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        differences = [log_probs(tokens) - logp for tokens, logp in zip(sequences, expected, strict=True)]
+    worst = max(float(difference.abs().max()) for difference in differences)
     if not worst <= tolerance:
         raise ValueError(
             f"log-probabilities of '{megatron}' and of '{huggingface}' in transformers differ by up to {worst:.1e}"
@@ -69,47 +76,40 @@ def compare_answers(
     prompts: Mapping[str, Sequence[int]],
     stop_tokens: Sequence[int],
 ) -> int:
-    """The number of prompts: Megatron-Core's model and that of `transformers` answer them greedily alike, in float32.
+    """Compare greedy answers, float32, of Megatron-Core's model and that of `transformers`.
 
-    Both models are held in memory, one after the other.
+    Both models are held in memory, one after the other. Returns the number of prompts.
 
     Args:
         prompts: token ids by their text.
         stop_tokens: ids that end an answer.
 
     Raises:
-        ValueError: an answer differs; names the prompt and both. Or transformers reads no model there.
+        ValueError: an answer differs; names the prompt and both answers. Or transformers reads no model there.
     """
     length = arch.max_position_embeddings - ANSWER
-    asked = {text: list(ids)[:length] for text, ids in prompts.items() if ids and length > 0}
-    theirs = _their_answers(huggingface, asked)
+    questions = {text: list(ids)[:length] for text, ids in prompts.items() if ids and length > 0}
+    expected = _transformers_answers(huggingface, questions)
     with megatron_model(megatron, arch) as log_probs:
-        for text, ids in asked.items():
-            ours = list[int]()
-            while len(ours) < ANSWER and not set(ours[-1:]) & set(stop_tokens):
-                next_ = log_probs(torch.tensor([*ids, *ours]))[-1]
-                ours.append(int(next_.argmax()))
-                tied = theirs[text][len(ours) - 1 : len(ours)]
-                if tied and ours[-1] != tied[0] and next_[ours[-1]] - next_[tied[0]] < TIE:
-                    ours[-1] = tied[0]  # rounding decides
-            if ours != theirs[text]:
+        for text, ids in questions.items():
+            answer = list[int]()
+            while len(answer) < ANSWER and not set(answer[-1:]) & set(stop_tokens):
+                logp = log_probs(torch.tensor([*ids, *answer]))[-1]
+                answer.append(int(logp.argmax()))
+                tied = expected[text][len(answer) - 1 : len(answer)]
+                if tied and answer[-1] != tied[0] and logp[answer[-1]] - logp[tied[0]] < TIE:
+                    answer[-1] = tied[0]  # rounding decides
+            if answer != expected[text]:
                 raise ValueError(
                     f"the export would not be read as the model was trained: transformers answers {text!r} with the "
-                    f"ids {theirs[text]}, the checkpoint with {ours}"
+                    f"ids {expected[text]}, the checkpoint with {answer}"
                 )
-    return len(asked)
-
-
-def _sequences(arch: Architecture) -> list[Tensor]:
-    """A few random sequences of token ids."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [min(n, arch.max_position_embeddings) for n in (5, 16, 33)]
-    return [torch.randint(arch.vocab_size, (n,), generator=generator) for n in lengths]
+    return len(questions)
 
 
 @contextmanager
 def megatron_model(folder: str, arch: Architecture) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Log-probabilities [T, V] of token ids [T]."""
+    """Load the model of a checkpoint: a function from token ids [T] to log-probabilities [T, V]."""
     weights = MegatronWeights(folder, arch)
     with stand_in(TrainLayout(ranks=range(1)), 0, torch.device("cpu")) as groups:
         config = transformer_config(arch, groups, dtype=torch.float32, overrides={"use_cpu_initialization": True})
@@ -125,24 +125,19 @@ def megatron_model(folder: str, arch: Architecture) -> Iterator[Callable[[Tensor
         yield log_probs
 
 
-def _their_log_probs(folder: str, sequences: Sequence[Tensor]) -> list[Tensor]:
-    model = _transformers_model(folder)
-    return [torch.log_softmax(model(tokens[None]).logits[0], -1) for tokens in sequences]
-
-
-def _their_answers(folder: str, asked: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+def _transformers_answers(folder: str, questions: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
     model = _transformers_model(folder)
     config = model.generation_config
     ends = {"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id}  # and no penalties of its own
     settings = type(config)(max_new_tokens=ANSWER, do_sample=False, **ends)
     return {
         text: model.generate(torch.tensor([ids]), generation_config=settings)[0, len(ids) :].tolist()
-        for text, ids in asked.items()
+        for text, ids in questions.items()
     }
 
 
 def _transformers_model(folder: str) -> Any:
-    """In float32. Raises ValueError if it cannot be read; no code of the folder's or from elsewhere is run."""
+    """Load a folder's model in float32, and run no code of a stranger's. Raises ValueError if it cannot be read."""
     try:
         from transformers import AutoModelForCausalLM, logging  # costs seconds to import
     except ImportError as e:

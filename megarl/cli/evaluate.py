@@ -97,7 +97,7 @@ def config_of(subject: Subject, file: str | None, request: Request, folder: str)
 
 def check(subject: Subject, file: str | None, request: Request) -> None:
     """Raises ValueError, before a folder is made, if the evaluation cannot work."""
-    from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
 
     config = config_of(subject, file, request, request.out or f"{subject.place}/new")
     check_nothing_hidden(config)

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     config = config_of(args, file, overrides)
     prompts = [] if talks else _prompts(args, config.data.prompt_key)
     config = _for_one_rank(config, args, overrides, requests=1 if talks else max(1, len(prompts)))
-    from megarl.trainer.checks import check_answering  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.admission.checks import check_answering  # imports torch: a misspelt key is refused sooner
 
     inputs = check_answering(config)
     if not talks and not prompts:

@@ -74,7 +74,7 @@ def plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if not trains(config):
         raise ValueError(f"megarl plan predicts steps of training, and trainer.flow = {config.trainer.flow} has none")
-    from megarl.trainer.checks import check_layouts  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.admission.checks import check_layouts  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.memory import job_of
 
     arch = check_layouts(config)

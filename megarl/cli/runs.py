@@ -19,7 +19,7 @@ from megarl.config.load import CONFIG_FILE, YAML_LOADER, yaml_text
 from megarl.evaluation.folder import EVAL_FILE
 from megarl.plain import plain
 from megarl.telemetry.sinks.jsonl import METRICS_FILE
-from megarl.trainer.resuming.run_lock import LOCK_FILE, holder_of
+from megarl.trainer.run_lock import LOCK_FILE, holder_of
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -46,10 +46,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     check_nothing_hidden(config)
     node_rank = _node_rank(args, config.trainer.nnodes)
     from megarl.flow_kinds import FLOWS
-    from megarl.trainer.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.resuming.identity import configuration_digest
     from megarl.trainer.resuming.resume import expected_start, finished
-    from megarl.trainer.resuming.run_lock import check_free
+    from megarl.trainer.run_lock import check_free
 
     inputs = check_run(config)
     FLOWS.check(config.trainer.flow)

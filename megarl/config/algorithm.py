@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.fields import KlPenalty, NonEmpty, Section, Size, Whole
 
 
-class KlCtrl(Section):
+class KlCtrlConfig(Section):
     """Controller of the KL coefficient when KL is subtracted from the reward (Ziegler et al. 2019, section 2.2)."""
 
     type: Literal["fixed", "adaptive"] = Field("fixed", description="adaptive steers the KL towards target_kl")
@@ -18,7 +18,7 @@ class KlCtrl(Section):
     horizon: Whole = Field(10_000, ge=1, description="sequences over which the adaptive controller reacts")
 
 
-class RolloutCorrection(Section):
+class RolloutCorrectionConfig(Section):
     """Weights and rejection for the gap between the engine's distribution and the training layout's."""
 
     rollout_is: Literal["token", "sequence"] | None = Field(
@@ -48,7 +48,7 @@ class RolloutCorrection(Section):
         return 1 / self.rollout_rs_threshold if lower is None else lower
 
 
-class FilterGroups(Section):
+class FilterGroupsConfig(Section):
     """Dynamic sampling: prompts whose responses all score the same teach nothing, and others are drawn (DAPO)."""
 
     enable: bool = Field(False, description="draw more prompts in place of those groups")
@@ -82,7 +82,7 @@ class Algorithm(Section):
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     lam: float = Field(1.0, ge=0, le=1, description="GAE: decay per token of what values are corrected by")
-    filter_groups: FilterGroups = FilterGroups()
+    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
     overlong_filtering: bool = Field(
         False, description="responses that were cut off at max_response_length are left out of the loss"
     )
@@ -92,5 +92,5 @@ class Algorithm(Section):
     )
     use_kl_in_reward: bool = Field(False, description="subtract the KL to the reference model from the reward")
     kl_penalty: KlPenalty = Field("k1", description="per-token estimator of that KL")
-    kl_ctrl: KlCtrl = KlCtrl()
-    rollout_correction: RolloutCorrection = RolloutCorrection()
+    kl_ctrl: KlCtrlConfig = KlCtrlConfig()
+    rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()

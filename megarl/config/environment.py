@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.fields import Section, Size, Whole
 
 
-class Environment(Section):
+class EnvironmentConfig(Section):
     """What answers the policy, so that a response has several turns."""
 
     name: str = Field("", description="a registered environment, or path/to/file.py:class; empty: nobody answers")

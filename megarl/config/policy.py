@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.fields import KlLoss, LossAggMode, NonEmpty, Section, Size, Whole
 
 
-class Model(Section):
+class ModelConfig(Section):
     """The policy's architecture and weights."""
 
     path: str = Field("", description="directory with a Hugging Face config.json, and weights in safetensors files")
@@ -23,7 +23,7 @@ class Model(Section):
     use_remove_padding: bool = Field(True, description="pack sequences instead of padding them")
 
 
-class Optim(Section):
+class OptimConfig(Section):
     """AdamW, through Megatron-Core's optimizer, and its schedule."""
 
     lr: float = Field(1e-6, gt=0, le=1, description="peak learning rate")
@@ -44,7 +44,7 @@ class Optim(Section):
         return self.lr_warmup_steps or int(self.lr_warmup_steps_ratio * total_steps)
 
 
-class Megatron(Section):
+class MegatronConfig(Section):
     """The training layout, in Megatron-Core's names."""
 
     tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share one layer")
@@ -77,7 +77,7 @@ class Megatron(Section):
     )
 
 
-class PolicyLoss(Section):
+class PolicyLossConfig(Section):
     """The form of the policy update."""
 
     loss_mode: NonEmpty = Field(
@@ -92,7 +92,7 @@ class PolicyLoss(Section):
     ppo_kl_coef: float = Field(0.1, ge=0, description="kl_cov: weight of that penalty")
 
 
-class Batching(Section):
+class BatchingConfig(Section):
     """How many tokens or sequences go through a model at once."""
 
     ppo_micro_batch_size_per_gpu: Size = Field(
@@ -102,10 +102,10 @@ class Batching(Section):
     ppo_max_token_len_per_gpu: Whole = Field(16_384, ge=1, description="tokens per micro-batch with use_dynamic_bsz")
 
 
-class Actor(Batching):
+class ActorConfig(BatchingConfig):
     """The policy update."""
 
-    optim: Optim = Optim()
+    optim: OptimConfig = OptimConfig()
     ppo_mini_batch_size: Size = Field(64, ge=1, description="prompts per optimizer step (each with its n samples)")
     ppo_epochs: Size = Field(1, ge=1, description="passes over each batch of rollouts")
     clip_ratio: float = Field(0.2, gt=0, description="PPO clip range, both sides unless set apart below")
@@ -113,7 +113,7 @@ class Actor(Batching):
     clip_ratio_high: float | None = Field(None, gt=0, description="upper side; default clip_ratio (DAPO: clip-higher)")
     clip_ratio_c: float | None = Field(None, gt=1, description="dual clip for negative advantages; off by default")
     loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses become one number")
-    policy_loss: PolicyLoss = PolicyLoss()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
     entropy_coeff: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add the KL to the reference model to the loss")
     kl_loss_coef: float = Field(0.001, ge=0, description="weight of the KL in the loss")
@@ -125,7 +125,7 @@ class Actor(Batching):
         description="with one optimizer step per batch, the log-probabilities before it are those of its own forward "
         "pass, where nothing needs them sooner: a pass less",
     )
-    megatron: Megatron = Megatron()
+    megatron: MegatronConfig = MegatronConfig()
 
     @property
     def clip_low(self) -> float:
@@ -136,7 +136,7 @@ class Actor(Batching):
         return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
 
 
-class ValKwargs(Section):
+class ValKwargsConfig(Section):
     """Sampling for validation."""
 
     n: Size = Field(1, ge=1, description="samples per prompt; accuracy is their mean")
@@ -149,7 +149,7 @@ class ValKwargs(Section):
     top_k: Whole = Field(-1, ge=-1, description="-1 keeps the whole vocabulary")
 
 
-class CarryOver(Section):
+class CarryOverConfig(Section):
     """Responses that are not finished when a batch is full go on under the next step's weights."""
 
     enable: bool = Field(False, description="begin with more prompts than a step trains on, and carry over the rest")
@@ -164,7 +164,7 @@ class CarryOver(Section):
     )
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """Generation: engine, layout and sampling."""
 
     name: str = Field("native", description="generation engine: native, vllm, or path/to/file.py:class")
@@ -200,11 +200,11 @@ class Rollout(Section):
     free_cache_engine: bool = Field(
         True, description="give the engine's weights and KV cache back after each generation phase"
     )
-    val_kwargs: ValKwargs = ValKwargs()
-    carry_over: CarryOver = CarryOver()
+    val_kwargs: ValKwargsConfig = ValKwargsConfig()
+    carry_over: CarryOverConfig = CarryOverConfig()
 
 
-class RefMegatron(Section):
+class RefMegatronConfig(Section):
     """The reference's memory; its layout is the actor's."""
 
     param_offload: bool = Field(
@@ -212,13 +212,13 @@ class RefMegatron(Section):
     )
 
 
-class Ref(Section):
+class RefConfig(Section):
     """The frozen policy that the KL is measured against."""
 
-    megatron: RefMegatron = RefMegatron()
+    megatron: RefMegatronConfig = RefMegatronConfig()
 
 
-class Reshard(Section):
+class ReshardConfig(Section):
     """The move of the actor's weights into the generation layout."""
 
     transport: Literal["auto", "collective"] = Field(
@@ -231,11 +231,11 @@ class Reshard(Section):
     verify: bool = Field(False, description="check every tensor's checksum after each reshard")
 
 
-class ActorRolloutRef(Section):
+class ActorRolloutRefConfig(Section):
     """The policy, its generation engine and its reference."""
 
-    model: Model = Model()
-    actor: Actor = Actor()
-    ref: Ref = Ref()
-    rollout: Rollout = Rollout()
-    reshard: Reshard = Reshard()
+    model: ModelConfig = ModelConfig()
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reshard: ReshardConfig = ReshardConfig()

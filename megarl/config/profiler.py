@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.fields import Section, Size, Whole
 
 
-class Profiler(Section):
+class ProfilerConfig(Section):
     """Profiles of chosen steps on chosen ranks, in RUN/profiles. A profiler that fails never stops a run."""
 
     tool: Literal["none", "torch", "nsight", "memory"] = Field(

@@ -12,7 +12,7 @@ BY_MODEL = "model"
 """The name that leaves scoring, or a part of it, to a reward model."""
 
 
-class OverlongBuffer(Section):
+class OverlongBufferConfig(Section):
     """The soft penalty for long responses (DAPO, arXiv 2503.14476, eq. 13)."""
 
     enable: bool = Field(False, description="subtract a penalty near the greatest length from the score")
@@ -20,7 +20,7 @@ class OverlongBuffer(Section):
     penalty_factor: float = Field(1.0, ge=0, description="penalty at max_response_length")
 
 
-class RewardPart(Section):
+class RewardPartConfig(Section):
     """A function with its weight in the score."""
 
     name: NonEmpty = Field(description="a registered verifier, path/to/file.py:function, or model")
@@ -31,7 +31,7 @@ class RewardPart(Section):
     )
 
 
-class Reward(Section):
+class RewardConfig(Section):
     """How a response is scored."""
 
     name: str = Field(
@@ -39,11 +39,11 @@ class Reward(Section):
         description="a registered verifier, path/to/file.py:function, or model for the scores of `reward_model`",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
-    parts: dict[str, RewardPart] = Field(
+    parts: dict[str, RewardPartConfig] = Field(
         default_factory=dict,
         description="label -> a function with a weight: scores are sums of these, instead of reward.name",
     )
-    overlong_buffer: OverlongBuffer = OverlongBuffer()
+    overlong_buffer: OverlongBufferConfig = OverlongBufferConfig()
     on_error: Literal["fail", "drop", "retry"] = Field(
         "fail",
         description="when scoring a response fails, takes too long or gives no finite number: fail ends the run, drop "

@@ -13,14 +13,14 @@ from pydantic import model_validator
 
 from megarl.config.algorithm import Algorithm
 from megarl.config.data import Data
-from megarl.config.environment import Environment
+from megarl.config.environment import EnvironmentConfig
 from megarl.config.fields import Section
-from megarl.config.other_models import Critic, RewardModel, Teacher
-from megarl.config.policy import ActorRolloutRef
-from megarl.config.profiler import Profiler
-from megarl.config.reward import Reward
-from megarl.config.telemetry import Telemetry
-from megarl.config.trainer import Checkpoint, Trainer, Warmup
+from megarl.config.other_models import CriticConfig, RewardModelConfig, TeacherConfig
+from megarl.config.policy import ActorRolloutRefConfig
+from megarl.config.profiler import ProfilerConfig
+from megarl.config.reward import RewardConfig
+from megarl.config.telemetry import TelemetryConfig
+from megarl.config.trainer import CheckpointConfig, TrainerConfig, WarmupConfig
 
 
 class Config(Section):
@@ -28,17 +28,17 @@ class Config(Section):
 
     data: Data = Data()
     algorithm: Algorithm = Algorithm()
-    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
-    critic: Critic = Critic()
-    reward_model: RewardModel = RewardModel()
-    teacher: Teacher = Teacher()
-    reward: Reward = Reward()
-    environment: Environment = Environment()
-    warmup: Warmup = Warmup()
-    trainer: Trainer = Trainer()
-    checkpoint: Checkpoint = Checkpoint()
-    telemetry: Telemetry = Telemetry()
-    profiler: Profiler = Profiler()
+    actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    warmup: WarmupConfig = WarmupConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    profiler: ProfilerConfig = ProfilerConfig()
 
     @model_validator(mode="before")
     @classmethod

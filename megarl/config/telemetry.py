@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.fields import NonEmpty, Section, Size
 
 
-class Prometheus(Section):
+class PrometheusConfig(Section):
     """Gauges named megarl_*, with the labels project, experiment and run."""
 
     mode: Literal["pull", "pushgateway", "textfile"] = Field(
@@ -30,7 +30,7 @@ class Prometheus(Section):
     )
 
 
-class Wandb(Section):
+class WandbConfig(Section):
     """Weights & Biases; its own environment variables (WANDB_API_KEY, WANDB_BASE_URL ...) count too."""
 
     mode: Literal["online", "offline"] | None = Field(
@@ -42,7 +42,7 @@ class Wandb(Section):
     rollouts: bool = Field(True, description="send a table of the step's sample rollouts (trainer.log_rollouts)")
 
 
-class Mlflow(Section):
+class MlflowConfig(Section):
     """MLflow; its own environment variables (MLFLOW_TRACKING_TOKEN ...) count too."""
 
     tracking_uri: str = Field("", description="of the server or store; default MLFLOW_TRACKING_URI, or MLflow's own")
@@ -50,7 +50,7 @@ class Mlflow(Section):
     rollouts: bool = Field(True, description="send a table of the step's sample rollouts (trainer.log_rollouts)")
 
 
-class Telemetry(Section):
+class TelemetryConfig(Section):
     """Where metrics go beside files, and how much a server that does not answer may hold back."""
 
     queue: Size = Field(
@@ -59,6 +59,6 @@ class Telemetry(Section):
     close_timeout: float = Field(
         30.0, gt=0, le=3600, description="seconds that the end of a run waits for what is not sent yet, per server"
     )
-    prometheus: Prometheus = Prometheus()
-    wandb: Wandb = Wandb()
-    mlflow: Mlflow = Mlflow()
+    prometheus: PrometheusConfig = PrometheusConfig()
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()

@@ -7,25 +7,25 @@ from typing import Literal
 from pydantic import Field
 
 from megarl.config.fields import Identity, NonEmpty, Section, Size, Whole
-from megarl.config.policy import Optim
+from megarl.config.policy import OptimConfig
 
 
-class WarmupOptim(Optim):
+class WarmupOptimConfig(OptimConfig):
     """The same, with a default of its own."""
 
     lr: float = Field(1e-5, gt=0, le=1, description="peak learning rate")
 
 
-class Warmup(Section):
+class WarmupConfig(Section):
     """A supervised phase before the RL steps: cross-entropy on `data.answer_key`, then a fresh optimizer."""
 
     train_files: list[str] = Field(default_factory=list, description="demonstrations; default data.train_files")
     total_training_steps: Whole = Field(0, ge=0, description="optimizer steps; 0 skips the phase")
     train_batch_size: Size = Field(256, ge=1, description="examples per step, over all ranks")
-    optim: WarmupOptim = WarmupOptim()
+    optim: WarmupOptimConfig = WarmupOptimConfig()
 
 
-class Trainer(Section):
+class TrainerConfig(Section):
     """The run itself."""
 
     flow: NonEmpty = Field("ppo", description="what the run does: a registered flow, or path/to/file.py:function")
@@ -100,7 +100,7 @@ class Trainer(Section):
         return self.nnodes * self.n_gpus_per_node
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """What a checkpoint holds beside what resuming needs."""
 
     save_hf: bool = Field(

@@ -1,4 +1,4 @@
-"""Answers that the data holds, as tokens to learn."""
+"""Tokenises answers that the data holds, to be learnt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.data.tokenizer import Tokenizer
 
 
 def answered(row: Row, data: Data, tokenizer: Tokenizer) -> Turns:
-    """A prompt and its answer: text; or messages behind those of the prompt, of which the assistant's are learnt, as in
-    TRL's columns prompt and completion.
+    """Tokenise a prompt and its answer: text; or messages behind those of the prompt, of which the assistant's are
+    learnt, as in TRL's columns prompt and completion.
 
     Raises:
         ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.
@@ -23,25 +23,24 @@ def answered(row: Row, data: Data, tokenizer: Tokenizer) -> Turns:
     key = data.answer_key
     answer = value_or_none(row.columns, key)
     if not are_messages(answer):
-        prompt = prompt_ids(row, data, tokenizer)
-        return prompt, answer_ids(row, key, "data.answer_key", data, tokenizer)
-    asked = prompt_of(row, data)
-    if isinstance(asked, str):
+        return prompt_ids(row, data, tokenizer), answer_ids(row, key, "data.answer_key", data, tokenizer)
+    prompt = prompt_of(row, data)
+    if isinstance(prompt, str):
         raise ValueError(
             f"{row.source}: column '{key}' holds messages, so that column '{data.prompt_key}' (data.prompt_key) must "
             "hold the messages before them"
         )
-    messages = [*asked.messages, *answer]
-    learnt = [i for i in range(len(asked.messages), len(messages)) if messages[i]["role"] == "assistant"]
+    messages = [*prompt.messages, *answer]
+    learnt = [i for i in range(len(prompt.messages), len(messages)) if messages[i]["role"] == "assistant"]
     if not learnt:
         raise ValueError(f"{row.source}: the messages in column '{key}' have none of the assistant")
-    first, *rest = turns_of(messages, learnt, row.source, tokenizer, tools=asked.tools)
+    first, *rest = turns_of(messages, learnt, row.source, tokenizer, tools=prompt.tools)
     fitting_answer(tuple(token for turn in rest for token in turn), key, row.source, data)
     return (cut_prompt(first, row.source, data), *rest)
 
 
 def answer_ids(row: Row, key: str, section_key: str, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The answer in a column, tokenised on its own, and the end-of-sequence token.
+    """Tokenise the answer in a column, on its own and with the end-of-sequence token.
 
     Args:
         key: name of the column.
@@ -61,7 +60,7 @@ def answer_ids(row: Row, key: str, section_key: str, data: Data, tokenizer: Toke
 
 
 def fitting_answer(ids: tuple[int, ...], key: str, source: str, data: Data) -> tuple[int, ...]:
-    """The same; raises TooLong if it has more than `data.max_response_length` tokens."""
+    """Return the tokens of an answer; raises TooLong if it has more than `data.max_response_length` tokens."""
     if len(ids) > data.max_response_length:
         raise TooLong(
             f"{source}: the answer in column '{key}' has {len(ids)} tokens with its end token, more than "

@@ -1,4 +1,4 @@
-"""Splitting numbers into parts of nearly equal sum."""
+"""Splits numbers into parts of nearly equal sum."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def karmarkar_karp(lengths: Sequence[int], indices: Sequence[int], parts: int) -
         heap.append((partition[-1][0] - partition[0][0], i, partition))
     heapq.heapify(heap)
     while len(heap) > 1:
-        _, tie, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        _, tie, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
         merged.sort(key=lambda part: (-part[0], part[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
     return [sorted(part) for _, part in heap[0][2]]
 
 
 def first_fit_decreasing(lengths: Sequence[int], indices: Sequence[int], limit: int) -> list[list[int]]:
-    """Few lists whose sums of `lengths` stay within `limit`: the longest first, each into the first list with room."""
+    """Fill few lists whose sums of `lengths` stay within `limit`: the longest first, each into the first with room."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(indices, key=lambda i: (-lengths[i], i)):

@@ -1,7 +1,7 @@
 """Renders chat templates, which are programs of whoever made the tokenizer, in a process that is bounded. Torch-free.
 
-The process imports jinja2 alone. It ends when its memory or the time of its processor is used up, or when the pipe that
-it reads from is closed: then who started it has ended.
+The process imports jinja2 alone. It ends when its memory or the time of its processor is used up, or with the process
+that started it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import struct
-import sys
+import socket
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -22,9 +21,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from megarl.workers.channel import read_message, write_message
+
 MEMORY = 2**29
 """Bytes that the process may map."""
-LENGTH = struct.Struct("!Q")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -70,7 +70,7 @@ def _to_json(
 
 @lru_cache(8)
 def _compiled(template: str) -> jinja2.Template:
-    """In the environment that transformers gives chat templates."""
+    """Compile a template in the environment that transformers gives chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -83,37 +83,36 @@ def _compiled(template: str) -> jinja2.Template:
 
 def render(template: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
     """The text of a conversation; raises what the template raises."""
-    told = []
+    completed = []
     for message in messages:
         reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
         aliases = {} if reasoning is None else {"reasoning_content": reasoning}
-        told.append({**({"thinking": reasoning} if aliases else {}), **message, **aliases})
-    return _compiled(template).render(messages=told, **variables)
+        completed.append({**({"thinking": reasoning} if aliases else {}), **message, **aliases})
+    return _compiled(template).render(messages=completed, **variables)
 
 
-def serve(seconds: float) -> None:
-    """What the process runs: answers requests until the pipe is closed.
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the connection is closed, in a process of its own.
 
-    Args:
-        seconds: of the processor's time that one text may take.
+    The first message is how many seconds of the processor's time a text may take. Each further one is JSON, the
+    arguments of `render`; its answer is {"text": ...} or {"error": ...}.
     """
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    descriptor = connection.fileno()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while (request := read_framed(requests)) is not None:
+    seconds = float(read_message(descriptor) or 0)
+    while (request := read_message(descriptor)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, whatever it is in
         answer = _answer(request)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(LENGTH.pack(len(answer)) + answer)
-        answers.flush()
+        write_message(descriptor, answer)
 
 
 def _answer(request: bytes) -> bytes:
-    longest = 2**20 + 16 * len(request)
     try:
         text = render(**json.loads(request))
-        if len(text) > longest:
+        if len(text) > 2**20 + 16 * len(request):
             return _json(error=f"it writes {len(text)} characters for messages of {len(request)} bytes")
         return _json(text=text)
     except MemoryError:
@@ -126,13 +125,3 @@ def _answer(request: bytes) -> bytes:
 
 def _json(**fields: str) -> bytes:
     return json.dumps(fields).encode()
-
-
-def read_framed(pipe: BinaryIO) -> bytes | None:
-    """The next message; None when the other side has gone."""
-    head = pipe.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    body = pipe.read(length)
-    return body if len(body) == length else None

@@ -1,4 +1,4 @@
-"""Conversations, cut into what is read and what is learnt."""
+"""Cuts conversations into what is read and what is learnt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPLY = "megarlreply"
 def turns_of(
     messages: Messages, learnt: Sequence[int], source: str, tokenizer: Tokenizer, *, tools: Messages = ()
 ) -> Turns:
-    """Tokens of a conversation in the chat template, up to the last message that is learnt.
+    """Tokenise a conversation in the chat template, up to the last message that is learnt.
 
     The conversation is encoded up to the reply and up to its end, for every message that is learnt: what comes between
     are the reply's tokens. They end with its end token; what the template puts after that ("\\n") is only read.
@@ -55,7 +55,7 @@ def turns_of(
 def conversation_ids(
     messages: Messages, reply: str, source: str, tokenizer: Tokenizer, *, ended: bool, tools: Messages = ()
 ) -> list[int]:
-    """Tokens of a conversation and the reply to it, up to where `turns_of` has a model learn it.
+    """Tokenise a conversation and the reply to it, up to where `turns_of` has a model learn it.
 
     Args:
         source: of the row, for messages.
@@ -66,21 +66,21 @@ def conversation_ids(
         ValueError: the template refuses the messages.
     """
     messages = read_messages(messages, source)
-    whole = encode_messages([*messages, _said(reply)], source, tokenizer, reply=False, tools=tools)
+    whole = encode_messages([*messages, _assistant(reply)], source, tokenizer, reply=False, tools=tools)
     if ended:
         before = encode_messages(messages, source, tokenizer, tools=tools)
         pairs = zip(before, whole, strict=False)
-        start = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(before), len(whole)))
+        start = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(whole)))
         return whole[: _end(whole, start, tokenizer.eos_id)]
-    _, _, behind = tokenizer.chat_text([*messages, _said(REPLY)], reply=False, tools=tools).rpartition(REPLY)
-    text = tokenizer.chat_text([*messages, _said(reply)], reply=False, tools=tools)
+    _, _, behind = tokenizer.chat_text([*messages, _assistant(REPLY)], reply=False, tools=tools).rpartition(REPLY)
+    text = tokenizer.chat_text([*messages, _assistant(reply)], reply=False, tools=tools)
     return tokenizer.encode_template(text.removesuffix(behind))
 
 
-def _said(reply: str) -> dict[str, str]:
+def _assistant(reply: str) -> dict[str, str]:
     return {"role": "assistant", "content": reply}
 
 
 def _end(ids: Sequence[int], start: int, eos_id: int) -> int:
-    """Behind the last end token from `start` on; where there is none, all of it."""
+    """Return the place behind the last end token from `start` on; without one, the length."""
     return next((i + 1 for i in range(len(ids) - 1, start - 1, -1) if ids[i] == eos_id), len(ids))

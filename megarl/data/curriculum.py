@@ -1,4 +1,4 @@
-"""The order of an epoch, easy rows first or as a user's function says."""
+"""Orders the rows of an epoch: easy ones first, or as a user's function says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CURRICULA: Registry[Callable[[int, Sequence[Mapping[str, Any]]], Any]] = Regist
 
 
 def load_curriculum(name: str) -> Callable[[int, Sequence[Mapping[str, Any]]], Any] | None:
-    """The function that `data.curriculum` names; None for a column, or for nothing.
+    """Return the function that `data.curriculum` names; None for a column, or for nothing.
 
     Raises:
         ValueError: as `Registry.load`.
@@ -25,12 +25,12 @@ def load_curriculum(name: str) -> Callable[[int, Sequence[Mapping[str, Any]]], A
 
 
 def easy_first(difficulty: Any) -> Order:
-    """By rising difficulty; rows of the same in the order that they would have had."""
+    """Order rows by rising difficulty; those of the same in the order that they would have had."""
     return lambda epoch, usual: usual[np.argsort(difficulty[usual], kind="stable")]
 
 
 def as_asked(name: str, rows: Sequence[Mapping[str, Any]]) -> Order:
-    """As the function that `data.curriculum` names puts them."""
+    """Order rows as the function does that `data.curriculum` names."""
     function = load_curriculum(name)
     assert function is not None
 

@@ -1,4 +1,4 @@
-"""Rows with a prompt and its answer, or with a whole conversation."""
+"""Reads rows with a prompt and its answer, which may have a label, or with a whole conversation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.data.tools import tools_of
 
 
 def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
-    """What is learnt of a row: its answer or, with `data.messages_key`, every message of the assistant.
+    """Tokenise what is learnt of a row: its answer or, with `data.messages_key`, every message of the assistant.
 
     Raises:
         ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.
@@ -44,3 +44,18 @@ def _conversation(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
             f"data.max_prompt_length + data.max_response_length = {data.max_sequence_length}"
         )
     return example
+
+
+def judged(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+    """Tokenise an answer with the label 1 for desirable, 0 for not.
+
+    Raises:
+        ValueError: the row cannot be used, or (`TooLong`) has more tokens than the section allows.
+    """
+    require_column([row], data.label_key, "data.label_key")
+    label = value_at(row.columns, data.label_key)
+    if not isinstance(label, bool | int | float) or label not in (0, 1):
+        raise ValueError(
+            f"{row.source}: the label in column '{data.label_key}' must be true, false, 1 or 0, not {label!r:.40}"
+        )
+    return Example(sequences=(answered(row, data, tokenizer),), label=float(label), source=row.source)

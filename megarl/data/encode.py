@@ -1,4 +1,4 @@
-"""A row's prompt as token ids, or why it cannot be one. Torch-free."""
+"""Tokenises a row's prompt, or says why it cannot be used. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Conversation(NamedTuple):
 
 
 class TooLong(ValueError):
-    """Of a row that is dropped instead with `data.filter_overlong_prompts`."""
+    """A row is too long; `data.filter_overlong_prompts` drops it instead."""
 
 
 def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids; raises ValueError, naming the row, for text that cannot be tokenised."""
+    """Tokenise a text; raises ValueError, naming the row, for text that cannot be tokenised."""
     try:
         text.encode()  # tokenizers do not say that half of a surrogate pair is what they cannot read
         return tokenizer.encode(text)
@@ -35,7 +35,7 @@ def encode_text(text: str, source: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_prompt(prompt: str | Conversation, source: str, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of what `prompt_of` gives; raises ValueError, naming the row, where that fails."""
+    """Tokenise what `prompt_of` gives; raises ValueError, naming the row, where that fails."""
     if isinstance(prompt, str):
         return encode_text(prompt, source, tokenizer)
     return encode_messages(prompt.messages, source, tokenizer, tools=prompt.tools)
@@ -44,7 +44,7 @@ def encode_prompt(prompt: str | Conversation, source: str, tokenizer: Tokenizer)
 def encode_messages(
     messages: Messages, source: str, tokenizer: Tokenizer, *, reply: bool = True, tools: Messages = ()
 ) -> list[int]:
-    """`Tokenizer.encode_chat`; raises ValueError, naming the row, where that fails or would leave something out."""
+    """Call `Tokenizer.encode_chat`; raises ValueError, naming the row, where it fails or would leave something out."""
     read = read_messages(messages, source)
     try:
         check_nothing_is_left_out(read, tokenizer, reply=reply, tools=tools)
@@ -67,7 +67,7 @@ def check_nothing_is_left_out(
         probes[f"megarlprobe{len(probes)}x"] = what
         return f"megarlprobe{len(probes) - 1}x"
 
-    asked = []
+    probed = []
     for i, message in enumerate(messages, start=1):
         calls = message.get("tool_calls")
         if calls or message["role"] not in USUAL_ROLES:
@@ -76,9 +76,9 @@ def check_nothing_is_left_out(
                 message["content"] = probe(f"the content of message {i} ({message['role']})")
             if calls:
                 message["tool_calls"] = [_probed(call, probe, f"the tool calls of message {i}") for call in calls]
-        asked.append(message)
+        probed.append(message)
     offered = [{**tool, "function": {**tool["function"], "name": probe("the tools")}} for tool in tools]
-    text = tokenizer.chat_text(asked, reply=reply, tools=offered) if probes else ""
+    text = tokenizer.chat_text(probed, reply=reply, tools=offered) if probes else ""
     lost = next((what for word, what in probes.items() if word not in text), "")
     if lost:
         raise ValueError(
@@ -93,12 +93,12 @@ def _probed(call: Message, probe: Callable[[str], str], what: str) -> Message:
 
 
 def prompt_ids(row: Row, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids of the row's prompt, cut as the section says; raises ValueError for one that cannot be used."""
+    """Tokenise the row's prompt, cut as the section says; raises ValueError for one that cannot be used."""
     return usable_ids(encode_prompt(prompt_of(row, data), row.source, tokenizer), row.source, data)
 
 
 def prompt_of(row: Row, data: Data) -> str | Conversation:
-    """The text or the messages in the prompt's column; raises ValueError where there are none."""
+    """Return the text or the messages in the prompt's column; raises ValueError where there are none."""
     key = data.prompt_key
     require_column([row], key, "data.prompt_key")
     value, tools = value_at(row.columns, key), tools_of(row, data.tools_key)
@@ -118,14 +118,14 @@ def prompt_of(row: Row, data: Data) -> str | Conversation:
 
 
 def usable_ids(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
-    """A prompt's tokens, cut as the section says; raises ValueError if there are none, or TooLong."""
+    """Cut a prompt's tokens as the section says; raises ValueError if there are none, or TooLong."""
     if not ids:
         raise ValueError(f"{source}: the prompt in column '{data.prompt_key}' is empty")
     return cut_prompt(ids, source, data)
 
 
 def special_remark(what: str, rows: int, seen: int, data: Data) -> tuple[str, ...]:
-    """What is said at the start of rows whose texts spell special tokens; nothing if there are none."""
+    """Remark on rows whose texts spell special tokens, for the start of the run; empty if there are none."""
     if not rows:
         return ()
     become = "become these tokens" if data.read_special_tokens else "stay text, unless data.read_special_tokens=true"
@@ -138,7 +138,7 @@ def _refused(source: str, error: Exception) -> ValueError:
 
 
 def cut_prompt(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
-    """At most `data.max_prompt_length` of a prompt's tokens; raises TooLong if none may be cut."""
+    """Keep at most `data.max_prompt_length` of a prompt's tokens; raises TooLong if none may be cut."""
     limit = data.max_prompt_length
     if len(ids) > limit:
         if data.filter_overlong_prompts or data.truncation == "error":

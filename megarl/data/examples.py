@@ -1,4 +1,4 @@
-"""What is learnt from answers that the data holds: one sequence, or a better and a worse one."""
+"""Holds what is learnt from answers of the data: one sequence, or a better and a worse one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ with its answer has two."""
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """What one row of the data teaches.
+    """Sequences that one row of the data teaches.
 
     Attributes:
         sequences: one, or two: the chosen first, then the rejected. Each begins with a turn of one token or more that
@@ -31,12 +31,12 @@ class Example:
 
     @property
     def tokens(self) -> int:
-        """Of all its sequences."""
+        """Tokens of all its sequences."""
         return sum(len(turn) for turns in self.sequences for turn in turns)
 
 
 def batch_of_examples(examples: Sequence[Example]) -> Batch:
-    """Their sequences one after another; `groups` says which example a sequence is of, `labels` repeats its label."""
+    """Join the sequences of examples; `groups` says which example a sequence is of, `labels` repeats its label."""
     turns = [sequence for example in examples for sequence in example.sequences]
     groups = [i for i, example in enumerate(examples) for _ in example.sequences]
     batch = batch_of([_joined(t) for t in turns], [()] * len(turns), groups)
@@ -46,7 +46,7 @@ def batch_of_examples(examples: Sequence[Example]) -> Batch:
 
 
 def mismatched(batch: Batch) -> Batch:
-    """Each answer behind the next sequence's prompt, the last behind the first's: an answer that nobody gave to it.
+    """Put each answer behind the next sequence's prompt, the last behind the first's: nobody gave it to that one.
 
     Args:
         batch: sequences of a prompt and its answer.

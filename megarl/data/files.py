@@ -1,4 +1,4 @@
-"""Which files the configuration names, here or in a store that `pyarrow.fs` reads. Torch-free."""
+"""Finds the files that the configuration names, here or in a store that `pyarrow.fs` reads. Torch-free."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class DataFile:
     packing: str = ""
 
     def open(self) -> BinaryIO:
-        """For reading from its beginning; raises OSError or pyarrow's errors."""
+        """Open it for reading from its beginning; raises OSError or pyarrow's errors."""
         if not self.remote:
             return open(self.place, "rb")
         store, path = _store(self.place)
         return cast(BinaryIO, store.open_input_file(path))
 
     def unchanged(self) -> bool:
-        """Whether it still is what it was."""
+        """Return whether the file is the same as when it was found."""
         try:
             return (self.size, self.changed) == _size_and_times(self.place, self.remote)
         except OSError:
@@ -76,7 +76,7 @@ def row_prefix(name: str) -> str:
 
 
 def data_files(patterns: Sequence[str], what: str) -> list[DataFile]:
-    """The files that the patterns match: patterns as given, the files of one pattern sorted by name.
+    """Find the files that the patterns match: patterns as given, the files of one pattern sorted by name.
 
     Args:
         patterns: paths, globs or URIs of files, or paths of folders; a file that two patterns match is taken once. A
@@ -89,16 +89,16 @@ def data_files(patterns: Sequence[str], what: str) -> list[DataFile]:
     """
     if not patterns:
         raise ValueError(f"{what} is empty: name at least one file of rows")
-    found: dict[str, DataFile] = {}
+    files: dict[str, DataFile] = {}
     for entry, pattern in enumerate(patterns):
         remote = "://" in pattern and not pattern.startswith("file://")
         names = _remote_matches(pattern, what) if remote else _matches(pattern.removeprefix("file://"), what)
         if not names:
             raise ValueError(f"{what}: no file matches '{_shown(pattern) if remote else pattern}'")
         for name in names:
-            if name not in found:
-                found[name] = _data_file(name, entry, remote, what)
-    return list(found.values())
+            if name not in files:
+                files[name] = _data_file(name, entry, remote, what)
+    return list(files.values())
 
 
 def _data_file(place: str, entry: int, remote: bool, what: str) -> DataFile:
@@ -117,7 +117,7 @@ def _data_file(place: str, entry: int, remote: bool, what: str) -> DataFile:
 
 
 def _form_of(name: str) -> tuple[Kind | None, str]:
-    """A file's kind and packing, by how its name ends."""
+    """Tell a file's kind and packing by how its name ends."""
     stem, ending = os.path.splitext(name)
     packing = _PACKINGS.get(ending, "")
     return _KINDS.get(os.path.splitext(stem)[1] if packing else ending), packing
@@ -164,13 +164,13 @@ def _files_in(folder: str, what: str) -> list[str]:
         if rows:  # parts of a table, say, each in the folder of its partition
             raise ValueError(f"{what}: the rows of '{folder}' are in folders of it: name '{folder}/**/*{rows[0]}'")
     if len(set(kinds.values())) != 1:
-        found = f"holds files of {' and '.join(sorted(set(kinds.values())))}" if kinds else f"has no {_FORMS} in it"
-        raise ValueError(f"{what}: the folder '{folder}' {found}; name the files")
+        content = f"holds files of {' and '.join(sorted(set(kinds.values())))}" if kinds else f"has no {_FORMS} in it"
+        raise ValueError(f"{what}: the folder '{folder}' {content}; name the files")
     return [os.path.join(folder, name) for name in kinds]
 
 
 def _remote_matches(pattern: str, what: str) -> list[str]:
-    """URIs; without a wildcard the pattern itself, whether there is such a file or not."""
+    """List URIs; without a wildcard the pattern itself, whether there is such a file or not."""
     if not any(c in pattern for c in "*["):
         return [pattern]
     uri, _, query = pattern.partition("?")
@@ -199,11 +199,11 @@ def _store(uri: str) -> tuple[fs.FileSystem, str]:
     try:
         if uri.startswith("s3://") and not set("?@") & set(uri):  # made from its URI, it would have no time limits
             bucket, _, _ = uri.removeprefix("s3://").partition("/")
-            own = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
             store = fs.S3FileSystem(
-                endpoint_override=own,
-                region=region or (None if own else fs.resolve_s3_region(bucket)),
+                endpoint_override=endpoint,
+                region=region or (None if endpoint else fs.resolve_s3_region(bucket)),
                 connect_timeout=REMOTE_TIMEOUT,
                 request_timeout=REMOTE_TIMEOUT,
             )
@@ -214,7 +214,7 @@ def _store(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def _shown(uri: str) -> str:
-    """Without keys and settings."""
+    """Leave keys and settings out of a URI."""
     return re.sub("://[^/]*@", "://", uri.partition("?")[0])
 
 

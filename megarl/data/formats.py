@@ -1,4 +1,4 @@
-"""What a row of the data is. Torch-free."""
+"""Names the formats that rows of the data have. Torch-free."""
 
 from __future__ import annotations
 

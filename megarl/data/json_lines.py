@@ -1,4 +1,4 @@
-"""Files of text as lines of JSON, one for each row: .jsonl, .json and .csv, packed or not. Torch-free."""
+"""Turns files of text into lines of JSON, one for each row: .jsonl, .json and .csv, packed or not. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DATA = re.compile(r'\{\s*"data"\s*:\s*\[')
 
 
 def json_lines(file: DataFile, what: str) -> Iterator[bytes]:
-    """The lines of a .jsonl file as they are, or one for each row of another file of text; some may be blank.
+    """Yield the lines of a .jsonl file as they are, or one for each row of another file of text; some may be blank.
 
     Args:
         what: the configuration key that names the file, for messages.
@@ -52,7 +52,7 @@ def json_lines(file: DataFile, what: str) -> Iterator[bytes]:
 
 
 def next_line(f: BinaryIO, source: str, what: str) -> bytes:
-    """The next line of a file, empty at its end; raises ValueError, naming it, for one that is too long."""
+    """Read the next line of a file, empty at its end; raises ValueError, naming it, for one that is too long."""
     line = f.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
         raise too_long(source, what)
@@ -91,8 +91,8 @@ def _of_json(f: BinaryIO, name: str, what: str) -> Iterator[bytes]:
     ends = ""
     if text.next() == "[":
         text.at, ends = text.at + 1, "]"
-    elif found := _DATA.match(text.text, text.at):
-        text.at, ends = found.end(), "]}"
+    elif data := _DATA.match(text.text, text.at):
+        text.at, ends = data.end(), "]}"
     while (character := text.next()) and not (ends and character == "]"):
         if ends and number:
             text.skip(",", f"{what}: {row_prefix(name)}{number}")
@@ -113,7 +113,7 @@ class _Text:
         self.text, self.at, self._ended = "", 0, False
 
     def next(self) -> str:
-        """The next character that is no blank, which is at `at` then; empty at the end."""
+        """Find the next character that is no blank, which is at `at` then; empty at the end."""
         while True:
             blanks = _BLANKS.match(self.text, self.at)
             assert blanks is not None
@@ -124,12 +124,12 @@ class _Text:
 
     def skip(self, character: str, place: str) -> None:
         """Go on behind a character; raises ValueError if another one is next."""
-        if (found := self.next()) != character:
-            raise ValueError(f"{place} is followed by {found!r} instead of {character!r}")
+        if (following := self.next()) != character:
+            raise ValueError(f"{place} is followed by {following!r} instead of {character!r}")
         self.at += 1
 
     def value(self, source: str, what: str) -> str:
-        """The text of the JSON value that is next; raises ValueError for what is none, or is too long."""
+        """Cut out the text of the JSON value that is next; raises ValueError for what is none, or is too long."""
         self.next()
         while True:
             try:

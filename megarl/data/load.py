@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megarl.config.data import Data
-from megarl.data.demonstrations import demonstration
+from megarl.data.demonstrations import demonstration, judged
 from megarl.data.encode import TooLong, special_remark
 from megarl.data.examples import Example
 from megarl.data.formats import Format
-from megarl.data.judged import judged
 from megarl.data.messages import strings_in
 from megarl.data.preferences import preference
 from megarl.data.readers import Row, iterate_rows, value_or_none
@@ -70,7 +69,7 @@ def load_examples(
 
 
 def _nothing_to_learn(examples: Sequence[Example], format: Format, what: str) -> tuple[str, ...]:
-    """What is odd about rows that only together teach something."""
+    """Remark on rows that teach nothing, of a format whose rows only together teach something."""
     if format == "preferences":
         same = sum(example.sequences[0] == example.sequences[1] for example in examples)
         if same:

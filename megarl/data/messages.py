@@ -1,4 +1,4 @@
-"""Messages of a conversation, as OpenAI and Hugging Face write them, in the one form that chat templates read."""
+"""Reads messages, as OpenAI and Hugging Face write them, into the one form that chat templates read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def are_messages(value: object) -> bool:
 
 
 def read_messages(messages: Messages, source: str) -> list[Message]:
-    """The messages with their texts as strings and a tool call's arguments as an object. What is read once stays.
+    """Read messages, with their texts as strings and a tool call's arguments as an object. What is read once stays.
 
     Parts of text are joined; content may be missing beside tool calls; fields that are null, as Parquet fills them in,
     and those that hold no text are left out.
@@ -33,7 +33,7 @@ def read_messages(messages: Messages, source: str) -> list[Message]:
 
 
 def strings_in(value: object) -> Iterator[str]:
-    """Every text in columns, messages or parts of them."""
+    """Yield every text in columns, messages or parts of them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -46,7 +46,7 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The same without the fields of objects that are null, as tables fill them in."""
+    """Leave out the fields of objects that are null, as tables fill them in."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -88,7 +88,7 @@ def _content(content: object, place: str, *, may_be_missing: bool) -> str:
 
 
 def _tool_call(call: object, place: str) -> Message:
-    """In Hugging Face's form; OpenAI writes the arguments as JSON, some leave the inner object out."""
+    """Bring a call into Hugging Face's form; OpenAI writes the arguments as JSON, some leave the inner object out."""
     given = {key: value for key, value in call.items() if value is not None} if isinstance(call, Mapping) else {}
     function = given.pop("function", None) if "function" in given else given
     name = function.get("name") if isinstance(function, Mapping) else None

@@ -51,12 +51,12 @@ class MixtureSampler(PromptSampler):
         self._drawn = [0] * len(sizes)
 
     def next(self) -> list[int]:
-        """Positions of the next batch's rows."""
+        """Draw the positions of the next batch's rows."""
         super().next()
         return [self._one() for _ in range(self._batch_size)]
 
     def state(self) -> dict[str, Any]:
-        """As `PromptSampler.state`, with rows drawn of each file, and where each stands."""
+        """Return the state of `PromptSampler`, with rows drawn of each file, and where each stands."""
         return {
             **super().state(),
             "weights": self._weights,

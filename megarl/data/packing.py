@@ -1,4 +1,4 @@
-"""Which sequences go through the model together, on which data-parallel rank. Pure: the same on every rank."""
+"""Plans which sequences go through the model together, on which data-parallel rank. Pure: the same on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pack_by_tokens(
     balance: bool = True,
     together: int = 1,
 ) -> Plan:
-    """Micro-batches of at most `max_tokens` tokens, as few as the fullest dp rank needs, nearly equal in tokens.
+    """Plan micro-batches of at most `max_tokens` tokens, as few as the fullest dp rank needs, nearly equal in tokens.
 
     Args:
         lengths: tokens per sequence.
@@ -71,7 +71,7 @@ def pack_by_count(
     balance: bool = True,
     together: int = 1,
 ) -> Plan:
-    """Micro-batches of at most `micro_batch_size` sequences (ppo_micro_batch_size_per_gpu), cut in order, equally.
+    """Plan micro-batches of at most `micro_batch_size` sequences (ppo_micro_batch_size_per_gpu), cut in order, equally.
 
     The other arguments are those of `pack_by_tokens`.
 
@@ -102,7 +102,7 @@ def _unit_indices(sequences: Sequence[int], together: int) -> list[int]:
 
 
 def _sequences_of(plan: Plan, together: int) -> Plan:
-    """A plan of such runs as one of their sequences: with 2 together [1, 4] becomes [2, 3, 8, 9]."""
+    """Turn a plan of such runs into one of their sequences: with 2 together [1, 4] becomes [2, 3, 8, 9]."""
 
     def expanded(units: Sequence[int]) -> list[int]:
         return [unit * together + k for unit in units for k in range(together)]
@@ -131,7 +131,7 @@ def _plan(
 
 
 def _slices(sequences: Sequence[int], count: int) -> MicroBatches:
-    """`count` consecutive slices whose sizes differ by one at most."""
+    """Cut `count` consecutive slices whose sizes differ by one at most."""
     cuts = [len(sequences) * k // count for k in range(count + 1)]
     return [list(sequences[start:end]) for start, end in pairwise(cuts)]
 
@@ -141,7 +141,7 @@ def _fits(lengths: Sequence[int], bins: MicroBatches, max_tokens: int) -> bool:
 
 
 def _fewest_bins(lengths: Sequence[int], share: Sequence[int], max_tokens: int) -> MicroBatches:
-    """As few bins as balanced differencing fits into, and no more than first-fit-decreasing needs."""
+    """Fill as few bins as balanced differencing fits into, and no more than first-fit-decreasing needs."""
     fallback = first_fit_decreasing(lengths, share, max_tokens)
     lower_bound = -(-sum(lengths[i] for i in share) // max_tokens)
     for count in range(lower_bound, len(fallback)):
@@ -152,7 +152,7 @@ def _fewest_bins(lengths: Sequence[int], share: Sequence[int], max_tokens: int) 
 
 
 def _bins(lengths: Sequence[int], share: Sequence[int], count: int, max_tokens: int) -> MicroBatches:
-    """`count` bins within the budget; `count` is at least what `_fewest_bins` found."""
+    """Fill `count` bins within the budget; `count` is at least what `_fewest_bins` needs."""
     bins = karmarkar_karp(lengths, share, count)
     if _fits(lengths, bins, max_tokens):
         return bins

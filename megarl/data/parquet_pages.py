@@ -1,4 +1,4 @@
-"""How much memory the pages of a parquet file ask for, by their own headers. Torch-free.
+"""Measures how much memory the pages of a parquet file ask for, by their own headers. Torch-free.
 
 A dictionary's entry may stand in many rows, and a page may be compressed to nearly nothing: what a file has on the disk
 says little of what it takes.
@@ -34,7 +34,7 @@ class _Page(NamedTuple):
 
 
 def rows_at_a_time(f: BinaryIO, group: parquet.RowGroupMetaData, most: int, *, whole: bool) -> int:
-    """How many rows of a row group can be read together.
+    """Return how many rows of a row group can be read together.
 
     Args:
         f: the file, buffered.
@@ -44,7 +44,7 @@ def rows_at_a_time(f: BinaryIO, group: parquet.RowGroupMetaData, most: int, *, w
     Raises:
         ValueError: the pages are malformed, or take more memory than rows do.
     """
-    row, held, inflated = 0, 0, 0
+    row, resident, inflated = 0, 0, 0
     for i in range(group.num_columns):
         column = group.column(i)
         start = _start(column)
@@ -57,23 +57,23 @@ def rows_at_a_time(f: BinaryIO, group: parquet.RowGroupMetaData, most: int, *, w
         widest = max((page.size // max(page.values, 1) + 1 for page in pages if not page.dictionary), default=0)
         per_row = -(-sum(page.values for page in pages) // max(group.num_rows, 1))
         row += per_row * (widest + (dictionary if "BYTE_ARRAY" in column.physical_type else 0))
-        held += dictionary + (max((page.size for page in pages), default=0) if whole else 0)
+        resident += dictionary + (max((page.size for page in pages), default=0) if whole else 0)
         inflated += size if size > MOST_TIMES * packed else 0
     if inflated > INFLATED_BYTES:
         raise ValueError(f"{inflated} bytes are compressed more than {MOST_TIMES} times")
-    if max(row, held) > MOST_BYTES:
-        raise ValueError(f"single rows or pages may take {max(row, held)} bytes")
+    if max(row, resident) > MOST_BYTES:
+        raise ValueError(f"single rows or pages may take {max(row, resident)} bytes")
     return max(1, min(most, BATCH_BYTES // max(row, 1)))
 
 
 def _start(column: parquet.ColumnChunkMetaData) -> int:
-    """Where Arrow begins to read."""
+    """Return the byte where Arrow begins to read."""
     first, dictionary = column.data_page_offset, column.dictionary_page_offset or 0
     return int(dictionary if 0 < dictionary < first else first)
 
 
 def _pages(f: BinaryIO, column: parquet.ColumnChunkMetaData, start: int, *, whole: bool) -> Iterator[_Page]:
-    """As Arrow reads them: until there are as many values as the footer says, or the column's bytes end."""
+    """Yield the pages that Arrow reads: up to as many values as the footer says, or the end of the column's bytes."""
     at, values = start, 0
     f.seek(start)
     while values < column.num_values and at < start + column.total_compressed_size:
@@ -81,34 +81,34 @@ def _pages(f: BinaryIO, column: parquet.ColumnChunkMetaData, start: int, *, whol
         data = header.get(5) or header.get(8) or {}
         if not isinstance(data, dict):
             raise ValueError("a page's header is malformed")
-        kind, size, packed, held = header.get(1, 0), header.get(2, 0), header.get(3, 0), data.get(1, 0)
-        if any(not isinstance(number, int) or number < 0 for number in (kind, size, packed, held)):
+        kind, size, packed, count = header.get(1, 0), header.get(2, 0), header.get(3, 0), data.get(1, 0)
+        if any(not isinstance(number, int) or number < 0 for number in (kind, size, packed, count)):
             raise ValueError("a page has a size that is none")
         dictionary = kind == 2
         if dictionary or whole:
-            yield _Page(dictionary, size, held)
+            yield _Page(dictionary, size, count)
         if not whole:
             return
-        values += held
+        values += count
         at = f.seek(packed, 1)
 
 
 def _struct(f: BinaryIO, depth: int = 0) -> dict[int, Any]:
-    """The numbers and structs of a struct in Thrift's compact protocol, by the fields' numbers."""
-    found: dict[int, Any] = {}
+    """Read the numbers and structs of a struct in Thrift's compact protocol, by the fields' numbers."""
+    fields: dict[int, Any] = {}
     number = 0
     while head := _byte(f):
         number = number + (head >> 4) if head >> 4 else _number(f)
         kind = head & 15
         if kind in (4, 5, 6):
-            found[number] = _number(f)
+            fields[number] = _number(f)
         elif kind == 8:  # bytes: the least and the greatest value of a page
             f.seek(_unsigned(f), 1)
         elif kind == 12 and depth < 4:
-            found[number] = _struct(f, depth + 1)
+            fields[number] = _struct(f, depth + 1)
         elif kind not in (1, 2):
             raise ValueError("a page's header is malformed")
-    return found
+    return fields
 
 
 def _number(f: BinaryIO) -> int:

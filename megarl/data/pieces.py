@@ -1,4 +1,4 @@
-"""The texts of single tokens, which joined are the text of the sequence."""
+"""Decodes single tokens, so that their texts joined are the text of the sequence."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ class Pieces:
         self._before: tuple[list[int], str] | None = None
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """A text for each token: a special one's as the vocabulary spells it.
+        """Return a text for each token: a special one's as the vocabulary spells it.
 
         The text of a character that several tokens make up is the first one's, and the others have none: the bytes
         E2, 82, AC give "€", "", "".
         """
-        pieces = [self._known.get(i) for i in ids]
-        found = [self._look_up(i) if piece is None else piece for i, piece in zip(ids, pieces, strict=True)]
+        pieces = [piece if (piece := self._known.get(i)) is not None else self._look_up(i) for i in ids]
         start = None
-        for place in range(len(found) + 1):
-            half = place < len(found) and _HALF in found[place]
+        for place in range(len(pieces) + 1):
+            half = place < len(pieces) and _HALF in pieces[place]
             if half and start is None:
                 start = place
             elif not half and start is not None:
-                found[start:place] = [self._after_another(ids[start:place]), *[""] * (place - start - 1)]
+                pieces[start:place] = [self._after_another(ids[start:place]), *[""] * (place - start - 1)]
                 start = None
-        return found
+        return pieces
 
     def _look_up(self, token_id: int) -> str:
         piece = self._after_another([token_id]) or self.tokenizer.token(token_id)

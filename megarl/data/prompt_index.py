@@ -19,20 +19,20 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from megarl.data.encode import Conversation, TooLong, encode_prompt, usable_ids
 from megarl.data.files import DataFile, row_prefix
 from megarl.data.json_lines import LONGEST_LINE, json_lines, too_long
 from megarl.data.readers import BATCH_ROWS, is_table, no_rows, table_batches
 from megarl.data.row_cache import Progress
 from megarl.data.scan import FIELDS, MOST_SOURCES, Scan, Scanned, Unsettled, checks_of, open_lines
 from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
+from megarl.data.settle import Settler
 from megarl.data.source import spool
 from megarl.data.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ class TooLarge(ValueError):
 
 @dataclass(kw_only=True)
 class Index:
-    """What is known of the rows.
+    """The rows of some files, and what is known of them.
 
     Attributes:
         rows: `scan.FIELDS`, of those that are used.
@@ -86,7 +86,7 @@ class Index:
 
 
 def make_index(
-    files: list[DataFile], asked: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress
+    files: list[DataFile], rules: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress
 ) -> Index:
     """Look at every row of the files, or of `data.source` where there are none.
 
@@ -98,18 +98,18 @@ def make_index(
         ValueError: the first row that cannot be used; a file that is none.
         OSError: the folder cannot hold it.
     """
-    making = _Making(asked, tokenizer, folder, progress)
+    making = _Making(rules, tokenizer, folder, progress)
     if folder is not None:
         processes = min(AT_MOST, len(os.sched_getaffinity(0)))
-        with ScanWorkers(asked, processes) as workers:
+        with ScanWorkers(rules, processes) as workers:
             making.add(workers.look_at(making.stretches(files)))
     else:
-        making.add(look_at(stretch, asked) for stretch in making.stretches(files))
+        making.add(look_at(stretch, rules) for stretch in making.stretches(files))
     return making.finished()
 
 
 def open_index(folder: Path, meta: dict[str, Any]) -> Index:
-    """One that `make_index` wrote, mapped into memory."""
+    """Map an index that `make_index` wrote into memory."""
     files = [
         (name, entry, kind, path if os.path.isabs(path) else str(folder / path))
         for name, entry, kind, path in meta["files"]
@@ -126,32 +126,31 @@ def open_index(folder: Path, meta: dict[str, Any]) -> Index:
 
 
 def meta_of_index(index: Index) -> dict[str, object]:
-    """What `open_index` has to know beside the files."""
+    """Return what `open_index` needs to know beside the files."""
     return {"files": index.files, "counts": index.counts, "digest": index.digest, "sources": sorted(index.sources)}
 
 
 class _Making:
     """An index that grows, stretch by stretch."""
 
-    def __init__(self, asked: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress) -> None:
-        self._asked, self._tokenizer, self._folder, self._progress = asked, tokenizer, folder, progress
+    def __init__(self, rules: Scan, tokenizer: Tokenizer, folder: Path | None, progress: Progress) -> None:
+        self._rules, self._folder, self._progress = rules, folder, progress
+        self._settler = Settler(rules, tokenizer, together=folder is not None)
         self._index = Index(rows=None, tokens=None)
         self._rows, self._tokens = self._output("rows.bin"), self._output("tokens.bin")
         self._stored = 0
-        self._templates: dict[tuple[str, ...], int] = {}
-        self._file_of: list[int] = []  # of the stretches that are under way
+        self._stretches: list[tuple[int, int]] = []  # file and bytes of each, in order
         self._rows_of: list[int] = []  # seen in each file
-        self._sizes: list[int] = []  # of the stretches that are under way
-        self._done, self._total = 0, 0
-        self._said = time.monotonic()
+        self._done, self._total = 0, 0  # bytes
+        self._last_line = time.monotonic()
 
     def stretches(self, files: list[DataFile]) -> Iterator[Stretch]:
-        """Parts of the files, in order; what is fetched or converted is so on the way."""
+        """Divide the files, in order; what has to be fetched or converted is so on the way."""
         self._total = sum(file.size for file in files)
         if not files:
             assert self._folder is not None
-            spool(self._asked.data.source, self._folder / "0.jsonl", self._asked.what, self._progress)
-            yield from self._of_jsonl(self._asked.data.source, 0, str(self._folder / "0.jsonl"), local=False)
+            spool(self._rules.data.source, self._folder / "0.jsonl", self._rules.what, self._progress)
+            yield from self._of_jsonl(self._rules.data.source, 0, str(self._folder / "0.jsonl"), local=False)
         for file in files:
             if is_table(file):
                 yield from self._of_table(file)
@@ -160,12 +159,12 @@ class _Making:
             else:
                 yield from self._of_jsonl(file.name, file.entry, self._as_jsonl(file), local=False)
             if not file.unchanged():
-                raise ValueError(f"{self._asked.what}: '{file.name}' changed while it was read; start again")
+                raise ValueError(f"{self._rules.what}: '{file.name}' changed while it was read; start again")
 
-    def add(self, found: Iterable[Scanned]) -> None:
-        """What was found in each stretch, in order."""
-        for number, scanned in enumerate(found):
-            file, size = self._file_of[number], self._sizes[number]
+    def add(self, results: Iterable[Scanned]) -> None:
+        """Take in what each stretch holds, in order."""
+        for number, scanned in enumerate(results):
+            file, size = self._stretches[number]
             rows, seen = scanned.rows, self._index.seen
             rows["index"] += seen
             rows["file"] = file
@@ -183,99 +182,54 @@ class _Making:
             self._done += size
             self._progress()
             self._say()
-        for name_and, count in zip(self._index.files, self._rows_of, strict=True):
+        for (name, *_), count in zip(self._index.files, self._rows_of, strict=True):
             if not count:
-                raise no_rows(name_and[0], self._asked.what)
+                raise no_rows(name, self._rules.what)
 
     def finished(self) -> Index:
-        """The index, without its duplicates if these are not wanted."""
+        """Finish the index, without its duplicates if these are to be dropped."""
         index = self._index
         index.rows, index.tokens = self._input(self._rows, FIELDS), self._input(self._tokens, np.dtype("<i4"))
-        if self._asked.training and self._asked.data.drop_duplicates and len(index.rows):
+        if self._rules.training and self._rules.data.drop_duplicates and len(index.rows):
             first = np.zeros(len(index.rows), bool)
             first[np.unique(index.rows["prompt"], return_index=True)[1]] = True
             index.duplicates = int((~first).sum())
             index.rows = index.rows[first] if self._folder is None else _rewritten(index.rows, first)
-        index.digest = _digest(index.rows, self._asked)
+        index.digest = _digest(index.rows, self._rules)
         return index
 
-    def _settle(self, unsettled: list[Unsettled], rows: Any) -> Any:
-        """Tokenise what has to be; returns which rows are kept."""
-        kept, data = np.ones(len(rows), bool), self._asked.data
-        unsettled = [one for one in unsettled if one.refusal or not self._fits(one.prompt)]
-        for one, ids in zip(unsettled, self._encoded(unsettled), strict=True):
-            try:
-                tokens = usable_ids(ids, one.source, data)
-            except TooLong:
-                if not data.filter_overlong_prompts:
-                    raise
-                kept[one.place] = False
+    def _settle(self, prompts: list[Unsettled], rows: Any) -> Any:
+        """Store the tokens of what had to be tokenised; return which rows are kept."""
+        kept = np.ones(len(rows), bool)
+        for prompt, tokens in self._settler.settle(prompts):
+            if tokens is None:
+                kept[prompt.place] = False
                 self._index.overlong += 1
                 continue
-            if one.refusal:
-                raise ValueError(one.refusal)
-            if one.place < len(rows):
-                rows["tokens_at"][one.place], rows["tokens"][one.place] = self._stored, len(tokens)
             stored = np.asarray(tokens, "<i4").tobytes()
-            if one.place < len(rows):
-                rows["check"][one.place] = zlib.crc32(stored)
+            if prompt.place < len(rows):
+                rows["tokens_at"][prompt.place], rows["tokens"][prompt.place] = self._stored, len(tokens)
+                rows["check"][prompt.place] = zlib.crc32(stored)
             self._tokens.write(stored)
             self._stored += len(tokens)
         return kept
-
-    def _fits(self, prompt: str | Conversation) -> bool:
-        """Whether a conversation certainly does, as others with the same roles, whose text was shorter or longer.
-
-        A conversation is put into the template the first time that its roles are seen; and, with "a" for every text,
-        to see how many tokens it adds. 16 more are for what may be split otherwise where its words meet the text.
-        """
-        if isinstance(prompt, str) or prompt.tools:
-            return False
-        messages = prompt.messages
-        if not all(
-            message.keys() == {"role", "content"} and all(isinstance(text, str) for text in message.values())
-            for message in messages
-        ):
-            return False
-        roles = tuple(message["role"] for message in messages)
-        if roles in self._templates:
-            return self._asked.fits(" ".join(message["content"] for message in messages), self._templates[roles])
-        with suppress(ValueError):  # the row that comes next says so, with its name
-            short = [{"role": role, "content": "a"} for role in roles]
-            self._templates[roles] = len(self._tokenizer.encode_chat(short)) + 16
-        return False
-
-    def _encoded(self, unsettled: list[Unsettled]) -> Iterator[list[int]]:
-        texts = [one.prompt for one in unsettled if isinstance(one.prompt, str)]
-        together: Iterator[list[int]] | None = None
-        if self._folder is not None and len(texts) == len(unsettled):
-            try:
-                together = iter(self._tokenizer.encode_batch(texts))
-            except Exception:  # one by one, the row that it fails at has a name
-                together = None
-        for one in unsettled:
-            if together is not None:
-                yield next(together)
-            else:
-                yield encode_prompt(one.prompt, one.source, self._tokenizer)
 
     def _of_jsonl(self, name: str, entry: int, source: str | bytes, *, local: bool) -> Iterator[Stretch]:
         kept = source if local or isinstance(source, bytes) else os.path.basename(source)
         number = self._add_file(name, entry, "jsonl", kept)
         try:
             with open_lines(source) as f:
-                for start, end, line in _stretches(f, row_prefix(name), self._asked.what):
-                    self._file_of.append(number)
-                    self._sizes.append(end - start)
+                for start, end, line in _stretches(f, row_prefix(name), self._rules.what):
+                    self._stretches.append((number, end - start))
                     yield Stretch("jsonl", source, name, start, end, line)
         except OSError as e:
             if not local:
                 raise
-            raise ValueError(f"{self._asked.what}: '{name}' cannot be read: {e.strerror}") from e
+            raise ValueError(f"{self._rules.what}: '{name}' cannot be read: {e.strerror}") from e
 
     def _as_jsonl(self, file: DataFile) -> str | bytes:
         """A file's rows as lines of JSON, in the folder or in memory."""
-        lines = json_lines(file, self._asked.what)
+        lines = json_lines(file, self._rules.what)
         if self._folder is None:
             return b"".join(self._held(lines, file, len))
         path = self._folder / f"{len(self._index.files)}.jsonl"
@@ -291,27 +245,26 @@ class _Making:
 
         path = None if self._folder is None else str(self._folder / f"{len(self._index.files)}.arrow")
         sink = pyarrow.BufferOutputStream() if path is None else pyarrow.OSFile(path, "wb")
-        given = table_batches(file, self._asked.what)
+        batches = table_batches(file, self._rules.what)
         with sink if path else nullcontext():
-            held = given if path else self._held(given, file, lambda batch: batch.nbytes)
-            batches = _write_arrow(held, sink, self._progress)
+            bounded = batches if path else self._held(batches, file, lambda batch: batch.nbytes)
+            sizes = _write_arrow(bounded, sink, self._progress)
         source = path or sink.getvalue()
         number = self._add_file(file.name, file.entry, "arrow", os.path.basename(path) if path else source)
         step, line = 16, 1
-        for first in range(0, len(batches), step):
-            rows = sum(batches[first : first + step])
-            self._file_of.append(number)
-            self._sizes.append(file.size * rows // sum(batches))
-            yield Stretch("arrow", source, file.name, first, min(first + step, len(batches)), line)
+        for first in range(0, len(sizes), step):
+            rows = sum(sizes[first : first + step])
+            self._stretches.append((number, file.size * rows // sum(sizes)))
+            yield Stretch("arrow", source, file.name, first, min(first + step, len(sizes)), line)
             line += rows
 
     def _held(self, parts: Iterator[Any], file: DataFile, size_of: Callable[[Any], int]) -> Iterator[Any]:
-        """The same; raises TooLarge when they are more than memory should hold."""
+        """Pass the parts on; raises TooLarge when they are more than memory should hold."""
         size = 0
         for part in parts:
             size += size_of(part)
             if size > HELD_BYTES:
-                raise TooLarge(f"{self._asked.what}: '{file.name}' comes to rows of more than {HELD_BYTES} bytes")
+                raise TooLarge(f"{self._rules.what}: '{file.name}' comes to rows of more than {HELD_BYTES} bytes")
             yield part
 
     def _add_file(self, name: str, entry: int, kind: str, path: Any) -> int:
@@ -329,15 +282,15 @@ class _Making:
         return _mapped(written.name, dtype)
 
     def _say(self) -> None:
-        if self._folder is None or time.monotonic() - self._said < SAY_EVERY_SECONDS:
+        if self._folder is None or time.monotonic() - self._last_line < SAY_EVERY_SECONDS:
             return
-        self._said = time.monotonic()
+        self._last_line = time.monotonic()
         part = f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB looked at, " if self._total else ""
-        print(f"megarl: {self._asked.what}: {part}{self._index.seen} rows", file=sys.stderr, flush=True)
+        print(f"megarl: {self._rules.what}: {part}{self._index.seen} rows", file=sys.stderr, flush=True)
 
 
 def _mapped(path: str, dtype: np.dtype[Any]) -> Any:
-    """A file as an array; nothing of no bytes can be mapped."""
+    """Map a file as an array; an empty file cannot be mapped."""
     return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
@@ -392,9 +345,9 @@ def _write_arrow(batches: Iterator[Any], sink: Any, progress: Progress) -> list[
     return written
 
 
-def _digest(rows: Any, asked: Scan) -> str:
-    data, step = asked.data, 2**16
-    cut: list[str | int] = [data.truncation, data.max_prompt_length] if asked.cuts else []
+def _digest(rows: Any, rules: Scan) -> str:
+    data, step = rules.data, 2**16
+    cut: list[str | int] = [data.truncation, data.max_prompt_length] if rules.cuts else []
     cut += ["read_special_tokens"] if data.read_special_tokens else []
     total = hashlib.blake2b(json.dumps([data.answer_key, *cut]).encode(), digest_size=8)
     for i in range(0, len(rows), step):
@@ -404,7 +357,7 @@ def _digest(rows: Any, asked: Scan) -> str:
 
 
 def _rewritten(rows: np.memmap[Any, Any], kept: Any) -> Any:
-    """Some rows of a mapped file, in its place."""
+    """Put some rows of a mapped file in its place."""
     name, step = str(rows.filename), 2**16
     with open(f"{name}.kept", "wb") as out:
         for i in range(0, len(rows), step):

@@ -45,7 +45,7 @@ def load_prompts(
     scorers: Scorers = (),
     tokenizer_key: str = "",
 ) -> PromptSet:
-    """The prompts of some files, every row of which is looked at before a run: at most `data.max_prompt_length` tokens.
+    """Look at every row of some files, and return their prompts, of at most `data.max_prompt_length` tokens each.
 
     Args:
         data: column names, lengths and what happens to a prompt that is too long.
@@ -59,7 +59,7 @@ def load_prompts(
             long, a row that the reward refuses, or no prompt left after filtering.
     """
     training = what == "data.train_files"
-    asked = Scan(
+    rules = Scan(
         what=what,
         data=data,
         bounded=bounded(tokenizer),
@@ -67,28 +67,28 @@ def load_prompts(
         training=training,
         special_tokens=tuple(tokenizer.special_tokens),
     )
-    _check_keys(asked)
+    _check_keys(rules)
     if data.source and training:
         if files:
             raise ValueError("data.source and data.train_files both name the training rows; leave one of them out")
-        asked, found = replace(asked, what="data.source"), []
+        rules, sources = replace(rules, what="data.source"), []
     else:
-        found = data_files(files, what)
-    small = bool(found) and not any(f.remote for f in found) and sum(f.size for f in found) <= SMALL_BYTES
+        sources = data_files(files, what)
+    small = bool(sources) and not any(f.remote for f in sources) and sum(f.size for f in sources) <= SMALL_BYTES
     if small or not tokenizer_key:
-        if not small and (not found or any(file.remote for file in found)):
-            raise ValueError(f"{asked.what}: rows that have to be kept need a tokenizer that is known by its files")
+        if not small and (not sources or any(file.remote for file in sources)):
+            raise ValueError(f"{rules.what}: rows that have to be kept need a tokenizer that is known by its files")
         try:
-            index = make_index(found, asked, tokenizer, None, lambda: None)
+            index = make_index(sources, rules, tokenizer, None, lambda: None)
         except TooLarge:
             if not tokenizer_key:
                 raise
-            index = _kept_index(found, asked, tokenizer, tokenizer_key)
+            index = _kept_index(sources, rules, tokenizer, tokenizer_key)
     else:
-        index = _kept_index(found, asked, tokenizer, tokenizer_key)
+        index = _kept_index(sources, rules, tokenizer, tokenizer_key)
     if not len(index.rows):
-        raise ValueError(_none_left(index, asked))
-    prompts = PromptSet(index, asked, tokenizer)
+        raise ValueError(_none_left(index, rules))
+    prompts = PromptSet(index, rules, tokenizer)
     if training and data.weights and 0 in prompts.sizes:
         number = prompts.sizes.index(0) + 1
         raise ValueError(f"data.weights: entry {number} of data.train_files has no rows of its own to draw from")
@@ -102,13 +102,13 @@ class PromptSet(Sequence[Prompt]):
         remarks: what was left out, for the start of the run.
     """
 
-    def __init__(self, index: Index, asked: Scan, tokenizer: Tokenizer) -> None:
-        self._index, self._asked, self._data, self._tokenizer = index, asked, asked.data, tokenizer
+    def __init__(self, index: Index, rules: Scan, tokenizer: Tokenizer) -> None:
+        self._index, self._rules, self._data, self._tokenizer = index, rules, rules.data, tokenizer
         self._file = lru_cache(OPEN_FILES)(lambda number: open_file(*index.files[number]))
         for number in range(min(len(index.files), OPEN_FILES)):  # what replaces one of these is not read
             self._file(number)
         self._stems = [stem_of(name) for name, *_ in index.files]
-        self.remarks = _remarks(index, asked)
+        self.remarks = _remarks(index, rules)
 
     def __len__(self) -> int:
         return len(self._index.rows)
@@ -123,18 +123,18 @@ class PromptSet(Sequence[Prompt]):
         return self._prompt(self._index.rows[i])
 
     def row(self, i: int) -> Row:
-        """Without its tokens."""
+        """Read a row, without its tokens."""
         return self._row(self._index.rows[i])
 
     @property
     def digest(self) -> str:
-        """Of the rows and of what makes prompts of them, in order; known since they were looked at."""
+        """The digest of the rows and of what makes prompts of them, in order; known since they were looked at."""
         return self._index.digest
 
     @property
     def checked_for(self) -> Scorers:
-        """What can score responses to all of them."""
-        return self._asked.scorers
+        """The scorers that can score responses to all of them."""
+        return self._rules.scorers
 
     @property
     def sources(self) -> set[str]:
@@ -143,7 +143,7 @@ class PromptSet(Sequence[Prompt]):
 
     @property
     def sizes(self) -> list[int]:
-        """How many there are of each entry of data.train_files."""
+        """Rows of each entry of data.train_files."""
         entries = np.array([entry for _, entry, _, _ in self._index.files])
         counts = np.bincount(self._index.rows["file"], minlength=len(entries))
         sizes: list[int] = np.bincount(entries, counts, len(self._data.train_files)).astype(int).tolist()
@@ -155,17 +155,17 @@ class PromptSet(Sequence[Prompt]):
         return self._index.rows["difficulty"]
 
     def in_common(self, other: PromptSet) -> int:
-        """How many of these the other set has too."""
-        own, step = np.unique(self._index.rows["prompt"]), 2**16
-        there = np.zeros(len(own), bool)
+        """Count the prompts that the other set has too."""
+        prompts, step = np.unique(self._index.rows["prompt"]), 2**16
+        there = np.zeros(len(prompts), bool)
         for i in range(0, len(other), step):
             block = other._index.rows["prompt"][i : i + step]
-            place = np.minimum(np.searchsorted(own, block), len(own) - 1)
-            there[place[own[place] == block]] = True
-        return int(np.isin(self._index.rows["prompt"], own[there]).sum())
+            place = np.minimum(np.searchsorted(prompts, block), len(prompts) - 1)
+            there[place[prompts[place] == block]] = True
+        return int(np.isin(self._index.rows["prompt"], prompts[there]).sum())
 
     def _tokens(self, fields: Any) -> Any:
-        """Those that are stored for a row."""
+        """Return the tokens that are stored for a row; none if it was not tokenised."""
         at = int(fields["tokens_at"])
         return self._index.tokens[at : at + int(fields["tokens"])] if at >= 0 else self._index.tokens[:0]
 
@@ -181,33 +181,33 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(index=int(fields["index"]), token_ids=ids, row=row.columns, source=row.source, data_source=where)
 
 
-def _kept_index(found: list[DataFile], asked: Scan, tokenizer: Tokenizer, tokenizer_key: str) -> Index:
-    """From the cache, where it is put first if it is not there."""
+def _kept_index(sources: list[DataFile], rules: Scan, tokenizer: Tokenizer, tokenizer_key: str) -> Index:
+    """Open the index in the cache, where it is put first if it is not there."""
 
     def make(folder: Path, progress: Progress) -> dict[str, object]:
-        return meta_of_index(make_index(found, asked, tokenizer, folder, progress))
+        return meta_of_index(make_index(sources, rules, tokenizer, folder, progress))
 
-    where = cache_folder(asked.data.cache_dir)
-    folder = entry(where, _key(found, asked, tokenizer_key), asked.what, make)
+    where = cache_folder(rules.data.cache_dir)
+    folder = entry(where, _key(sources, rules, tokenizer_key), rules.what, make)
     try:
         return open_index(folder, meta_of(folder))
     except OSError as e:
-        raise ValueError(f"{asked.what}: '{folder}' cannot be read: {e.strerror or e}; remove it") from e
+        raise ValueError(f"{rules.what}: '{folder}' cannot be read: {e.strerror or e}; remove it") from e
 
 
-def _key(found: list[DataFile], asked: Scan, tokenizer_key: str) -> str:
-    """Of everything that an index depends on."""
-    data = asked.data
+def _key(sources: list[DataFile], rules: Scan, tokenizer_key: str) -> str:
+    """Hash everything that an index depends on."""
+    data = rules.data
     names = ("prompt_key", "answer_key", "source_key", "tools_key", "max_prompt_length", "filter_overlong_prompts",
              "truncation", "read_special_tokens")  # fmt: skip
-    training = ("filter", "drop_duplicates", "curriculum", "source") if asked.training else ()
-    code = [data.filter, data.curriculum, data.source] if asked.training else []
+    training = ("filter", "drop_duplicates", "curriculum", "source") if rules.training else ()
+    code = [data.filter, data.curriculum, data.source] if rules.training else []
     parts = [
-        [_FORMAT, asked.what, asked.scorers, tokenizer_key],
-        [[f.place if f.remote else os.path.abspath(f.place), f.entry, f.size, f.changed] for f in found],
+        [_FORMAT, rules.what, rules.scorers, tokenizer_key],
+        [[f.place if f.remote else os.path.abspath(f.place), f.entry, f.size, f.changed] for f in sources],
         [[name, getattr(data, name)] for name in (*names, *training)],
-        [_contents(value.rpartition(":")[0]) for value in [*code, *(name for name, *_ in asked.scorers)]],
-        source_version(data.source) if asked.training and data.source else "",
+        [_contents(value.rpartition(":")[0]) for value in [*code, *(name for name, *_ in rules.scorers)]],
+        source_version(data.source) if rules.training and data.source else "",
     ]
     return _hexadecimal(json.dumps(parts).encode())
 
@@ -220,10 +220,10 @@ def _hexadecimal(*parts: bytes) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
-def _check_keys(asked: Scan) -> None:
-    """What the section says of the training rows; a user's file that is named is imported here, once."""
-    data = asked.data
-    if not asked.training:
+def _check_keys(rules: Scan) -> None:
+    """Check the keys about training rows; a file of the user that one names is imported here."""
+    data = rules.data
+    if not rules.training:
         return
     if data.weights and data.source:
         raise ValueError("data.weights weighs the entries of data.train_files, which data.source stands for")
@@ -237,26 +237,29 @@ def _check_keys(asked: Scan) -> None:
     load_curriculum(data.curriculum)
 
 
-def _remarks(index: Index, asked: Scan) -> tuple[str, ...]:
+def _remarks(index: Index, rules: Scan) -> tuple[str, ...]:
     reasons = {
-        f"over data.max_prompt_length = {asked.data.max_prompt_length} tokens": index.overlong,
+        f"over data.max_prompt_length = {rules.data.max_prompt_length} tokens": index.overlong,
         "by data.filter": index.filtered,
         "whose prompt an earlier row has": index.duplicates,
     }
-    said = [f"{count} {reason}" for reason, count in reasons.items() if count]
-    found = special_remark(asked.what, index.special, index.seen, asked.data)
-    if asked.what == "data.source":
-        found += (
-            f"data.source: {index.seen} rows, as {asked.data.source} gave them when it was asked once; it is asked "
+    left_out = [f"{count} {reason}" for reason, count in reasons.items() if count]
+    remarks = special_remark(rules.what, index.special, index.seen, rules.data)
+    if rules.what == "data.source":
+        remarks += (
+            f"data.source: {index.seen} rows, as {rules.data.source} gave them when it was asked once; it is asked "
             f"again when its file or its attribute `version` changes",
         )
-    if not said:
-        return found
-    return (*found, f"{asked.what}: {index.seen - len(index.rows)} of {index.seen} rows left out: {', '.join(said)}")
+    if not left_out:
+        return remarks
+    return (
+        *remarks,
+        f"{rules.what}: {index.seen - len(index.rows)} of {index.seen} rows left out: {', '.join(left_out)}",
+    )
 
 
-def _none_left(index: Index, asked: Scan) -> str:
-    limit = asked.data.max_prompt_length
+def _none_left(index: Index, rules: Scan) -> str:
+    limit = rules.data.max_prompt_length
     if index.filtered:
-        return f"{asked.what}: data.filter and data.max_prompt_length = {limit} leave none of the {index.seen} prompts"
-    return f"{asked.what}: none of the {index.seen} prompts has at most data.max_prompt_length = {limit} tokens"
+        return f"{rules.what}: data.filter and data.max_prompt_length = {limit} leave none of the {index.seen} prompts"
+    return f"{rules.what}: none of the {index.seen} prompts has at most data.max_prompt_length = {limit} tokens"

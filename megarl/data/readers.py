@@ -1,4 +1,4 @@
-"""Rows of files. Torch-free."""
+"""Reads rows of files. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH_ROWS = 1024
 
 
 class Row(NamedTuple):
-    """One row of a file.
+    """A row of a file.
 
     Attributes:
         source: where it is, counted from 1: "train.jsonl:17", "train.parquet row 17".
@@ -33,13 +33,8 @@ class Row(NamedTuple):
     columns: Mapping[str, Any]
 
 
-def read_rows(patterns: Sequence[str], what: str) -> list[Row]:
-    """`iterate_rows`, all at once."""
-    return list(iterate_rows(patterns, what))
-
-
 def iterate_rows(patterns: Sequence[str], what: str) -> Iterator[Row]:
-    """All rows of the files that the patterns match, in the order of `data_files`.
+    """Yield the rows of the files that the patterns match, in the order of `data_files`.
 
     Args:
         what: the configuration key that they come from, for messages.
@@ -66,7 +61,7 @@ def has(columns: Mapping[str, Any], key: str) -> bool:
 
 
 def value_at(columns: Mapping[str, Any], key: str) -> Any:
-    """The value there; raises KeyError unless `has`."""
+    """Return the value there; raises KeyError unless `has`."""
     if key in columns:
         return columns[key]
     name, _, rest = key.partition(".")
@@ -74,7 +69,7 @@ def value_at(columns: Mapping[str, Any], key: str) -> Any:
 
 
 def value_or_none(columns: Mapping[str, Any], key: str) -> Any:
-    """The value there; None unless `has`."""
+    """Return the value there; None unless `has`."""
     return value_at(columns, key) if has(columns, key) else None
 
 
@@ -97,7 +92,7 @@ def no_rows(name: str, what: str) -> ValueError:
 
 
 def parse(line: bytes, source: str, what: str) -> dict[str, Any]:
-    """A line of a jsonl file as columns; raises ValueError, naming it, for anything else."""
+    """Read a line of a jsonl file as columns; raises ValueError, naming it, for anything else."""
     try:
         columns = json.loads(line)
     except ValueError as e:  # malformed JSON or bytes that are not UTF-8
@@ -128,7 +123,7 @@ def is_table(file: DataFile) -> bool:
 
 
 def table_batches(file: DataFile, what: str) -> Iterator[pyarrow.RecordBatch]:
-    """A table's rows, at most `BATCH_ROWS` at a time; raises ValueError for a file that is malformed."""
+    """Yield a table's rows, at most `BATCH_ROWS` at a time; raises ValueError for a file that is malformed."""
     return arrow_batches(file, what, BATCH_ROWS) if file.kind == "arrow" else _parquet_batches(file, what)
 
 

@@ -1,4 +1,4 @@
-"""Folders that hold what was read of the data: made by one process, used by all, whole or not there. Torch-free.
+"""Keeps what was read of the data in folders: made by one process, used by all, whole or not there. Torch-free.
 
 CACHE/3f2a...          an entry, renamed to its name when it is whole
 CACHE/3f2a....lock     held by the process that makes it; the kernel gives it back, however the process ends
@@ -43,7 +43,7 @@ def cache_folder(configured: str) -> Path:
 
 
 def entry(folder: Path, key: str, what: str, make: Callable[[Path, Progress], dict[str, object]]) -> Path:
-    """The entry of a key; made, if it is not there, by the first of all processes that ask for it.
+    """Return the entry of a key; the first of all processes that ask for it makes it, if it is not there.
 
     Args:
         what: the configuration key that names the files, for messages.
@@ -151,8 +151,8 @@ def _locked(file: Path, what: str) -> Iterator[Progress]:
 
 
 def _wait_for(descriptor: int, file: Path, what: str) -> bool:
-    """Returns whether it is held: some file systems have no locks, and every process makes its own entry there."""
-    began, said = time.monotonic(), False
+    """Return whether the lock is held: some file systems have none, and every process makes its own entry there."""
+    began, has_told = time.monotonic(), False
     last_seen, seen_at = 0, began
     while True:
         try:
@@ -172,7 +172,7 @@ def _wait_for(descriptor: int, file: Path, what: str) -> bool:
                 f"{what}: {holder} reads the rows, without progress for {STALLED_SECONDS / 60:g} minutes; end it, or "
                 f"set another data.cache_dir"
             )
-        if not said and now - began > SAY_AFTER_SECONDS:
+        if not has_told and now - began > SAY_AFTER_SECONDS:
             print(f"megarl: {what}: {holder} reads the rows; waiting for it", file=sys.stderr, flush=True)
-            said = True
+            has_told = True
         time.sleep(0.1)

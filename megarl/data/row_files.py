@@ -1,4 +1,4 @@
-"""Single rows of the files that an index speaks of. Torch-free."""
+"""Reads single rows of the files of an index. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RowFile(Protocol):
 
 
 def open_file(name: str, entry: int, kind: str, path: Any) -> RowFile:
-    """One of `Index.files`; raises RowsChanged if it is gone."""
+    """Open one of `Index.files`; raises RowsChanged if it is gone."""
     if kind == "arrow":
         return ArrowFile(name, path)
     try:
@@ -59,8 +59,8 @@ class JsonlFile:
 
     def read(self, fields: Any) -> tuple[str, Mapping[str, Any]]:
         source, size, at = f"{self._prefix}{fields['line']}", int(fields["size"]), int(fields["at"])
-        given = self._source
-        line = given[at : at + size] if isinstance(given, bytes) else os.pread(self._descriptor, size, at)
+        content = self._source
+        line = content[at : at + size] if isinstance(content, bytes) else os.pread(self._descriptor, size, at)
         try:
             columns = parse(line, source, "data")
         except ValueError:

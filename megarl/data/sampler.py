@@ -1,4 +1,4 @@
-"""Which rows make up the next batch; resumable."""
+"""Draws the rows of the next batch; resumable."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PromptSampler:
         self._start(epoch=0, position=0)
 
     def next(self) -> list[int]:
-        """Positions of the next batch's rows."""
+        """Draw the positions of the next batch's rows."""
         if self._position + self._batch_size > self._n_rows:
             self._start(epoch=self._epoch + 1, position=0)
         start = self._position
@@ -62,7 +62,7 @@ class PromptSampler:
         return [int(i) for i in self._order[start : self._position]]
 
     def state(self) -> dict[str, Any]:
-        """`epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
+        """Return `epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""
         return {"epoch": self._epoch, "position": self._position, **self._depends_on()}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -71,10 +71,10 @@ class PromptSampler:
         Raises:
             ValueError: what the order depends on differs from then: the position would be one in another order.
         """
-        if not all(type(state.get(key)) is int and 0 <= state[key] < 2**53 for key in ("epoch", "position")):
+        if not all(type(state.get(key)) is int and 0 <= state[key] < 2**53 for key in ("epoch", "position", *_ORDER)):
             raise ValueError("the checkpoint does not say where its data stood: resume with another one")
-        changed = [key for key, now in self._depends_on().items() if state.get(key, now) != now]
-        for key in changed:  # older states have epoch and position alone, and nothing to compare
+        changed = [key for key, now in self._depends_on().items() if state[key] != now]
+        for key in changed:
             name, part = self._called[key]
             if part not in self._allow:
                 raise ValueError(
@@ -84,11 +84,6 @@ class PromptSampler:
         if changed:
             self._start(epoch=state["epoch"] + 1, position=0)
             return
-        if state["position"] > self._n_rows:
-            raise ValueError(
-                f"the checkpoint had drawn {state['position']} rows of an epoch, but data.train_files now holds only "
-                f"{self._n_rows}: resume with the data that the run began with"
-            )
         self._start(epoch=state["epoch"], position=state["position"])
 
     def _depends_on(self) -> dict[str, Any]:

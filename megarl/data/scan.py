@@ -1,4 +1,4 @@
-"""One look at every row, before a run: where it lies, and whether it can be used. Torch-free, for worker processes.
+"""Looks at every row once, before a run: where it lies, and whether it can be used. Torch-free, for worker processes.
 
 A prompt is tokenised before the run only if that could tell something: a conversation of a form that the template has
 not been seen to take, or what could have too many tokens or none. Of the others `bounded` knows enough, and they are
@@ -57,7 +57,7 @@ _FILTERS: Registry[Callable[[Mapping[str, Any]], Any]] = Registry("data.filter",
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """What is asked of every row.
+    """The rules that every row is looked at by.
 
     Attributes:
         what: the key that names the files, for messages.
@@ -135,7 +135,7 @@ class Unsettled(NamedTuple):
 
 @dataclass(kw_only=True)
 class Scanned:
-    """What was found in a chunk of a file.
+    """The rows of a chunk of a file.
 
     Attributes:
         rows: `FIELDS` of those that are kept; `index` counts from the chunk's first.
@@ -165,7 +165,7 @@ class Placed(NamedTuple):
 
 
 def finder_of(names: Iterable[str]) -> Callable[[str], object]:
-    """What finds one of them in a text; longer texts than names are the rule."""
+    """Return a function that finds one of some names in a text."""
     pattern = "|".join(re.escape(name) for name in names)
     return re.compile(pattern or "(?!)").search
 
@@ -182,34 +182,34 @@ def bounded(tokenizer: Tokenizer) -> bool:
     return all(len(tokenizer.encode("a" + 16 * c)) <= 2 + 16 * len(c) for c in characters)
 
 
-def scan(rows: Iterable[Placed], asked: Scan, stem: str) -> Scanned:
+def scan(rows: Iterable[Placed], rules: Scan, stem: str) -> Scanned:
     """Look at some rows, one after the other, up to the first that cannot be used.
 
     Args:
         stem: of their file's name.
     """
-    found: list[tuple[int | float, ...]] = []
+    fields: list[tuple[int | float, ...]] = []
     out = Scanned(rows=None)
     try:
         for placed in rows:
             out.seen += 1
-            if asked.keep is not None and not asked.keep(placed.row):
+            if rules.keep is not None and not rules.keep(placed.row):
                 out.filtered += 1
                 continue
-            source = source_of(placed.row.columns, asked.data, stem)
+            source = source_of(placed.row.columns, rules.data, stem)
             if len(out.sources) < MOST_SOURCES:
                 out.sources.add(source)
-            prompt, difficulty, refusal = _look_at(placed.row, asked, source)
-            out.special += any(map(asked.spells_special_token, strings_in(prompt)))
-            if asked.needs_tokens(prompt):
-                out.unsettled.append(Unsettled(len(found), placed.row.source, prompt, refusal))
+            prompt, difficulty, refusal = _look_at(placed.row, rules, source)
+            out.special += any(map(rules.spells_special_token, strings_in(prompt)))
+            if rules.needs_tokens(prompt):
+                out.unsettled.append(Unsettled(len(fields), placed.row.source, prompt, refusal))
             elif refusal:
                 raise ValueError(refusal)
             digests = _number(_bytes_of(prompt)), digest_of(placed.row.columns)
-            found.append((out.seen - 1, 0, placed.at, placed.size, placed.line, *digests, -1, 0, 0, difficulty))
+            fields.append((out.seen - 1, 0, placed.at, placed.size, placed.line, *digests, -1, 0, 0, difficulty))
     except ValueError as e:
         out.refusal = str(e)
-    out.rows = np.array(found, dtype=FIELDS)
+    out.rows = np.array(fields, dtype=FIELDS)
     return out
 
 
@@ -283,14 +283,14 @@ def source_of(columns: Mapping[str, Any], data: Data, stem: str) -> str:
     return stem if named is None else str(named)
 
 
-def _look_at(row: Row, asked: Scan, source: str) -> tuple[str | Conversation, float, str]:
-    """Its prompt and difficulty, and why no reward could score a response to it."""
-    data = asked.data
+def _look_at(row: Row, rules: Scan, source: str) -> tuple[str | Conversation, float, str]:
+    """Return its prompt and difficulty, and why no reward could score a response to it."""
+    data = rules.data
     prompt = prompt_of(row, data)
     if data.answer_key != Data().answer_key:  # misspelt, another column called "answer" would be taken for it
         require_column([row], data.answer_key, "data.answer_key")
-    difficulty = _difficulty(row, asked.difficulty_key) if asked.difficulty_key else 0.0
-    wrong = refusal_of(with_answer(row.columns, data.answer_key), source, asked.scorers)
+    difficulty = _difficulty(row, rules.difficulty_key) if rules.difficulty_key else 0.0
+    wrong = refusal_of(with_answer(row.columns, data.answer_key), source, rules.scorers)
     return prompt, difficulty, f"{row.source}: {wrong}" if wrong else ""
 
 
@@ -305,8 +305,7 @@ def _difficulty(row: Row, key: str) -> float:
 def _bytes_of(prompt: str | Conversation) -> bytes:
     if isinstance(prompt, str):
         return prompt.encode(errors="surrogatepass")
-    said = prompt if prompt.tools else prompt.messages
-    return _encode(said).encode()
+    return _encode(prompt if prompt.tools else prompt.messages).encode()
 
 
 def _number(raw: bytes) -> int:

@@ -1,26 +1,20 @@
-"""Processes that look at the rows of a large file, and end with the one that started them.
-
-Each is a fresh interpreter without torch, 40 MB: nothing is forked from a process that may hold a GPU.
-"""
+"""Processes that look at the rows of a large file. Each is a fresh interpreter without torch, 40 MB."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import signal
-import subprocess
-import sys
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import cycle
-from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megarl.data.files import stem_of
 from megarl.data.scan import Scan, Scanned, arrow_rows, lines_of, scan
-from megarl.processes import die_with_parent
+from megarl.processes import how_it_ended
+from megarl.workers.channel import read_message, write_message
+from megarl.workers.interpreter import Interpreter
 
 AT_MOST = 8
 """Processes of a node: 300 MB together."""
@@ -44,114 +38,78 @@ class Stretch(NamedTuple):
     line: int = 1
 
 
-def look_at(stretch: Stretch, asked: Scan) -> Scanned:
+def look_at(stretch: Stretch, rules: Scan) -> Scanned:
     """`scan` of a part of a file; a file that cannot be read is its refusal."""
     stem = stem_of(stretch.name)
     try:
         if stretch.kind == "arrow":
             rows = arrow_rows(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line)
-            return scan(rows, asked, stem)
-        lines = lines_of(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line, asked.what)
-        return scan(lines, asked, stem)
+            return scan(rows, rules, stem)
+        lines = lines_of(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line, rules.what)
+        return scan(lines, rules, stem)
     except OSError as e:
-        raise ValueError(f"{asked.what}: '{stretch.name}' cannot be read: {e.strerror or e}") from e
+        raise ValueError(f"{rules.what}: '{stretch.name}' cannot be read: {e.strerror or e}") from e
 
 
-class ScanWorkers:
-    """A context: some processes that look at stretches."""
+class ScanWorkers(AbstractContextManager["ScanWorkers"]):
+    """Some processes that look at stretches, and end with the context."""
 
-    def __init__(self, asked: Scan, processes: int) -> None:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._asked = asked
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(os.getpid())],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
-            )
-            for _ in range(processes)
-        ]
+    def __init__(self, rules: Scan, processes: int) -> None:
+        self._rules = rules
+        environment = {"OMP_NUM_THREADS": "1"}
+        self._processes = [Interpreter(f"{__name__}:serve", environment=environment) for _ in range(processes)]
 
-    def __enter__(self) -> ScanWorkers:
-        try:
-            for process in self._processes:
-                self._send(process, self._asked)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
+            process.close()
 
     def look_at(self, stretches: Iterable[Stretch]) -> Iterator[Scanned]:
-        """What is found in each, in order; raises ValueError if a process is lost or a file cannot be read."""
-        under_way: deque[subprocess.Popen[bytes]] = deque()
+        """Scan each stretch, in order, once; raises ValueError if a process is lost or a file cannot be read."""
+        under_way: deque[Interpreter] = deque()
+        for process in self._processes:
+            self._send(process, self._rules)
         for process, stretch in zip(cycle(self._processes), stretches, strict=False):
-            if len(under_way) == 2 * len(self._processes):  # a small message each, which no pipe is too full for
+            if len(under_way) == 2 * len(self._processes):  # a small message each, which no connection is too full for
                 yield self._receive(under_way.popleft())
             self._send(process, stretch)
             under_way.append(process)
         while under_way:
             yield self._receive(under_way.popleft())
 
-    def _send(self, process: subprocess.Popen[bytes], message: object) -> None:
-        assert process.stdin is not None
+    def _send(self, process: Interpreter, message: object) -> None:
         try:
-            pickle.dump(message, process.stdin)
-            process.stdin.flush()
+            process.send(pickle.dumps(message))
         except OSError:
             raise self._lost(process) from None
 
-    def _receive(self, process: subprocess.Popen[bytes]) -> Scanned:
-        assert process.stdout is not None
-        try:
-            found = pickle.load(process.stdout)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            raise self._lost(process) from None
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, Scanned)
-        return found
+    def _receive(self, process: Interpreter) -> Scanned:
+        message = process.receive()
+        if message is None:
+            raise self._lost(process)
+        answer = pickle.loads(message)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, Scanned)
+        return answer
 
-    def _lost(self, process: subprocess.Popen[bytes]) -> ValueError:
-        process.kill()
-        code = process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return ValueError(f"{self._asked.what}: a process that read the rows {how}; start again, with more memory")
+    def _lost(self, process: Interpreter) -> ValueError:
+        process.close()
+        how = how_it_ended(process.process.returncode)
+        return ValueError(f"{self._rules.what}: a process that read the rows {how}; start again, with more memory")
 
 
-_PROGRAM = "import sys; from megarl.data.scan_workers import serve; serve(int(sys.argv[1]))"
-
-
-def serve(parent: int) -> None:
-    """What a worker runs: a `Scan`, then stretches, until nothing more comes."""
-    die_with_parent(parent)
-    requests: BinaryIO = sys.stdin.buffer
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a user's function prints is no answer
-    asked: Scan = pickle.load(requests)
-    while True:
-        try:
-            stretch = pickle.load(requests)
-        except EOFError:
-            return
+def serve(connection: socket.socket) -> None:
+    """Scan the stretches that follow upon a `Scan`, until nothing more comes: the process of a worker."""
+    descriptor = connection.fileno()
+    rules: Scan | None = None
+    while (message := read_message(descriptor)) is not None:
+        if rules is None:
+            rules = pickle.loads(message)
+            continue
         answer: Scanned | ValueError
         try:
-            answer = look_at(stretch, asked)
+            answer = look_at(pickle.loads(message), rules)
         except ValueError as e:  # a user's file that cannot be imported, a file that is gone
             answer = ValueError(str(e))
-        pickle.dump(answer, answers)
-        answers.flush()
+        with suppress(OSError):  # nobody waits for it
+            write_message(descriptor, pickle.dumps(answer))

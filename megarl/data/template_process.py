@@ -1,37 +1,31 @@
-"""The process that renders a tokenizer's chat template: started when it is first needed, ended with this one."""
+"""Renders a tokenizer's chat template in a process: started when it is first needed, ended with this one."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from megarl.data.chat_template import LENGTH, read_framed
+from megarl.workers.interpreter import Interpreter
 
 SECONDS = 10.0
 """Of the processor's time that one text may take: a hundred times what a long conversation needs."""
-
-_PROGRAM = "import sys; from megarl.data.chat_template import serve; serve(float(sys.argv[1]))"
 
 
 class TemplateProcess:
     """Renders templates, one after another; any thread may ask."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._process: Interpreter | None = None
         self._end: weakref.finalize[..., Any] | None = None
+        self._lock = threading.Lock()
 
     def render(self, template: str, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
-        """The text that the template writes.
+        """Return the text that the template writes.
 
         Raises:
             ValueError: the template refuses the messages, fails, or takes too much time or memory.
@@ -49,40 +43,23 @@ class TemplateProcess:
         return str(answer["text"])
 
     def _ask(self, request: bytes) -> tuple[dict[str, str] | None, int | None]:
-        """The answer; or None, and how the process ended."""
-        process, body, code = self._process or self._start(), None, None
-        assert process.stdin is not None and process.stdout is not None and self._end is not None
+        """Return the answer; or None, and how the process ended."""
+        process, answer, code = self._process or self._start(), None, None
+        assert self._end is not None
         try:
             with suppress(BrokenPipeError):
-                process.stdin.write(LENGTH.pack(len(request)) + request)
-                process.stdin.flush()
-                body = read_framed(process.stdout)  # type: ignore[arg-type]
-            if body is None:
-                code = process.wait()
+                process.send(request)
+                answer = process.receive()
+            if answer is None:
+                code = process.process.wait()
         finally:
-            if body is None:  # after Ctrl-C, say: its answer would be taken for the next one
+            if answer is None:  # after Ctrl-C, say: its answer would be taken for the next one
                 self._process = None
                 self._end()
-        return None if body is None else json.loads(body), code
+        return None if answer is None else json.loads(answer), code
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(SECONDS)],
-            env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
-        )
-        self._end = weakref.finalize(self, _end, self._process)
+    def _start(self) -> Interpreter:
+        self._process = Interpreter("megarl.data.chat_template:serve")
+        self._process.send(str(SECONDS).encode())
+        self._end = weakref.finalize(self, self._process.close)
         return self._process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with suppress(OSError):
-            pipe.close()

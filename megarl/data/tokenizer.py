@@ -1,4 +1,4 @@
-"""What the program asks of a tokenizer, and how one is found on disk."""
+"""Declares what a tokenizer does, and opens one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from megarl.data.messages import Messages
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
 from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
 
@@ -33,19 +34,13 @@ class Tokenizer(Protocol):
     special_tokens: Mapping[str, int]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without special tokens; raises ValueError for a text that cannot be read so."""
+        """Tokenise a text, without special tokens; raises ValueError for a text that cannot be read so."""
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
-        """The same of many texts, by all CPUs that this process may use."""
+        """Tokenise many texts, by all CPUs that this process may use."""
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
-        """Token ids of a conversation in the chat template.
+    def encode_chat(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> list[int]:
+        """Tokenise a conversation in the chat template.
 
         Args:
             messages: `role` and `content` each, and what else `data.messages.read_messages` leaves.
@@ -56,14 +51,8 @@ class Tokenizer(Protocol):
             ValueError: there is no chat template, it refuses the messages, or needs too much time or memory.
         """
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """A conversation as the chat template writes it, for `encode_template`.
+    def chat_text(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> str:
+        """Write a conversation in the chat template, for `encode_template`.
 
         Special tokens that the messages spell are masked by words of letters and digits.
 
@@ -72,17 +61,17 @@ class Tokenizer(Protocol):
         """
 
     def encode_template(self, text: str) -> list[int]:
-        """Token ids of `chat_text` or a part of it: the template's special tokens, and all that messages say as text.
+        """Tokenise what `chat_text` wrote, or a part: the template's special tokens, and what messages say as text.
 
         Raises:
             ValueError: the two cannot be told apart.
         """
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text; special tokens and ids from vocab_size on leave nothing behind."""
+        """Return the text; special tokens and ids from vocab_size on leave nothing behind."""
 
     def token(self, id: int) -> str:
-        """One token as the vocabulary spells it, special ones too; empty for ids from vocab_size on."""
+        """Spell a token as the vocabulary does, special ones too; empty for ids from vocab_size on."""
 
 
 def has_tokenizer(path: str) -> bool:
@@ -92,7 +81,7 @@ def has_tokenizer(path: str) -> bool:
 
 
 def tokenizer_place(path: str) -> str:
-    """The folder that has the tokenizer's files: `path`, or the one within it; a file is its own place."""
+    """Return the folder that has the tokenizer's files: `path`, or the one within it; a file is its own place."""
     apart = os.path.join(path, APART)
     return apart if os.path.isdir(apart) else path
 

@@ -1,4 +1,4 @@
-"""How much longer a text may become on its way through a Hugging Face tokenizer."""
+"""Bounds how much longer a text becomes on its way through a Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_growth(directory: str) -> None:
 
 
 def _growth(step: Any) -> int:
-    """The most characters that a step makes of one."""
+    """Return the most characters that a step makes of one."""
     if not isinstance(step, dict):
         return 1
     inner = [part for name in _LISTS if isinstance(parts := step.get(name), list) for part in parts]
@@ -50,7 +50,7 @@ def _own_growth(step: dict[str, Any]) -> int:
 
 
 def _longest(blob: str) -> int:
-    """What SentencePiece's table of replacements, texts that end with NUL behind a trie, has for one character."""
+    """Return the longest text in SentencePiece's table of replacements: texts that end with NUL behind a trie."""
     try:
         table = base64.b64decode(blob)
     except ValueError:

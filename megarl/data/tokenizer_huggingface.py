@@ -1,4 +1,4 @@
-"""Tokenizer from a Hugging Face directory."""
+"""Reads a tokenizer from a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+from megarl.data.messages import Messages
 from megarl.data.special_tokens import SpecialTokens
 from megarl.data.template_process import TemplateProcess
 from megarl.data.tokenizer_growth import check_growth
@@ -18,7 +19,7 @@ _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "tokenize")
 
 @contextmanager
 def no_panic(what: str) -> Iterator[None]:
-    """What the library gives up at inside becomes a ValueError of `what`; its own error is not even an Exception."""
+    """Raise ValueError for what makes the library panic inside; its own error is not even an Exception."""
     try:
         yield
     except BaseException as e:
@@ -103,13 +104,7 @@ class HuggingFaceTokenizer:
             for text, ids, is_spelt in zip(texts, encoded, spelt, strict=True)
         ]
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> list[int]:
         return self.encode_template(self.chat_text(messages, reply=reply, tools=tools))
 
     def encode_template(self, text: str) -> list[int]:
@@ -130,23 +125,17 @@ class HuggingFaceTokenizer:
         spelt = [[self._special.ids[part]] if i % 2 else self._as_text(part) for i, part in enumerate(parts) if part]
         return list(chain.from_iterable(spelt))
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
+    def chat_text(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(f"the tokenizer in '{self._directory}' has no chat template: give prompts as plain text")
         schemas = [dict(tool) for tool in tools] or None
         variables: dict[str, Any] = {"tools": schemas, "documents": None, "add_generation_prompt": reply}
-        told = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if not self._reads_special_tokens:
-            told, variables = self._special.masked(told), self._special.masked(variables)
+            given, variables = self._special.masked(given), self._special.masked(variables)
         variables |= {**self._tokenizer.special_tokens_map, **self._arguments}
         template = self._tokenizer.get_chat_template(None, schemas)
-        return self._template.render(str(template), told, variables)
+        return self._template.render(str(template), given, variables)
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [i for i in ids if i < self.vocab_size]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from sentencepiece import SentencePieceProcessor
+
+from megarl.data.messages import Messages
 
 
 class SentencePieceTokenizer:
@@ -44,25 +45,13 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> Sequence[list[int]]:
         return list(self._processor.encode(list(texts), num_threads=len(os.sched_getaffinity(0)))) if texts else []
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> list[int]:
+    def encode_chat(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> list[int]:
         return self.encode_template(self.chat_text(messages, reply=reply, tools=tools))
 
     def encode_template(self, text: str) -> list[int]:
         return self.encode(text)
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        reply: bool = True,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
+    def chat_text(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> str:
         del messages, reply, tools
         raise ValueError("a SentencePiece model has no chat template: give prompts as plain text")
 

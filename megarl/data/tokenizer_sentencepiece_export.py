@@ -75,7 +75,7 @@ def _tokenizer(proto: Any, names: Sequence[str]) -> Tokenizer:
 
 
 def _name(piece: Any) -> str:
-    """Of a piece in the vocabulary: "</s >" for "</s>", which no text spells once its blanks are marks. `tokenizers`
+    """Name a piece in the vocabulary: "</s >" for "</s>", which no text spells once its blanks are marks. `tokenizers`
     looks for every piece in texts, SentencePiece not for these."""
     text: str = piece.piece
     return f"{text[:-1]} {text[-1:]}" if piece.type in (_UNKNOWN, _CONTROL, _UNUSED) else text

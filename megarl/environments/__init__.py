@@ -1,1 +1,1 @@
-"""What answers the policy between its turns: environments, tools, and agents with a loop of their own."""
+"""Conversations with the policy: episodes with environments, tools and agents, and the endpoint that agents ask."""

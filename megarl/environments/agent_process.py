@@ -20,7 +20,7 @@ from typing import Any
 from megarl.environments.calls import described
 from megarl.processes import die_with_parent
 from megarl.registry import Registry
-from megarl.rewards.judge import NoScore, number
+from megarl.rewards.results import NoScore, number
 
 Agent = Callable[[str, dict[str, Any]], Awaitable[float | None]]
 """(base_url, row) -> the episode's reward; None: the reward function scores it."""

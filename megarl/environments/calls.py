@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 
 _FIRST_FRAMES, _LAST_FRAMES = 3, 4
 MOST_LEFT = 64

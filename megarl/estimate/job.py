@@ -23,7 +23,7 @@ from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A configuration with its models and layouts, which `megarl.trainer.checks.check_layouts` has passed.
+    """A configuration with its models and layouts, which `megarl.trainer.admission.checks.check_layouts` has passed.
 
     Attributes:
         arch, train, generation: of the policy.

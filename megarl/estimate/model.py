@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megarl.config import Config
-from megarl.config.policy import Batching, Megatron
+from megarl.config.policy import BatchingConfig, MegatronConfig
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import ITEMSIZE
 from megarl.parallel.layout import TrainLayout
@@ -32,8 +32,8 @@ class ModelJob:
     kind: RoleKind
     arch: Architecture
     layout: TrainLayout
-    megatron: Megatron
-    batching: Batching
+    megatron: MegatronConfig
+    batching: BatchingConfig
     forward_batch: int
     mini_batch: int | None = None
     epochs: int = 1

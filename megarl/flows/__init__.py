@@ -1,1 +1,1 @@
-"""What a run does: functions over roles, each of which reads as its algorithm is written down."""
+"""Flows: functions over roles that say what a run does, each written as its algorithm is."""

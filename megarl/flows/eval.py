@@ -1,4 +1,4 @@
-"""Held-out prompts answered and scored, and nothing trained: what a checkpoint can do."""
+"""Evaluation of a checkpoint: held-out prompts are answered and scored, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.trainer.experience.evaluate import answered, ks_of, records_of
 from megarl.trainer.experience.judging import scorer
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.records.start_line import start_line
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
 from megarl.trainer.stopped import RunStopped
 
 
 def flow(run: Run) -> None:
-    """`rollout.val_kwargs.n` responses to each prompt of `data.val_files`, into eval.json and samples.jsonl."""
+    """Answer each prompt of `data.val_files` `rollout.val_kwargs.n` times, and write eval.json and samples.jsonl."""
     inputs, world = run.inputs, run.world
     actor = run.add("actor", build_policy(inputs, run.groups))
     generation = run.generation(actor)
@@ -43,7 +43,7 @@ def flow(run: Run) -> None:
 
 
 def _settings(config: Config) -> Mapping[str, Any]:
-    """What an evaluation depends on beside the prompts."""
+    """Return the settings that an evaluation depends on, beside its prompts."""
     roles = config.actor_rollout_ref
     sampling = roles.rollout.val_kwargs.model_dump(exclude={"k"})
     return {

@@ -10,22 +10,23 @@ from megarl.flows.learn import learn, policy
 from megarl.phases import Phase
 from megarl.roles.passes import Passes
 from megarl.trainer.build import build_reference
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
 from megarl.types import Batch
 
 
 def flow(run: Run) -> None:
-    """The loss measures answers from the KL to the policy as it began, estimated on answers to other prompts."""
+    """Train with KTO's loss, whose reference point is the KL to the first policy, estimated on answers to other
+    prompts."""
     config, actor = run.config, policy(run)
     reference = run.add("reference", build_reference(config, actor))
 
     def with_reference(batch: Batch, passes: Passes) -> Batch:
         others = mismatched(batch)
-        theirs = actor.plan(others, config.data.train_batch_size)
+        others_plan = actor.plan(others, config.data.train_batch_size)
         with run.phase(Phase.LOG_PROBS):
-            logp = actor.log_probs(others, theirs)
+            logp = actor.log_probs(others, others_plan)
         with run.phase(Phase.REF):
-            log_ratios = others.sum_per_sequence(logp - reference.log_probs(others, theirs))
+            log_ratios = others.sum_per_sequence(logp - reference.log_probs(others, others_plan))
             ref_logp = reference.log_probs(batch, passes)
         kl = log_ratios.mean().clamp_min(0.0)  # section 4.1: an estimate below 0 is none
         return batch.with_(ref_logp=ref_logp, reference_point=torch.full((len(batch),), float(kl)))

@@ -14,7 +14,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.passes import Passes
 from megarl.roles.trained import TrainedModel
 from megarl.trainer.build import build_actor, prompt_sampler
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
 from megarl.types import Batch
 
 Columns = Callable[[Batch, Passes], Batch]
@@ -22,13 +22,13 @@ Columns = Callable[[Batch, Passes], Batch]
 
 
 def policy(run: Run) -> Actor:
-    """The actor, which joins the run; its schedule spans all steps."""
+    """Build the actor, which joins the run; its learning-rate schedule spans all steps."""
     optim, total = run.config.actor_rollout_ref.actor.optim, run.inputs.total_steps
     return run.add("actor", build_actor(run.inputs, run.groups, optim=optim, total_steps=total, empty=run.resumes))
 
 
 def learn(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> None:
-    """The loop "train": one update for each batch of training examples, validated on all held-out ones."""
+    """Run the loop "train": one update for each batch of training examples, validated on all held-out examples."""
     inputs, sampler = run.inputs, run.add("sampler", prompt_sampler(run.inputs))
 
     def validate() -> dict[str, float]:
@@ -43,7 +43,7 @@ def learn(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = N
 def update_on(
     run: Run, model: TrainedModel, loss: Loss, examples: Sequence[Example], columns: Columns | None = None
 ) -> Mapping[str, Metric]:
-    """One optimizer step on all of the examples; returns its metrics."""
+    """Take one optimizer step on all of the examples; returns its metrics."""
     batch = batch_of_examples(examples)
     plan = model.plan(batch, together=len(examples[0].sequences))
     if columns is not None:
@@ -57,7 +57,7 @@ def update_on(
 
 
 def held_out(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> dict[str, float]:
-    """The loss and its metrics over all of `data.val_files`, without gradients."""
+    """Compute the loss and its metrics over all of `data.val_files`, without gradients."""
     examples = run.inputs.val_examples
     batch, together = batch_of_examples(examples), len(examples[0].sequences)
     plan = model.plan(batch, together * run.config.data.train_batch_size, together=together)

@@ -2,74 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from megarl.algorithms.advantages import compute_advantages
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.kl import AdaptiveKlController
-from megarl.algorithms.loss import Loss
 from megarl.algorithms.returns import explained_variance, value_targets
-from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics, without_truncated
+from megarl.algorithms.rollout_correction import correct_rollouts, gap_metrics
 from megarl.algorithms.value_loss import ValueLoss
-from megarl.config import Config
+from megarl.flows.policy_update import PolicyUpdate, per_update
 from megarl.flows.sft import sft
+from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
-from megarl.roles.passes import StepPlan
-from megarl.trainer.build import (
-    build_actor,
-    build_critic,
-    build_reference,
-    build_teacher,
-    policy_loss,
-    prompt_sampler,
-)
-from megarl.trainer.engine_check import check_finite, check_gap
+from megarl.trainer.build import build_actor, build_critic, build_reference, build_teacher, prompt_sampler
+from megarl.trainer.engine_check import check_finite
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.collect import collect
 from megarl.trainer.experience.evaluate import evaluate
 from megarl.trainer.experience.judging import scorer
-from megarl.trainer.needs import needs_of, one_forward_pass
-from megarl.trainer.session import Run
+from megarl.trainer.needs import needs_of
+from megarl.trainer.session.run import Run
 from megarl.types import Batch
+
+Stage = Callable[[Batch], Batch]
+"""A part of a step: takes the step's batch, the same on every rank, and returns it with columns changed or added."""
 
 
 def flow(run: Run) -> None:
-    """PPO's loop (arXiv 1707.06347, algorithm 1) with the configuration's advantages and loss."""
-    inputs, config = run.inputs, run.config
-    roles, warmup, algorithm = config.actor_rollout_ref, config.warmup, config.algorithm
-    needs, warming = needs_of(config), warmup.total_training_steps
-    carries = roles.rollout.carry_over.enable
+    """Run PPO's loop (arXiv 1707.06347, algorithm 1) with the configuration's roles, advantages and loss."""
+    ppo(run)
 
-    optim, span = (warmup.optim, warming) if warming else (roles.actor.optim, inputs.optimizer_steps)
-    actor = run.add("actor", build_actor(inputs, run.groups, optim=optim, total_steps=span, empty=run.resumes))
-    generation = run.generation(actor)
-    sft(run, actor, "warmup", total=warming, batch_size=warmup.train_batch_size, before=-warming - 1)
-    if warming:
-        actor.restart_optimizer(roles.actor.optim, inputs.optimizer_steps)
+
+def ppo(run: Run, stage: Stage | None = None) -> None:
+    """Run PPO's loop, with a stage of your own in each step.
+
+    Args:
+        stage: called before the advantages are computed, when rewards, log-probabilities and values are there. Models
+            that it uses join the run before.
+    """
+    config, needs = run.config, needs_of(run.config)
+    actor, generation = _warm_actor(run)
     reference = run.add("reference", build_reference(config, actor)) if needs.reference else None
     critic = run.add("critic", build_critic(run, actor)) if needs.critic else None
     teacher = run.add("teacher", build_teacher(run)) if needs.teacher else None
-    score, loss = scorer(run), policy_loss(config, reference=needs.reference)
-    control = algorithm.kl_ctrl
-    kl = AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
-    if control.type == "adaptive":  # a fixed one is what the configuration says, also where a run goes on
-        run.add("kl_coef", kl)
-    sampler = run.add("sampler", prompt_sampler(inputs))
-    carry_over = run.add("carry_over", CarryOver(config, inputs.train_prompts)) if carries else None
-    held_out = partial(evaluate, run, generation, score) if inputs.val_prompts else None
+    update, score, kl = PolicyUpdate(run, actor, needs), scorer(run), _kl_controller(run)
+    sampler = run.add("sampler", prompt_sampler(run.inputs))
+    carries = config.actor_rollout_ref.rollout.carry_over.enable
+    carry_over = run.add("carry_over", CarryOver(config, run.inputs.train_prompts)) if carries else None
+    held_out = partial(evaluate, run, generation, score) if run.inputs.val_prompts else None
 
-    for step in run.steps("rl", inputs.total_steps, before=0, validate=held_out):
+    for step in run.steps("rl", run.inputs.total_steps, before=0, validate=held_out):
         batch = collect(run, generation, sampler, score, greedy=needs.greedy, carry_over=carry_over)
         check_finite(batch, config, step)
-        plan = actor.plan(batch, per_update(batch, roles.actor.ppo_mini_batch_size, config))
-        trains = step > config.trainer.critic_warmup
-        at_once = trains and one_forward_pass(config, needs)
-        if not at_once:
-            with run.phase(Phase.LOG_PROBS):
-                batch = batch.with_(old_logp=actor.log_probs(batch, plan))
-            check_gap(batch, config, step)
+        plan = actor.plan(batch, per_update(batch, config.actor_rollout_ref.actor.ppo_mini_batch_size, config))
+        batch = update.old_log_probs(batch, plan)
         if reference is not None:
             with run.phase(Phase.REF):
                 batch = batch.with_(ref_logp=reference.log_probs(batch, plan))
@@ -79,61 +68,41 @@ def flow(run: Run) -> None:
         if critic is not None:
             with run.phase(Phase.VALUES):
                 batch = batch.with_(values=critic.values(batch, critic.plan(batch)))
-        batch = correct_rollouts(batch, algorithm.rollout_correction)
-        batch = compute_advantages(batch, algorithm, kl.coefficient)
+        if stage is not None:
+            batch = stage(batch)
+        batch = correct_rollouts(batch, config.algorithm.rollout_correction)
+        batch = compute_advantages(batch, config.algorithm, kl.coefficient)
         run.check_agreement(batch)
-        run.pace.passed(batch, (0 if at_once else 1) + (3 * roles.actor.ppo_epochs if trains else 0))
-
         if critic is not None:
             with run.phase(Phase.UPDATE_CRITIC):
                 update_critic(run, critic, batch)
-        if trains:
-            with run.phase(Phase.UPDATE):
-                batch = update_actor(run, actor, batch, plan, loss, at_once=at_once)
-        if at_once:
-            check_gap(batch, config, step)
-        run.log("rollout", gap_metrics(batch))
-        run.report.trained_on(batch)
-        if batch.old_logp is not None and batch.teacher_logp is not None:
-            gap = (batch.old_logp - batch.teacher_logp)[batch.response_mask]
-            run.log("teacher", {"kl": float(gap.mean())})
-        if batch.kl_in_reward is not None:
-            scored = batch.kl_in_reward[batch.response_lengths > 0]
-            run.log("reward", {"kl": float(scored.mean()), "kl_coef": kl.coefficient})
-            if control.type == "adaptive":
-                kl.update(float(scored.mean()), len(scored))
+        batch = update.optimize(batch, plan)
+        _record(run, batch, kl)
 
 
-def update_actor(run: Run, actor: Actor, batch: Batch, plan: StepPlan, loss: Loss, *, at_once: bool) -> Batch:
-    """The optimizer steps of a batch.
-
-    Args:
-        at_once: there is one of them, whose forward pass gives `old_logp`.
-
-    Returns:
-        the batch with `old_logp`.
-    """
-    settings, longest = run.config.actor_rollout_ref.actor, run.config.data.max_response_length
-    trained = without_truncated(batch) if run.config.algorithm.overlong_filtering else batch
-    for mini_batch in plan.mini_batches * settings.ppo_epochs:
-        weights = token_weights(trained, mini_batch.sequences, settings.loss_agg_mode, longest)
-        if at_once:
-            metrics, logp = actor.update_with_outputs(trained, mini_batch, loss, weights)
-            batch = batch.with_(old_logp=logp)
-        else:
-            metrics = actor.update(trained, mini_batch, loss, weights)
-        run.log("actor", metrics)
-    return batch
+def _warm_actor(run: Run) -> tuple[Actor, Generation]:
+    """Build the actor and its engine, and train the actor on `warmup.train_files`, if there is a warm-up."""
+    config, optim = run.config, run.config.actor_rollout_ref.actor.optim
+    warmup, steps = config.warmup, config.warmup.total_training_steps
+    first, span = (warmup.optim, steps) if steps else (optim, run.inputs.optimizer_steps)
+    actor = run.add("actor", build_actor(run.inputs, run.groups, optim=first, total_steps=span, empty=run.resumes))
+    generation = run.generation(actor)
+    sft(run, actor, "warmup", total=steps, batch_size=warmup.train_batch_size, before=-steps - 1)
+    if steps:
+        actor.restart_optimizer(optim, run.inputs.optimizer_steps)
+    return actor, generation
 
 
-def per_update(batch: Batch, prompts: int, config: Config) -> int:
-    """Sequences of an optimizer step that is to have so many prompts: `rollout.n` to each, unless a conversation of an
-    agent became several. There are as many optimizer steps then."""
-    return -(-len(batch) // (config.data.train_batch_size // prompts))
+def _kl_controller(run: Run) -> AdaptiveKlController:
+    control = run.config.algorithm.kl_ctrl
+    kl = AdaptiveKlController(control.kl_coef, control.target_kl, control.horizon)
+    if control.type == "adaptive":  # a fixed one is what the configuration says, also where a run goes on
+        run.add("kl_coef", kl)
+    return kl
 
 
 def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
-    """The critic's optimizer steps towards the batch's returns."""
+    """Take the critic's optimizer steps towards the batch's returns."""
     config, settings = run.config, run.config.critic
     lam = config.algorithm.lam if settings.lam is None else settings.lam
     batch = batch.with_(returns=value_targets(batch, gamma=config.algorithm.gamma, lam=lam))
@@ -143,3 +112,17 @@ def update_critic(run: Run, critic: Critic, batch: Batch) -> None:
     for mini_batch in plan.mini_batches * settings.ppo_epochs:
         weights = token_weights(batch, mini_batch.sequences, settings.loss_agg_mode, config.data.max_response_length)
         run.log("critic", critic.update(batch, mini_batch, loss, weights))
+
+
+def _record(run: Run, batch: Batch, kl: AdaptiveKlController) -> None:
+    """Log what a step's batch says of engine, teacher and reference, and adapt the KL coefficient."""
+    run.log("rollout", gap_metrics(batch))
+    run.trained_on(batch)
+    if batch.old_logp is not None and batch.teacher_logp is not None:
+        gap = (batch.old_logp - batch.teacher_logp)[batch.response_mask]
+        run.log("teacher", {"kl": float(gap.mean())})
+    if batch.kl_in_reward is not None:
+        scored = batch.kl_in_reward[batch.response_lengths > 0]
+        run.log("reward", {"kl": float(scored.mean()), "kl_coef": kl.coefficient})
+        if run.config.algorithm.kl_ctrl.type == "adaptive":
+            kl.update(float(scored.mean()), len(scored))

@@ -8,12 +8,13 @@ from megarl.flows.learn import learn, policy
 from megarl.phases import Phase
 from megarl.roles.passes import Passes
 from megarl.trainer.build import build_reference
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
 from megarl.types import Batch
 
 
 def flow(run: Run) -> None:
-    """The loss that `algorithm.preference.loss_mode` names; the reference, where it needs one, is the first policy."""
+    """Train with the loss that `algorithm.preference.loss_mode` names. Its reference, if it needs one, is the first
+    policy."""
     config, preference = run.config, run.config.algorithm.preference
     factory, actor = PREFERENCES.load(preference.loss_mode), policy(run)
     if not about_of(factory).needs.reference:

@@ -6,25 +6,34 @@ from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.data.sampler import PromptSampler
 from megarl.flows.learn import learn, policy, update_on
 from megarl.roles.actor import Actor
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
+from megarl.trainer.stopped import RunRefused
 
 
 def flow(run: Run) -> None:
-    """Each learnt token of a batch weighs the same, whoever's answer it is in."""
+    """Train the actor on demonstrations. Each learnt token of a batch weighs the same, whichever answer it is in."""
     learn(run, policy(run), cross_entropy)
 
 
 def sft(run: Run, actor: Actor, loop: str, *, total: int, batch_size: int, before: int | None = None) -> None:
-    """A loop of `total` optimizer steps on batches of the run's demonstrations, within another flow.
+    """Train the actor for `total` optimizer steps on the run's demonstrations, as a loop of another flow.
 
     Args:
         loop, before: see `Run.steps`.
         batch_size: examples per step, over all ranks.
+
+    Raises:
+        RunRefused: on every rank, if the run has fewer demonstrations than a step takes.
     """
     examples = run.inputs.demonstrations
+    if total and len(examples) < batch_size:
+        loaded = f"{len(examples)} demonstrations are loaded" if examples else "no demonstrations are loaded"
+        raise RunRefused(
+            f"the loop '{loop}' takes {batch_size} demonstrations a step, and {loaded}: set warmup.train_files, and "
+            "warmup.total_training_steps to 1 or more"
+        )
     seed = run.config.data.seed
-    # whether the warm-up may differ was asked as the run began
-    allow = {"warmup", *run.config.trainer.resume_allow}
+    allow = {"warmup", *run.config.trainer.resume_allow}  # the start of the run has compared the warm-ups
     called = {"n_rows": ("demonstrations", "warmup"), "batch_size": ("warmup.train_batch_size", "warmup")}
     if total:
         sampler = PromptSampler(len(examples), batch_size, True, seed, allow=allow, called=called)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megarl.config.policy import Reshard
-from megarl.config.policy import Rollout as RolloutKeys
+from megarl.config.policy import ReshardConfig, RolloutConfig
+from megarl.environments.episodes import Episodes
 from megarl.hybrid.residency import Residency
 from megarl.hybrid.weight_sync import WeightSync, layouts_of
 from megarl.parallel.generation_groups import GenerationGroups
@@ -21,7 +21,6 @@ from megarl.phases import Item, Phase
 from megarl.reshard.shared import SharedParameters
 from megarl.roles.model import MegatronModel
 from megarl.rollout.engine import EngineSettings
-from megarl.rollout.episodes import Episodes
 from megarl.rollout.kinds import engine_kind
 from megarl.rollout.replicas import OnFinished, Quota, begin_rollouts, generate_rollouts
 from megarl.rollout.speed import Speed
@@ -47,8 +46,8 @@ class Generation:
         actor: MegatronModel,
         groups: GenerationGroups,
         *,
-        rollout: RolloutKeys,
-        reshard: Reshard,
+        rollout: RolloutConfig,
+        reshard: ReshardConfig,
         model_path: str,
         residency: Residency,
         timers: PhaseTimers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.config.policy import Reshard
+from megarl.config.policy import ReshardConfig
 from megarl.models.tensors import EMBEDDING
 from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
@@ -35,7 +35,7 @@ class WeightSync:
     """
 
     def __init__(
-        self, model: MegatronModel, engine: Engine, layouts: Layouts, shared: SharedParameters, reshard: Reshard
+        self, model: MegatronModel, engine: Engine, layouts: Layouts, shared: SharedParameters, reshard: ReshardConfig
     ) -> None:
         """Every rank calls it, while the engine's weights are held.
 

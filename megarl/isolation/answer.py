@@ -1,4 +1,4 @@
-"""What a response's program runs behind: it loads the program, and answers what is asked of it.
+"""Loads a response's program, and answers what is asked of it, in the program's process.
 
 The program can change all of this: what it answers is its own.
 """
@@ -76,7 +76,7 @@ class Program(Peer):
         return getattr(type(value), name)(value, *operands)
 
     def _do_plain(self, value: Any) -> Any:
-        """What an instance of a subclass of list, dict, set or bytearray holds."""
+        """Return what an instance of a subclass of list, dict, set or bytearray holds."""
         kind: Any = next(kind for kind in (list, dict, set, bytearray) if isinstance(value, kind))
         return dict(kind.items(value)) if kind is dict else kind(kind.__iter__(value))
 

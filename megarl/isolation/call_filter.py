@@ -1,4 +1,4 @@
-"""Which system calls a program that nobody trusts has: those that Python programs need for their own work.
+"""Leaves a program that nobody trusts some system calls: those that Python programs need for their own work.
 
 Calls that are not named here fail: numbers up to 423 with EPERM, later ones with ENOSYS, as on an older kernel, so that
 the C library takes what it took there. A new kernel's calls are refused before anybody has thought of them.
@@ -64,7 +64,7 @@ connect 42 203, accept 43 202, sendto 44 206, recvfrom 45 207, sendmsg 46 211, r
 49 200, listen 50 201, getsockname 51 204, getpeername 52 205, socketpair 53 199, setsockopt 54 208, getsockopt 55
 209, accept4 288 242, recvmmsg 299 243, sendmmsg 307 269
 """
-_ALLOWED = {
+ALLOWED = {
     words[0]: (int(words[1]), int(words[2]))
     for words in map(
         str.split, ",".join((_FILES, _WAITING, _MEMORY, _PROCESSES, _TIME_AND_SYSTEM, _SOCKETS)).split(",")
@@ -84,34 +84,18 @@ _SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS
 _NEW_NAMESPACES = 0x7E020000  # any CLONE_NEW* of clone
 _SOCKET_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6; AF_VSOCK would reach the host of a virtual machine
 # TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
-_REQUESTS = (
-    0x5401,
-    0x540F,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)
-_OPTIONS = (
-    1,
-    2,
-    15,
-    16,
-    21,
-    23,
-    39,
-    0x53564D41,
-)
+_REQUESTS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+_OPTIONS = (1, 2, 15, 16, 21, 23, 39, 0x53564D41)
 _RESTRICTING = (4, 22)  # PR_SET_DUMPABLE, PR_SET_SECCOMP
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH_*
 _SAME_EVERYWHERE = 424  # the first number that all machines share
 
 # linux/bpf_common.h, linux/seccomp.h
-_LOAD, _IS, _AT_LEAST, _HAS_BITS, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+LOAD, IS, _AT_LEAST, HAS_BITS, _AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 40  # in struct seccomp_data
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_NO_PERMISSION, _NO_SUCH_CALL = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
+THIRD_ARGUMENT = 32
+ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+NO_PERMISSION, _NO_SUCH_CALL = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
 
 
 class _Program(ctypes.Structure):
@@ -119,12 +103,12 @@ class _Program(ctypes.Structure):
 
 
 def restrict_calls(*, may_restrict: bool = False, may_share: bool = True) -> None:
-    """Other calls fail from now on, in this process and its children; needs `drop_privileges` before.
+    """Let other calls fail from now on, in this process and its children; needs `drop_privileges` before.
 
     Args:
-        may_restrict: it may take further calls from itself.
-        may_share: it may have memory that is no file's and that its children share. Pages of such that no process maps
-            any more are counted nowhere but in a control group.
+        may_restrict: the process may take further calls from itself.
+        may_share: the process may have memory that is no file's and that its children share. Pages of such that no
+            process maps any more are counted nowhere but in a control group.
 
     Raises:
         CallFailed: the kernel has no seccomp, or a container refuses it.
@@ -139,11 +123,49 @@ def install(code: bytes) -> None:
 
 
 def filter_code(machine: str, options: Sequence[int] = _OPTIONS, *, may_share: bool = True) -> bytes:
-    """The filter as the kernel reads it, 8 bytes an instruction.
+    """Return the filter as the kernel reads it, 8 bytes an instruction.
 
     Args:
         options: of prctl that are allowed.
         may_share: see `restrict_calls`.
+
+    Raises:
+        ValueError: as `beginning`.
+    """
+    column, code = beginning(machine)
+    if not may_share:
+        flags = instruction(LOAD, _FOURTH_ARGUMENT) + instruction(_AND, _SHARED_ANONYMOUS)
+        code += _checked(ALLOWED["mmap"][column], flags, (0, 1, 0x20))
+    for first, last in _ranges(sorted(numbers[column] for numbers in ALLOWED.values() if numbers[column] >= 0)):
+        # the numbers rise: what lies between this range and the one before goes past all others, too
+        code += [instruction(_AT_LEAST, first, 0, 2), instruction(_AT_LEAST, last + 1, 1, 0)]
+        code.append(instruction(RETURN, ALLOW))
+    for numbers in _OF_ITSELF.values():
+        code += _checked(numbers[column], instruction(LOAD, _FIRST_ARGUMENT), [0])
+    for *both, which in _OF_ITSELF_SECOND.values():
+        inner = [instruction(LOAD, _FIRST_ARGUMENT), instruction(IS, which, 1, 0)]
+        inner += [instruction(RETURN, NO_PERMISSION), instruction(LOAD, _SECOND_ARGUMENT)]
+        code += _checked(both[column], b"".join(inner), [0])
+    code += _checked(_SOCKET[column], instruction(LOAD, _FIRST_ARGUMENT), _SOCKET_FAMILIES)
+    code += _checked(_IOCTL[column], instruction(LOAD, _SECOND_ARGUMENT), _REQUESTS, _ERROR | errno.ENOTTY)
+    code += _checked(_PRCTL[column], instruction(LOAD, _FIRST_ARGUMENT), options, _ERROR | errno.EINVAL)
+    code += [
+        instruction(IS, _CLONE[column], 0, 4),
+        instruction(LOAD, _FIRST_ARGUMENT),
+        instruction(HAS_BITS, _NEW_NAMESPACES, 0, 1),
+        instruction(RETURN, NO_PERMISSION),
+        instruction(RETURN, ALLOW),
+        # clone3 among them: a filter cannot read its flags, and the C library takes clone where there is none;
+        # the numbers of x32 lie higher
+        instruction(_AT_LEAST, _SAME_EVERYWHERE, 0, 1),
+        instruction(RETURN, _NO_SUCH_CALL),
+        instruction(RETURN, NO_PERMISSION),
+    ]
+    return b"".join(code)
+
+
+def beginning(machine: str) -> tuple[int, list[bytes]]:
+    """Return the column of a machine's numbers, and the instructions that load a call's number.
 
     Raises:
         ValueError: a machine whose numbers are not known here.
@@ -151,53 +173,20 @@ def filter_code(machine: str, options: Sequence[int] = _OPTIONS, *, may_share: b
     if machine not in _ARCHITECTURES:
         raise ValueError(f"the numbers of system calls are known for {' and '.join(_ARCHITECTURES)}, not for {machine}")
     column, architecture = _ARCHITECTURES[machine]
-    code = [
-        _instruction(_LOAD, _ARCHITECTURE),
-        _instruction(_IS, architecture, 1, 0),
-        _instruction(_RETURN, _KILL),
-        _instruction(_LOAD, _NUMBER),
-    ]
-    if not may_share:
-        flags = _instruction(_LOAD, _FOURTH_ARGUMENT) + _instruction(_AND, _SHARED_ANONYMOUS)
-        code += _checked(_ALLOWED["mmap"][column], flags, (0, 1, 0x20))
-    for first, last in _ranges(sorted(numbers[column] for numbers in _ALLOWED.values() if numbers[column] >= 0)):
-        # the numbers rise: what lies between this range and the one before goes past all others, too
-        code += [_instruction(_AT_LEAST, first, 0, 2), _instruction(_AT_LEAST, last + 1, 1, 0)]
-        code.append(_instruction(_RETURN, _ALLOW))
-    for numbers in _OF_ITSELF.values():
-        code += _checked(numbers[column], _instruction(_LOAD, _FIRST_ARGUMENT), [0])
-    for *both, which in _OF_ITSELF_SECOND.values():
-        inner = [_instruction(_LOAD, _FIRST_ARGUMENT), _instruction(_IS, which, 1, 0)]
-        inner += [_instruction(_RETURN, _NO_PERMISSION), _instruction(_LOAD, _SECOND_ARGUMENT)]
-        code += _checked(both[column], b"".join(inner), [0])
-    code += _checked(_SOCKET[column], _instruction(_LOAD, _FIRST_ARGUMENT), _SOCKET_FAMILIES)
-    code += _checked(_IOCTL[column], _instruction(_LOAD, _SECOND_ARGUMENT), _REQUESTS, _ERROR | errno.ENOTTY)
-    code += _checked(_PRCTL[column], _instruction(_LOAD, _FIRST_ARGUMENT), options, _ERROR | errno.EINVAL)
-    code += [
-        _instruction(_IS, _CLONE[column], 0, 4),
-        _instruction(_LOAD, _FIRST_ARGUMENT),
-        _instruction(_HAS_BITS, _NEW_NAMESPACES, 0, 1),
-        _instruction(_RETURN, _NO_PERMISSION),
-        _instruction(_RETURN, _ALLOW),
-        # clone3 among them: a filter cannot read its flags, and the C library takes clone where there is none;
-        # the numbers of x32 lie higher
-        _instruction(_AT_LEAST, _SAME_EVERYWHERE, 0, 1),
-        _instruction(_RETURN, _NO_SUCH_CALL),
-        _instruction(_RETURN, _NO_PERMISSION),
-    ]
-    return b"".join(code)
+    code = [instruction(LOAD, _ARCHITECTURE), instruction(IS, architecture, 1, 0)]
+    return column, [*code, instruction(RETURN, _KILL), instruction(LOAD, _NUMBER)]
 
 
-def _checked(number: int, load: bytes, values: Sequence[int], refusal: int = _NO_PERMISSION) -> list[bytes]:
+def _checked(number: int, load: bytes, values: Sequence[int], refusal: int = NO_PERMISSION) -> list[bytes]:
     """Allow a call if what is loaded is one of some values."""
     size = len(load) // 8
-    code = [_instruction(_IS, number, 0, size + len(values) + 2), load]
-    code += [_instruction(_IS, value, len(values) - i, 0) for i, value in enumerate(values)]
-    return [*code, _instruction(_RETURN, refusal), _instruction(_RETURN, _ALLOW)]
+    code = [instruction(IS, number, 0, size + len(values) + 2), load]
+    code += [instruction(IS, value, len(values) - i, 0) for i, value in enumerate(values)]
+    return [*code, instruction(RETURN, refusal), instruction(RETURN, ALLOW)]
 
 
 def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Neighbours together."""
+    """Yield the first and the last of neighbouring numbers."""
     first = last = numbers[0]
     for number in numbers[1:]:
         if number > last + 1:
@@ -207,5 +196,5 @@ def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
     yield first, last
 
 
-def _instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", operation, if_true, if_false, value)

@@ -1,8 +1,8 @@
-"""What an object that a program returned holds: as it was first seen, however the program answers at the next look."""
+"""Keeps what an object that a program returned holds: as first seen, however the program answers at the next look."""
 
 from __future__ import annotations
 
-from megarl.isolation.remote import CHANGEABLE
+from megarl.isolation.far import CHANGEABLE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the module typing takes as long to import as Python to start
@@ -15,7 +15,7 @@ LOOKS = {"__iter__", "__len__", "__bool__", "__getitem__", "__contains__", "__re
 
 
 class Contents:
-    """Of one object, until the program is asked for something that may change it.
+    """The contents of one object, until the program is asked for something that may change it.
 
     An instance of a subclass of list, dict, set or bytearray is what it holds as data. Of others it is kept what each
     look gave, and two looks that contradict each other raise TypeError. Iterators are asked each time, and have neither
@@ -34,7 +34,7 @@ class Contents:
 
     @property
     def plain(self) -> Any:
-        """What an instance of a subclass of plain data holds."""
+        """The data that an instance of a subclass of plain data holds."""
         if self._plain is None:
             self._plain = self._peer.ask("plain", self._far)
             if type(self._plain) is not CHANGEABLE[self._base]:
@@ -42,19 +42,19 @@ class Contents:
         return self._plain
 
     def attribute(self, name: str) -> Any:
-        """One of its attributes; raises what the object raised."""
+        """Return one of its attributes; raises what the object raised."""
         key = ("get", name)
         if key not in self._answers or hasattr(type(self._far), "__next__"):  # an iterator goes on
             self._answers[key] = self._peer.ask("get", self._far, name)
         return self._answers[key]
 
     def look(self, name: str, *operands: Any) -> Any:
-        """What one of `LOOKS` gives; raises what the object raised."""
+        """Return what one of `LOOKS` gives; raises what the object raised."""
         if self._base:
             return self._look_at_plain(name, *operands)
         has = set(dir(type(self._far)))
         if name == "__contains__":
-            return any(one is operands[0] or one == operands[0] for one in self._far)
+            return any(item is operands[0] or item == operands[0] for item in self._far)
         if "__next__" in has:
             if name in ("__len__", "__getitem__"):
                 raise TypeError("an iterator has neither length nor items")

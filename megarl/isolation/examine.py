@@ -22,8 +22,9 @@ import sys
 
 from megarl.isolation import names
 from megarl.isolation.contents import LOOKS, Contents
+from megarl.isolation.far import BINARY, CHANGEABLE, COMPARISONS, CONVERSIONS, SPECIAL, FarType, far_number
 from megarl.isolation.plain import YES_OR_NO, import_module, json_reader
-from megarl.isolation.remote import BINARY, CHANGEABLE, COMPARISONS, CONVERSIONS, SPECIAL, FarType, Peer, far_number
+from megarl.isolation.remote import Peer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the module typing takes as long to import as Python to start
@@ -53,7 +54,7 @@ _DEEPEST = 5000
 
 
 def run(tests: int, channel: int, paths: list[str]) -> tuple[list[bool], bool]:
-    """Which tests passed, with "whole" up to the first that did not; whether the program has ended.
+    """Run tests; return which passed, with "whole" up to the first that did not, and whether the program has ended.
 
     Args:
         tests: descriptor of JSON: {"source", "tests", "subjects", "functions", "entry_point", "whole"}; "subjects" are
@@ -62,23 +63,23 @@ def run(tests: int, channel: int, paths: list[str]) -> tuple[list[bool], bool]:
         channel: descriptor of that to `megarl.isolation.answer.main`.
     """
     with open(tests, "rb") as f:
-        job = json_reader()(f.read().decode())
+        examination = json_reader()(f.read().decode())
     sys.path[:0] = paths
     sys.setrecursionlimit(_DEEPEST)
     examiner = Examiner(channel)
     try:
-        examiner.ask("load", job["source"])
+        examiner.ask("load", examination["source"])
     except BaseException:
         return [False], examiner.broken
-    space = Space(examiner, set(job["subjects"]))
+    space = Space(examiner, set(examination["subjects"]))
     passed: list[bool] = []
-    for test in job["tests"]:
+    for test in examination["tests"]:
         try:
-            _run_one(test, space, job["entry_point"], job["functions"])
+            _run_one(test, space, examination["entry_point"], examination["functions"])
             passed.append(not examiner.broken)
         except BaseException:
             passed.append(False)
-        if examiner.broken or (job["whole"] and not passed[-1]):
+        if examiner.broken or (examination["whole"] and not passed[-1]):
             break
     return passed, examiner.broken
 
@@ -119,9 +120,9 @@ def _run_as_pytest(value: Any) -> None:
         return
     for name in vars(value):
         if name.startswith("test"):
-            one = value()
-            getattr(one, "setup_method", lambda: None)()
-            _run_as_pytest(getattr(one, name))
+            instance = value()
+            getattr(instance, "setup_method", lambda: None)()
+            _run_as_pytest(getattr(instance, name))
 
 
 class Space(dict):  # `dict[str, Any]` would import typing
@@ -159,11 +160,11 @@ class Examiner(Peer):
         self._contents: dict[int, Contents] = {}  # by number of the object
 
     def as_function(self, value: Any) -> Any:
-        """What a name without a capital stands for: a class too is called only."""
+        """Return what a name without a capital stands for: a class too is called only."""
         if type(value) is not FarType:
             return value
         if self._function is None:
-            self._function = self._type([-1, "function", [-1], ["__call__"], "type"])
+            self._function = self._types.kind([-1, "function", [-1], ["__call__"], "type"])
         return self.far(value._far_number, self._function)
 
     # ------------------------------------------------------------------------------------------ what is asked
@@ -179,8 +180,8 @@ class Examiner(Peer):
     def make(self, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._called.add(kind._far_number)
         value = self.ask("call", kind, args, kwargs)
-        made = isinstance(type(value), FarType) and not kind._far_listed
-        return self._again(value, made=True) if made else value
+        is_new = isinstance(type(value), FarType) and not kind._far_listed
+        return self._again(value, made=True) if is_new else value
 
     def attribute(self, far: Any, name: str) -> Any:
         if name in _READING and hasattr(_plain_type(far), name) and not far._far_made:
@@ -299,10 +300,10 @@ class Examiner(Peer):
             of_object = _is_tests(value) and not name.startswith("_") and name not in ("format", "format_map")
             if not (name in _OF_FUNCTIONS if function else of_object):
                 raise AttributeError(name)
-            held = _in_class(value, name)
-            if content and (isinstance(value, type) or callable(held)):
+            in_class = _in_class(value, name)
+            if content and (isinstance(value, type) or callable(in_class)):
                 raise AttributeError(f"{name} is the test's")
-            if isinstance(value, type) and held is None:  # a method of its metaclass, such as ABC.register
+            if isinstance(value, type) and in_class is None:  # a method of its metaclass, such as ABC.register
                 raise AttributeError(name)
             return setattr(value, name, *content) if content else getattr(value, name)
         raise TypeError(f"{operation} of a value of the tests")
@@ -321,13 +322,13 @@ def _is_tests(value: Any) -> bool:
 
 
 def _in_class(value: Any, name: str) -> Any:
-    """What an object's class, or a class itself, has by that name; None: nothing."""
+    """Return what an object's class, or a class itself, has by that name; None: nothing."""
     kind = value if isinstance(value, type) else type(value)
-    return next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 def _plain_type(far: Any) -> Any:
-    """Which of Python's classes that can change an object's class comes from; `type`: none."""
+    """Return which of Python's changeable classes an object's class comes from; `type`: none."""
     return CHANGEABLE.get(getattr(type(far), "_far_base", ""), type)
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import IO, Literal
 
 from megarl.isolation.memory_group import MemoryGroup, memory_group
+from megarl.private_folder import private_folder
 
 Isolation = Literal["namespaces", "process"]
 
@@ -22,8 +22,6 @@ MIB = 1 << 20
 GRACE = 10.0
 """Seconds over a limit of time that starting and ending may take on a busy machine."""
 _FILES = 4096  # in /tmp
-_PREFIX = "megarl-program-"
-_SURELY_LOCKED = 60.0  # seconds after which who made a folder has locked it
 _SEALS, _ALL_SEALS = 1033, 0xF  # F_ADD_SEALS: linux/fcntl.h
 # The face of the package is left out: what it imports takes half as long as Python's start.
 _START = f"""
@@ -41,7 +39,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may use up.
+    """Limits of what a program may use up.
 
     Attributes:
         wall: seconds by the clock.
@@ -74,7 +72,7 @@ class Limits:
                 raise ValueError(f"limit {name} = {value!r} must be a whole number from {least} on")
 
 
-class IsolatedProcess:
+class IsolatedProcess(AbstractContextManager["IsolatedProcess"]):
     """A process of `start_isolated`; as a context manager it is closed at the end.
 
     Attributes:
@@ -106,9 +104,6 @@ class IsolatedProcess:
             code = os.waitstatus_to_exitcode(int(rest.split()[0]))
             return f"exit {code}" if code >= 0 else f"signal {-code}"
         return word or "killed"
-
-    def __enter__(self) -> IsolatedProcess:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -145,22 +140,16 @@ def start_isolated(
     with ExitStack() as stack:
         words, _ = begin(stack, limits, isolation, len(program), folders, imports_from)
         words = [word for word in words if not word.startswith(("wall=", "cpu="))] + ["wall=0", "cpu=0"]
-        text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
-        report, report_in = os.pipe()
-        said = stack.enter_context(open(report, "rb", buffering=0))
-        words += [f"program={text}", f"stdin={nothing}", f"report={report_in}", f"channel={channel.fileno()}"]
-        try:
-            process = popen(words, (text, nothing, report_in, channel.fileno()), subprocess.DEVNULL, stderr)
-        finally:
-            os.close(report_in)
+        files = {"program": program, "stdin": "", "channel": channel.fileno()}
+        process, report = popen(stack, words, files, subprocess.DEVNULL, stderr)
         stack.callback(end, process)
         line = b""
-        while not line.endswith(b"\n") and (byte := said.read(1)):
+        while not line.endswith(b"\n") and (byte := report.read(1)):
             line += byte
         word, _, reason = line.decode().strip().partition(" ")
         if word != "started":
             raise SandboxError(refusal(reason) if word == "failed" else "an isolated process was killed as it started")
-        return IsolatedProcess(process, said, stack.pop_all())
+        return IsolatedProcess(process, report, stack.pop_all())
 
 
 def begin(
@@ -171,21 +160,15 @@ def begin(
     folders: Sequence[str] = (),
     imports_from: Sequence[str] | None = None,
 ) -> tuple[list[str], MemoryGroup | None]:
-    """For `megarl.isolation.start.Job`, but for the file descriptors; what it needs is given back by the stack."""
+    """Return the words of `start.Arguments`, but for the file descriptors; the stack gives back what they need."""
     imports_from = folders if imports_from is None else imports_from
-    import shutil
-    import tempfile
-
     group = memory_group(limits.memory * MIB + size) if isolation == "namespaces" else None
     if group is not None:
         stack.callback(group.close)
     folder = "/"
     if isolation == "process":
-        _remove_what_was_left()
-        folder = tempfile.mkdtemp(prefix=_PREFIX)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        stack.callback(os.close, _locked(folder))
-    said = {
+        folder = stack.enter_context(private_folder("megarl-program-"))
+    values = {
         "isolated": int(isolation == "namespaces"),
         "python": os.path.realpath(sys.executable),
         "prefix": os.path.realpath(sys.base_prefix),
@@ -201,44 +184,14 @@ def begin(
         "processes": limits.processes,
         "open_files": limits.open_files,
     }
-    words = [f"{key}={value}" for key, value in said.items()]
+    words = [f"{key}={value}" for key, value in values.items()]
     words += [f"shown={path}" for path in folders] + [f"path={path}" for path in imports_from]
     return words, group
 
 
-@cache
-def _remove_what_was_left() -> None:
-    """Folders of programs whose starter was killed: nobody holds their locks."""
-    import glob
-    import shutil
-    import tempfile
-
-    for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f"{_PREFIX}*")):
-        with suppress(OSError):
-            found = os.lstat(folder)
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _SURELY_LOCKED:
-                os.close(_locked(folder))
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(folder: str) -> int:
-    """A descriptor that locks it; raises OSError where another process does."""
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
 @contextmanager
-def file_in_memory(content: str | bytes) -> Iterator[int]:
-    """A file that nobody can change, at its beginning."""
-    import fcntl
-
+def _file_in_memory(content: str | bytes) -> Iterator[int]:
+    """Make a file that nobody can change; its descriptor is at its beginning."""
     descriptor = os.memfd_create("megarl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as f:
@@ -250,26 +203,43 @@ def file_in_memory(content: str | bytes) -> Iterator[int]:
         os.close(descriptor)
 
 
-def popen(words: list[str], descriptors: Sequence[int], stdout: int, stderr: int) -> subprocess.Popen[bytes]:
-    """The process of `megarl.isolation.start`; the end of its standard input tells it to end.
+def popen(
+    stack: ExitStack, words: Sequence[str], files: Mapping[str, str | bytes | int], stdout: int, stderr: int
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start a process of `megarl.isolation.start`; the end of its standard input tells it to end.
+
+    Args:
+        words, files: what `start.Arguments` is told; each file is its content, or a descriptor. The stack closes them.
+
+    Returns:
+        the process, and the lines that it writes to its report.
 
     Raises:
         SandboxError: it cannot be started.
     """
+    report, report_in = os.pipe()
+    lines = stack.enter_context(open(report, "rb", buffering=0))  # noqa: SIM115
     try:
-        return subprocess.Popen(
+        descriptors = {"report": report_in}
+        for name, file in files.items():
+            descriptors[name] = file if isinstance(file, int) else stack.enter_context(_file_in_memory(file))
+        words = [*words, *(f"{name}={descriptor}" for name, descriptor in descriptors.items())]
+        process = subprocess.Popen(
             [os.path.realpath(sys.executable), "-I", "-S", "-c", _START, *words],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
             bufsize=0,
-            pass_fds=descriptors,
+            pass_fds=tuple(descriptors.values()),
             env={},
             cwd="/",
             start_new_session=True,
         )
     except OSError as e:
         raise SandboxError(f"no process can be started for a program: {e}") from e
+    finally:
+        os.close(report_in)
+    return process, lines
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -285,7 +255,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def refusal(reason: str) -> str:
-    """What to change where namespaces cannot be made."""
+    """Say what to change where namespaces cannot be made."""
     return (
         f"no namespaces can be made here ({reason}): allow user namespaces (sysctl user.max_*_namespaces of each kind, "
         "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container "

@@ -1,4 +1,4 @@
-"""The memory that a program holds with all its processes, for machines where no control group can be made."""
+"""Measures the memory that a program holds with all its processes, where no control group can be made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a name in tests leads: to the program under test, or to Python.
+"""Tells where a name in tests leads: to the program under test, or to Python.
 
 A program that defines `abs` or `math` must not decide what `abs(f(1) - 2) < 1e-6` says.
 """
@@ -33,18 +33,8 @@ _OBJECTS = {
 }
 OBJECTS = {name: module for module, names in _OBJECTS.items() for name in names.split()}
 """Names that tests often take for granted -> the module that has them."""
-CONSTANTS = {
-    "e",
-    "inf",
-    "nan",
-    "pi",
-    "tau",
-    "ascii_letters",
-    "ascii_lowercase",
-    "ascii_uppercase",
-    "digits",
-    "punctuation",
-}
+_CONSTANTS = "e inf nan pi tau ascii_letters ascii_lowercase ascii_uppercase digits punctuation"
+CONSTANTS = set(_CONSTANTS.split())
 _ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot", "dt": "datetime"}
 
 

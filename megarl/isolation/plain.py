@@ -35,12 +35,12 @@ _DATES = {"date", "time", "datetime", "timedelta", "timezone"}
 
 
 def import_module(module: str) -> Any:
-    """As that of importlib, which takes longer to import itself."""
+    """Import a module as importlib does, which takes longer to import itself."""
     return __import__(module, fromlist=["_"])
 
 
 def json_writer() -> Callable[[Any], str]:
-    """As `json.dumps`; the module json imports re, which takes longer than most programs."""
+    """Return a function like `json.dumps`; the module json imports re, which takes longer than most programs."""
     try:
         import _json
 
@@ -54,14 +54,14 @@ def json_writer() -> Callable[[Any], str]:
 
 
 class _Rules:
-    """What `_json.make_scanner` asks for."""
+    """The settings that `_json.make_scanner` asks for."""
 
     strict, object_hook, object_pairs_hook, parse_float, parse_int = True, None, None, float, int
     parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}.__getitem__
 
 
 def json_reader() -> Callable[[str], Any]:
-    """As `json.loads`, of what `json_writer` wrote: without blanks around it. Other text raises ValueError."""
+    """Return a function like `json.loads` for what `json_writer` wrote; raises ValueError for blanks around it."""
     try:
         import _json
 
@@ -118,7 +118,7 @@ class Writer:
         return self._other(value) if written is None else written
 
     def contents(self, value: Any) -> Any:
-        """Of one that can change."""
+        """Write the contents of a value that can change."""
         kind = type(value)
         if kind is list:
             return self._many(value)
@@ -144,7 +144,7 @@ class Writer:
         return self._many([part for item in value.items() for part in item])
 
     def _fixed(self, value: Any, kind: type, name: tuple[str, str]) -> Any:
-        """One that cannot change; None: no plain value."""
+        """Write a value that cannot change; None: no plain value."""
         if kind is frozenset:
             return {"f": self._many(value)}
         if kind is bytes:
@@ -271,7 +271,7 @@ class Reader:
                 value[key] = item
 
     def _many(self, data: list[Any]) -> list[Any]:
-        return [one if type(one) in _ATOMS or type(one) is int else self.read(one) for one in data]
+        return [item if type(item) in _ATOMS or type(item) is int else self.read(item) for item in data]
 
     def _dict(self, content: list[Any]) -> dict[Any, Any]:
         items = self._many(content)

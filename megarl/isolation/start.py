@@ -58,8 +58,8 @@ run()
 """  # as Python runs a file, with what the module site gives: programs end with exit()
 
 
-class Job:
-    """What `main` is told.
+class Arguments:
+    """The arguments of `main`.
 
     Attributes:
         isolated: in namespaces; else the limits alone.
@@ -76,17 +76,17 @@ class Job:
     """
 
     def __init__(self, words: list[str]) -> None:
-        said = dict(word.split("=", 1) for word in words)
-        self.isolated = said["isolated"] == "1"
-        self.python, self.prefix = said["python"], said["prefix"]
-        self.folder, self.group = said["folder"], said["group"]
+        values = dict(word.split("=", 1) for word in words)
+        self.isolated = values["isolated"] == "1"
+        self.python, self.prefix = values["python"], values["prefix"]
+        self.folder, self.group = values["folder"], values["group"]
         self.shown = [word.partition("=")[2] for word in words if word.startswith("shown=")]
         self.paths = [word.partition("=")[2] for word in words if word.startswith("path=")]
-        self.program, self.stdin, self.report = int(said["program"]), int(said["stdin"]), int(said["report"])
-        self.channel, self.tests = int(said["channel"]), int(said["tests"])
-        self.wall, self.cpu = float(said["wall"]), int(said["cpu"])
-        self.memory, self.disk, self.files = int(said["memory"]), int(said["disk"]), int(said["files"])
-        self.processes, self.open_files = int(said["processes"]), int(said["open_files"])
+        self.program, self.stdin, self.report = int(values["program"]), int(values["stdin"]), int(values["report"])
+        self.channel, self.tests = int(values["channel"]), int(values["tests"])
+        self.wall, self.cpu = float(values["wall"]), int(values["cpu"])
+        self.memory, self.disk, self.files = int(values["memory"]), int(values["disk"]), int(values["files"])
+        self.processes, self.open_files = int(values["processes"]), int(values["open_files"])
 
     def close_streams(self) -> None:
         """Close what the program reads and writes."""
@@ -103,20 +103,20 @@ def main(words: list[str]) -> None:
     (as of `os.waitpid`; microseconds of its processor time, of the clock), "time" or "memory" if it was killed for it,
     or "failed REASON" if it was never started. None of these: its init was killed.
     """
-    job = Job(words)
+    args = Arguments(words)
     parent = os.getppid()
-    if job.wall:  # else it may outlive the thread that started it: the end of standard input alone ends it
+    if args.wall:  # else it may outlive the thread that started it: the end of standard input alone ends it
         linux.die_with_parent()
     if os.getppid() != parent or not _open(0):
         return
-    for descriptor in (job.program, job.stdin, job.report, job.channel, job.tests):
+    for descriptor in (args.program, args.stdin, args.report, args.channel, args.tests):
         if descriptor >= 0:
             os.set_inheritable(descriptor, False)
     try:
-        uid = _take_namespaces() if job.isolated else None
+        uid = _take_namespaces() if args.isolated else None
     except OSError as e:
-        return _say(job, f"failed {type(e).__name__}: {e}")
-    if job.wall:
+        return _say(args, f"failed {type(e).__name__}: {e}")
+    if args.wall:
         linux.die_with_parent()  # a new user namespace has undone it
     stop = os.dup(0)  # not inheritable; the program has another standard input
     alive, init_alive = os.pipe()
@@ -125,51 +125,51 @@ def main(words: list[str]) -> None:
     if first == 0:
         os.close(alive)
         os.close(stop)
-        _child(job, lambda: (_init if job.tests < 0 else _tests)(job, uid, init_alive))
+        _child(args, lambda: (_init if args.tests < 0 else _tests)(args, uid, init_alive))
     os.close(init_alive)
-    job.close_streams()
-    _watch(job, first, alive, stop)
+    args.close_streams()
+    _watch(args, first, alive, stop)
     os.kill(first, _SIGKILL)
     os.waitpid(first, 0)  # of a pid namespace: returns when all in it are gone
-    if not job.isolated:
+    if not args.isolated:
         _end_children()
 
 
-def _watch(job: Job, first: int, alive: int, stop: int) -> None:
+def _watch(args: Arguments, first: int, alive: int, stop: int) -> None:
     """Wait for the end of the first process, of standard input, or of what the program may use up."""
     poll = select.poll()
     poll.register(alive, 0)
     poll.register(stop, 0)  # 0: only its other end's closing
-    end = time.monotonic() + (job.wall or float("inf"))
+    end = time.monotonic() + (args.wall or float("inf"))
     while (left := end - time.monotonic()) > 0:
-        wait = left if job.group else min(left, memory_watch.INTERVAL)
+        wait = left if args.group else min(left, memory_watch.INTERVAL)
         if poll.poll(wait * 1000 if wait < 1e6 else None):
             return
-        if not job.group and memory_watch.held(first, over=job.memory):
-            return _say(job, "memory")
-    _say(job, f"time {round(job.wall * 1e6)}")
+        if not args.group and memory_watch.held(first, over=args.memory):
+            return _say(args, "memory")
+    _say(args, f"time {round(args.wall * 1e6)}")
 
 
-def _child(job: Job, work: Callable[[], None]) -> NoReturn:
-    """What a fork does, and its end."""
+def _child(args: Arguments, work: Callable[[], None]) -> NoReturn:
+    """Do the work of a fork, and end it."""
     try:
         work()
     except Exception as e:
-        _say(job, f"failed {type(e).__name__}: {e}")
+        _say(args, f"failed {type(e).__name__}: {e}")
     finally:
         os._exit(1)
 
 
 def _take_namespaces() -> int | None:
-    """New ones for the children of this process; returns the user that the program is to become, None: the same.
+    """Take namespaces for the children of this process; return the user that the program is to become, None: the same.
 
     With privileges it becomes a user that nobody else is, and needs no user namespace; without them the user namespace
     gives what the other namespaces need, and nothing outside.
     """
-    if os.geteuid() == 0 and (own := _own_uid()) is not None:
+    if os.geteuid() == 0 and (program_uid := _own_uid()) is not None:
         try:
             linux.unshare(_NAMESPACES)
-            return own
+            return program_uid
         except linux.CallFailed:
             pass
     uid, gid = os.geteuid(), os.getegid()
@@ -185,7 +185,7 @@ def _take_namespaces() -> int | None:
 
 
 def _own_uid() -> int | None:
-    """A user of this program alone, and the next one of its init: limits of processes and signals are a user's.
+    """Choose a user for this program alone; the next one is its init's: limits of processes and signals are a user's.
 
     None: this user namespace has too few.
     """
@@ -200,64 +200,64 @@ def _own_uid() -> int | None:
     return _FEW_UIDS + 2 * (pid % 10_000) if min(ends) > _FEW_UIDS + 20_000 else None
 
 
-def _init(job: Job, uid: int | None, alive: int) -> None:
+def _init(args: Arguments, uid: int | None, alive: int) -> None:
     """Pid 1: builds what the program sees, starts it, and reports its end."""
     linux.die_with_parent()
-    _prepare(job)
-    _start_program(job, uid, alive)
+    _prepare(args)
+    _start_program(args, uid, alive)
 
 
-def _tests(job: Job, uid: int | None, alive: int) -> None:
+def _tests(args: Arguments, uid: int | None, alive: int) -> None:
     """Pid 1: starts an init with the program in a pid namespace of its own, and asks the program what the tests ask."""
     from megarl.isolation import examine
 
     linux.die_with_parent()
-    own = os.open("/proc/self/ns/pid", os.O_RDONLY) if job.isolated else -1
-    _prepare(job)
-    channel, job_channel = _socket.socketpair()
-    init_alive, job_alive = os.pipe()
-    if job.isolated:
+    namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if args.isolated else -1
+    _prepare(args)
+    channel, program_channel = _socket.socketpair()
+    init_alive, program_alive = os.pipe()
+    if args.isolated:
         linux.unshare(linux.CLONE_NEWPID)
     init = os.fork()
     if init == 0:
 
         def start() -> None:
             linux.die_with_parent()
-            for stream in (job.tests, alive, init_alive):
+            for stream in (args.tests, alive, init_alive):
                 os.close(stream)
             channel.close()
-            job.tests, job.channel = -1, job_channel.detach()
-            os.read(job.channel, 1)
-            _start_program(job, uid, job_alive)
+            args.tests, args.channel = -1, program_channel.detach()
+            os.read(args.channel, 1)
+            _start_program(args, uid, program_alive)
 
-        _child(job, start)
-    if job.isolated:  # back, for the program's init alone: with children elsewhere the kernel gives no threads
-        linux.enter_namespace(own)
-        os.close(own)
-    job_channel.close()
-    os.close(job_alive)
-    tests, job.tests = job.tests, -1
-    job.close_streams()
-    if job.isolated:
+        _child(args, start)
+    if args.isolated:  # back, for the program's init alone: with children elsewhere the kernel gives no threads
+        linux.enter_namespace(namespace)
+        os.close(namespace)
+    program_channel.close()
+    os.close(program_alive)
+    tests, args.tests = args.tests, -1
+    args.close_streams()
+    if args.isolated:
         linux.unshare(linux.CLONE_NEWNS)  # the first is the program's
     channel.send(b"x")  # a new root of the first would have been this process's, too
-    if job.isolated:
-        view.enter_alone(job.prefix, job.shown)
+    if args.isolated:
+        view.enter_alone(args.prefix, args.shown)
     linux.drop_privileges(None if uid is None else uid + 1)
     linux.die_with_parent()
     linux.forbid_inspection()
     if not _open(alive):
         return
-    _limit(job, job.processes + (0 if uid is not None else 3))
+    _limit(args, args.processes + (0 if uid is not None else 3))
     with open("/dev/null", "r+b", 0) as null:
         for stream in (0, 1, 2):
             os.dup2(null.fileno(), stream)
     call_filter.restrict_calls()
     try:
-        passed, broken = examine.run(tests, channel.fileno(), job.paths)
+        passed, broken = examine.run(tests, channel.fileno(), args.paths)
     except BaseException:  # of what a program did to it, such as an answer larger than its memory
         passed, broken = [], True
-    _say(job, f"tests {''.join('01'[one] for one in passed)}")
+    _say(args, f"tests {''.join('01'[test] for test in passed)}")
     if broken:
         poll = select.poll()
         poll.register(init_alive, 0)
@@ -265,99 +265,99 @@ def _tests(job: Job, uid: int | None, alive: int) -> None:
     os._exit(0)
 
 
-def _prepare(job: Job) -> None:
-    """All of what the program will see that is not a process's own."""
-    if job.group:
-        with open(job.group, "w") as f:
+def _prepare(args: Arguments) -> None:
+    """Make all that the program will see, but what is a process's own."""
+    if args.group:
+        with open(args.group, "w") as f:
             f.write("0")
-    program = b"".join(iter(lambda: os.read(job.program, 1 << 20), b""))
-    if job.isolated:
+    program = b"".join(iter(lambda: os.read(args.program, 1 << 20), b""))
+    if args.isolated:
         linux.unshare(linux.CLONE_NEWNS)  # not before: `start` looks at processes in this machine's /proc
         linux.set_host_name("sandbox")
-        view.build(job.prefix, program, job.shown, disk_bytes=job.disk, files=job.files, zero=bool(job.group))
+        view.build(args.prefix, program, args.shown, disk_bytes=args.disk, files=args.files, zero=bool(args.group))
     else:
-        with open(os.path.join(job.folder, "main.py"), "wb") as f:
+        with open(os.path.join(args.folder, "main.py"), "wb") as f:
             f.write(program)
 
 
-def _start_program(job: Job, uid: int | None, alive: int) -> None:
+def _start_program(args: Arguments, uid: int | None, alive: int) -> None:
     """Become the init of the program: start it, and report its end."""
-    path = os.path.join(job.folder, "main.py")
-    if job.isolated:
+    path = os.path.join(args.folder, "main.py")
+    if args.isolated:
         view.enter()
         path = view.PROGRAM
         for stream in (1, 2):
             if uid is not None and stat.S_ISFIFO(os.fstat(stream).st_mode):  # for a program that opens /dev/stdout
                 os.fchown(stream, uid, uid)
     else:
-        os.chdir(job.folder)
+        os.chdir(args.folder)
         linux.adopt_orphans()
     linux.forbid_inspection()
     linux.ignore_signals()
     start = time.monotonic()
     child = os.fork()
     if child == 0:
-        _child(job, lambda: _become(job, path, uid))
+        _child(args, lambda: _become(args, path, uid))
     linux.drop_privileges(None if uid is None else uid + 1)  # another user than the program: out of its reach
     linux.die_with_parent()  # a change of user has undone it
     linux.forbid_inspection()  # and this
     if not _open(alive):
         return  # nobody would kill this one
-    job.close_streams()
+    args.close_streams()
     os.close(0)
     while True:
         pid, status, usage = os.wait4(-1, 0)
         if pid == child:
             break
     cpu = usage.ru_utime + usage.ru_stime
-    _say(job, f"done {status} {round(cpu * 1e6)} {round((time.monotonic() - start) * 1e6)}")
+    _say(args, f"done {status} {round(cpu * 1e6)} {round((time.monotonic() - start) * 1e6)}")
     os._exit(0)
 
 
-def _become(job: Job, path: str, uid: int | None) -> None:
-    """This process becomes the program."""
+def _become(args: Arguments, path: str, uid: int | None) -> None:
+    """Turn this process into the program."""
     linux.drop_privileges(uid)
     linux.die_with_parent()
     linux.heed_signals()
-    os.dup2(job.stdin, 0)
-    if job.channel >= 0:
-        _say(job, "started")
-        job.report = fcntl.fcntl(job.report, fcntl.F_DUPFD_CLOEXEC, 10)  # it may lie at CHANNEL
-        os.dup2(job.channel, CHANNEL)
+    os.dup2(args.stdin, 0)
+    if args.channel >= 0:
+        _say(args, "started")
+        args.report = fcntl.fcntl(args.report, fcntl.F_DUPFD_CLOEXEC, 10)  # it may lie at CHANNEL
+        os.dup2(args.channel, CHANNEL)
         os.set_inheritable(CHANNEL, True)  # if it lay there already
     # a user of its own; else init, start and what asks the tests count too
-    processes = job.processes + (0 if uid is not None else 2 if job.tests < 0 else 3)
-    _limit(job, processes)
-    call_filter.restrict_calls(may_restrict=job.channel >= 0, may_share=bool(job.group))
+    processes = args.processes + (0 if uid is not None else 2 if args.tests < 0 else 3)
+    _limit(args, processes)
+    call_filter.restrict_calls(may_restrict=args.channel >= 0, may_share=bool(args.group))
     options, environment = ["-I"], dict(_ENVIRONMENT)
-    if job.paths:
+    if args.paths:
         options = ["-s", "-P"] if sys.version_info >= (3, 11) else ["-s"]
-        environment["PYTHONPATH"] = ":".join(job.paths)
-    words = [path] if job.channel >= 0 else ["-c", _PROGRAM, path]
-    os.execve(job.python, [job.python, *options, "-S", "-B", "-X", "utf8", *words], environment)
+        environment["PYTHONPATH"] = ":".join(args.paths)
+    words = [path] if args.channel >= 0 else ["-c", _PROGRAM, path]
+    os.execve(args.python, [args.python, *options, "-S", "-B", "-X", "utf8", *words], environment)
 
 
-def _limit(job: Job, processes: int) -> None:
-    """What this process and its children may use up."""
+def _limit(args: Arguments, processes: int) -> None:
+    """Limit what this process and its children may use up."""
     for which, limit in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, job.memory),
-        (resource.RLIMIT_FSIZE, job.disk),
-        (resource.RLIMIT_NOFILE, job.open_files),
+        (resource.RLIMIT_AS, args.memory),
+        (resource.RLIMIT_FSIZE, args.disk),
+        (resource.RLIMIT_NOFILE, args.open_files),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         _set_limit(which, limit, limit)
-    if job.cpu:
-        _set_limit(resource.RLIMIT_CPU, job.cpu, job.cpu + 1)
-    if job.isolated:  # else all processes of the user count
+    if args.cpu:
+        _set_limit(resource.RLIMIT_CPU, args.cpu, args.cpu + 1)
+    if args.isolated:  # else all processes of the user count
         _set_limit(resource.RLIMIT_NPROC, processes, processes)
 
 
 def _set_limit(which: int, soft: int, hard: int) -> None:
-    """Or the limits of this process where they are lower."""
-    own = resource.getrlimit(which)[1]
-    if own != resource.RLIM_INFINITY:
-        soft, hard = min(soft, own), min(hard, own)
+    """Set a limit, or the one that this process has where that is lower."""
+    present = resource.getrlimit(which)[1]
+    if present != resource.RLIM_INFINITY:
+        soft, hard = min(soft, present), min(hard, present)
     resource.setrlimit(which, (soft, hard))
 
 
@@ -374,14 +374,14 @@ def _end_children() -> None:
 
 
 def _open(pipe: int) -> bool:
-    """Whether somebody holds the other end."""
+    """Return whether somebody holds the other end."""
     poll = select.poll()
     poll.register(pipe, 0)
     return not poll.poll(0)
 
 
-def _say(job: Job, line: str) -> None:
-    os.write(job.report, f"{' '.join(line.split())}\n".encode())
+def _say(args: Arguments, line: str) -> None:
+    os.write(args.report, f"{' '.join(line.split())}\n".encode())
 
 
 if __name__ == "__main__":

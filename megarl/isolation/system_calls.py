@@ -39,7 +39,7 @@ def unshare(flags: int) -> None:
 
 
 def enter_namespace(descriptor: int) -> None:
-    """That of an open file of /proc/PID/ns; a pid namespace is that of children from then on."""
+    """Enter the namespace of an open file of /proc/PID/ns; a pid namespace is that of children from then on."""
     _check(_libc.setns(descriptor, 0), "setns")
 
 
@@ -49,7 +49,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def bind(source: str, target: str) -> None:
-    """Both show the same files from now on, with all that is mounted below the source."""
+    """Have both show the same files from now on, with all that is mounted below the source."""
     _check(_libc.mount(os.fsencode(source), os.fsencode(target), None, MS_BIND | MS_REC, None), f"bind {source}")
 
 
@@ -68,17 +68,17 @@ def swap_root(new: str, old: str) -> None:
 
 
 def set_host_name(name: str) -> None:
-    """Of this uts namespace."""
+    """Set the host name of this uts namespace."""
     _check(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the one that started it ends; to become another user undoes it."""
+    """Have the kernel kill this process when the one that started it ends; to become another user undoes it."""
     _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become this process's children."""
+    """Become the parent of descendants whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -88,7 +88,7 @@ def forbid_inspection() -> None:
 
 
 def ignore_signals() -> None:
-    """All that can be ignored, but that of a child's end: Python's own answer to SIGINT would end an init."""
+    """Ignore all signals but that of a child's end: Python's own answer to SIGINT would end an init."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
         signal.signal(number, signal.SIG_IGN)
 

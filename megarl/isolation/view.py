@@ -1,4 +1,4 @@
-"""The files that a program that nobody trusts sees: Python, the system's libraries, one small folder to write."""
+"""Builds what a program that nobody trusts sees of files: Python, the system's libraries, a small folder to write."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def enter() -> None:
 
 
 def enter_alone(prefix: str, shown: Sequence[str]) -> None:
-    """As `enter`, in no pid namespace of its own: with nothing in /proc, and nothing of what the program writes.
+    """Enter in no pid namespace of its own: with nothing in /proc, and nothing of what the program writes.
 
     Args:
         prefix, shown: that `build` was given.
@@ -144,7 +144,7 @@ def _mount_proc() -> None:
 
 
 def _make_read_only(but: bytes) -> None:
-    """All mounts of the view but one, those included that came with a bind."""
+    """Make all mounts of the view but one read-only, those included that came with a bind."""
     with open("/old/proc/self/mountinfo", "rb") as f:
         places = [line.split(b" ")[4] for line in f]
     for path in places:

@@ -1,4 +1,4 @@
-"""How responses are scored: one verifier per file. Importing the package registers them."""
+"""Scores responses: one verifier per file. Importing the package registers them."""
 
 from megarl.rewards import (  # noqa: F401
     code,

@@ -1,4 +1,4 @@
-"""The values of `reward.args`, against the annotations of the function that takes them."""
+"""Checks the values of `reward.args` against the annotations of the function that takes them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_types(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         try:
             TypeAdapter(hints[name]).validate_python(value, strict=True)
         except ValidationError as e:
-            said = e.errors(include_url=False)[0]["msg"]
-            raise ValueError(f"{name} = {value!r:.80}: {said[0].lower()}{said[1:]}") from e
+            reason = e.errors(include_url=False)[0]["msg"]
+            raise ValueError(f"{name} = {value!r:.80}: {reason[0].lower()}{reason[1:]}") from e
 
 
 def check_pattern(pattern: str, name: str, *, groups: int | None = None) -> None:

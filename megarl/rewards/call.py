@@ -1,4 +1,4 @@
-"""How a reward function is called: its arguments, its lists, its coroutines. Torch-free."""
+"""Calls reward functions: with their arguments, with lists, as coroutines. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from megarl.rewards import trl_signature
 from megarl.rewards.arguments import NAMED
-from megarl.rewards.judge import Judged, NoScore, Response, judged_value, shown
 from megarl.rewards.registry import Reward, RewardFunction, parameters_of
-from megarl.rewards.verl_signature import MANY, arguments, asked_of, list_arguments, numbers_of
+from megarl.rewards.results import CallResult, NoScore, Response, result_of_value, shown
+from megarl.rewards.verl_signature import MANY, arguments, list_arguments, names_of, numbers_of
 
 OF_THE_RESPONSE = ("tokens", "finish_reason")
 """Parameters that a function is given if its signature names them."""
@@ -23,42 +23,46 @@ class Caller:
         self._function, self._args = reward.function, dict(args)
         parameters = parameters_of(reward.function)
         self._of_response = [name for name in OF_THE_RESPONSE if name in parameters]
-        self._verl, self._parameters = asked_of(parameters), parameters
+        self._verl, self._parameters = names_of(parameters), parameters
         self._as_trl = trl_signature.is_trl(parameters)
 
     def one(self, response: Response, row: Mapping[str, Any]) -> Any:
-        """What the function returns; of an `async def` a coroutine. Raises NoScore where a list has not one value."""
+        """Call the function for one response; an `async def` gives a coroutine. Raises NoScore for a wrong list."""
         if self._as_trl:
             values, logged = self._called_as_trl([response], [row])
             return _then(values, lambda given: trl_signature.value_of(_as_list(given, 1)[0], logged))
-        own = {name: getattr(response, name) for name in self._of_response}
+        of_response = {name: getattr(response, name) for name in self._of_response}
         if not self._verl:
-            return self._function(response.text, row, **self._args, **own)
-        return _then(self._function(**arguments(self._verl, response, row), **self._args, **own), numbers_of)
+            return self._function(response.text, row, **self._args, **of_response)
+        return _then(self._function(**arguments(self._verl, response, row), **self._args, **of_response), numbers_of)
 
-    def many(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[Judged]:
-        """What a function of lists returns for each of them; raises NoScore unless that is as many values."""
+    def many(self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]) -> list[CallResult]:
+        """Call a function of lists; raises NoScore unless it returns as many values."""
         if self._as_trl:
             values, logged = self._called_as_trl(responses, rows)
-            return [judged_value(trl_signature.value_of(one, logged)) for one in _as_list(values, len(responses))]
-        own = {name: [getattr(response, name) for response in responses] for name in self._of_response}
+            return [
+                result_of_value(trl_signature.value_of(value, logged)) for value in _as_list(values, len(responses))
+            ]
+        of_response = {name: [getattr(response, name) for response in responses] for name in self._of_response}
         if self._verl:
-            values = self._function(**list_arguments(self._verl, responses, rows), **self._args, **own)
+            values = self._function(**list_arguments(self._verl, responses, rows), **self._args, **of_response)
         else:
-            values = self._function([response.text for response in responses], list(rows), **self._args, **own)
-        return [judged_value(numbers_of(value) if self._verl else value) for value in _as_list(values, len(responses))]
+            values = self._function([response.text for response in responses], list(rows), **self._args, **of_response)
+        return [
+            result_of_value(numbers_of(value) if self._verl else value) for value in _as_list(values, len(responses))
+        ]
 
     def _called_as_trl(
         self, responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, dict[str, Any]]:
-        """What the function returns, and where the metrics are that it logs."""
+        """Call a function of TRL's signature; returns its values, and a mapping that it logs its metrics into."""
         logged: dict[str, Any] = {}
         given = trl_signature.arguments(self._parameters, responses, rows, logged.__setitem__)
         return self._function(**{**given, **self._args}), logged
 
 
 def _as_list(values: Any, count: int) -> list[Any]:
-    """What a function of lists returned, as a list; raises NoScore unless there are so many values."""
+    """Make a list of what a function of lists returned; raises NoScore unless there are so many values."""
     if not isinstance(values, str | bytes | Mapping) and isinstance(values, Iterable):
         values = list(values)
     if not isinstance(values, list):
@@ -85,8 +89,8 @@ def is_async(function: RewardFunction) -> bool:
 
 def takes_lists(function: RewardFunction) -> bool | None:
     """Whether a function that is called as verl calls them takes lists; None for any other function."""
-    asked = asked_of(parameters_of(function))
-    return asked[0] == MANY[0] if asked else None
+    names = names_of(parameters_of(function))
+    return names[0] == MANY[0] if names else None
 
 
 def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
@@ -98,7 +102,7 @@ def check_arguments(reward: Reward, args: Mapping[str, Any], key: str) -> None:
     parameters = parameters_of(reward.function)
     if not parameters:  # of an extension's function nothing is known
         return
-    taken, as_verl, as_trl = list(parameters.values()), asked_of(parameters), trl_signature.is_trl(parameters)
+    taken, as_verl, as_trl = list(parameters.values()), names_of(parameters), trl_signature.is_trl(parameters)
     positional = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not (as_verl or as_trl) and len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in taken):
         raise ValueError(f"reward {reward.name} takes ({', '.join(parameters)}) and not (response, row)")

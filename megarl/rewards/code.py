@@ -13,10 +13,10 @@ from functools import partial as partial_of
 from typing import Any, Literal
 
 from megarl.isolation.launch import GRACE
-from megarl.rewards.deadline import seconds_left
 from megarl.rewards.registry import register
 from megarl.rewards.sandbox import Examination, Limits, Outcome, check_isolation, run_python, run_tests
-from megarl.rewards.subjects import asked_by
+from megarl.rewards.subjects import subjects_of
+from megarl.workers.deadline import seconds_left
 
 _OPENING = re.compile(r"(?:<\w+>\s*)*(`{3,}) ?(?:python|py)3?(?: [^`]*)?", re.IGNORECASE)
 _CLOSING = re.compile(r"(`{3,})(?:\s*</\w+>)*[.]?")
@@ -45,7 +45,7 @@ def _check_row(row: Mapping[str, Any]) -> None:
                 reason = str(e) or "it is nested too deeply"
                 raise ValueError(f"needs Python in column 'tests': {reason}") from e
     if isinstance(tests[0], str):
-        asked_by(tests, entry_point)
+        subjects_of(tests, entry_point)
 
 
 @register("code", check_row=_check_row, check_args=_check_args)
@@ -98,41 +98,78 @@ def code(
     folders = [os.path.realpath(path) for path in sys.path if path.endswith("-packages")] if site_packages else []
     if source is None:
         return {"score": 0.0, "tests_passed": 0.0, "timed_out": 0.0, "block": 0.0}
-    left = seconds_left()
-    end = time.monotonic() + max(left - 2 * GRACE, left / 2)
-
-    def run(of: Callable[[Limits], tuple[Outcome, list[bool]]]) -> tuple[Outcome, list[bool]]:
-        return _until(end, limits, of)
-
-    how: Any = {"isolation": isolation, "folders": folders}
-    outcomes: list[Outcome] = []
-    passed = 0
-    if isinstance(tests[0], str):
-        entry_point = row.get("entry_point")
-        subjects, functions = asked_by(tests, entry_point)
-        examination = Examination(
-            tests=tests, subjects=subjects, functions=functions, entry_point=entry_point, whole=not partial
-        )
-        outcome, results = run(lambda limits: run_tests(source, examination, limits=limits, **how))
-        outcomes.append(outcome)
-        passed = sum(results) if outcome.ended == "exit" else 0
-    else:
-        for test in tests:
-            room = max(output, 2 * len(test["output"].encode()) + _ROOM)
-            outcome, _ = run(partial_of(_printed, source, test["input"], room, how))
-            outcomes.append(outcome)
-            right = outcome.ended == "exit" and outcome.exit_code == 0
-            passed += right and _lines(outcome.stdout) == _lines(test["output"])
-            if passed < len(outcomes) and not partial:
-                break
+    runs = _Runs(source, limits, {"isolation": isolation, "folders": folders}, whole=not partial)
+    asserts = isinstance(tests[0], str)
+    passed = runs.of_asserts(tests, row.get("entry_point")) if asserts else runs.of_texts(tests)
     share = passed / len(tests)
-    late = sum(outcome.ended == "time" for outcome in outcomes) / len(outcomes)
+    late = sum(outcome.ended == "time" for outcome in runs.outcomes) / len(runs.outcomes)
     score = share if partial else float(passed == len(tests))
     return {"score": score, "tests_passed": share, "timed_out": late, "block": 1.0}
 
 
-def _printed(source: str, stdin: str, room: int, how: Mapping[str, Any], limits: Limits) -> tuple[Outcome, list[bool]]:
-    return run_python(source, stdin=stdin, limits=replace(limits, output=room), **how), []
+class _Runs:
+    """Runs a response's program until its tests are over, or the time that the response has.
+
+    Attributes:
+        outcomes: how each run ended.
+    """
+
+    def __init__(self, source: str, limits: Limits, sandbox: Mapping[str, Any], *, whole: bool) -> None:
+        """
+        Args:
+            sandbox: arguments of `run_python` and `run_tests`.
+            whole: stop at the first test that fails.
+        """
+        self._source, self._limits, self._sandbox, self._whole = source, limits, sandbox, whole
+        left = seconds_left()
+        self._end = time.monotonic() + max(left - 2 * GRACE, left / 2)
+        self.outcomes: list[Outcome] = []
+
+    def of_asserts(self, tests: list[str], entry_point: str | None) -> int:
+        """Have tests ask the program; return how many pass."""
+        subjects, functions = subjects_of(tests, entry_point)
+        examination = Examination(
+            tests=tests, subjects=subjects, functions=functions, entry_point=entry_point, whole=self._whole
+        )
+        results: list[bool] = []
+
+        def run(limits: Limits) -> Outcome:
+            outcome, results[:] = run_tests(self._source, examination, limits=limits, **self._sandbox)
+            return outcome
+
+        return sum(results) if self._run(run, self._limits).ended == "exit" else 0
+
+    def of_texts(self, tests: list[Mapping[str, str]]) -> int:
+        """Run the program on each input; return for how many it writes the output."""
+        passed = 0
+        for test in tests:
+            room = max(self._limits.output, 2 * len(test["output"].encode()) + _ROOM)
+            outcome = self._run(partial_of(self._written, test["input"]), replace(self._limits, output=room))
+            right = outcome.ended == "exit" and outcome.exit_code == 0
+            passed += right and _lines(outcome.stdout) == _lines(test["output"])
+            if self._whole and passed < len(self.outcomes):
+                break
+        return passed
+
+    def _written(self, stdin: str, limits: Limits) -> Outcome:
+        return run_python(self._source, stdin=stdin, limits=limits, **self._sandbox)
+
+    def _run(self, run: Callable[[Limits], Outcome], limits: Limits) -> Outcome:
+        """Run it within the time that is left.
+
+        Once more if it was killed from outside, where no limit was reached: the response may be right. Whoever killed
+        the second one as well, it was not a right response.
+        """
+        outcome = Outcome(stdout="", stderr="", ended="time", exit_code=None, seconds=0.0, cpu_seconds=None)
+        for _ in range(2):
+            left = self._end - time.monotonic()
+            if left <= 0:
+                break
+            outcome = run(replace(limits, wall=min(limits.wall, left)))
+            if outcome.ended != "killed":
+                break
+        self.outcomes.append(outcome)
+        return outcome
 
 
 def last_block(response: str) -> str | None:
@@ -196,26 +233,6 @@ def _pairs(column: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         raise ValueError("needs as many outputs as inputs in column 'tests'")
     for text, expected in zip(inputs, outputs, strict=True):
         yield {"input": text, "output": expected}
-
-
-def _until(
-    end: float, limits: Limits, run: Callable[[Limits], tuple[Outcome, list[bool]]]
-) -> tuple[Outcome, list[bool]]:
-    """What a run gives that ends in time, by `time.monotonic`.
-
-    Once more if it was killed from outside, where no limit was reached: the response may be right. Whoever killed the
-    second one as well, it was not a right response.
-    """
-    outcome = Outcome(stdout="", stderr="", ended="time", exit_code=None, seconds=0.0, cpu_seconds=None)
-    passed: list[bool] = []
-    for _ in range(2):
-        left = end - time.monotonic()
-        if left <= 0:
-            break
-        outcome, passed = run(replace(limits, wall=min(limits.wall, left)))
-        if outcome.ended != "killed":
-            break
-    return outcome, passed
 
 
 def _lines(text: str) -> list[str]:

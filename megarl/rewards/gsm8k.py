@@ -1,4 +1,4 @@
-"""1 for the number after "####", if it is the reference's."""
+"""Scores the number after "####": 1 if it is the reference's."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def gsm8k(response: str, row: Mapping[str, Any]) -> float:
 
     `row` has a reference `answer`: a number, or GSM8K's solution with "#### number" at its end.
     """
-    found, reference = _marked(response), _number_of(answer_of(row))
-    return float(found is not None and found == reference)
+    answer, reference = _marked(response), _number_of(answer_of(row))
+    return float(answer is not None and answer == reference)
 
 
 def _number_of(text: str) -> Decimal | None:
@@ -49,7 +49,7 @@ def _number_of(text: str) -> Decimal | None:
 
 
 def _marked(text: str) -> Decimal | None:
-    """The number after the last mark; None if another thing or nothing is there."""
+    """Read the number after the last mark; None if another thing or nothing is there."""
     start = text.rfind("####")
     text = _DRESSED.sub(r"\1\2\3", text[start:].replace("\u2212", "-")) if start >= 0 else ""
     match = _MARKED.match(text)

@@ -63,7 +63,7 @@ class Number:
 
 
 def without_name(text: str) -> str:
-    """What follows "x =", "f(2) =", "AB =" or "x \\in"."""
+    """Leave out "x =", "f(2) =", "AB =" or "x \\in" at the beginning."""
     name = _NAMED.match(text)
     return text[name.end() :] if name else text
 
@@ -109,7 +109,7 @@ def _value(form: str, match: re.Match[str]) -> Fraction | None:
 
 
 def _with_tail(tail: str, value: Fraction, form: str) -> Number | None:
-    """With what follows the digits; None if that is no percent sign, degrees or unit."""
+    """Read what follows the digits; None if that is no percent sign, degrees or unit."""
     form = "fraction" if form in ("mixed", "mixed ratio", "ratio", "repeating") else form
     spaced, tail = tail[:1].isspace(), tail.strip()
     if tail in ("\\%", "%", "\\text{%}", "\\text{\\%}"):
@@ -136,22 +136,23 @@ def unit_in(text: str) -> str | None:
     return " ".join(words) + (unit[3] or unit[4] or "")
 
 
-def same_number(found: Number, reference: Number) -> bool:
+def same_number(answer: Number, reference: Number) -> bool:
     """Whether an answer gives the reference's value.
 
     A fraction is no answer where the reference is whole: \\frac{10}{2} says what to divide. A percent sign is a unit
     ("50\\%" for 50), or a hundredth of what is at most 1 (for 0.5).
     """
-    if found.unit and reference.unit and found.unit != reference.unit and not {found.unit, reference.unit} <= _DOLLARS:
+    units = {answer.unit, reference.unit} - {""}
+    if len(units) == 2 and not units <= _DOLLARS:
         return False
     whole = reference.value.denominator == 1 and not reference.percent and reference.form != "fraction"
-    if found.form == "fraction" and whole:
+    if answer.form == "fraction" and whole:
         return False
-    if _equal(found, reference, Fraction(1)):
+    if _equal(answer, reference, Fraction(1)):
         return True
-    if found.percent and not reference.percent and abs(reference.value) <= 1:
-        return _equal(found, reference, Fraction(1, 100))
-    return reference.percent and not found.percent and _equal(reference, found, Fraction(1, 100))
+    if answer.percent and not reference.percent and abs(reference.value) <= 1:
+        return _equal(answer, reference, Fraction(1, 100))
+    return reference.percent and not answer.percent and _equal(reference, answer, Fraction(1, 100))
 
 
 def _equal(a: Number, b: Number, times: Fraction) -> bool:

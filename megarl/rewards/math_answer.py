@@ -1,4 +1,4 @@
-"""What of a response is its mathematical answer, and whether that is an answer of the reference's kind. Torch-free.
+"""Finds the mathematical answer of a response, and whether it is of the reference's kind. Torch-free.
 
 The grammar stands in front of math-verify, which evaluates whatever it can read: a sum, an integral, the last part of a
 chain of equations, any of several answers. What is let through is made of listed commands and characters.
@@ -89,7 +89,7 @@ class Answer:
 
     @cached_property
     def shown(self) -> str:
-        """What of it is seen: "June 20" of "\\text{June 20}"."""
+        """The text as a reader sees it: "June 20" of "\\text{June 20}"."""
         words = " ".join(_TEXT.sub(r"\1", self.text).split())
         return re.sub(r" ?(\\\\|[-+<>=&]|\\(?:begin|end)\{[a-z]+\}) ?", r"\1", words)
 
@@ -103,7 +103,7 @@ class Answer:
 
     @cached_property
     def items(self) -> int:
-        """How many answers it gives: 2 for "1, 2", "1 or 2", "\\{1, 2\\}" and "\\pm 1"; 1 for "(1, 2)"."""
+        """The number of answers that it gives: 2 for "1, 2", "1 or 2", "\\{1, 2\\}" and "\\pm 1"; 1 for "(1, 2)"."""
         inner = self.text
         if inner.startswith("\\{") and inner.endswith("\\}"):
             inner = inner[2:-2]
@@ -119,18 +119,20 @@ class Answer:
 
     @cached_property
     def time(self) -> tuple[int, int, str] | None:
-        """One of day, "4:30 PM", which the library takes for a fraction: hour, minute, "a", "p" or ""."""
-        found = _TIME.fullmatch(self.shown)
-        return None if found is None else (int(found[1]), int(found[2]), (found[3] or "").lower())
+        """The time of day, "4:30 PM", which the library takes for a fraction: hour, minute, "a", "p" or ""."""
+        match = _TIME.fullmatch(self.shown)
+        return None if match is None else (int(match[1]), int(match[2]), (match[3] or "").lower())
 
     @cached_property
     def based(self) -> tuple[str, str] | None:
         """Digits and the base below them, "" without one: the library reads no base."""
-        found = _BASE.fullmatch(self.text)
-        base = "" if found is None else found[2] or found[3] or ""
-        if found is None or (base and not (1 < int(base) < 37 and all(int(one, 36) < int(base) for one in found[1]))):
+        match = _BASE.fullmatch(self.text)
+        base = "" if match is None else match[2] or match[3] or ""
+        if match is None or (base and not 1 < int(base) < 37):
             return None
-        return found[1], base
+        if base and any(int(digit, 36) >= int(base) for digit in match[1]):
+            return None
+        return match[1], base
 
     @cached_property
     def compound(self) -> list[tuple[str, str]] | None:
@@ -145,7 +147,7 @@ class Answer:
 
     @cached_property
     def values(self) -> list[Number | None]:
-        """Of its parts, as they follow each other."""
+        """The numbers of its parts, as they follow each other."""
         return [number_in(part) for part in _SEPARATOR.split(self.text)]
 
     @cached_property
@@ -200,7 +202,7 @@ def answer_from(text: str, longest: int = _LONGEST) -> Answer | None:
     if (whole := _ALL_TEXT.fullmatch(text)) is not None:
         text = whole[1]
     with_units = _tidy(text)
-    text = _tidy(_BOLD.sub(lambda held: f" {held[1]} ", text))
+    text = _tidy(_BOLD.sub(lambda match: f" {match[1]} ", text))
     if not re.search(r"[A-Za-z0-9]", text):
         return None
     number = number_in(with_units) or number_in(text)
@@ -279,16 +281,16 @@ def _is_named(answer: Answer, reference: Answer) -> bool:
 
 # ------------------------------------------------------------------------------------------ where an answer stands
 
-_SAID = re.compile(r"answer(?:\s+is\s*:?(?!\s*not\b)|\s*[:=])", re.IGNORECASE)
+_PHRASE = re.compile(r"answer(?:\s+is\s*:?(?!\s*not\b)|\s*[:=])", re.IGNORECASE)
 _FORMULA = re.compile(r"\$\$([^$]+)\$\$|\$([^$\n]+)\$|\\\(([^\n]{1,2000}?)\\\)|\\\[([\s\S]{1,2000}?)\\\]")
 _NUMBER = re.compile(r"(?<![\w\\{}^.,/])[-+]?\$?(?:\d[\d,]*(?:\.\d+)?(?:/\d+)?|\.\d+)(?:\s?%)?(?![\w\\{}^/])")
 
 
 def last_value(response: str) -> str | None:
-    """Of a text without a box: the first formula or number after the last "answer is"; else the last of the text."""
+    """Find the answer of a text without a box: the first formula or number after the last "answer is", or the last."""
     text = response[-20_000:]
-    said = _SAID.split(text)
-    if len(said) > 1 and (value := _first(said[-1][:400])) is not None:
+    parts = _PHRASE.split(text)
+    if len(parts) > 1 and (value := _first(parts[-1][:400])) is not None:
         return value
     for pattern in (_FORMULA, _NUMBER):
         last = max(pattern.finditer(text), key=re.Match.end, default=None)

@@ -1,26 +1,24 @@
-"""1 for a mathematical answer that equals the reference, as the library math-verify reads both."""
+"""Scores a mathematical answer: 1 if it equals the reference, as the library math-verify reads both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from megarl.evaluation.answers import last_boxed
 from megarl.isolation.launch import Isolation
-from megarl.rewards.deadline import seconds_left
 from megarl.rewards.latex_number import same_number
 from megarl.rewards.math_answer import Answer, answer_from, is_one_answer, is_readable, last_value
-from megarl.rewards.outsiders import check_outsiders, outsider, score_of
+from megarl.rewards.outsiders import check_outsiders, outsider, score_of, start_early
 from megarl.rewards.registry import register
 from megarl.rewards.rows import answer_of, check_answer
-from megarl.workers import Child, WorkerError
+from megarl.workers.deadline import seconds_left
 
 _LONGEST_REFERENCE = 20_000
 
 
-def _process(isolation: Isolation) -> Child:
-    return outsider("megarl.rewards.outside.mathematics:answer", ("math-verify[antlr4_13_2]",), isolation)
+_process = partial(outsider, "megarl.rewards.outside.mathematics:answer", ("math-verify[antlr4_13_2]",))
 
 
 def _check_args(*, boxed_only: bool, loose: bool, timeout: float, isolation: Isolation) -> None:
@@ -29,11 +27,6 @@ def _check_args(*, boxed_only: bool, loose: bool, timeout: float, isolation: Iso
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("needs the package math-verify: pip install math-verify[antlr4_13_2]")
     check_outsiders(timeout, isolation)
-
-
-def _prepare() -> None:
-    with suppress(WorkerError):  # no namespaces, and isolation=process
-        _process("namespaces").start()
 
 
 def _check_row(row: Mapping[str, Any]) -> None:
@@ -52,7 +45,7 @@ def _reference(row: Mapping[str, Any]) -> tuple[str, Answer]:
     return inner, answer
 
 
-@register("math_verify", check_row=_check_row, check_args=_check_args, prepare=_prepare)
+@register("math_verify", check_row=_check_row, check_args=_check_args, prepare=partial(start_early, _process))
 def math_verify(
     response: str,
     row: Mapping[str, Any],
@@ -98,8 +91,8 @@ def math_verify(
         return 0.0
     if not loose and (known := _without_library(answer, reference)) is not None:
         return float(known)
-    asked = {"reference": reference.text, "response": answer.text}
-    return score_of(_process(isolation).ask(asked, timeout=min(timeout, seconds_left() / 2))) or 0.0
+    request = {"reference": reference.text, "response": answer.text}
+    return score_of(_process(isolation).ask(request, timeout=min(timeout, seconds_left() / 2))) or 0.0
 
 
 def _without_library(answer: Answer, reference: Answer) -> bool | None:

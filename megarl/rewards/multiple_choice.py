@@ -1,4 +1,4 @@
-"""1 for the letter of the right choice."""
+"""Scores the letter of a choice: 1 for the right one."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def _choice(response: str, choices: str) -> str | None:
     link = r"\s*(?:[,;/&+]|or\b(?:\s+option)?|and\b(?:\s+option)?)\s*"
     if tagged is not None:
         return None if re.compile(link + another).match(response, tagged.end()) else _alone(tagged[1], letters)
-    said = rf"(?<!wrong )(?<!incorrect )(?i:answer|option|choice)\**(?:\s+is)?\s*:?\s*{_BOLD}(?i:option |choice )?"
-    pattern = rf"{said}(?:\(({letters})\)|([{choices}])(?![\w']))"
+    phrase = rf"(?<!wrong )(?<!incorrect )(?i:answer|option|choice)\**(?:\s+is)?\s*:?\s*{_BOLD}(?i:option |choice )?"
+    pattern = rf"{phrase}(?:\(({letters})\)|([{choices}])(?![\w']))"
     last = max(re.finditer(pattern, response), key=re.Match.end, default=None)
     if last is None:
         return _alone(response, letters) if len(response) <= _SHORT else None
-    unsaid = re.compile(rf"[).*]*\s*(?:{link}{another}|\(?[{choices}](?![\w' ])|is (?:not|wrong|incorrect|false))")
-    return None if unsaid.match(response, last.end()) else "".join(filter(None, last.groups())).upper()
+    withdrawn = re.compile(rf"[).*]*\s*(?:{link}{another}|\(?[{choices}](?![\w' ])|is (?:not|wrong|incorrect|false))")
+    return None if withdrawn.match(response, last.end()) else "".join(filter(None, last.groups())).upper()
 
 
 def _alone(text: str, letters: str) -> str | None:
-    """The letter that a text is, or begins with, as a list has it: "(B)", "**B**", "B. Paris", "\\textbf{(B)}\\ 5"."""
+    """Find the letter that a text is, or begins with as in a list: "(B)", "**B**", "B. Paris", "\\textbf{(B)}\\ 5"."""
     begin = rf"\s*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{{)*\s*{_BOLD}"
     letter = rf"(?:\(({letters})\)|({letters})(?=[).:}}* ]*$|[).:}}]))"
-    found = re.fullmatch(rf"{begin}{letter}(.*)", text)
-    if found is None or re.search(rf"(?:\(|\bor |\band |[,;/]\s*){letters}(?![\w'])", found[3]):
+    match = re.fullmatch(rf"{begin}{letter}(.*)", text)
+    if match is None or re.search(rf"(?:\(|\bor |\band |[,;/]\s*){letters}(?![\w'])", match[3]):
         return None
-    return (found[1] or found[2]).upper()
+    return (match[1] or match[2]).upper()

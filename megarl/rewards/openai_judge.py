@@ -1,4 +1,4 @@
-"""The score that a language model gives, asked through an OpenAI-style service."""
+"""Asks a language model for a score, through an OpenAI-style service."""
 
 from __future__ import annotations
 
@@ -97,26 +97,26 @@ async def openai_judge(
         "temperature": 0,
         "max_tokens": max_tokens,
     }
-    answered = await post_json(url, body, timeout=timeout, retries=retries, key=key)
+    answer = await post_json(url, body, timeout=timeout, retries=retries, key=key)
     try:
-        reply = answered["choices"][0]["message"]["content"]
+        reply = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         reply = None
     if not isinstance(reply, str):
-        raise ServiceError(f"POST {url}: answered no chat completion: {answered!r:.200}")
-    found = [match[1] for match in regex.finditer(pattern, reply, timeout=5)]
+        raise ServiceError(f"POST {url}: answered no chat completion: {answer!r:.200}")
+    scores = [match[1] for match in regex.finditer(pattern, reply, timeout=5)]
     try:
-        score = float(found[-1])
+        score = float(scores[-1])
     except (IndexError, TypeError, ValueError):
         score = math.nan
     if not 0 <= score <= scale:
-        said = " ".join(reply.split())
-        raise ServiceError(f"POST {url}: {model} gave no score from 0 to {scale:g}; its reply ends: {said[-200:]!r}")
+        line = " ".join(reply.split())
+        raise ServiceError(f"POST {url}: {model} gave no score from 0 to {scale:g}; its reply ends: {line[-200:]!r}")
     return score / scale
 
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
-    """The template with its fields; a field's own "{answer}" stays as it is.
+    """Fill the fields of the template; a field's own "{answer}" stays as it is.
 
     Raises:
         ValueError: a field of the template is None.

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
 
-from megarl.config.reward import BY_MODEL
-from megarl.config.reward import Reward as Settings
+from megarl.config.reward import BY_MODEL, RewardConfig
 from megarl.rewards.call import check_arguments, is_async, takes_lists
-from megarl.rewards.judge import Failure, Judged, NoScore, Scored, cut, finite, shown
 from megarl.rewards.registry import Reward, RowCheck, is_registered, load_reward
+from megarl.rewards.results import CallResult, Failure, NoScore, Scored, finite, shown
+from megarl.workers.frames import cut
 
 Scorers = tuple[tuple[str, tuple[str, ...], str], ...]
 """Of named functions: (`reward.name`, the data sources that it scores; empty: all, JSON of its arguments)."""
@@ -55,7 +55,7 @@ class Part:
 
 
 def functions_of(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Those that a reward model does not give."""
+    """Return the parts that a reward model does not give."""
     return tuple(part for part in parts if not part.by_model)
 
 
@@ -67,7 +67,7 @@ _MODEL = Reward(name=BY_MODEL, function=_asked_of_functions, named=True)
 
 
 def scorers_of(parts: Sequence[Part]) -> Scorers:
-    """What a row's data source and columns are checked against; functions that have no name check nothing."""
+    """Return what rows are checked against; functions that have no name check nothing."""
     return tuple(
         (part.reward.name, part.data_sources, json.dumps(dict(part.args), sort_keys=True, default=repr))
         for part in parts
@@ -76,7 +76,7 @@ def scorers_of(parts: Sequence[Part]) -> Scorers:
 
 
 def refusal_of(row: Mapping[str, Any], source: str, scorers: Scorers) -> str:
-    """Why a response to a row could not be scored, in words that follow the row's place; empty if it can be."""
+    """Say why a response to a row could not be scored, in words that follow the row's place; empty if it can be."""
     if not scorers:
         return ""
     applying = [(name, args) for name, sources, args in scorers if not sources or source in sources]
@@ -97,8 +97,8 @@ def _row_check(name: str, args: str) -> RowCheck | None:
     return None if check_row is None else partial(check_row, **json.loads(args))
 
 
-def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...]:
-    """What scores a response.
+def parts_of(settings: RewardConfig, given: Reward | None = None) -> tuple[Part, ...]:
+    """Return the parts that score a response.
 
     Args:
         given: a program's own function, instead of `reward.name`.
@@ -123,7 +123,7 @@ def parts_of(settings: Settings, given: Reward | None = None) -> tuple[Part, ...
     return (Part(reward=reward, args=settings.args, kind=_kind(reward, settings)),)
 
 
-def _several(settings: Settings) -> tuple[Part, ...]:
+def _several(settings: RewardConfig) -> tuple[Part, ...]:
     if settings.args:
         raise ValueError("reward.args belong to reward.name; with reward.parts, set reward.parts.<label>.args")
     if settings.batch_size is not None:
@@ -167,7 +167,7 @@ def _function(settings: Any, key: str) -> Reward:
     return reward
 
 
-def _kind(reward: Reward, settings: Settings) -> Kind:
+def _kind(reward: Reward, settings: RewardConfig) -> Kind:
     if (lists := takes_lists(reward.function)) is not None and lists != (settings.batch_size is not None):
         what = "lists: set reward.batch_size, to 64 say" if lists else "one response at a time: unset reward.batch_size"
         raise ValueError(f"reward {reward.name} takes {what}")
@@ -195,36 +195,36 @@ def _check_json(args: Mapping[str, Any], key: str) -> None:
 
 def combined(
     parts: Sequence[Part],
-    found: Sequence[Judged],
+    results: Sequence[CallResult],
     *,
     text: str,
     row: str,
     seconds: tuple[float, ...],
     retried: int,
 ) -> Scored | Failure:
-    """A response's score, or why it has none, from what the parts that apply to it found, in their order.
+    """Combine the results of the parts that apply to a response: its score, or why it has none.
 
     Args:
         text: the response.
         row: how messages name its row.
     """
     at = f"; row {row}, response {cut(repr(text[:300]))}"
-    for part, one in zip(parts, found, strict=True):
-        if one.score is None:
-            reason = f"{part.key} = {part.reward.name} {one.wrong}{at}"
-            return Failure(reason=reason, frames=one.frames, seconds=seconds, retried=retried)
-    pairs = [(part, one) for part, one in zip(parts, found, strict=True) if one.applies]
-    scores = {part.label: one.score for part, one in pairs if one.score is not None}
+    for part, result in zip(parts, results, strict=True):
+        if result.score is None:
+            reason = f"{part.key} = {part.reward.name} {result.wrong}{at}"
+            return Failure(reason=reason, frames=result.frames, seconds=seconds, retried=retried)
+    pairs = [(part, result) for part, result in zip(parts, results, strict=True) if result.applies]
+    scores = {part.label: result.score for part, result in pairs if result.score is not None}
     if not scores:
-        said = f"{parts[0].key} = {parts[0].reward.name}" if len(parts) == 1 else "reward.parts"
-        return Failure(reason=f"{said} returned None{at}", left_out=True, seconds=seconds, retried=retried)
+        subject = f"{parts[0].key} = {parts[0].reward.name}" if len(parts) == 1 else "reward.parts"
+        return Failure(reason=f"{subject} returned None{at}", left_out=True, seconds=seconds, retried=retried)
     try:
         total = finite(sum(part.weight * scores[part.label] for part, _ in pairs), "add up to ")
     except NoScore as e:
         return Failure(reason=f"reward.parts {e}{at}", seconds=seconds, retried=retried)
     metrics = {
         f"part/{part.label}/{name}" if part.label else name: value
-        for part, one in pairs
-        for name, value in one.metrics.items()
+        for part, result in pairs
+        for name, value in result.metrics.items()
     }
     return Scored(score=total, parts=scores, metrics=metrics, seconds=seconds, retried=retried)

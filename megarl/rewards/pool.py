@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import pickle
+import subprocess
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.reward import Reward as Settings
-from megarl.rewards.judge import Failure, Judged, Response, RewardError, Scored
-from megarl.rewards.leader import Leader
+from megarl.config.reward import RewardConfig
 from megarl.rewards.parts import Part, combined
+from megarl.rewards.results import CallResult, Failure, Response, RewardError, Scored
 from megarl.rewards.supervisor import START_SECONDS, Setup
-from megarl.rewards.worker import Task
+from megarl.rewards.worker import Function
+from megarl.workers.threaded import ThreadedInterpreter
 
 if TYPE_CHECKING:
     from megarl.types import Prompt
@@ -31,10 +32,10 @@ class _Waiting:
 
     Attributes:
         first: number of its first call; responses that were submitted later have higher ones.
-        places: of the parts that apply to it.
-        message: that it was submitted with.
-        again: it was given to a second leader, when the first ended.
-        found: what each call came to, with its seconds and tries, by place.
+        places: places of the parts that apply to it.
+        message: the message that it was submitted with.
+        again: whether it was given to a second leader, when the first ended.
+        results: of each call by its part's place, with its seconds and tries.
     """
 
     first: int
@@ -44,17 +45,17 @@ class _Waiting:
     places: tuple[int, ...]
     message: bytes
     again: bool = False
-    found: dict[int, tuple[Judged, float, int]] = field(default_factory=dict)
+    results: dict[int, tuple[CallResult, float, int]] = field(default_factory=dict)
 
     def result(self, parts: Sequence[Part]) -> Scored | Failure:
-        found = [self.found[place] for place in self.places]
+        results, seconds, tries = zip(*(self.results[place] for place in self.places), strict=True)
         return combined(
             [parts[place] for place in self.places],
-            [judged for judged, _, _ in found],
+            results,
             text=self.text,
             row=self.row,
-            seconds=tuple(seconds for _, seconds, _ in found),
-            retried=sum(tries for _, _, tries in found) + self.again,
+            seconds=seconds,
+            retried=sum(tries) + self.again,
         )
 
 
@@ -66,7 +67,7 @@ class RewardPool:
     ends, or gives no sign of life, another one gets what was waiting, once.
     """
 
-    def __init__(self, parts: Sequence[Part], settings: Settings, workers: int) -> None:
+    def __init__(self, parts: Sequence[Part], settings: RewardConfig, workers: int) -> None:
         """
         Args:
             parts: named functions.
@@ -81,14 +82,14 @@ class RewardPool:
         self._numbers, self._ended, self._closed = 0, "", False
         self._changed = threading.Condition()
         self._setup = Setup(
-            tasks=tuple(Task(name=part.reward.name, args=part.args, kind=part.kind) for part in parts),
+            functions=tuple(Function(name=part.reward.name, args=part.args, kind=part.kind) for part in parts),
             workers=workers,
             timeout=settings.timeout,
             retries=settings.retries if settings.on_error == "retry" else 0,
             batch_size=settings.batch_size or 1,
             concurrency=settings.concurrency,
         )
-        self._leader = Leader(self._setup, self._take)
+        self._leader = self._start_leader()
 
     def submit(self, key: Hashable, response: Response, prompt: Prompt, source: str = "") -> None:
         """Have a response scored, under a key of its own, by the parts that apply to its data source."""
@@ -101,14 +102,15 @@ class RewardPool:
             self._lead_anew()
         with self._changed:
             message = pickle.dumps((self._numbers, places, payload))
-            one = _Waiting(first=self._numbers, key=key, text=response.text, row=row, places=places, message=message)
+            first = self._numbers
+            waiting = _Waiting(first=first, key=key, text=response.text, row=row, places=places, message=message)
             self._numbers += len(places)
-            self._waiting[one.first] = one
-            self._calls |= {one.first + i: one for i in range(len(places))}
-        self._leader.send(message)
+            self._waiting[first] = waiting
+            self._calls |= {first + i: waiting for i in range(len(places))}
+        self._leader.post(message)
 
     def collect(self) -> dict[Hashable, Scored | Failure]:
-        """What became of the responses that were submitted since the last time, in their order.
+        """Return the results of the responses that were submitted since the last time, in their order.
 
         It waits for all of them; with `reward.on_error=fail`, once one fails, only for those that were submitted
         before it, so that the first failure is the same however long the others take.
@@ -116,14 +118,14 @@ class RewardPool:
         Raises:
             RewardError: the pool's processes ended, or the functions cannot be imported there.
         """
-        while self._lasts():
+        while self._needs_another_leader():
             self._lead_anew()
         with self._changed:
             if self._is_busy():
                 raise RewardError(self._ended, everywhere=False)
-            done = sorted(self._done, key=lambda one: one.first)
+            done = sorted(self._done, key=lambda response: response.first)
             self._waiting, self._calls, self._done, self._first_failure = {}, {}, [], math.inf
-        return {one.key: one.result(self._parts) for one in done}
+        return {response.key: response.result(self._parts) for response in done}
 
     def close(self) -> None:
         """End all processes, whatever they are doing; returns when they are gone."""
@@ -132,8 +134,13 @@ class RewardPool:
         self._closed = True
         self._leader.close()
 
-    def _lasts(self) -> bool:
-        """Wait for what was submitted; whether another leader has to go on with it."""
+    def _start_leader(self) -> ThreadedInterpreter:
+        leader = ThreadedInterpreter("megarl.rewards.supervisor:main", self._take, output=subprocess.DEVNULL)
+        leader.post(pickle.dumps(self._setup))
+        return leader
+
+    def _needs_another_leader(self) -> bool:
+        """Wait for the results; return whether the leader has ended before they were there."""
         silent, heard, leader = 0, -1, self._leader
 
         def over() -> bool:
@@ -153,13 +160,13 @@ class RewardPool:
         """Give what waits to another leader, unless that has been tried."""
         self._leader.close()
         with self._changed:
-            if any(one.again for one in self._waiting.values()):
+            if any(response.again for response in self._waiting.values()):
                 self._ended = _ENDED
                 return
-            self._leader = Leader(self._setup, self._take)
-            for one in self._waiting.values():
-                one.again = True
-                self._leader.send(one.message)
+            self._leader = self._start_leader()
+            for response in self._waiting.values():
+                response.again = True
+                self._leader.post(response.message)
 
     def _is_busy(self) -> bool:
         return bool(self._waiting) and next(iter(self._waiting)) <= self._first_failure
@@ -170,14 +177,15 @@ class RewardPool:
                 self._ended = self._ended or (message or {}).get("ended", "")
                 self._changed.notify_all()
                 return
-            number, judged, seconds, tries = message
-            one = self._calls.pop(number, None)
-            if one is None:  # it was submitted before a collection that did not wait for it
+            number, result, seconds, tries = message
+            response = self._calls.pop(number, None)
+            if response is None:  # it was submitted before a collection that did not wait for it
                 return
-            one.found[one.places[number - one.first]] = Judged(**judged), seconds, tries
-            if judged["score"] is None and self._fails:
-                self._first_failure = min(self._first_failure, one.first)
-            if len(one.found) == len(one.places):
-                self._done.append(self._waiting.pop(one.first))
+            place = response.places[number - response.first]
+            response.results[place] = CallResult(**result), seconds, tries
+            if result["score"] is None and self._fails:
+                self._first_failure = min(self._first_failure, response.first)
+            if len(response.results) == len(response.places):
+                self._done.append(self._waiting.pop(response.first))
             if not self._is_busy():
                 self._changed.notify_all()

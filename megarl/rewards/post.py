@@ -1,4 +1,4 @@
-"""One JSON request to a service that may be slow, busy or broken."""
+"""Sends a JSON request to a service that may be slow, busy or broken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _TryAgain(Exception):
 
 
 async def post_json(url: str, body: Any, *, timeout: float, retries: int, key: str | None = None) -> Any:
-    """What a service answers, decoded.
+    """Send a JSON request, and return the answer, decoded.
 
     It waits 0.5, 1, 2, ... seconds before further tries; each try has its own timeout. Without a deadline around it,
     it takes at most (retries + 1) * timeout and the waits.
@@ -51,13 +51,13 @@ async def post_json(url: str, body: Any, *, timeout: float, retries: int, key: s
         except _TryAgain as e:
             if not left:
                 tries = f"in each of {retries + 1} tries, the last time: " if retries else ""
-                raise ServiceError(_said(url, f"{tries}{e}", key)) from e
+                raise ServiceError(_line_of(url, f"{tries}{e}", key)) from e
         await asyncio.sleep(wait)
         wait = min(2 * wait, _LONGEST_WAIT)
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as e:
-        raise ServiceError(_said(url, f"answered what is no JSON: {content[:200]!r}", key)) from e
+        raise ServiceError(_line_of(url, f"answered what is no JSON: {content[:200]!r}", key)) from e
 
 
 async def _once(url: str, body: bytes, timeout: float, key: str | None) -> bytes:
@@ -76,19 +76,17 @@ async def _once(url: str, body: bytes, timeout: float, key: str | None) -> bytes
             async for part in answer.content.iter_chunked(1 << 16):
                 content += part
                 if len(content) > _MOST:
-                    raise ServiceError(_said(url, f"answered more than {_MOST} bytes", key))
-    except TimeoutError as e:
-        raise _TryAgain(f"no answer in {timeout:g} s") from e
-    except asyncio.TimeoutError as e:  # another class before Python 3.11
+                    raise ServiceError(_line_of(url, f"answered more than {_MOST} bytes", key))
+    except (TimeoutError, asyncio.TimeoutError) as e:  # two classes before Python 3.11
         raise _TryAgain(f"no answer in {timeout:g} s") from e
     except aiohttp.InvalidURL as e:
-        raise ServiceError(_said(url, "is no address", key)) from e
+        raise ServiceError(_line_of(url, "is no address", key)) from e
     except (aiohttp.ClientError, OSError) as e:
         raise _TryAgain(str(e) or type(e).__name__) from e
     if answer.status in _BUSY:
         raise _TryAgain(f"status {answer.status}: {_shown(content)}")
     if answer.status >= 300:
-        raise ServiceError(_said(url, f"status {answer.status}: {_shown(content)}", key))
+        raise ServiceError(_line_of(url, f"status {answer.status}: {_shown(content)}", key))
     return content
 
 
@@ -128,7 +126,7 @@ def number_in(answer: Any, url: str, key: str | None) -> float | Mapping[str, fl
             return numbers
     elif _is_number(answer):
         return float(answer)
-    raise ServiceError(_said(url, f"answered neither a number nor an object with 'score': {answer!r:.200}", key))
+    raise ServiceError(_line_of(url, f"answered neither a number nor an object with 'score': {answer!r:.200}", key))
 
 
 def _is_number(value: Any) -> bool:
@@ -142,7 +140,7 @@ def _shown(content: bytes) -> str:
     return " ".join(content[:1000].decode(errors="replace").split())[:200]
 
 
-def _said(url: str, what: str, key: str | None) -> str:
-    """Without what belongs to nobody else: a service may repeat the token that it refuses."""
+def _line_of(url: str, what: str, key: str | None) -> str:
+    """Write an error's line without the token, which a service may repeat that refuses it."""
     line = " ".join(f"POST {url.partition('?')[0]}: {what}".split())
     return line.replace(key, "***") if key else line

@@ -1,29 +1,22 @@
-"""Score as the verifier of the reasoning-gym task does that a row was generated from."""
+"""Scores as the verifier of the reasoning-gym task does that a row was generated from."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from megarl.isolation.launch import Isolation
-from megarl.rewards.deadline import seconds_left
-from megarl.rewards.outsiders import check_outsiders, outsider, score_of
+from megarl.rewards.outsiders import check_outsiders, outsider, score_of, start_early
 from megarl.rewards.reasoning_gym_compared import COMPARED
 from megarl.rewards.registry import register
-from megarl.workers import Child, WorkerError
+from megarl.workers import WorkerError
+from megarl.workers.deadline import seconds_left
 
 COLUMNS = ("data_source", "question", "answer", "metadata")
 _LOOKING = 60.0  # seconds for a row
-
-
-def _check_args(*, timeout: float, isolation: Isolation) -> None:
-    check_outsiders(timeout, isolation)
-
-
-def _process(isolation: Isolation) -> Child:
-    return outsider("megarl.rewards.outside.reasoning_gym:answer", ("reasoning-gym",), isolation)
+_process = partial(outsider, "megarl.rewards.outside.reasoning_gym:answer", ("reasoning-gym",))
 
 
 def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -> None:
@@ -40,10 +33,10 @@ def _check_row(row: Mapping[str, Any], *, isolation: Isolation = "namespaces") -
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(f"needs columns that tools/prepare_reasoning_gym.py writes: {e}") from e
     try:
-        said = _process(isolation).ask({"row": columns}, timeout=_LOOKING)
+        answer = _process(isolation).ask({"row": columns}, timeout=_LOOKING)
     except WorkerError as e:
         raise ValueError(f"cannot look at the row: {e}") from e
-    why = said.get("refused") if isinstance(said, dict) else None
+    why = answer.get("refused") if isinstance(answer, dict) else None
     if not isinstance(why, str):
         raise ValueError(f"holds a row that the verifier of {row['data_source']:.80} cannot read")
     if why:
@@ -56,12 +49,7 @@ def _compared(response: str, row: Mapping[str, Any]) -> float | None:
     return None if compare is None or not isinstance(answer, str) else compare(response.strip(), answer)
 
 
-def _prepare() -> None:
-    with suppress(WorkerError):  # no namespaces, and isolation=process
-        _process("namespaces").start()
-
-
-@register("reasoning_gym", check_row=_check_row, check_args=_check_args, prepare=_prepare)
+@register("reasoning_gym", check_row=_check_row, check_args=check_outsiders, prepare=partial(start_early, _process))
 def reasoning_gym_score(
     response: str, row: Mapping[str, Any], *, timeout: float = 10.0, isolation: Isolation = "namespaces"
 ) -> float:
@@ -88,8 +76,8 @@ def reasoning_gym_score(
     if (compared := _compared(response, row)) is not None:
         return compared
     columns = {key: row[key] for key in COLUMNS}
-    said = _process(isolation).ask({"row": columns, "response": response}, timeout=min(timeout, seconds_left() / 2))
-    score = score_of(said)
-    if score is None and isinstance(said, dict) and said.get("raised") is True:
+    answer = _process(isolation).ask({"row": columns, "response": response}, timeout=min(timeout, seconds_left() / 2))
+    score = score_of(answer)
+    if score is None and isinstance(answer, dict) and answer.get("raised") is True:
         _check_row(row, isolation=isolation)  # whose fault it is: the response has no part in this
     return score or 0.0

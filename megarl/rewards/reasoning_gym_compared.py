@@ -27,7 +27,7 @@ def of_text(response: str, answer: str) -> float:
 
 
 def of_decimals(response: str, answer: str) -> float:
-    """As `of_text`, and 1 for the same number: "+01,000.00" is 1000."""
+    """Score as `of_text`, and 1 for the same number: "+01,000.00" is 1000."""
     response, answer = response.replace(",", ""), answer.replace(",", "")
     try:
         if Decimal(response) == Decimal(answer):

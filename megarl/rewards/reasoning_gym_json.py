@@ -19,7 +19,7 @@ _FROM_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set
 
 
 def encode(value: Any) -> Any:
-    """`value` as what `json.dumps` writes and `decode` reads back equal, type for type; numpy's scalars as Python's.
+    """Return a value of JSON that `decode` makes equal to `value`, type for type; of numpy's scalars Python's.
 
     Raises:
         ValueError: a type that neither JSON nor this module knows.
@@ -47,7 +47,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given.
+    """Return the value that `encode` was given.
 
     Raises:
         ValueError: a tag that `encode` does not write.

@@ -1,4 +1,4 @@
-"""Reward functions by the name that the configuration gives them."""
+"""Finds reward functions by the name that the configuration gives them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Reward:
 
 
 _FUNCTIONS: Registry[RewardFunction] = Registry("reward.name", "function")
-_OF_NAMES: dict[str, dict[str, Any]] = {}
+_CHECKS: dict[str, dict[str, Any]] = {}
 
 
 def register(
@@ -67,18 +67,18 @@ def register(
     prepare: Callable[[], object] | None = None,
 ) -> Callable[[RewardFunction], RewardFunction]:
     """Decorator: make a reward function known as `reward.name = name`; the others as `Reward` has them."""
-    _OF_NAMES[name] = {"check_row": check_row, "check_args": check_args, "prepare": prepare}
+    _CHECKS[name] = {"check_row": check_row, "check_args": check_args, "prepare": prepare}
     return _FUNCTIONS.register(name)
 
 
 def _defaults(function: RewardFunction) -> dict[str, Any]:
-    """Of the arguments that a configuration may leave out."""
+    """Return the defaults of the arguments that a configuration may leave out."""
     named = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in named if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
 
 
 def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
-    """Those in its signature, by name; empty for an extension's function, of which nothing is known."""
+    """Return the parameters of its signature; empty for an extension's function, of which nothing is known."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -92,28 +92,28 @@ def is_registered(name: str) -> bool:
 
 def load_reward(name: str) -> Reward:
     """The reward called `name`, or the function at `path/to/file.py:function`; raises ValueError as `Registry.load`."""
-    function, known = _FUNCTIONS.load(name), _OF_NAMES.get(name, {})
-    own_check: ArgsCheck | None = known.get("check_args")
-    own_row_check: RowCheck | None = known.get("check_row")
+    function, known = _FUNCTIONS.load(name), _CHECKS.get(name, {})
+    check_values: ArgsCheck | None = known.get("check_args")
+    check_columns: RowCheck | None = known.get("check_row")
 
     def check_args(**args: Any) -> None:
         check_types(function, args)
-        if own_check is not None:
-            own_check(**{**_defaults(function), **args})
+        if check_values is not None:
+            check_values(**{**_defaults(function), **args})
 
     def check_row(row: Mapping[str, Any], **args: Any) -> None:
-        assert own_row_check is not None
-        taken = inspect.signature(own_row_check).parameters
+        assert check_columns is not None
+        taken = inspect.signature(check_columns).parameters
         given = {**_defaults(function), **args}
-        own_row_check(row, **{key: value for key, value in given.items() if key in taken})
+        check_columns(row, **{key: value for key, value in given.items() if key in taken})
 
     if trl_signature.is_trl(parameters := parameters_of(function)):
         known = {"check_row": lambda row, **args: trl_signature.check_row(row, parameters, args)}
     elif known:
-        known = {**known, "check_args": check_args, "check_row": check_row if own_row_check is not None else None}
+        known = {**known, "check_args": check_args, "check_row": check_row if check_columns is not None else None}
     return Reward(name=name, function=function, named=True, **known)
 
 
 def names() -> list[str]:
-    """Of the rewards that come with MegaRL, sorted."""
+    """Return the names of the rewards that come with MegaRL, sorted."""
     return _FUNCTIONS.names()

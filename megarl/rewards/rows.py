@@ -1,4 +1,4 @@
-"""The columns of a row, and what most rewards need of them."""
+"""Reads what most rewards need of the columns of a row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ANSWERS = ("answer", "ground_truth", "solution", "completion", "target")
 
 
 def column_names(columns: Mapping[str, Any]) -> list[str]:
-    """As keys of the configuration name them: "prompt", and "reward_model.ground_truth" for a field of a column."""
+    """Return names for configuration keys: "prompt", or "reward_model.ground_truth" for a field of a column."""
     names: list[str] = []
     for column, value in columns.items():
         inner = value if isinstance(value, Mapping) else {}
@@ -20,7 +20,7 @@ def column_names(columns: Mapping[str, Any]) -> list[str]:
 
 
 def answer_hint(columns: Mapping[str, Any]) -> str:
-    """What to set `data.answer_key` to, behind a refusal; empty if no column is called as answers mostly are."""
+    """Say what to set `data.answer_key` to, behind a refusal; empty if no column is called as answers mostly are."""
     names = [name for name in column_names(columns) if name.rpartition(".")[2] in _ANSWERS]
     return f"; there is '{names[0]}': set data.answer_key={names[0]}" if names else ""
 
@@ -36,7 +36,7 @@ def check_answer(row: Mapping[str, Any]) -> None:
 
 
 def answer_of(row: Mapping[str, Any]) -> str:
-    """The reference answer as text: 7.0, what a table makes of a column of whole numbers with a gap, as "7".
+    """Return the reference answer as text: 7.0, what a table makes of a column of whole numbers with a gap, as "7".
 
     Raises:
         ValueError: it is blank, or neither text nor a number.

@@ -15,14 +15,14 @@ import os
 import selectors
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.abc import InspectLoader
 from typing import IO, Literal
 
-from megarl.isolation.launch import GRACE, Isolation, Limits, SandboxError, begin, end, file_in_memory, popen, refusal
+from megarl.isolation.launch import GRACE, Isolation, Limits, SandboxError, begin, end, popen, refusal
 from megarl.isolation.memory_group import MemoryGroup
 from megarl.isolation.start import CHANNEL
 
@@ -36,7 +36,7 @@ _SIGXCPU, _SIGKILL = 24, 9
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
         stdout, stderr: what it wrote, up to the limit; what is not UTF-8 as U+FFFD.
@@ -77,16 +77,14 @@ def run_python(
     limits = limits or Limits()
     with ExitStack() as stack:
         words, group = begin(stack, limits, isolation, len(source), folders)
-        program, text_in = stack.enter_context(file_in_memory(source)), stack.enter_context(file_in_memory(stdin))
         start = time.monotonic()
-        streams, overflow = _run(words, program, text_in, limits)
-        stdout, stderr, report = (bytes(stream).decode(errors="replace") for stream in streams)
+        (stdout, stderr, report), overflow = _run(stack, words, {"program": source, "stdin": stdin}, limits)
         return _outcome(stdout, stderr, report, overflow, time.monotonic() - start, limits, group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What tests ask a program.
+    """Tests, as they ask a program.
 
     Attributes:
         tests: texts of Python, run one after another in one namespace.
@@ -120,27 +118,25 @@ def run_tests(
         SandboxError: as `run_python`.
     """
     limits = limits or Limits()
-    job = json.dumps({"source": source, **asdict(examination)})
+    text = json.dumps({"source": source, **asdict(examination)})
     with ExitStack() as stack:
         program = _answering()
         words, group = begin(stack, limits, isolation, len(program), folders)
-        text, nothing = stack.enter_context(file_in_memory(program)), stack.enter_context(file_in_memory(""))
-        tests = stack.enter_context(file_in_memory(job))
         start = time.monotonic()
-        streams, overflow = _run([*words, f"tests={tests}"], text, nothing, limits, tests)
-        stdout, stderr, report = (bytes(stream).decode(errors="replace") for stream in streams)
+        files = {"program": program, "stdin": "", "tests": text}
+        (stdout, stderr, report), overflow = _run(stack, words, files, limits)
         lines = report.splitlines()
-        said = [line.partition(" ")[2] for line in lines if line.startswith("tests ")]
+        digits = [line.partition(" ")[2] for line in lines if line.startswith("tests ")]
         ends = [line for line in lines if line.startswith(("done ", "time ", "memory", "failed "))]
-        ended = ends[-1] if ends else "done 0 0 0" if said else ""
+        ended = ends[-1] if ends else "done 0 0 0" if digits else ""
         outcome = _outcome(stdout, stderr, ended, overflow, time.monotonic() - start, limits, group)
-        return outcome, [digit == "1" for digit in said[0]] if said and not overflow else []
+        return outcome, [digit == "1" for digit in digits[0]] if digits and not overflow else []
 
 
 @cache
 def _answering() -> bytes:
     """`megarl.isolation.answer` and what it imports, compiled: the file that the program's process runs."""
-    names = [f"megarl.isolation.{name}" for name in ("plain", "remote", "answer")]
+    names = [f"megarl.isolation.{name}" for name in ("plain", "far", "remote", "answer")]
     codes = []
     for name in names:
         spec = importlib.util.find_spec(name)
@@ -167,29 +163,26 @@ def check_isolation() -> None:
     except SandboxError as e:
         raise ValueError(str(e)) from e
     if outcome.stdout != "42\n":
-        said = " ".join((outcome.stderr or outcome.ended).split())[-300:]
-        raise ValueError(f"no program runs in the sandbox: {said}; isolation=process has limits alone (unsafe)")
+        reason = " ".join((outcome.stderr or outcome.ended).split())[-300:]
+        raise ValueError(f"no program runs in the sandbox: {reason}; isolation=process has limits alone (unsafe)")
 
 
-def _run(words: list[str], program: int, stdin: int, limits: Limits, *more: int) -> tuple[list[bytearray], bool]:
-    """Stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
-    report, report_in = os.pipe()
-    words = [*words, f"program={program}", f"stdin={stdin}", f"report={report_in}"]
-    with open(report, "rb", buffering=0) as said:
+def _run(
+    stack: ExitStack, words: Sequence[str], files: Mapping[str, str | bytes], limits: Limits
+) -> tuple[list[str], bool]:
+    """Return stdout, stderr and the report of `start`, and whether it was stopped for writing too much."""
+    process, report = popen(stack, words, files, subprocess.PIPE, subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    with process.stdout, process.stderr:
         try:
-            process = popen(words, (program, stdin, report_in, *more), subprocess.PIPE, subprocess.PIPE)
+            streams, overflow = _read([process.stdout, process.stderr, report], limits)
         finally:
-            os.close(report_in)
-        assert process.stdout is not None and process.stderr is not None
-        with process.stdout, process.stderr:
-            try:
-                return _read([process.stdout, process.stderr, said], limits)
-            finally:
-                end(process)
+            end(process)
+    return [bytes(stream).decode(errors="replace") for stream in streams], overflow
 
 
 def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bool]:
-    """All that the streams give until their ends, or until one gives too much or the time is over.
+    """Read the streams until their ends, or until one gives too much or the time is over.
 
     At the end of the last one, the report, all processes have ended; a descriptor may be on its way to nobody.
     """
@@ -217,7 +210,7 @@ def _read(streams: list[IO[bytes]], limits: Limits) -> tuple[list[bytearray], bo
 def _outcome(
     stdout: str, stderr: str, report: str, overflow: bool, seconds: float, limits: Limits, group: MemoryGroup | None
 ) -> Outcome:
-    """From what was written, and from the line of `megarl.isolation.start.main`."""
+    """Tell the outcome by what was written, and by the line of `megarl.isolation.start.main`."""
     line = report.partition("\n")[0]
     word, _, rest = line.partition(" ")
     if word == "failed":

@@ -1,4 +1,4 @@
-"""Which names in tests lead to the program under test, and what of the tests runs: found by reading them."""
+"""Reads tests: finds the names that lead to the program under test, and the functions that are to be run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _IDLE = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Pass, ast.Gl
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-class Asked(NamedTuple):
-    """What tests ask of a program.
+class Subjects(NamedTuple):
+    """Names in tests.
 
     Attributes:
         subjects: the names that lead to the program though Python has them too: `sum` in "assert sum(10, 15) == 6".
@@ -27,7 +27,7 @@ class Asked(NamedTuple):
     functions: list[str]
 
 
-def asked_by(tests: Sequence[str], entry_point: str | None) -> Asked:
+def subjects_of(tests: Sequence[str], entry_point: str | None) -> Subjects:
     """Read tests.
 
     Raises:
@@ -37,29 +37,29 @@ def asked_by(tests: Sequence[str], entry_point: str | None) -> Asked:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     bound = set(_bound(nodes))
     if entry_point is not None and "check" in bound:
-        return Asked([entry_point], [])
+        return Subjects([entry_point], [])
     in_front = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
     loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     free = loaded - bound
     used = in_front | {name for node in nodes if isinstance(node, ast.Call) for name in _used_in(node)}
-    own = {name for name in free if not _library(name, used, in_front)}
-    own |= _alone_in_asserts(nodes, bound)
-    if not own:
-        own = _named_alone(trees, free)
-    if not own:
+    subjects = {name for name in free if not _library(name, used, in_front)}
+    subjects |= _alone_in_asserts(nodes, bound)
+    if not subjects:
+        subjects = _named_alone(trees, free)
+    if not subjects:
         raise ValueError("needs tests in column 'tests' that call something of the program: these name nothing of it")
     statements = [statement for tree in trees for statement in _statements(tree.body)]
     functions = [node.name for node in statements if _is_pytest(node) and node.name not in loaded]  # type: ignore[attr-defined]
-    if not _reached(statements, functions, own):
+    if not _reached(statements, functions, subjects):
         raise ValueError(
             "needs tests in column 'tests' that run: these only define functions, which nothing calls, or what runs "
             "asks nothing of the program"
         )
-    return Asked(sorted(name for name in own if is_pythons(name)), functions)
+    return Subjects(sorted(name for name in subjects if is_pythons(name)), functions)
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a module, those within `if`, `try`, loops and `with` among them."""
+    """Yield the statements of a module, those within `if`, `try`, loops and `with` among them."""
     for statement in body:
         inner = [part for name in ("body", "orelse", "finalbody") for part in getattr(statement, name, [])]
         inner += [part for handler in getattr(statement, "handlers", []) for part in handler.body]
@@ -74,10 +74,10 @@ def _is_pytest(node: ast.stmt) -> bool:
     if not isinstance(node, _FUNCTIONS) or not node.name.startswith("test"):
         return False
     taken = [*node.args.posonlyargs, *node.args.args]
-    return all(one.arg == "self" for one in taken[: len(taken) - len(node.args.defaults)])
+    return all(parameter.arg == "self" for parameter in taken[: len(taken) - len(node.args.defaults)])
 
 
-def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], own: set[str]) -> bool:
+def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], subjects: set[str]) -> bool:
     """Whether what runs comes to a name of the program, over the names that the tests give."""
     given: dict[str, list[ast.stmt]] = {}
     for statement in statements:
@@ -96,7 +96,7 @@ def _reached(statements: Sequence[ast.stmt], functions: Sequence[str], own: set[
             continue
         seen.add(id(node))
         for name in _loaded_in(node):
-            if name in own:
+            if name in subjects:
                 return True
             unseen += given.get(name, [])
     return False
@@ -121,8 +121,8 @@ def _is_case(node: ast.ClassDef, given: Mapping[str, Sequence[ast.stmt]]) -> boo
     """Whether it comes from `unittest.TestCase`."""
     if any("TestCase" in ast.unparse(base) for base in node.bases):
         return True
-    above = [one for base in node.bases if isinstance(base, ast.Name) for one in given.get(base.id, [])]
-    return any(isinstance(one, ast.ClassDef) and one is not node and _is_case(one, given) for one in above)
+    bases = [base for name in node.bases if isinstance(name, ast.Name) for base in given.get(name.id, [])]
+    return any(isinstance(base, ast.ClassDef) and base is not node and _is_case(base, given) for base in bases)
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -166,7 +166,7 @@ def _used_in(call: ast.Call) -> Iterator[str]:
 
 
 def _named_alone(trees: list[ast.Module], free: set[str]) -> set[str]:
-    """The name meant where Python has all of them: the innermost of a module's, else the outermost of its own."""
+    """Find the name meant where Python has all of them: the innermost of a module's, else the outermost of its own."""
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [(node, node.func.id) for node in calls if isinstance(node.func, ast.Name) and node.func.id in free]
     of_modules = [(node, name) for node, name in named if name in OBJECTS]

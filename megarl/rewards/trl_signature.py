@@ -1,4 +1,4 @@
-"""Reward functions that are called as TRL's GRPOTrainer calls them: lists by name, (prompts, completions, columns ...).
+"""Calls reward functions as TRL's GRPOTrainer calls them: lists by name, (prompts, completions, columns ...).
 
 One is known by its parameter `completions`. It is given the columns that it names, or with `**kwargs` all; `log_metric`
 and `log_extra` as TRL has them. To a prompt of messages a completion is a list of one message, else text. Torch-free.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.rewards.arguments import NAMED
-from megarl.rewards.judge import NOT_APPLICABLE, Response, number
+from megarl.rewards.results import NOT_APPLICABLE, Response, number
 
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -31,7 +31,7 @@ def arguments(
     rows: Sequence[Mapping[str, Any]],
     log_metric: Callable[[str, Any], None],
 ) -> dict[str, Any]:
-    """What a function is called with, beside its configured arguments."""
+    """Return the arguments for some responses, beside the configured ones."""
     keys = [key for key in rows[0] if key not in _NO_COLUMNS and all(key in row for row in rows)]
     given: dict[str, Any] = {key: [row[key] for row in rows] for key in keys}
     given |= {
@@ -45,7 +45,7 @@ def arguments(
 
 
 def value_of(value: Any, logged: Mapping[str, Any]) -> Any:
-    """A value that the function returned for a response, with the metrics that it logged in the same call."""
+    """Join a value that the function returned for a response with the metrics that it logged in the same call."""
     if value is None:
         return NOT_APPLICABLE
     return {**logged, "score": number(value)} if logged else value
@@ -53,9 +53,9 @@ def value_of(value: Any, logged: Mapping[str, Any]) -> Any:
 
 def check_parameters(parameters: Parameters, args: Mapping[str, Any], name: str) -> None:
     """Raises ValueError for a parameter without a default that nothing is known for."""
-    for wanted in needed(parameters, args):
-        if wanted in _NOT_HERE:
-            raise ValueError(f"reward {name} takes TRL's {wanted}, which is not handed on; give it a default")
+    for parameter in needed(parameters, args):
+        if parameter in _NOT_HERE:
+            raise ValueError(f"reward {name} takes TRL's {parameter}, which is not handed on; give it a default")
 
 
 def needed(parameters: Parameters, args: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reward functions that are called as verl calls them: (data_source, solution_str, ground_truth, extra_info).
+"""Calls reward functions as verl calls them: (data_source, solution_str, ground_truth, extra_info).
 
 One is known by its parameters' names. The row's columns are verl's: `data_source`, `extra_info`, and
 `reward_model.ground_truth`, which `data.answer_key` names. Torch-free.
@@ -9,41 +9,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.rewards.judge import Response
+from megarl.rewards.results import Response
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 MANY = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-"""Of a function of lists, for `reward.batch_size`."""
+"""Names of a function of lists, for `reward.batch_size`."""
 
 
-def asked_of(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which of these names a function takes; empty for one that is not called that way."""
+def names_of(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return which of these names a function takes; empty for one that is not called that way."""
     for names in (ONE, MANY):
         if set(names[:3]) <= set(parameters):
             return tuple(name for name in names if name in parameters)
     return ()
 
 
-def arguments(asked: Sequence[str], response: Response, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one response."""
+def arguments(names: Sequence[str], response: Response, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for one response."""
     values = (row.get("data_source", ""), response.text, _ground_truth(row), row.get("extra_info"))
-    return {name: value for name, value in zip(ONE, values, strict=True) if name in asked}
+    return {name: value for name, value in zip(ONE, values, strict=True) if name in names}
 
 
 def list_arguments(
-    asked: Sequence[str], responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]
+    names: Sequence[str], responses: Sequence[Response], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[Any]]:
-    """Of several."""
+    """Return the arguments for several responses, as lists."""
     pairs = list(zip(responses, rows, strict=True))
     single = [arguments(ONE, response, row) for response, row in pairs]
-    return {many: [one[name] for one in single] for name, many in zip(ONE, MANY, strict=True) if many in asked}
+    return {many: [values[name] for values in single] for name, many in zip(ONE, MANY, strict=True) if many in names}
 
 
 def numbers_of(value: Any) -> Any:
-    """What verl's function returned, without texts beside the score, which it allows for its records."""
+    """Leave out the texts beside the score that verl's function may return for its records."""
     if not isinstance(value, Mapping):
         return value
-    return {name: one for name, one in value.items() if name == "score" or not isinstance(one, str | None)}
+    return {name: item for name, item in value.items() if name == "score" or not isinstance(item, str | None)}
 
 
 def _ground_truth(row: Mapping[str, Any]) -> Any:

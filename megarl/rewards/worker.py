@@ -1,47 +1,39 @@
-"""A process that calls reward functions, whatever they do to it. Torch-free, but for what the functions import."""
+"""Calls reward functions in a forked process, whatever they do to it. Torch-free, but for what the functions import."""
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
 import pickle
-import signal
 import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
-from megarl.processes import STOP_SIGNALS, adopt_orphans, die_with_parent
 from megarl.rewards.call import Caller
-from megarl.rewards.deadline import ends_within
-from megarl.rewards.judge import (
-    Judged,
+from megarl.rewards.registry import load_reward
+from megarl.rewards.results import (
+    FRAMEWORK,
+    CallResult,
     NoScore,
-    judged,
-    judged_error,
-    judged_value,
-    live_frames,
+    result_of,
+    result_of_error,
+    result_of_value,
     too_late,
 )
-from megarl.rewards.registry import load_reward
 from megarl.workers.channel import Channel
-
-DUMP_SIGNAL = signal.SIGRTMAX - 1
-"""Makes a worker write where its Python code is; a number that nobody else uses."""
-
+from megarl.workers.deadline import ends_within
+from megarl.workers.frames import frames_of_coroutine
 
 Calls = list[tuple[int, int, bytes]]
-"""What is called at a time: (number, task, pickled response and row) each."""
+"""The calls that are made at a time: (number, place of the function, pickled response and row) each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """A function, as a worker finds it.
+class Function:
+    """A reward function, as a worker finds it.
 
     Attributes:
         name: the value of `reward.name`, or of a part's name.
@@ -54,41 +46,31 @@ class Task:
     kind: str
 
 
-def serve(channel: Channel, dump: int, tasks: Sequence[Task], timeout: float, supervisor: int) -> NoReturn:
+def serve(channel: Channel, functions: Sequence[Function], timeout: float) -> NoReturn:
     """Call what arrives until the supervisor is gone.
 
     Messages are pickled `Calls`. The answers are JSON: {"ready": true}, {"broken": why}, or {"results": [[number,
-    judged], ...], "together": whether the failure is that of one call with all of them}.
-
-    Args:
-        dump: a file's descriptor, where the frames go at the end.
+    result], ...], "together": whether the failure is that of one call with all of them}.
     """
-    die_with_parent(supervisor)
-    adopt_orphans()  # what a function left behind is found below this process, and ends with it
-    _yield_to_the_ranks()
-    _outlive_stop_signals()
-    faulthandler.enable(file=dump, all_threads=False)
-    faulthandler.register(DUMP_SIGNAL, file=dump, all_threads=False, chain=False)
-    _Worker(channel, tasks, timeout).run()
+    _Worker(channel, functions, timeout).run()
 
 
 class _Worker:
-    def __init__(self, channel: Channel, tasks: Sequence[Task], timeout: float) -> None:
-        self._channel, self._tasks, self._timeout, self._pid = channel, tasks, timeout, os.getpid()
+    def __init__(self, channel: Channel, functions: Sequence[Function], timeout: float) -> None:
+        self._channel, self._functions, self._timeout, self._pid = channel, functions, timeout, os.getpid()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._inbox: deque[Calls] = deque()
 
     def run(self) -> NoReturn:
         try:
-            rewards = [load_reward(task.name) for task in self._tasks]
+            rewards = [load_reward(function.name) for function in self._functions]
             for reward in rewards:
                 if reward.prepare is not None:
                     reward.prepare()
-            self._callers = [Caller(reward, task.args) for reward, task in zip(rewards, self._tasks, strict=True)]
+            self._callers = [Caller(reward, f.args) for reward, f in zip(rewards, self._functions, strict=True)]
         except BaseException:
             self._answer({"broken": traceback.format_exc()[-4000:]})
-            self._channel.drain()
             os._exit(1)
         self._answer({"ready": True})
         while True:
@@ -101,7 +83,7 @@ class _Worker:
                 self._call(self._inbox.popleft())
 
     def _is_async(self, calls: Calls) -> bool:
-        return self._tasks[calls[0][1]].kind == "async"
+        return self._functions[calls[0][1]].kind == "async"
 
     def _receive(self) -> None:
         try:
@@ -110,24 +92,18 @@ class _Worker:
             os._exit(1)
 
     def _call(self, calls: Calls) -> None:
-        """Calls of one plain function, or one call of a function of lists."""
-        numbers, task = [number for number, _, _ in calls], calls[0][1]
-        caller, together = self._callers[task], False
+        """Make one call of a plain function, or one of a function of lists."""
+        place = calls[0][1]
+        caller, together = self._callers[place], False
         with ends_within(self._timeout):
-            if self._tasks[task].kind == "batch":
+            if self._functions[place].kind == "batch":
                 try:
-                    found = caller.many(*zip(*(pickle.loads(payload) for _, _, payload in calls), strict=True))
-                except NoScore as e:
-                    found = [Judged(wrong=str(e))] * len(calls)
+                    results = caller.many(*zip(*(pickle.loads(payload) for _, _, payload in calls), strict=True))
                 except BaseException as e:
-                    found, together = [judged_error(e)] * len(calls), True
+                    results, together = [result_of_error(e)] * len(calls), not isinstance(e, NoScore)
             else:
-                found = [judged(lambda: caller.one(*pickle.loads(calls[0][2])), BaseException)]
-        if os.getpid() != self._pid:  # a child that the function forked has come back out of it
-            os._exit(0)
-        results = [[number, asdict(one)] for number, one in zip(numbers, found, strict=True)]
-        self._answer({"results": results, "together": together})
-        self._channel.drain()
+                results = [result_of(lambda: caller.one(*pickle.loads(calls[0][2])), BaseException)]
+        self._answer_calls([number for number, _, _ in calls], results, together=together)
 
     def _serve_async(self) -> None:
         """Run coroutines, and those that arrive meanwhile, until none is left."""
@@ -141,8 +117,8 @@ class _Worker:
 
         def begin() -> None:
             while self._inbox and self._is_async(self._inbox[0]):  # a plain call comes when the last of these is over
-                for number, task, payload in self._inbox.popleft():
-                    call = loop.create_task(self._one(number, task, payload))
+                for number, place, payload in self._inbox.popleft():
+                    call = loop.create_task(self._one(number, place, payload))
                     self._running.add(call)
                     call.add_done_callback(end)
 
@@ -168,49 +144,30 @@ class _Worker:
         finally:
             loop.remove_reader(self._channel.fileno())
 
-    async def _one(self, number: int, task: int, payload: bytes) -> None:
-        """One coroutine with its deadline; it is left where it is if it does not let itself be cancelled."""
+    async def _one(self, number: int, place: int, payload: bytes) -> None:
+        """Run one coroutine up to its deadline; it is left where it is if it does not let itself be cancelled."""
 
-        async def scored() -> Judged:
+        async def scored() -> CallResult:
             try:
-                return judged_value(await self._callers[task].one(*pickle.loads(payload)))
+                return result_of_value(await self._callers[place].one(*pickle.loads(payload)))
             except BaseException as e:
-                return judged_error(e)
+                return result_of_error(e)
 
         call = asyncio.ensure_future(scored())
         done, _ = await asyncio.wait({call}, timeout=self._timeout)
         if done:
-            found = call.result()
+            result = call.result()
         else:
-            found = too_late(self._timeout, live_frames(call.get_coro()))
+            result = too_late(self._timeout, frames_of_coroutine(call.get_coro(), FRAMEWORK))
             call.cancel()
-        if os.getpid() != self._pid:
+        self._answer_calls([number], [result])
+
+    def _answer_calls(self, numbers: Sequence[int], results: Sequence[CallResult], *, together: bool = False) -> None:
+        if os.getpid() != self._pid:  # a child that the function forked has come back out of it
             os._exit(0)
-        self._answer({"results": [[number, asdict(found)]], "together": False})
-        self._channel.drain()
+        pairs = [[number, asdict(result)] for number, result in zip(numbers, results, strict=True)]
+        self._answer({"results": pairs, "together": together})
 
     def _answer(self, answer: Mapping[str, Any]) -> None:
         self._channel.send(json.dumps(answer).encode())
-
-
-def _yield_to_the_ranks() -> None:
-    """Decoding comes first where cores are few; and where memory is, a rank must not be what the kernel ends."""
-    os.nice(5)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as f:
-        f.write("1000")
-
-
-def _outlive_stop_signals() -> None:
-    """What stops a run is sent to all its processes, and the ranks may need scores until they have saved.
-
-    The signals are not ignored: programs that a function starts would inherit that, and could not be terminated.
-    """
-    pid = os.getpid()
-
-    def stay(signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != pid:  # a forked child
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
-
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, stay)
+        self._channel.drain()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megarl.config.policy import Batching, Megatron, Model
+from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Head, ScalarHead
 from megarl.parallel.offload import OnHost
@@ -29,9 +29,9 @@ class FrozenModel(MegatronModel):
         arch: Architecture,
         groups: TrainGroups,
         *,
-        model: Model,
-        megatron: Megatron,
-        batching: Batching,
+        model: ModelConfig,
+        megatron: MegatronConfig,
+        batching: BatchingConfig,
         balance: bool = True,
         initial: Callable[[MegatronModel], None],
     ) -> None:

@@ -12,7 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config.policy import Megatron, Optim
+from megarl.config.policy import MegatronConfig, OptimConfig
 from megarl.models.kernels import adam_kernels
 from megarl.parallel.megatron_internals import storage_identity
 from megarl.parallel.offload import OnHost, Resident, storages
@@ -39,7 +39,7 @@ class MegatronOptimizer:
     """
 
     def __init__(
-        self, ddp: Sequence[Any], groups: TrainGroups, config: TransformerConfig, *, megatron: Megatron
+        self, ddp: Sequence[Any], groups: TrainGroups, config: TransformerConfig, *, megatron: MegatronConfig
     ) -> None:
         """
         Args:
@@ -52,7 +52,7 @@ class MegatronOptimizer:
         self._schedule: Any = None
 
     @in_its_layout
-    def restart(self, optim: Optim, total_steps: int) -> None:
+    def restart(self, optim: OptimConfig, total_steps: int) -> None:
         """A fresh AdamW and schedule over the current weights; an earlier one's memory is given back first."""
         for memory in (self.masters, self.moments):  # of the earlier one: it must not come back into the new one's
             memory.restore()
@@ -160,12 +160,10 @@ class MegatronOptimizer:
         """
         self.masters.restore()
         self.moments.restore()
-        data_parallel = self.groups.pgs.dp_cp
         if not loading:
             refuse_nonfinite(self._adam, weights, self.groups.world)
-            weights = spread_over_replicas(weights, data_parallel)
-        split = data_parallel if self._megatron.use_distributed_optimizer else None
-        state = sharded_optimizer_state(self._adam, weights, split, loading=loading)
+            weights = spread_over_replicas(weights, self.groups.pgs)
+        state = sharded_optimizer_state(self._adam, weights, self.groups.pgs, loading=loading)
         return {**weights, "optimizer": state, "scheduler": self._schedule.state_dict()}
 
     def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""The optimizer's state in model space: per parameter, in the parameter's own shape, hence loadable in any layout.
+"""Saves the optimizer's state in model space: per parameter, in the parameter's shape, hence loadable in any layout.
 
-MegaRL's own, because Megatron-Core's formats for the distributed optimizer cannot load torch's AdamW (its `step` is
-in no format) and, for parameters whose size is not a multiple of 64, drop elements at the ends of buckets.
+The format is MegaRL's own, because Megatron-Core's formats for the distributed optimizer cannot load torch's AdamW (its
+`step` is in no format) and, for parameters whose size is not a multiple of 64, drop elements at the ends of buckets.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megarl.checkpoint.agreement import first_of
 from megarl.parallel.megatron_internals import copy_main_params_to_model_params, model_param_range
 from megarl.parallel.world import World
-from megarl.roles.writers import parameters_in
+from megarl.roles.writers import parameters_in, replicas_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """This rank's part of one parameter's optimizer state.
+    """Part of one parameter's optimizer state that is on this rank.
 
     Attributes:
-        main: the fp32 tensor that the inner optimizer steps.
-        adam: that inner optimizer.
-        start, stop: which elements of the flattened model parameter it is.
+        main: fp32 tensor that the inner optimizer steps.
+        adam: the inner optimizer.
+        start, stop: elements of the flattened model parameter.
     """
 
     main: Tensor
@@ -39,7 +40,7 @@ class Slot:
     stop: int
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fp32 weights and Adam's moments, made if the optimizer has not stepped yet."""
+        """The fp32 weights and Adam's moments, which are made if the optimizer has not stepped yet."""
         state = self.adam.state[self.main]
         for name in MOMENTS:
             if name not in state:
@@ -49,69 +50,110 @@ class Slot:
         return {"main": self.main, **{name: state[name] for name in MOMENTS}}
 
 
+class Slots:
+    """Finds this rank's part of each parameter's state in the optimizer that steps the parameter.
+
+    Args:
+        optimizer: Megatron-Core's optimizer: distributed or not, or several chained ones, each of its own parameters.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._distributed: dict[Tensor, Any] = {}  # by model parameter: the optimizer that splits its state over ranks
+        self._whole: dict[Tensor, Any] = {}  # by fp32 tensor: the inner optimizer that steps it
+        for part in _parts(optimizer):
+            if hasattr(part, "model_param_group_index_map"):
+                self._distributed |= {p: part for buffer in part.buffers for p in buffer.param_index_map}
+            else:
+                self._whole |= dict.fromkeys(master_weights(part), part.optimizer)
+
+    def of(self, parameter: Tensor) -> Slot | None:
+        """Slot of a model parameter; None if other data-parallel ranks have all of its state."""
+        if (part := self._distributed.get(parameter)) is not None:
+            if parameter not in part.model_param_group_index_map:
+                return None
+            group, order = part.model_param_group_index_map[parameter]
+            start, stop = model_param_range(part, parameter)
+            return Slot(
+                main=part.optimizer.param_groups[group]["params"][order], adam=part.optimizer, start=start, stop=stop
+            )
+        main = getattr(parameter, "main_param", parameter)
+        assert main in self._whole, "a parameter that no optimizer steps has no state to save or to load"
+        return Slot(main=main, adam=self._whole[main], start=0, stop=parameter.numel())
+
+    def splits(self, parameter: Tensor) -> bool:
+        """Whether data-parallel ranks split the parameter's state."""
+        return parameter in self._distributed
+
+
 def sharded_optimizer_state(
-    optimizer: Any, weights: dict[str, Any], data_parallel: dist.ProcessGroup | None, *, loading: bool
+    optimizer: Any, weights: dict[str, Any], groups: ProcessGroupCollection, *, loading: bool
 ) -> dict[str, Any]:
-    """The state as Megatron-Core's sharded state dict, shaped like the weights.
+    """Describe the state as Megatron-Core's sharded state dict, shaped like the weights; all ranks of the model call.
 
     To save it, each parameter's state lies on the host of the rank that writes it, and nowhere else; where one rank
-    has all of it, the optimizer's own tensors are given. To load, it is on the host: a GPU has room for its own part.
+    has all of it, the optimizer's own tensors are given, which the next step changes. To load, it is on the host: a GPU
+    has room for its own part.
 
     Args:
         optimizer: Megatron-Core's optimizer, distributed or not.
-        weights: sharded state dict of the model.
-        data_parallel: the ranks over which the optimizer splits its state, if it does; all of them call.
+        weights: sharded state dict of the model, spread over replicas to save it.
+        groups: of the model's layout.
         loading: leave the tensors empty, to be read into.
 
     Returns:
         {"step": ..., "state": {index of the weight: {name: sharded tensor of the weight's shape}}}
     """
     state: dict[int, dict[str, Any]] = {}
+    slots = Slots(optimizer)
     for index, weight in enumerate(parameters_in(weights)):
-        slot = _slot(optimizer, weight.data)
+        slot = slots.of(weight.data)
+        group = replicas_of(weight.data, groups) if slots.splits(weight.data) else None
         state[index] = {}
         for name in ("main", *MOMENTS):
             if loading:
                 # zeros, not empty: nothing is read into rows by which only this layout pads the vocabulary
                 whole = torch.zeros(weight.data.shape, dtype=torch.float32)
             else:
-                whole = _gather(name, slot, weight, data_parallel)
+                whole = _gather(name, slot, weight, group)
             key = f"optimizer.{name}.{weight.key}"
             state[index][name] = replace(weight, key=key, data=whole, **_fp32(weight))
     return {"step": _step(optimizer), "state": state}
 
 
 def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], world: World) -> None:
-    """Raises ValueError on every rank alike, naming the first parameter whose weight or state is not finite anywhere.
+    """Refuse weights or state that are not finite. Raises ValueError on every rank, naming the first such parameter.
 
-    Each rank looks at what it steps: one reduction per tensor, and the device is waited for once.
+    Each rank looks at the part that it steps: one reduction per tensor, and the device is waited for once.
 
     Args:
         weights: sharded state dict of the model.
     """
     names, extremes = [], []
+    slots = Slots(optimizer)
     for weight in parameters_in(weights):
-        slot = _slot(optimizer, weight.data)
+        slot = slots.of(weight.data)
         for name, tensor in {"weight": weight.data, **(slot.tensors() if slot is not None else {})}.items():
             if tensor.numel():
                 names.append(f"{weight.key} ({name})")
                 extremes.append(torch.stack(tensor.detach().aminmax()).float())
     finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
-    mine = next((name for name, fine in zip(names, finite, strict=True) if not fine), None)
-    if (found := first_of(world, mine)) is not None:
-        raise ValueError(f"{found} is not finite: nothing is saved, and earlier checkpoints stay as they are")
+    first_here = next((name for name, fine in zip(names, finite, strict=True) if not fine), None)
+    if (place := first_of(world, first_here)) is not None:
+        raise ValueError(f"{place} is not finite: nothing is saved, and earlier checkpoints stay as they are")
 
 
 def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Take over what was read through `sharded_optimizer_state`."""
+    """Take over the values that were read through `sharded_optimizer_state`."""
+    slots = Slots(optimizer)
     with torch.no_grad():
         for index, weight in enumerate(parameters_in(weights)):
-            slot = _slot(optimizer, weight.data)
+            slot = slots.of(weight.data)
             if slot is not None:
                 for name, tensor in slot.tensors().items():
                     whole = loaded["state"][index][name].flatten()
                     tensor.copy_(whole[slot.start : slot.stop].view_as(tensor))
-    for adam in _inner(optimizer):
+    for part in _parts(optimizer):
+        adam = part.optimizer
         for group in adam.param_groups:
             if isinstance(adam, torch.optim.Adam):
                 for main in group["params"]:
@@ -122,33 +164,36 @@ def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[s
 
 def master_weights(optimizer: Any) -> Iterator[Tensor]:
     """The fp32 weights that this rank steps; where the model is fp32 they are views of the model's."""
-    for adam in _inner(optimizer):
-        for group in adam.param_groups:
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
             yield from group["params"]
 
 
 def moments(optimizer: Any) -> Iterator[Tensor]:
     """Adam's moments on this rank; none before the first step."""
-    for adam in _inner(optimizer):
-        for state in adam.state.values():
+    for part in _parts(optimizer):
+        for state in part.optimizer.state.values():
             yield from (state[name] for name in MOMENTS if name in state)
 
 
 def clip(optimizer: Any, grad_norm: float) -> None:
     """Scale the gradients down to the norm of the optimizer's `clip_grad`, as Megatron-Core's own step does."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         if part.config.clip_grad > 0 and (parameters := part.get_parameters()):
             clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
 
 
 def copy_masters_to_weights(optimizer: Any) -> None:
     """Round the fp32 weights into the model's, as a step does; with the distributed optimizer this rank's part only."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in _parts(optimizer):
         copy_main_params_to_model_params(part)
 
 
-def _gather(name: str, slot: Slot | None, weight: Any, data_parallel: dist.ProcessGroup | None) -> Tensor:
-    """Put the parts of all data-parallel ranks together; they do not overlap, so adding them rounds nothing.
+def _gather(name: str, slot: Slot | None, weight: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """Put the ranks' parts of a tensor together. They do not overlap, so that adding them rounds nothing.
+
+    Args:
+        group: ranks that split the state; None: this rank has all of it.
 
     Returns:
         the whole on the rank that will write it; its shape alone on the others.
@@ -157,44 +202,30 @@ def _gather(name: str, slot: Slot | None, weight: Any, data_parallel: dist.Proce
     *model_parallel, replica = weight.replica_id
     if any(model_parallel):  # ranks of another model-parallel index write it
         return nothing
-    if data_parallel is None or data_parallel.size() == 1:
+    if group is None or group.size() == 1:
         assert slot is not None
         return slot.tensors()[name].detach().view(weight.data.shape) if replica == 0 else nothing
-    writer = (data_parallel.rank() - replica) % data_parallel.size()
+    writer = (group.rank() - replica) % group.size()
     whole = torch.zeros_like(weight.data, dtype=torch.float32)
     if slot is not None:
         whole.view(-1)[slot.start : slot.stop] = slot.tensors()[name].detach().flatten()
-    dist.reduce(whole, group=data_parallel, group_dst=writer)
+    dist.reduce(whole, group=group, group_dst=writer)
     return whole.cpu() if replica == 0 else nothing
 
 
-def _slot(optimizer: Any, parameter: Tensor) -> Slot | None:
-    """Where this rank keeps its part of a parameter's state; None if it has no part."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if hasattr(part, "model_param_group_index_map"):  # the distributed optimizer
-            if parameter in part.model_param_group_index_map:
-                group, order = part.model_param_group_index_map[parameter]
-                start, stop = model_param_range(part, parameter)
-                main = part.optimizer.param_groups[group]["params"][order]
-                return Slot(main=main, adam=part.optimizer, start=start, stop=stop)
-        else:
-            main = getattr(parameter, "main_param", parameter)
-            return Slot(main=main, adam=part.optimizer, start=0, stop=parameter.numel())
-    return None
-
-
 def _fp32(weight: Any) -> dict[str, Any]:
-    """A sharded tensor names its dtype, a factory takes that of its data."""
+    """Name the type for a sharded tensor; a factory takes that of its data."""
     return {"dtype": torch.float32} if hasattr(weight, "dtype") else {}
 
 
-def _inner(optimizer: Any) -> list[Any]:
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+def _parts(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _step(optimizer: Any) -> int:
-    """Optimizer steps taken so far, the same for all parameters."""
-    for adam in _inner(optimizer):
+    """Number of optimizer steps so far, the same for all parameters."""
+    for part in _parts(optimizer):
+        adam = part.optimizer
         for group in adam.param_groups:
             if "step" in group:
                 return int(group["step"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config.policy import Batching
+from megarl.config.policy import BatchingConfig
 from megarl.data.packing import MicroBatches, pack_by_count, pack_by_tokens
 from megarl.parallel.layout import TrainLayout
 from megarl.types import Batch
@@ -49,7 +49,7 @@ def plan_passes(
     layout: TrainLayout,
     rank: int,
     *,
-    batching: Batching,
+    batching: BatchingConfig,
     balance: bool,
     sequences: int | None = None,
     together: int = 1,

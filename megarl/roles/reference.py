@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megarl.config.policy import Megatron, Model
+from megarl.config.policy import MegatronConfig, ModelConfig
 from megarl.parallel.offload import OnHost
 from megarl.phases import Item
 from megarl.role_kinds import REFERENCE
@@ -22,7 +22,9 @@ class Reference(MegatronModel):
 
     kind = REFERENCE
 
-    def __init__(self, policy: MegatronModel, *, model: Model, megatron: Megatron, param_offload: bool = False) -> None:
+    def __init__(
+        self, policy: MegatronModel, *, model: ModelConfig, megatron: MegatronConfig, param_offload: bool = False
+    ) -> None:
         """
         Args:
             model, megatron: those of the policy.

@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.algorithms.aggregation import token_weights
 from megarl.algorithms.loss import Loss, LossInput, LossOutput, Metric, Reduce, columns_of, prepared, scope_of
 from megarl.config.fields import LossAggMode
-from megarl.config.policy import Batching, Megatron, Model, Optim
+from megarl.config.policy import BatchingConfig, MegatronConfig, ModelConfig, OptimConfig
 from megarl.models.architecture import Architecture
 from megarl.models.heads import Passed
 from megarl.models.kernels import layer_kernels
@@ -45,11 +45,11 @@ class TrainedModel(MegatronModel):
         arch: Architecture,
         groups: TrainGroups,
         *,
-        model: Model,
-        megatron: Megatron,
-        batching: Batching,
+        model: ModelConfig,
+        megatron: MegatronConfig,
+        batching: BatchingConfig,
         balance: bool = True,
-        optim: Optim,
+        optim: OptimConfig,
         total_steps: int,
         initial: Callable[[MegatronModel], None],
     ) -> None:
@@ -95,7 +95,7 @@ class TrainedModel(MegatronModel):
         """What a training step runs on, for people."""
         return f"{layer_kernels(self.transformer_engine)}, {self.optimizer.kernels}"
 
-    def restart_optimizer(self, optim: Optim, total_steps: int) -> None:
+    def restart_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
         """A fresh optimizer and schedule over the current weights."""
         self.gather_parameters()
         self.optimizer.restart(optim, total_steps)

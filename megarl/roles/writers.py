@@ -1,4 +1,4 @@
-"""Which rank writes which parameter of a checkpoint."""
+"""Decides which rank writes which parameter of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megarl.data.balance import karmarkar_karp
 
@@ -21,25 +22,36 @@ def parameters_in(weights: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def spread_over_replicas(weights: dict[str, Any], data_parallel: dist.ProcessGroup) -> dict[str, Any]:
-    """Which data-parallel rank writes which parameter: shares of nearly equal size instead of all with the first.
+def replicas_of(parameter: torch.Tensor, groups: ProcessGroupCollection) -> dist.ProcessGroup:
+    """Ranks that hold the same parameter: of an expert fewer than all data-parallel ranks, where they split experts."""
+    # the mark by which Megatron-Core knows an expert that other data-parallel ranks lack
+    return groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
+
+
+def spread_over_replicas(weights: dict[str, Any], groups: ProcessGroupCollection) -> dict[str, Any]:
+    """Let the ranks that hold the same parameters write shares of nearly equal size, instead of the first one all.
 
     Megatron-Core's `replica_id` is (pipeline, tensor, data) and (0, 0, 0) writes. Of 4 data-parallel ranks, rank 2 may
     write a parameter: on ranks 0 to 3 its last number is then 2, 3, 0, 1 here.
 
     Args:
         weights: sharded state dict of the model, the same parameters in the same order on all these ranks.
+        groups: of the model's layout.
     """
-    written = [weight for weight in parameters_in(weights) if not any(weight.replica_id[:-1])]
-    sizes = [weight.data.numel() for weight in written]
-    shares = karmarkar_karp(sizes, range(len(sizes)), data_parallel.size())
-    writer = {id(written[i]): rank for rank, share in enumerate(shares) for i in share}
+    parameters: dict[dist.ProcessGroup, list[Any]] = {}
+    for weight in parameters_in(weights):
+        if not any(weight.replica_id[:-1]):
+            parameters.setdefault(replicas_of(weight.data, groups), []).append(weight)
+    replicas: dict[int, int] = {}
+    for group, members in parameters.items():
+        shares = karmarkar_karp([weight.data.numel() for weight in members], range(len(members)), group.size())
+        for writer, share in enumerate(shares):
+            replicas |= {id(members[i]): (group.rank() - writer) % group.size() for i in share}
 
     def assign(value: Any) -> Any:
-        if id(value) not in writer:
+        if id(value) not in replicas:
             return value
-        replica = (data_parallel.rank() - writer[id(value)]) % data_parallel.size()
-        return replace(value, replica_id=(*value.replica_id[:-1], replica))
+        return replace(value, replica_id=(*value.replica_id[:-1], replicas[id(value)]))
 
     spread: dict[str, Any] = dict_list_map_outplace(assign, weights)
     return spread

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.config.policy import Rollout
+from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.stop_strings import Decode
@@ -40,7 +40,7 @@ class EngineSettings:
 
     arch: Architecture
     groups: GenerationGroups
-    rollout: Rollout
+    rollout: RolloutConfig
     path: str
     dtype: torch.dtype
     max_model_len: int

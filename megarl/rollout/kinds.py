@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.policy import Rollout
+from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE, native_activation_bytes
 from megarl.registry import Registry
@@ -39,14 +39,14 @@ class EngineKind:
     vocab_multiple: int | None = None
     fixed_cache: bool = False
 
-    def check(self, rollout: Rollout, arch: Architecture, *, trains: bool) -> None:
+    def check(self, rollout: RolloutConfig, arch: Architecture, *, trains: bool) -> None:
         """Raises ValueError, with what to change, for keys or a model that the engine cannot serve anywhere.
 
         Args:
             trains: whether responses are sampled to train on; else only those of a validation.
         """
 
-    def check_here(self, rollout: Rollout, arch: Architecture, path: str, *, on_gpu: bool) -> None:
+    def check_here(self, rollout: RolloutConfig, arch: Architecture, path: str, *, on_gpu: bool) -> None:
         """The same for what depends on this machine and on the model's folder.
 
         Args:
@@ -54,7 +54,7 @@ class EngineKind:
         """
 
     def activation_bytes(
-        self, rollout: Rollout, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
+        self, rollout: RolloutConfig, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
     ) -> int:
         """Bytes that a rank's forward passes and sampler hold beside weights and KV cache, at most."""
         return native_activation_bytes(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.config.profiler import Profiler as Keys
+from megarl.config.profiler import ProfilerConfig
 from megarl.phases import Phase
 
 MEMORY_ENTRIES = 100_000
@@ -128,7 +128,7 @@ class Profiler:
     """Of one rank. What fails in it is said once, and then no more is recorded."""
 
     def __init__(
-        self, keys: Keys, run_dir: str, *, rank: int, device: torch.device, warn: Callable[[str], None]
+        self, keys: ProfilerConfig, run_dir: str, *, rank: int, device: torch.device, warn: Callable[[str], None]
     ) -> None:
         """
         Args:

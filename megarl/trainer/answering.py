@@ -23,11 +23,11 @@ from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.types import Completion
 
 Watch = Callable[[int, Sequence[int]], None]
-"""Told which prompt's response there is how much of, after each step."""
+"""Called after each step with a prompt's number and the tokens of its response so far."""
 
 
 class Answering:
-    """Ready to answer when it is constructed; the process is in a world of one rank.
+    """Answers prompts. It is ready when it is constructed; the process is in a world of one rank.
 
     Attributes:
         inputs: with the tokenizer.
@@ -62,7 +62,7 @@ class Answering:
         finished: Callable[[int, Completion], None] = lambda i, completion: None,
         leaves: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
-        """Completions of the prompts, in their order; sampled as `rollout.val_kwargs` says.
+        """Complete the prompts, in their order; sampled as `rollout.val_kwargs` says.
 
         Args:
             prompts: token ids.
@@ -76,20 +76,20 @@ class Answering:
         """
         engine = self._generation.engine
         engine.submit([self._request(i, first, prompt) for i, prompt in enumerate(prompts)])
-        made: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         while engine.busy:
             for i, completion in engine.step().items():
-                made[i] = completion
+                completions[i] = completion
                 watch(i, completion.token_ids)
                 finished(i, completion)
             for i, tokens in engine.under_way().items():
                 watch(i, tokens)
             if leaves():
-                made.update(engine.interrupt())
-        return [made[i] for i in range(len(prompts))]
+                completions.update(engine.interrupt())
+        return [completions[i] for i in range(len(prompts))]
 
     def _request(self, i: int, first: int, prompt: Sequence[int]) -> Request:
-        """A response may take what the prompt leaves of the context."""
+        """Make the request of a prompt; its response may take the rest of the context."""
         params, context = self.inputs.sampling(validation=True), self.inputs.max_sequence_length
         room = context - len(prompt)
         if room < 1:

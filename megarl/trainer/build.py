@@ -1,4 +1,4 @@
-"""The roles that a configuration asks for."""
+"""Builds the roles that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from megarl.algorithms.regularizers import Entropy, KlToReference
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.store import load_checkpoint, verify_checkpoint
 from megarl.config import Config
-from megarl.config.other_models import OtherModel
-from megarl.config.other_models import RewardModel as RewardModelKeys
-from megarl.config.other_models import Teacher as TeacherKeys
-from megarl.config.policy import Model, Optim
+from megarl.config.other_models import OtherModelConfig, RewardModelConfig, TeacherConfig
+from megarl.config.policy import ModelConfig, OptimConfig
 from megarl.data.curriculum import Columns, Order, as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
 from megarl.data.prompts import PromptSet
@@ -30,12 +28,14 @@ from megarl.roles.reward_model import RewardModel
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.layouts import generation_layout
 from megarl.trainer.other_models import architecture_of
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
 from megarl.trainer.stopped import RunRefused
 
 
-def build_actor(inputs: Inputs, groups: TrainGroups, *, optim: Optim, total_steps: int, empty: bool = False) -> Actor:
-    """The actor with its first weights.
+def build_actor(
+    inputs: Inputs, groups: TrainGroups, *, optim: OptimConfig, total_steps: int, empty: bool = False
+) -> Actor:
+    """Build the actor with its first weights.
 
     Args:
         optim, total_steps: of its first optimizer.
@@ -63,7 +63,7 @@ def build_actor(inputs: Inputs, groups: TrainGroups, *, optim: Optim, total_step
 
 
 def build_policy(inputs: Inputs, groups: TrainGroups) -> Policy:
-    """The actor as it would begin, without gradients and optimizer.
+    """Build the actor as it would begin, without gradients and optimizer.
 
     Where the engine shares its weights they stay on the GPU, whatever `param_offload` says.
     """
@@ -98,9 +98,9 @@ def _load_policy(policy: MegatronModel, inputs: Inputs) -> None:
 
 
 def build_reward_model(
-    inputs: Inputs, groups: TrainGroups, *, optim: Optim, total_steps: int, empty: bool = False
+    inputs: Inputs, groups: TrainGroups, *, optim: OptimConfig, total_steps: int, empty: bool = False
 ) -> RewardModel:
-    """A reward model that begins as the language model, or the sequence classifier, of `actor_rollout_ref.model`.
+    """Build a reward model that begins as the language model, or the sequence classifier, of `actor_rollout_ref.model`.
 
     The other arguments are those of `build_actor`.
     """
@@ -126,14 +126,15 @@ def build_reward_model(
 
 
 def build_reference(config: Config, actor: Actor) -> Reference:
-    """A copy of the actor as it is now."""
+    """Build a copy of the actor as it is now."""
     roles = config.actor_rollout_ref
     offload = roles.ref.megatron.param_offload
     return Reference(actor, model=roles.model, megatron=roles.actor.megatron, param_offload=offload)
 
 
 def build_critic(run: Run, actor: Actor) -> Critic:
-    """The critic with its first weights: those of `critic.model.path`, or the actor's as they are now. A head that is
+    """Build the critic with its first weights: those of `critic.model.path`, or the actor's as they are now. A head
+    that is
     in neither is 0. All are 0 where the checkpoint that the run goes on from has them."""
     inputs, config = run.inputs, run.config
     settings, seed = config.critic, config.data.seed
@@ -161,19 +162,19 @@ def build_critic(run: Run, actor: Actor) -> Critic:
 
 
 def build_teacher(run: Run) -> Teacher:
-    """The teacher, from its files."""
+    """Build the teacher from its files."""
     return _frozen(Teacher, run, run.config.teacher)
 
 
 def build_judge(run: Run) -> Judge:
-    """The reward model, from its files."""
+    """Build the reward model from its files."""
     return _frozen(Judge, run, run.config.reward_model)
 
 
 F = TypeVar("F", bound=FrozenModel)
 
 
-def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModelKeys) -> F:
+def _frozen(kind: type[F], run: Run, settings: TeacherConfig | RewardModelConfig) -> F:
     config, arch = run.config, architecture_of(settings.model, run.inputs.arch)
     return kind(
         arch,
@@ -186,12 +187,12 @@ def _frozen(kind: type[F], run: Run, settings: TeacherKeys | RewardModelKeys) ->
     )
 
 
-def _weights(model: Model | OtherModel, arch: Architecture, seed: int) -> Source:
+def _weights(model: ModelConfig | OtherModelConfig, arch: Architecture, seed: int) -> Source:
     return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.path, arch).box
 
 
 def prompt_sampler(inputs: Inputs) -> PromptSampler:
-    """The order of the training prompts, or examples."""
+    """Build the sampler that draws the training prompts, or examples, in their order."""
     data, allow, prompts = inputs.config.data, inputs.config.trainer.resume_allow, inputs.train_prompts
     if inputs.train_examples:
         return PromptSampler(len(inputs.train_examples), data.train_batch_size, data.shuffle, data.seed, allow=allow)
@@ -215,7 +216,7 @@ def _order(curriculum: str, prompts: PromptSet) -> Order | None:
 
 
 def policy_loss(config: Config, *, reference: bool | None = None) -> Loss:
-    """The loss that the configuration asks for, with entropy, and the KL to a reference where there is one.
+    """Return the loss that the configuration asks for, with entropy, and the KL to a reference where there is one.
 
     Args:
         reference: whether `Batch.ref_logp` will be there; None: as the keys ask for one.

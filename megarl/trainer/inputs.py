@@ -1,16 +1,15 @@
-"""What a run reads from disk, and the layouts it asks for. No Megatron: a launcher can check a run with it."""
+"""The inputs of a run, read from disk. No Megatron: a launcher can check a run with it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
-from megarl.config.secrets import without_secrets
 from megarl.data.examples import Example
 from megarl.data.load import Loaded, load_examples
 from megarl.data.prompts import load_prompts
@@ -20,8 +19,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rewards import Reward
 from megarl.rewards.parts import Part, parts_of, scorers_of
-from megarl.trainer.resuming.digests import tokenizer_digest
-from megarl.trainer.resuming.identity import Identity, identity_of
+from megarl.trainer.digests import tokenizer_digest
 from megarl.trainer.trust import unsafe_remarks
 from megarl.trainer.unread_keys import unread
 from megarl.types import Prompt, SamplingParams
@@ -29,7 +27,7 @@ from megarl.types import Prompt, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, before any rank talks to another.
+    """Everything that a run reads before any rank talks to another.
 
     Attributes:
         stop_tokens: ids that end a response: the tokenizer's end token, those of the model's folder and those of
@@ -53,11 +51,6 @@ class Inputs:
     train_examples: list[Example] = field(default_factory=list)
     val_examples: list[Example] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
-
-    @cached_property
-    def identity(self) -> Identity:
-        """What a checkpoint of the run records of it."""
-        return {part: without_secrets(values) for part, values in identity_of(self).items()}
 
     @property
     def train_rows(self) -> int:
@@ -90,10 +83,11 @@ class Inputs:
         return self.config.data.max_prompt_length + self.config.data.max_response_length
 
     def describe_stop_tokens(self) -> str:
-        """For people: "<|im_end|> (151645), <|endoftext|> (151643)"."""
+        """List the stop tokens for people: "<|im_end|> (151645), <|endoftext|> (151643)"."""
         return ", ".join(f"{self.tokenizer.token(i)} ({i})".lstrip() for i in self.stop_tokens)
 
     def sampling(self, *, validation: bool) -> SamplingParams:
+        """Return how tokens are drawn, in training or in a validation."""
         rollout = self.config.actor_rollout_ref.rollout
         source = rollout.val_kwargs if validation else rollout
         return SamplingParams(
@@ -136,7 +130,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
 
 
 def read_model(config: Config) -> Inputs:
-    """The part of it that the model is: its architecture, its tokenizer and what ends its responses, and no rows.
+    """Read what belongs to the model: its architecture, its tokenizer and its stop tokens, and no rows.
 
     Raises:
         ValueError: as `read_inputs`.
@@ -158,14 +152,14 @@ def _tokenizer(config: Config) -> Tokenizer:
 
 
 def _tokenizer_key(config: Config) -> str:
-    """Tells apart what makes other tokens of the same rows."""
-    model, told = config.actor_rollout_ref.model, config.data.apply_chat_template_kwargs
+    """Digest what the tokens of a row depend on beside the row."""
+    model, arguments = config.actor_rollout_ref.model, config.data.apply_chat_template_kwargs
     files = tokenizer_digest(model.tokenizer_path or model.path)
-    return f"{files} {json.dumps(told, sort_keys=True)}" if told else files
+    return f"{files} {json.dumps(arguments, sort_keys=True)}" if arguments else files
 
 
 def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> dict[str, Any]:
-    """Fields of `Inputs`, for a run that generates.
+    """Return the fields of `Inputs` that hold rows, for a run that generates.
 
     Args:
         rewards: that must be able to score responses to them.
@@ -194,7 +188,7 @@ def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> d
 
 
 def _examples(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The same, for one that learns from answers in its data."""
+    """Return the fields of `Inputs` that hold rows, for a run that learns from answers in its data."""
     data, format = config.data, format_of(config)
     for key in ("source", "filter", "curriculum", "drop_duplicates", "weights"):
         if getattr(data, key):
@@ -216,22 +210,23 @@ def _examples(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """A chat model may end its turn with another token than the tokenizer's, which its generation_config.json names."""
-    model, own = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.stop_token_ids
-    for i in own:
+    """List the tokens that end a response. A chat model may end its turn with another token than the tokenizer's, which
+    its generation_config.json names."""
+    model, configured = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.stop_token_ids
+    for i in configured:
         if not 0 <= i < arch.vocab_size:
             raise ValueError(f"rollout.stop_token_ids: {i} is no token: the model's vocab_size is {arch.vocab_size}")
     folders = dict.fromkeys((model.path, model.tokenizer_path or model.path))
-    theirs = [i for folder in folders for i in end_tokens(folder, arch.vocab_size)]
-    found = tuple(dict.fromkeys((tokenizer.eos_id, *theirs, *own)))
+    end_ids = [i for folder in folders for i in end_tokens(folder, arch.vocab_size)]
+    stop_tokens = tuple(dict.fromkeys((tokenizer.eos_id, *end_ids, *configured)))
     for text in config.actor_rollout_ref.rollout.stop:
         for name, i in tokenizer.special_tokens.items():
-            if i not in found and name in text:
+            if i not in stop_tokens and name in text:
                 raise ValueError(
                     f"rollout.stop: {name} in {text!r} is a special token, which leaves no text in a response, so that "
                     f"the string would never be found; name the token instead: rollout.stop_token_ids=[{i}]"
                 )
-    return found
+    return stop_tokens
 
 
 def _remarks(both: int, held_out: int, noun: str) -> tuple[str, ...]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megarl.config import Config
-from megarl.config.policy import Megatron
+from megarl.config.policy import MegatronConfig
 from megarl.flow_kinds import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.rollout.kinds import engine_kind
 
 
-def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayout:
-    """The training layout of the actor, or of the model with other Megatron keys.
+def train_layout(config: Config, megatron: MegatronConfig | None = None) -> TrainLayout:
+    """Return the training layout of the actor, or of the model with other Megatron keys.
 
     Raises:
         ValueError: the ranks cannot be split that way.
@@ -24,8 +24,8 @@ def train_layout(config: Config, megatron: Megatron | None = None) -> TrainLayou
     )
 
 
-def check_megatron(megatron: Megatron) -> None:
-    """Raises ValueError, with what to change, for keys that do not go together."""
+def check_megatron(megatron: MegatronConfig) -> None:
+    """Raise ValueError, with what to change, for keys that do not go together."""
     if megatron.virtual_pipeline_model_parallel_size and megatron.pipeline_model_parallel_size == 1:
         raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size of 2 or more")
     if megatron.overlap_param_gather and not (megatron.use_distributed_optimizer and megatron.overlap_grad_reduce):
@@ -33,7 +33,7 @@ def check_megatron(megatron: Megatron) -> None:
 
 
 def generation_layout(config: Config) -> GenerationLayout:
-    """The generation layout that the configuration asks for; raises ValueError if the ranks do not divide.
+    """Return the generation layout of the configuration; raises ValueError if the ranks do not divide.
 
     Every rank is a replica of its own in a run that generates nothing.
     """

@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory of this machine's ranks. No Megatron: a launcher can check a run with it."""
+"""Checks of a run's memory against this machine's. No Megatron: a launcher can check a run with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.other_models import Critic
+from megarl.config.other_models import CriticConfig
 from megarl.estimate.accelerator import H200, Accelerator
 from megarl.estimate.budget import budget
 from megarl.estimate.fit import what_does_not_fit
@@ -19,11 +19,11 @@ from megarl.host import host_memory
 from megarl.models.architecture import Architecture
 from megarl.trainer.layouts import generation_layout, train_layout
 from megarl.trainer.needs import needs_of, one_forward_pass
-from megarl.trainer.other_models import Beside, architecture_of, beside_the_policy
+from megarl.trainer.other_models import OtherRole, architecture_of, other_roles
 
 
 def check_memory(config: Config, arch: Architecture) -> None:
-    """Raises ValueError, with what to change, if the run cannot fit into this machine's GPUs or, where CPU ranks train,
+    """Raise ValueError, with what to change, if the run cannot fit into this machine's GPUs or, where CPU ranks train,
     into its memory."""
     job, accelerator = job_of(config, arch), this_accelerator() or _cpu_rank(config.trainer.n_gpus_per_node)
     for line in what_does_not_fit(job, accelerator, budget(job, accelerator, moved=0)):
@@ -31,7 +31,7 @@ def check_memory(config: Config, arch: Architecture) -> None:
 
 
 def job_of(config: Config, arch: Architecture) -> Job:
-    """The job of a run that trains.
+    """Return the job of a run that trains.
 
     Raises:
         ValueError: the ranks cannot be split as the configuration asks.
@@ -42,25 +42,26 @@ def job_of(config: Config, arch: Architecture) -> Job:
         arch=arch.with_scalar_output() if kind.scores else arch,
         train=train_layout(config),
         generation=generation_layout(config),
-        beside=tuple(_model_job(beside, config, arch) for beside in beside_the_policy(config, needs)),
+        beside=tuple(_model_job(role, config, arch) for role in other_roles(config, needs)),
         reference=needs.reference,
         log_probs=not one_forward_pass(config, needs) if generates(config) else kind.compares_prompts,
     )
 
 
-def _model_job(beside: Beside, config: Config, policy: Architecture) -> ModelJob:
-    """Its forward pass goes through all sequences of a step in one plan."""
-    settings, arch = beside.settings, architecture_of(beside.model, policy)
+def _model_job(role: OtherRole, config: Config, policy: Architecture) -> ModelJob:
+    """Return the job of a model beside the policy. Its forward pass goes through all sequences of a step in one
+    plan."""
+    settings, arch = role.settings, architecture_of(role.model, policy)
     n, mini_batch, epochs = config.actor_rollout_ref.rollout.n, None, 1
-    if isinstance(settings, Critic):
+    if isinstance(settings, CriticConfig):
         mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
     return ModelJob(
         config=config,
-        kind=beside.kind,
-        arch=arch.with_scalar_output() if beside.kind.scalar else arch,
-        layout=train_layout(config, beside.megatron),
-        megatron=beside.megatron,
-        batching=beside.batching,
+        kind=role.kind,
+        arch=arch.with_scalar_output() if role.kind.scalar else arch,
+        layout=train_layout(config, role.megatron),
+        megatron=role.megatron,
+        batching=role.batching,
         forward_batch=config.data.train_batch_size * n,
         mini_batch=mini_batch,
         epochs=epochs,
@@ -68,7 +69,7 @@ def _model_job(beside: Beside, config: Config, policy: Architecture) -> ModelJob
 
 
 def this_accelerator() -> Accelerator | None:
-    """This rank's GPU, its own name and memory; None on CPU ranks."""
+    """Return this rank's GPU, with its name and memory; None on CPU ranks."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", 0)))
@@ -76,5 +77,5 @@ def this_accelerator() -> Accelerator | None:
 
 
 def _cpu_rank(ranks: int) -> Accelerator:
-    """One of so many CPU ranks that share this machine's memory."""
+    """Return one of so many CPU ranks that share this machine's memory."""
     return replace(H200, name="CPU", memory=host_memory() / ranks, runtime=0, offloads=False)

@@ -1,4 +1,4 @@
-"""What a configuration's algorithm makes a run compute."""
+"""The models and log-probabilities that a configuration's algorithm needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megarl.flow_kinds import generates, needs_of_answers, trains
 
 
 def needs_of(config: Config) -> Needs:
-    """Of the advantage estimator, the policy loss and the keys of the KL, or of the loss on the data's own answers.
+    """Collect the needs of advantage estimator, policy loss and KL, or of the loss on the data's own answers.
 
-    Nothing where nothing is trained. Raises ValueError if one of them is unknown.
+    There are none where nothing is trained. Raises ValueError if one of them is unknown.
     """
     if not trains(config):
         return Needs()
@@ -24,7 +24,7 @@ def needs_of(config: Config) -> Needs:
 
 
 def one_forward_pass(config: Config, needs: Needs) -> bool:
-    """Whether the log-probabilities before the update are those of the update's own forward pass.
+    """Tell whether the log-probabilities before the update are those of the update's own forward pass.
 
     With one optimizer step per batch the policy is still the one that they are of, so that every ratio is 1. Something
     that wants them sooner needs a pass of its own.

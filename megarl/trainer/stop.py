@@ -1,4 +1,4 @@
-"""What a signal does to a run: before the loop it ends the process, in the loop it ends the run after a checkpoint."""
+"""Signals to a run: before the loop they end the process, in the loop they end the run after a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RELAYED_SECONDS = 2.0  # a launcher sends a signal on that its ranks have got fr
 
 
 class StopRequest:
-    """Whether this rank got one of `STOP_SIGNALS`, and whether all ranks therefore stop.
+    """Notes the `STOP_SIGNALS` that this rank gets, and lets all ranks agree to stop.
 
     Signals are noticed by a thread of their own: Python runs a handler only between two bytecodes of the main thread,
     which may wait inside a collective for minutes.
@@ -64,13 +64,13 @@ class StopRequest:
             yield
 
     def _borrowed(self, number: int, frame: FrameType | None) -> None:
-        asked = signal.Signals(number)
+        received = signal.Signals(number)
         if self._timeout is None or self._asked is not None:
-            raise interruption(asked)
-        self._note(asked)
+            raise interruption(received)
+        self._note(received)
 
     def defer(self, timeout: float, *, saves: bool) -> None:
-        """From now on the loop asks `agreed`, and a signal ends the process only if that takes too long.
+        """Leave signals to the loop, which asks `agreed`; a signal ends the process only if that takes too long.
 
         Args:
             timeout: seconds from the first signal to the process's end (`trainer.stop_timeout`).
@@ -79,7 +79,7 @@ class StopRequest:
         self._timeout, self._saves = timeout, saves
 
     def agreed(self, world: World) -> signal.Signals | None:
-        """The signal that any rank got, the same on every rank; every rank calls it."""
+        """Return the signal that any rank got, the same on every rank; every rank calls it."""
         number = world.maximum(self._asked or 0, "whether to stop")
         return signal.Signals(number) if number else None
 
@@ -94,14 +94,14 @@ class StopRequest:
             for number in read.recv(64):
                 if number not in STOP_SIGNALS:
                     continue
-                asked = signal.Signals(number)
+                received = signal.Signals(number)
                 if self._timeout is None:
-                    self._end(asked, "stopped before the first step")
+                    self._end(received, "stopped before the first step")
                 if self._asked is None:
                     first = time.monotonic()
-                    self._note(asked)
+                    self._note(received)
                 elif time.monotonic() - first > RELAYED_SECONDS:
-                    self._end(asked, "ended at once by a second signal")
+                    self._end(received, "ended at once by a second signal")
 
     def _note(self, asked: signal.Signals) -> None:
         self._asked = asked
@@ -120,12 +120,12 @@ class StopRequest:
 
 
 def interruption(asked: signal.Signals) -> BaseException:
-    """What a signal raises in Python: KeyboardInterrupt for SIGINT, and SystemExit with 128 + signal for others."""
+    """Return what a signal raises in Python: KeyboardInterrupt for SIGINT, SystemExit with 128 + signal for others."""
     return KeyboardInterrupt() if asked is signal.SIGINT else SystemExit(128 + asked)
 
 
 def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:
-    """The bytes in the wake-up socket tell the thread; without a handler Python would not write them."""
+    """Do nothing: bytes in the wake-up socket tell the thread, and without a handler Python would not write them."""
 
 
 def _forget_signals() -> None:

@@ -1,4 +1,4 @@
-"""How a run ends before its last step because something is wrong with it or with what it was given."""
+"""Exceptions that end a run before its last step: it, or what it was given, is wrong, or a signal came."""
 
 from __future__ import annotations
 

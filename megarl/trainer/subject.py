@@ -1,4 +1,4 @@
-"""What can be evaluated, by its path: a checkpoint, a run, a Hugging Face folder. Torch-free.
+"""Models to evaluate, by their path: a checkpoint, a run, a Hugging Face folder. Torch-free.
 
 RUN/config.yaml                        how the run was configured
 RUN/checkpoints/global_step_12/        a checkpoint
@@ -43,20 +43,21 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """global_step_12; of a Hugging Face folder within a checkpoint global_step_12-huggingface."""
+        """The name of its evaluation: global_step_12; of a Hugging Face folder within a checkpoint
+        global_step_12-huggingface."""
         head, last = os.path.split(os.path.abspath(self.folder))
         return f"{os.path.basename(head)}-{last}" if last == "huggingface" else last
 
     @property
     def place(self) -> str:
-        """Where its evaluation goes: RUN/eval/global_step_12, or FOLDER.eval beside a folder that is in no run."""
+        """The folder of its evaluation: RUN/eval/global_step_12, or FOLDER.eval beside a folder that is in no run."""
         if self.run_dir is not None:
             return os.path.join(self.run_dir, "eval", self.name)
         return os.path.join(os.path.dirname(os.path.abspath(self.folder)), f"{self.name}.eval")
 
 
 def find_subject(path: str, *, best: bool = False) -> Subject:
-    """What a path names; of a run its newest whole checkpoint.
+    """Find the model that a path names; of a run its newest whole checkpoint.
 
     Args:
         best: of a run the checkpoint that its best.json names.
@@ -80,7 +81,7 @@ def find_subject(path: str, *, best: bool = False) -> Subject:
 
 
 def weights_of(path: str, *, best: bool = False) -> str:
-    """A run's newest whole checkpoint, or its best; any other folder as it is.
+    """Return a run's newest whole checkpoint, or its best; any other folder as it is.
 
     Raises:
         ValueError: there is no folder, or no such checkpoint in it, in one line.
@@ -97,7 +98,7 @@ def weights_of(path: str, *, best: bool = False) -> str:
 def evaluation_config(
     subject: Subject, file: str | None, overrides: Sequence[str], folder: str, nproc: int | None
 ) -> Config:
-    """How a model is evaluated.
+    """Return the configuration of an evaluation.
 
     Args:
         file, overrides: where data, reward, sampling and layout come from.
@@ -113,8 +114,8 @@ def evaluation_config(
     model = tree["actor_rollout_ref"]["model"]
     model |= {"checkpoint": subject.folder if subject.is_checkpoint else "", "random_init": False}
     if not any(item.startswith("actor_rollout_ref.model.tokenizer_path=") for item in overrides):
-        own = has_tokenizer(subject.folder)
-        model["tokenizer_path"] = subject.folder if own else model["tokenizer_path"] or model["path"]
+        has_its_own = has_tokenizer(subject.folder)
+        model["tokenizer_path"] = subject.folder if has_its_own else model["tokenizer_path"] or model["path"]
     if not subject.is_checkpoint or os.path.isfile(os.path.join(subject.folder, CONFIG)):
         model["path"] = subject.folder
     tree["data"]["format"] = "auto"
@@ -135,7 +136,7 @@ def evaluation_config(
 def answering_config(
     config: Config, *, positions: int, requests: int, max_tokens: int | None, context: int | None, keep_engine: bool
 ) -> Config:
-    """An evaluation's configuration for one rank that is asked anything.
+    """Return an evaluation's configuration for one rank that answers any prompt.
 
     Args:
         positions: of the model.
@@ -173,16 +174,16 @@ def answering_config(
 
 
 def _newest(run_dir: str) -> str:
-    found = checkpoints(run_dir)
-    whole = next((one.folder for one in found if not one.damaged), None)
+    known = checkpoints(run_dir)
+    whole = next((checkpoint.folder for checkpoint in known if not checkpoint.damaged), None)
     if whole is None:
-        damaged = f"; {os.path.basename(found[0].folder)}: {found[0].problem}" if found else ""
+        damaged = f"; {os.path.basename(known[0].folder)}: {known[0].problem}" if known else ""
         raise ValueError(f"'{run_dir}' has no whole checkpoint{damaged}")
     return whole
 
 
 def _run_of(folder: str) -> str | None:
-    """RUN of RUN/checkpoints/global_step_12, and of what is in it."""
+    """Return RUN for RUN/checkpoints/global_step_12, and for what is in it."""
     parent = os.path.abspath(folder)
     for _ in range(2):
         parent, name = os.path.dirname(parent), os.path.basename(os.path.dirname(parent))

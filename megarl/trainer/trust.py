@@ -1,4 +1,4 @@
-"""Code and hosts that a configuration names, and whether the caller meant them. Torch-free."""
+"""Checks that the caller trusts the code and the hosts that a configuration names. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from megarl.config import Config, secrets
 
 
 def user_files(values: Any) -> Iterator[tuple[str, str]]:
-    """Keys that name code of a user's, as path/to/file.py:name, with the file."""
+    """Yield keys that name a user's code, as path/to/file.py:name, with the file."""
     for key, value in _leaves(values, ""):
         if isinstance(value, str) and (file := value.rpartition(":")[0]).endswith(".py"):
             yield key, file
 
 
 def without_sandbox(values: Any) -> list[str]:
-    """Keys by which programs that a model writes run without the sandbox."""
+    """List the keys by which programs that a model writes run without the sandbox."""
     return [key for key, value in _leaves(values, "") if key.endswith(".isolation") and value == "process"]
 
 
 def unsafe_remarks(config: Config) -> Iterator[str]:
-    """What the start of a run says of them."""
+    """Yield the lines that the start of a run says of them."""
     for key in without_sandbox(config.model_dump()):
         yield f"{key} = process: programs that the model writes run without sandbox, with your files and your network"
 
 
 def asked_hosts(values: Any) -> Iterator[tuple[str, str]]:
-    """Keys that name hosts which an evaluation sends responses to, or data from the environment, with the address."""
+    """Yield keys that name hosts which an evaluation sends responses, or data from the environment, to."""
     for key, value in _leaves(values, ""):
         if not isinstance(value, str) or key.startswith("telemetry.") or "://" not in value:
             continue
@@ -36,7 +36,8 @@ def asked_hosts(values: Any) -> Iterator[tuple[str, str]]:
 
 
 def check_trusted(config: Config, run_dir: str, overrides: Sequence[str]) -> None:
-    """Whether a run's recorded configuration may decide which code runs, and which hosts are asked.
+    """Refuse a run's recorded configuration that decides which code runs or which hosts are asked, unless the caller
+    names the keys.
 
     Args:
         run_dir: the run's folder.
@@ -46,13 +47,13 @@ def check_trusted(config: Config, run_dir: str, overrides: Sequence[str]) -> Non
         ValueError: it names files with code or hosts, or takes the sandbox away, and the caller does not.
     """
     values, named = config.model_dump(), [item.partition("=")[0] for item in overrides]
-    found = [(key, f"imports {file}") for key, file in user_files(values)]
-    found += [(key, "runs what the model writes without sandbox") for key in without_sandbox(values)]
-    found += [(key, f"sends responses to {secrets.hide(host)}") for key, host in asked_hosts(values)]
-    for key, what in found:
+    dangers = [(key, f"imports {file}") for key, file in user_files(values)]
+    dangers += [(key, "runs what the model writes without sandbox") for key in without_sandbox(values)]
+    dangers += [(key, f"sends responses to {secrets.hide(host)}") for key, host in asked_hosts(values)]
+    for key, danger in dangers:
         if not any(key == name or key.startswith(f"{name}.") for name in named):
             raise ValueError(
-                f"the configuration that {run_dir} recorded {what} ({key}); if you trust that folder, give --trust, "
+                f"the configuration that {run_dir} recorded {danger} ({key}); if you trust that folder, give --trust, "
                 f"or name a configuration file, or set {key}"
             )
 

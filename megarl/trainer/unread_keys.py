@@ -1,4 +1,4 @@
-"""What a configuration sets and a training run would not read: it was meant to have an effect."""
+"""Checks of keys that a configuration sets and a training run would not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.flow_kinds import FlowKind, flow_kind
 
 
 def check_unread(config: Config) -> None:
-    """Raises ValueError, in one line, for the first such key."""
+    """Raise ValueError, in one line, for the first such key."""
     trainer = config.trainer
     if trainer.resume_from_path and trainer.resume_mode != "resume_path":
         raise ValueError(
@@ -25,7 +25,7 @@ def check_unread(config: Config) -> None:
 
 
 def unread(config: Config) -> Iterator[str]:
-    """Remarks on what may be switched off on purpose, for a while."""
+    """Yield remarks on keys without effect that may be switched off on purpose, for a while."""
     if config.checkpoint.save_hf and config.trainer.save_freq == 0:
         yield "remark: checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none"
     if config.warmup.train_files and not config.warmup.total_training_steps:
@@ -33,7 +33,7 @@ def unread(config: Config) -> Iterator[str]:
 
 
 def _check_preference(config: Config, kind: FlowKind) -> None:
-    """The section of the losses on answers that the data holds, each of which declares what it reads of it."""
+    """Refuse keys of `algorithm.preference` that the loss does not declare to read."""
     section, preference, usual = "algorithm.preference", config.algorithm.preference, Preference()
     by, read = f"trainer.flow={config.trainer.flow}", {kind.loss_key}
     if kind.loss is not None:

@@ -13,11 +13,15 @@ from contextlib import suppress
 from typing import Any
 
 from megarl.isolation.launch import IsolatedProcess, Isolation, Limits, SandboxError, start_isolated
+from megarl.workers.channel import Channel, wait_for
 from megarl.workers.installed import files_of
-from megarl.workers.server import BROKEN, FORKED, LENGTH, LONGEST, READY
+from megarl.workers.server import BROKEN, FORKED, READY
 
 START_SECONDS = 300.0
 """That loading the code may take where files are slow and cores are few."""
+
+LONGEST = 64 << 20
+"""Bytes of an answer that is believed."""
 
 _FORK_SECONDS = 60.0
 _REQUESTS = 64  # that a forked process answers: what it holds in memory ends with it
@@ -32,7 +36,7 @@ class Child:
     """Answers requests by a function that another process calls; it ends with this one.
 
     The process is a fresh interpreter with an empty environment. It loads the function once, and forks processes that
-    call it. A forked process computes, reads and answers, and can do nothing else (`megarl.workers.calls`); one that is
+    call it. A forked process can do nothing but compute, read and answer (`megarl.isolation.compute_only`); one that is
     late, ends, or answers what is no JSON is replaced. It answers up to 64 requests.
 
     With isolation "namespaces" all of them are in a sandbox that has no network, and no file but Python's library, this
@@ -59,7 +63,7 @@ class Child:
         self._owner = 0
         self._process: IsolatedProcess | None = None
         self._control: socket.socket | None = None
-        self._connection: socket.socket | None = None  # to the forked process
+        self._connection: Channel | None = None  # to the forked process
         self._left = 0  # requests that it answers still
 
     def start(self) -> None:
@@ -73,7 +77,7 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that holds all others; None: it was never started, or is closed."""
+        """The pid of the process that holds all others; None: it was never started, or is closed."""
         return self._process.pid if self._process is not None else None
 
     def ask(self, request: Any, *, timeout: float) -> Any:
@@ -92,9 +96,9 @@ class Child:
             if not self._left:
                 self._fork()
             try:
-                answer = self._exchange(LENGTH.pack(len(message)) + message, time.monotonic() + timeout)
+                answer = json.loads(self._exchange(message, time.monotonic() + timeout))
                 self._left -= 1
-            except (OSError, EOFError, ValueError, RecursionError):
+            except (OSError, EOFError, ValueError, RecursionError):  # a TimeoutError is an OSError
                 answer, self._left = None, 0
             except BaseException:  # a deadline of the caller's: the next answer would be taken for another's
                 self._renew()
@@ -108,34 +112,16 @@ class Child:
         with self._lock:
             self._stop()
 
-    def _exchange(self, message: bytes, deadline: float) -> Any:
+    def _exchange(self, message: bytes, deadline: float) -> bytes:
         assert self._connection is not None
-        self._connection.setblocking(False)
-        while message:
-            self._wait(select.POLLOUT, deadline)
-            with suppress(BlockingIOError):
-                message = message[self._connection.send(message) :]
-        (length,) = LENGTH.unpack(self._receive(LENGTH.size, deadline))
-        if length > LONGEST:
+        self._connection.send(message)
+        messages: list[bytes] = []
+        while not messages:
+            self._connection.wait(deadline)
+            messages = self._connection.receive()
+        if len(messages) > 1 or not self._connection.is_between_messages:  # the rest would be the next answer
             raise EOFError
-        return json.loads(self._receive(length, deadline))
-
-    def _receive(self, length: int, deadline: float) -> bytes:
-        assert self._connection is not None
-        data = bytearray()
-        while len(data) < length:
-            self._wait(select.POLLIN, deadline)
-            with suppress(BlockingIOError):
-                part = self._connection.recv(min(1 << 18, length - len(data)))
-                if not part:
-                    raise EOFError
-                data += part
-        return bytes(data)
-
-    def _wait(self, event: int, deadline: float) -> None:
-        assert self._connection is not None
-        if not _happens(self._connection, event, deadline):
-            raise EOFError
+        return messages[0]
 
     # ------------------------------------------------------------------------------------------- the processes
 
@@ -148,14 +134,14 @@ class Child:
         if self._process is not None and not self._process.poll():
             return
         self._stop()
-        ours, theirs = socket.socketpair()
-        self._control, self._owner = ours, os.getpid()
-        with theirs:
-            self._process = self._start(theirs)
+        self._control, other_end = socket.socketpair()
+        self._owner = os.getpid()
+        with other_end:
+            self._process = self._start(other_end)
         try:
-            said = self._said(START_SECONDS)
-            if said != READY:
-                raise WorkerError(self._why(said))
+            word = self._next_word(START_SECONDS)
+            if word != READY:
+                raise WorkerError(self._why(word))
             self._fork()
         except BaseException:
             self._stop()
@@ -176,43 +162,42 @@ class Child:
             raise WorkerError(str(e)) from e
 
     def _fork(self) -> None:
-        """A process that has answered nothing; the one before, if there is one, is killed."""
+        """Have a process that has answered nothing; the one before, if there is one, is killed."""
         self._hang_up()
         assert self._control is not None
-        ours, theirs = socket.socketpair()
+        connection, other_end = socket.socketpair()
         try:
-            with theirs, suppress(OSError):
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            said = self._said(_FORK_SECONDS)
-            if said != FORKED:
-                raise WorkerError(self._why(said))
+            with other_end, suppress(OSError):
+                socket.send_fds(self._control, [b"+"], [other_end.fileno()])
+            word = self._next_word(_FORK_SECONDS)
+            if word != FORKED:
+                raise WorkerError(self._why(word))
         except BaseException:
-            ours.close()
+            connection.close()
             self._stop()
             raise
-        self._connection, self._left = ours, _REQUESTS
+        self._connection, self._left = Channel(connection, LONGEST), _REQUESTS
 
     def _renew(self) -> None:
         """Kill the forked process, whatever it does, and have another; where that fails, `_run` starts anew."""
         with suppress(WorkerError):
             self._fork()
 
-    def _said(self, seconds: float) -> bytes:
-        """What the server says next; empty: nothing in time, or it has ended."""
+    def _next_word(self, seconds: float) -> bytes:
+        """Wait for the server's next word; empty: nothing in time, or it has ended."""
         assert self._control is not None
-        if not _happens(self._control, select.POLLIN, time.monotonic() + seconds):
-            return b""
+        word = b""
         with suppress(OSError):
-            said = self._control.recv(1)
-            if said == BROKEN:
+            wait_for(self._control, select.POLLIN, time.monotonic() + seconds)
+            word = self._control.recv(1)
+            if word == BROKEN:
                 while part := self._control.recv(1 << 16):
-                    said += part
-            return said
-        return b""
+                    word += part
+        return word
 
-    def _why(self, said: bytes) -> str:
-        text = said.removeprefix(BROKEN).decode(errors="replace").strip()
-        reason = text.splitlines()[-1] if text else "it ended, or said nothing in time"
+    def _why(self, word: bytes) -> str:
+        lines = word.removeprefix(BROKEN).decode(errors="replace").split("\n")
+        reason = next((line.strip() for line in reversed(lines) if line.strip()), "it ended, or said nothing in time")
         return f"the process for {self._target} does not start: {reason}"
 
     def _hang_up(self) -> None:
@@ -233,7 +218,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _program(roots: Sequence[str], target: str) -> str:
-    """What the interpreter runs. The faces of this package and its parts import what the function does not need."""
+    """The interpreter's program. It leaves out the faces of packages, which import what the function does not need."""
     parts = target.partition(":")[0].split(".")[:-1]
     faces = {".".join(parts[: i + 1]): os.path.join(_PACKAGE, *parts[1 : i + 1]) for i in range(len(parts))}
     faces |= {"megarl": _PACKAGE, "megarl.workers": os.path.join(_PACKAGE, "workers")}
@@ -246,10 +231,3 @@ for name, folder in {faces!r}.items():
 from megarl.workers.server import main
 main(3, {target!r})
 """
-
-
-def _happens(connection: socket.socket, event: int, deadline: float) -> bool:
-    poll = select.poll()  # unlike select, for descriptors of any number
-    poll.register(connection, event)
-    left = deadline - time.monotonic()
-    return left > 0 and bool(poll.poll(left * 1000))

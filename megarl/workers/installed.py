@@ -1,4 +1,4 @@
-"""Where installed packages lie: what a process must see to import them, and nothing else of theirs beside."""
+"""Finds the files of installed packages: what a process must see to import them, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def files_of(distributions: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The folders and files of some distributions and of all that they require, and the folders to import them from.
+    """Return the folders and files of distributions and of all that they require, and the folders to import them from.
 
     Args:
         distributions: requirements, such as "math-verify[antlr4_13_2]"; what is not installed is left out.
@@ -17,9 +17,9 @@ def files_of(distributions: Sequence[str]) -> tuple[list[str], list[str]]:
     from packaging.utils import canonicalize_name
 
     shown, roots, seen = dict[str, None](), dict[str, None](), set[tuple[str, str]]()
-    wanted = [Requirement(text) for text in distributions]
-    while wanted:
-        requirement = wanted.pop()
+    requirements = [Requirement(text) for text in distributions]
+    while requirements:
+        requirement = requirements.pop()
         try:
             distribution = metadata.distribution(requirement.name)
         except metadata.PackageNotFoundError:  # of another platform; or the import says what is missing
@@ -31,7 +31,7 @@ def files_of(distributions: Sequence[str]) -> tuple[list[str], list[str]]:
             seen.add(key)
             for other in map(Requirement, distribution.requires or ()):
                 if other.marker is None or other.marker.evaluate({"extra": extra}):
-                    wanted.append(other)
+                    requirements.append(other)
         roots[root] = None
         for file in distribution.files or ():
             if file.parts[0] not in ("..", "__pycache__"):

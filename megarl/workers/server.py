@@ -11,21 +11,15 @@ import json
 import os
 import signal
 import socket
-import struct
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from megarl.workers.calls import compute_only
-
-LENGTH = struct.Struct("!Q")
-"""In front of each message, its number of bytes."""
-
-LONGEST = 64 << 20
-"""Bytes of a message that is believed."""
+from megarl.isolation.compute_only import compute_only
+from megarl.workers.channel import read_message, write_message
 
 READY, FORKED, BROKEN = b"r", b"f", b"b"
-"""What the server says: it is ready; a process answers the new connection; it does not start, and why."""
+"""Words of the server: it is ready; a process answers the new connection; it does not start, and why."""
 
 
 def main(control: int, target: str) -> NoReturn:
@@ -82,23 +76,6 @@ def _answer(connection: int, answer: Callable[[Any], Any]) -> NoReturn:
         os.dup2(nothing, stream)
     os.close(nothing)
     compute_only()
-    while True:
-        (length,) = LENGTH.unpack(_read(connection, LENGTH.size))
-        request = json.loads(_read(connection, length))
-        message = json.dumps(answer(request)).encode()
-        _write(connection, LENGTH.pack(len(message)) + message)
-
-
-def _read(connection: int, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        part = os.read(connection, length - len(data))
-        if not part:
-            os._exit(0)
-        data += part
-    return data
-
-
-def _write(connection: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(connection, data) :]
+    while (message := read_message(connection)) is not None:
+        write_message(connection, json.dumps(answer(json.loads(message))).encode())
+    os._exit(0)

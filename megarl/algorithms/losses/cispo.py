@@ -8,11 +8,11 @@ from typing import ClassVar
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 
 
 @about("CISPO, arXiv 2506.13585, eq. 4 and 5", keys=CLIP_KEYS)
-def cispo(actor: Actor) -> ClippedWeight:
+def cispo(actor: ActorConfig) -> ClippedWeight:
     """REINFORCE with each token's probability ratio as a weight, which is clipped and has no gradient."""
     return ClippedWeight(clip_low=actor.clip_low, clip_high=actor.clip_high)
 

@@ -13,14 +13,14 @@ from megarl.algorithms.covariance import covariances, with_selected
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 from megarl.types import Batch
 
 KEYS = ("actor.policy_loss.clip_cov_ratio", "actor.policy_loss.clip_cov_lb", "actor.policy_loss.clip_cov_ub")
 
 
 @about("Clip-Cov, arXiv 2505.22617, section 4.2", keys=(*CLIP_KEYS, *KEYS), needs=Needs(old_logp=True))
-def clip_cov(actor: Actor) -> CovarianceClip:
+def clip_cov(actor: ActorConfig) -> CovarianceClip:
     """PPO's clipped surrogate without a few tokens whose log-probability and advantage go together."""
     own = actor.policy_loss
     return CovarianceClip(

@@ -8,11 +8,11 @@ from typing import ClassVar
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 
 
 @about("GMPO, arXiv 2507.20673", keys=CLIP_KEYS)
-def geo_mean(actor: Actor) -> GeometricMean:
+def geo_mean(actor: ActorConfig) -> GeometricMean:
     """Advantage times the geometric mean of the tokens' clipped ratios; the clip range is in nats."""
     return GeometricMean(clip_low=actor.clip_low, clip_high=actor.clip_high)
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 
 
 @about("GSPO, arXiv 2507.18071, eq. 5 and 7", keys=CLIP_KEYS)
-def gspo(actor: Actor) -> SequenceClip:
+def gspo(actor: ActorConfig) -> SequenceClip:
     """PPO's clipped surrogate of a response's ratio, the geometric mean of its tokens'."""
     return SequenceClip(clip_low=actor.clip_low, clip_high=actor.clip_high)
 

@@ -10,14 +10,14 @@ from megarl.algorithms.covariance import covariances, with_selected
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 from megarl.types import Batch
 
 KEYS = ("actor.policy_loss.kl_cov_ratio", "actor.policy_loss.ppo_kl_coef")
 
 
 @about("KL-Cov, arXiv 2505.22617, section 4.2", keys=KEYS, needs=Needs(old_logp=True))
-def kl_cov(actor: Actor) -> CovariancePenalty:
+def kl_cov(actor: ActorConfig) -> CovariancePenalty:
     """The unclipped surrogate, with a penalty on tokens whose log-probability and advantage go together most."""
     return CovariancePenalty(ratio=actor.policy_loss.kl_cov_ratio, coef=actor.policy_loss.ppo_kl_coef)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 
 
 @about("REINFORCE, Williams 1992; the loss of RAFT, arXiv 2304.06767, and, with its advantages, of GPG, 2504.02546")
-def reinforce(actor: Actor) -> PolicyGradient:
+def reinforce(actor: ActorConfig) -> PolicyGradient:
     """Minus advantage times log-probability."""
     del actor
     return PolicyGradient()

@@ -10,11 +10,11 @@ import torch
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 
 
 @about("SAPO, arXiv 2511.20347, eq. 5 and 6", keys=("actor.policy_loss.tau_pos", "actor.policy_loss.tau_neg"))
-def sapo(actor: Actor) -> SoftGate:
+def sapo(actor: ActorConfig) -> SoftGate:
     """Advantage times a sigmoid of the probability ratio, steeper for negative advantages."""
     return SoftGate(tau_pos=actor.policy_loss.tau_pos, tau_neg=actor.policy_loss.tau_neg)
 

@@ -8,14 +8,14 @@ from typing import ClassVar
 from megarl.algorithms.declaration import about
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.ratio import CLIP_KEYS, clipped_surrogate, log_ratio, policy_output
-from megarl.config.policy import Actor
+from megarl.config.policy import ActorConfig
 
 
 @about(
     "PPO, arXiv 1707.06347, eq. 7; dual clip: 1912.09729, eq. 5; clip-higher: 2503.14476, eq. 10",
     keys=(*CLIP_KEYS, "actor.clip_ratio_c"),
 )
-def vanilla(actor: Actor) -> PolicyClip:
+def vanilla(actor: ActorConfig) -> PolicyClip:
     """The surrogate of probability ratio and advantage, clipped on both sides, each with its own range."""
     return PolicyClip(clip_low=actor.clip_low, clip_high=actor.clip_high, clip_c=actor.clip_ratio_c)
 

@@ -1,1 +1,1 @@
-"""What calls verifiers of others: run by `megarl.workers.Child`, and imported by nobody else."""
+"""Calls verifiers of others: run by `megarl.workers.Child`, and imported by nobody else."""

@@ -1,4 +1,4 @@
-"""What a task of reasoning-gym that evaluates text is given: text written anew from what a small grammar could read.
+"""Guards tasks of reasoning-gym that evaluate text: they are given text written anew from what a small grammar reads.
 
 Some tasks hand a response, or a part of the row, to Python's `eval` or to sympy's `parse_expr`, which is `eval` too.
 They are given the response only if it is a literal or a formula of a few operations and functions; what they see is
@@ -192,28 +192,28 @@ def _complex(response: str, entry: Entry) -> str | None:
 
 def _truth(response: str, entry: Entry) -> str | None:
     """The task compares the truth of texts, and any text is true."""
-    said = response.strip().rstrip(".").casefold()
-    return str(entry["answer"]) if said == str(entry["answer"]).casefold() else None
+    text = response.strip().rstrip(".").casefold()
+    return str(entry["answer"]) if text == str(entry["answer"]).casefold() else None
 
 
 def _probability(response: str, entry: Entry) -> str | None:
     """The task pays for the first digits, "0", and for anything within 0.0001 of a small probability."""
-    said = response.strip().replace(",", "")
-    if not _NUMBER.fullmatch(said):
+    text = response.strip().replace(",", "")
+    if not _NUMBER.fullmatch(text):
         return None
-    expected, off = Fraction(entry["answer"]), abs(Fraction(said.replace(" ", "")) - Fraction(entry["answer"]))
-    return said if off <= Fraction(1, 10_000) and off <= expected / 100 else None
+    expected, off = Fraction(entry["answer"]), abs(Fraction(text.replace(" ", "")) - Fraction(entry["answer"]))
+    return text if off <= Fraction(1, 10_000) and off <= expected / 100 else None
 
 
 def _conclusion(response: str, entry: Entry) -> str | None:
     """The task pays in full for premises, alone or joined, which follow from themselves."""
-    metadata, said = entry["metadata"], _without_brackets(response)
+    metadata, formula = entry["metadata"], _without_brackets(response)
     example, premises = metadata["example_answer"], metadata["premises"]
-    if said == _without_brackets(example):
+    if formula == _without_brackets(example):
         return response
     most = max(2, sum(map(str.isupper, example)))
-    restated = said in map(_without_brackets, premises) and len(said) > 1
-    return None if restated or sum(map(str.isupper, said)) > most else response
+    restated = formula in map(_without_brackets, premises) and len(formula) > 1
+    return None if restated or sum(map(str.isupper, formula)) > most else response
 
 
 def _without_brackets(formula: str) -> str:
@@ -236,11 +236,11 @@ GUARDS: dict[str, Guard] = {
     "number_sorting": _numbers,
     "propositional_logic": _conclusion,
 }
-"""What stands between a response and its task."""
+"""Task -> its guard."""
 
 
 def guarded(task: str, response: str, entry: Entry) -> str | None:
-    """What the task's verifier is given for a response; None: it scores 0, and the verifier is not called."""
+    """Return what the task's verifier is given for a response; None: it scores 0, and the verifier is not called."""
     guard = GUARDS.get(task)
     if guard is None:
         return response
@@ -284,7 +284,7 @@ EVALUATED: dict[str, tuple[str, Callable[[str], object]]] = {
 
 
 def refusal(task: str, entry: Entry) -> str:
-    """Why a row is not given to its task: it would be evaluated; empty if it may be."""
+    """Say why a row is not given to its task, which would evaluate it; empty if it may be."""
     column, check = EVALUATED.get(task, ("", None))
     if check is None:
         return ""

@@ -18,7 +18,7 @@ _OF_EACH_KIND = (
     ("x^2+2x+1", "(x+1)^2"),
     ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{pmatrix}1\\\\3\\end{pmatrix}"),
 )
-"""What the library builds when it first reads a kind of answer, up to 0.4 s each, it builds before anyone waits."""
+"""One of each kind of answer. The library builds something when it first reads a kind, in up to 0.4 s."""
 
 
 _LETTER = re.compile(
@@ -53,22 +53,22 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told_apart(*texts: str) -> list[str]:
-    """The texts with another letter for each capital that stands beside its small one: to the library they are one."""
-    letters = [{found["letter"] for found in _LETTER.finditer(text)} - {None} for text in texts]
-    capitals = {one for of_text in letters for one in of_text if one.isupper() and one.lower() in of_text}
-    free = sorted(set("abcghjklmnopqrstuvwxyz") - {one.lower() for of_text in letters for one in of_text})
+    """Write another letter for each capital that stands beside its small one: to the library they are the same."""
+    sets = [{match["letter"] for match in _LETTER.finditer(text)} - {None} for text in texts]
+    capitals = {letter for letters in sets for letter in letters if letter.isupper() and letter.lower() in letters}
+    free = sorted(set("abcghjklmnopqrstuvwxyz") - {letter.lower() for letters in sets for letter in letters})
     if len(capitals) > len(free):
         raise ValueError("more letters than there are")
     others = dict(zip(sorted(capitals), free, strict=False))
-    return [_LETTER.sub(lambda found: others.get(found[0], found[0]), text) for text in texts]
+    return [_LETTER.sub(lambda match: others.get(match[0], match[0]), text) for text in texts]
 
 
 def _decimals(*read: list[Any]) -> int:
-    """How many decimals the smallest number of these needs for six digits: the library takes 0.0 for 10^{-9}."""
+    """Count the decimals that the smallest number needs for six digits: the library takes 0.0 for 10^{-9}."""
     from sympy import Basic, MatrixBase, preorder_traversal
 
-    values = [one for values in read for one in values]
-    parts = [part for one in values for part in (one.flat() if isinstance(one, MatrixBase) else [one])]
+    values = [value for values in read for value in values]
+    parts = [part for value in values for part in (value.flat() if isinstance(value, MatrixBase) else [value])]
     nodes = [node for part in parts if isinstance(part, Basic) for node in preorder_traversal(part)]
     sizes = [abs(complex(node)) for node in nodes if getattr(node, "is_number", False) and node.is_finite]
     smallest = min([1.0, *(size for size in sizes if size)])

@@ -46,7 +46,7 @@ def prepare() -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one of these.
+    """Answer one of these requests.
 
     - {"row": …, "response": text}: {"score": number}, or {"raised": true} if the verifier raises on the response
     - {"row": …}: {"refused": why}; empty if responses to the row can be scored
@@ -82,12 +82,12 @@ def _row_refusal(row: Mapping[str, Any]) -> str:
         return str(e)
     if why := _unguarded(task) or refusal(task, entry):
         return why
-    own = entry["answer"]
-    if not isinstance(own, str) and (own is not None or not _names_no_answer(task)):
-        return f"needs text in column 'answer', not {type(own).__name__}"
-    if own is None or task in _WITHOUT_OWN_ANSWER:
+    answer = entry["answer"]
+    if not isinstance(answer, str) and (answer is not None or not _names_no_answer(task)):
+        return f"needs text in column 'answer', not {type(answer).__name__}"
+    if answer is None or task in _WITHOUT_OWN_ANSWER:
         return ""
-    given = guarded(task, own, _entry(row))
+    given = guarded(task, answer, _entry(row))
     try:
         if given is not None and verifier(given, entry) > 0:
             return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.config.policy import Rollout
+from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import layer_activations, sampler_bytes
 from megarl.rollout.kinds import EngineKind
@@ -32,17 +32,17 @@ class VLLMKind(EngineKind):
     vocab_multiple: int | None = VOCAB_MULTIPLE
     fixed_cache: bool = True
 
-    def check(self, rollout: Rollout, arch: Architecture, *, trains: bool) -> None:
+    def check(self, rollout: RolloutConfig, arch: Architecture, *, trains: bool) -> None:
         check_vllm_temperature(rollout.val_kwargs.temperature, "rollout.val_kwargs.temperature")
         if trains:
             check_vllm_temperature(rollout.temperature, "rollout.temperature")
         check_vllm_tp(arch, rollout.tensor_model_parallel_size)
 
-    def check_here(self, rollout: Rollout, arch: Architecture, path: str, *, on_gpu: bool) -> None:
+    def check_here(self, rollout: RolloutConfig, arch: Architecture, path: str, *, on_gpu: bool) -> None:
         check_vllm(arch, path=path, tp=rollout.tensor_model_parallel_size, on_gpu=on_gpu)
 
     def activation_bytes(
-        self, rollout: Rollout, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
+        self, rollout: RolloutConfig, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
     ) -> int:
         layer = layer_activations(arch, tp=tp, sequence_parallel=False)
         sampler = sampler_bytes(arch, max_num_seqs=rollout.max_num_seqs, itemsize=itemsize)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 from megarl.config.secrets import hide
-from megarl.config.telemetry import Telemetry
+from megarl.config.telemetry import TelemetryConfig
 from megarl.telemetry.lines import Say
 from megarl.telemetry.samples import Sample
 
@@ -55,7 +55,7 @@ class Background:
 
     append_only: ClassVar = True
 
-    def __init__(self, name: str, remote: Remote, settings: Telemetry, say: Say) -> None:
+    def __init__(self, name: str, remote: Remote, settings: TelemetryConfig, say: Say) -> None:
         """
         Args:
             name: as in `trainer.logger`.

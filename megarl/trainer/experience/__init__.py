@@ -1,1 +1,1 @@
-"""How the batch of a step comes about: responses, episodes, scores; and validation."""
+"""Responses to prompts, scored and made a batch of; and validation."""

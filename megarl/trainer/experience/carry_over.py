@@ -16,10 +16,10 @@ from zlib import crc32
 
 import numpy as np
 
+from megarl.checkpoint.arrays import Array
 from megarl.config import Config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
 from megarl.trainer.layouts import generation_layout
-from megarl.trainer.resuming.arrays import Array
 from megarl.types import FinishReason, Prompt, Rollout, Rollouts
 
 _FINISHES: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
@@ -31,7 +31,7 @@ _ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
 """Type, and shape after the first axis."""
 
 GoOn = Callable[[Sequence[Rollout], Quota], Rollouts]
-"""Responses, further: until the quota is reached."""
+"""Goes on with responses until the quota is reached."""
 
 
 class CarryOver:
@@ -47,7 +47,7 @@ class CarryOver:
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
         rollout = config.actor_rollout_ref.rollout
-        self._wanted, self._at_a_time = config.data.train_batch_size, config.groups_under_way
+        self._batch_size, self._at_a_time = config.data.train_batch_size, config.groups_under_way
         self._n, self._seed, self._max_staleness = rollout.n, config.data.seed, rollout.carry_over.max_staleness
         self._replicas, self._prompts = generation_layout(config).replicas, prompts
         self._next_group = 0
@@ -55,7 +55,7 @@ class CarryOver:
         self._under_way: list[Rollout] = []
 
     def next_batch(self, draw: Callable[[], Sequence[int]], go_on: GoOn, version: int) -> Rollouts:
-        """The responses to train on; the same on every rank.
+        """Return the responses to train on; the same on every rank.
 
         Args:
             draw: places of the next prompts.
@@ -68,18 +68,18 @@ class CarryOver:
             draws += 1
         chosen = set(sorted(self._places)[: self._at_a_time])
         waiting = [rollout for rollout in self._under_way if rollout.group not in chosen]
-        asked = [rollout for rollout in self._under_way if rollout.group in chosen]
-        required = {r.group for r in asked if r.versions and version - r.versions[0][0] >= self._max_staleness}
-        quota = Quota(groups=self._wanted, required=frozenset(required))
-        made = go_on(asked, quota)
-        taken = self._take(made, quota)
-        self._under_way = [rollout for rollout in made if rollout.group not in taken] + waiting
+        begun = [rollout for rollout in self._under_way if rollout.group in chosen]
+        required = {r.group for r in begun if r.versions and version - r.versions[0][0] >= self._max_staleness}
+        quota = Quota(groups=self._batch_size, required=frozenset(required))
+        rollouts = go_on(begun, quota)
+        taken = self._take(rollouts, quota)
+        self._under_way = [rollout for rollout in rollouts if rollout.group not in taken] + waiting
         for group in taken:
             del self._places[group]
-        return made.of(rollout for rollout in made if rollout.group in taken)
+        return rollouts.of(rollout for rollout in rollouts if rollout.group in taken)
 
     def metrics(self) -> dict[str, float]:
-        """What is left under way: groups, those of them that are finished, and tokens."""
+        """Count what is left under way: groups, those of them that are finished, and tokens."""
         unfinished = {rollout.group for rollout in self._under_way if rollout.finish_reason is None}
         return {
             "groups": float(len(self._places)),
@@ -88,11 +88,12 @@ class CarryOver:
         }
 
     def state(self) -> dict[str, Any]:
-        """What is small, in JSON's values."""
+        """Return the small part of what is saved, as JSON values."""
         return {"next_group": self._next_group}
 
     def keep(self) -> CarryOver:
-        """As it is now, for a save that may come later: its arrays are made then, and may be gigabytes."""
+        """Keep the groups as they are now, for a save that may come later: their arrays, made then, may be
+        gigabytes."""
         kept = copy(self)
         kept._places, kept._under_way = dict(self._places), list(self._under_way)
         return kept
@@ -102,8 +103,9 @@ class CarryOver:
         self._next_group, self._places, self._under_way = state["next_group"], {}, []
 
     def arrays(self) -> dict[str, Array]:
-        """The groups under way: numbers of each of R responses, [R] int64, and one after another their tokens and the
-        spans of the versions that drew them."""
+        """Return the groups under way: numbers of each of R responses, [R] int64, and one after another their tokens
+        and
+        the spans of the versions that drew them."""
         under_way = self._under_way
         spans = [span for rollout in under_way for span in rollout.versions]
         return {
@@ -121,7 +123,7 @@ class CarryOver:
         }
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
-        """Go on with these groups; those whose prompt is not there any more are left out.
+        """Go on with these groups. A group whose prompt is not there any more is left out.
 
         Raises:
             ValueError: an array is missing, or they do not belong together.
@@ -143,22 +145,22 @@ class CarryOver:
         if token_ends and (token_ends[-1], span_ends[-1]) != (tokens, drawn):
             raise ValueError("the responses under way are not all whole")
         for i, (token_end, span_end) in enumerate(zip(token_ends, span_ends, strict=True)):
-            one = {name: column[i] for name, column in whole.items()}
-            place, mine = one["prompt"], slice(token_end - one["length"], token_end)
-            if place >= len(self._prompts) or _digest(prompt := self._prompts[place]) != one["prompt_digest"]:
+            row = {name: column[i] for name, column in whole.items()}
+            place, tokens_of_row = row["prompt"], slice(token_end - row["length"], token_end)
+            if place >= len(self._prompts) or _digest(prompt := self._prompts[place]) != row["prompt_digest"]:
                 continue
-            self._places[one["group"]] = place
-            versions = arrays["spans"][span_end - one["span_count"] : span_end].tolist()
+            self._places[row["group"]] = place
+            versions = arrays["spans"][span_end - row["span_count"] : span_end].tolist()
             self._under_way.append(
                 Rollout(
                     prompt=prompt,
-                    group=one["group"],
-                    sample=one["sample"],
-                    seed=one["seed"],
-                    token_ids=array("i", arrays["token_ids"][mine].tobytes()),
-                    logp=array("f", arrays["logp"][mine].tobytes()),
+                    group=row["group"],
+                    sample=row["sample"],
+                    seed=row["seed"],
+                    token_ids=array("i", arrays["token_ids"][tokens_of_row].tobytes()),
+                    logp=array("f", arrays["logp"][tokens_of_row].tobytes()),
                     versions=tuple((version, count) for version, count in versions),
-                    finish_reason=_FINISHES[one["finish_reason"]],
+                    finish_reason=_FINISHES[row["finish_reason"]],
                 )
             )
 
@@ -170,19 +172,19 @@ class CarryOver:
         self._next_group += len(places)
 
     def _start_over(self, version: int) -> None:
-        """Where a run went back to an earlier step: what later weights have drawn is not to be trained on."""
-        undone = {r.group for r in self._under_way if any(made_with >= version for made_with, _ in r.versions)}
+        """Begin groups anew that later weights have drawn: the run went back to an earlier step."""
+        undone = {r.group for r in self._under_way if any(drawn_with >= version for drawn_with, _ in r.versions)}
         nothing: dict[str, Any] = {"versions": (), "finish_reason": None, "reward": None, "sampled": None}
         self._under_way = [
             replace(r, token_ids=array("i"), logp=array("f"), **nothing) if r.group in undone else r
             for r in self._under_way
         ]
 
-    def _take(self, made: Rollouts, quota: Quota) -> set[int]:
-        """Of the finished groups of each replica its share: those that are required, then the oldest."""
-        unfinished = {rollout.group for rollout in made if rollout.finish_reason is None}
+    def _take(self, rollouts: Rollouts, quota: Quota) -> set[int]:
+        """Choose among the finished groups of each replica its share: the required ones, then the oldest."""
+        unfinished = {rollout.group for rollout in rollouts if rollout.finish_reason is None}
         finished: dict[int, list[int]] = {}
-        for group, replica in replicas_of_groups(made, self._replicas).items():
+        for group, replica in replicas_of_groups(rollouts, self._replicas).items():
             if group not in unfinished:
                 finished.setdefault(replica, []).append(group)
         taken: set[int] = set()

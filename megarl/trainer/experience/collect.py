@@ -11,7 +11,7 @@ import torch
 from megarl.data.sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
-from megarl.rewards.judge import RewardError
+from megarl.rewards.results import RewardError
 from megarl.rollout.replicas import Quota
 from megarl.trainer.experience.carry_over import CarryOver
 from megarl.trainer.experience.dynamic_sampling import fill_batch
@@ -20,7 +20,7 @@ from megarl.trainer.experience.overlong import overlong_penalties
 from megarl.trainer.records.first_step import remarks_on
 from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, response_metrics, reward_metrics, spread_metrics
-from megarl.trainer.session import Run
+from megarl.trainer.session.run import Run
 from megarl.types import Batch, Rollout, Rollouts
 
 
@@ -33,7 +33,7 @@ def collect(
     greedy: bool,
     carry_over: CarryOver | None = None,
 ) -> Batch:
-    """Responses to the next prompts, with their rewards.
+    """Generate and score responses to the next prompts; returns them as a batch.
 
     With `algorithm.filter_groups` functions score them while the engine is awake, so that more prompts can be drawn; a
     reward model's part is added to what is trained on.
@@ -82,8 +82,8 @@ def collect(
 
 
 def comparable(rollouts: Rollouts, best_guess: Rollouts) -> Rollouts:
-    """The same without the scores of responses to prompts whose greedy response has none: they have no baseline, and 0
-    would be one that nobody gave.
+    """Return the rollouts without the scores of responses whose prompt's greedy response has none: they have no
+    baseline.
 
     Args:
         best_guess: the greedy responses, one to each prompt.
@@ -120,8 +120,8 @@ def _batch(run: Run, rollouts: Rollouts, best_guess: Rollouts | None) -> Batch:
 
 
 def _show(run: Run, rollouts: Rollouts, drawn: Rollouts) -> None:
-    """What people look at: samples of what is trained on, and numbers about all that was drawn."""
-    run.report.samples(run.row, rollouts)
+    """Show samples of what is trained on, and log numbers about all that was drawn."""
+    run.show(rollouts)
     run.log("reward", reward_metrics(drawn.responses()))
     run.log("score", spread_metrics(drawn.responses()))
     run.log("response", response_metrics(drawn))

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from megarl.config import Config
 from megarl.trainer.experience.overlong import overlong_penalties
-from megarl.trainer.experience.scoring import Score
-from megarl.trainer.session import Run
+from megarl.trainer.scoring.scorer import Score
+from megarl.trainer.session.run import Run
 from megarl.types import Rollouts
 
 
 def fill_batch(draw: Callable[[int], Rollouts], score: Score, run: Run) -> tuple[Rollouts, Rollouts]:
-    """The groups to train on, and all that were drawn for them; both scored, the same on every rank.
+    """Return the groups to train on, and all groups that were drawn; both scored, the same on every rank.
 
     A prompt whose responses all have the same value of `filter_groups.metric` is left out. After
     `max_num_gen_batches` draws the batch is filled up with prompts that were left out, so that its size does not vary.
@@ -20,28 +20,28 @@ def fill_batch(draw: Callable[[int], Rollouts], score: Score, run: Run) -> tuple
     Args:
         draw: the number of a draw, from 0 -> rollouts of the next prompts.
     """
-    settings, wanted = run.config.algorithm.filter_groups, run.config.data.train_batch_size
+    settings, batch_size = run.config.algorithm.filter_groups, run.config.data.train_batch_size
     drawn: list[Rollouts] = []
     useful: list[tuple[int, int]] = []  # (draw, prompt in it)
     others: list[tuple[int, int]] = []
-    while len(useful) < wanted and len(drawn) < settings.max_num_gen_batches:
+    while len(useful) < batch_size and len(drawn) < settings.max_num_gen_batches:
         drawn.append(score(draw(len(drawn))))
         for prompt, values in enumerate(group_values(drawn[-1], run.config)):
             (useful if len(set(values)) > 1 else others).append((len(drawn) - 1, prompt))
-    if len(useful) < wanted:
+    if len(useful) < batch_size:
         run.report.say(
-            f"step {run.position.step}: {len(useful)} of {wanted} prompts have responses that differ in "
+            f"step {run.position.step}: {len(useful)} of {batch_size} prompts have responses that differ in "
             f"{settings.metric} after {len(drawn)} draws; the batch is filled up with others"
         )
     total = len(useful) + len(others)
     run.log("filter_groups", {"draws": float(len(drawn)), "kept": len(useful) / total})
-    chosen = sorted((useful + others)[:wanted])
-    parts = [one.of_groups([prompt for where, prompt in chosen if where == i]) for i, one in enumerate(drawn)]
+    chosen = sorted((useful + others)[:batch_size])
+    parts = [draws.of_groups([prompt for where, prompt in chosen if where == i]) for i, draws in enumerate(drawn)]
     return Rollouts.joined(parts), Rollouts.joined(drawn)
 
 
 def group_values(rollouts: Rollouts, config: Config) -> list[list[float]]:
-    """Per prompt, what `filter_groups.metric` says of each of its scored responses."""
+    """Return for each prompt the value of `filter_groups.metric` of each of its scored responses."""
     metric, rewards = config.algorithm.filter_groups.metric, rollouts.rewards
     values = list(rewards)
     if metric == "acc":

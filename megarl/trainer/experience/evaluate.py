@@ -15,18 +15,18 @@ from megarl.hybrid.generation import Generation
 from megarl.parallel.world import World
 from megarl.rewards.parts import Part
 from megarl.rollout.replicas import OnFinished
-from megarl.trainer.experience.episodes import score_episodes
-from megarl.trainer.experience.scoring import Score
+from megarl.trainer.digests import digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.score_metrics import part_metrics
 from megarl.trainer.records.step_metrics import episode_metrics, reward_metrics
-from megarl.trainer.resuming.digests import digest
-from megarl.trainer.session import Run
+from megarl.trainer.scoring.episodes import score_episodes
+from megarl.trainer.scoring.scorer import Score
+from megarl.trainer.session.run import Run
 from megarl.types import Prompt, Rollout, Rollouts
 
 
 def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> dict[str, float]:
-    """Scores of `rollout.val_kwargs.n` samples per held-out prompt; the responses go into the run's folder.
+    """Answer and score each held-out prompt `rollout.val_kwargs.n` times; the responses go into the run's folder.
 
     Args:
         judge: scores them; default: the run's reward function.
@@ -54,7 +54,7 @@ def evaluate(run: Run, generation: Generation, judge: Score | None = None) -> di
 def answered(
     run: Run, generation: Generation, judge: Score | None = None, on_finished: OnFinished | None = None
 ) -> Rollouts:
-    """Responses to all held-out prompts, with scores.
+    """Answer all held-out prompts, and score the responses.
 
     A response's seed depends on `data.seed`, its prompt's index and its number alone: two models, and two steps of a
     run, are asked the same way.
@@ -85,13 +85,13 @@ def _score(run: Run, rollouts: Rollouts) -> Rollouts:
 
 
 def _row_digest(prompt: Prompt, config: Config) -> str:
-    """Tells prompts apart; an environment or an agent may read any column of the row."""
+    """Digest what tells prompts apart; an environment or an agent may read any column of the row."""
     read = dict(prompt.row) if config.environment.answers else value_or_none(prompt.row, config.data.prompt_key)
     return digest([json.dumps(read, sort_keys=True, default=str).encode()])
 
 
 def records_of(rollouts: Rollouts, inputs: Inputs, world: World) -> list[Record]:
-    """The responses as text, the same on every rank; rank r decodes every world-size-th."""
+    """Decode the responses, the same on every rank; rank r decodes every world-size-th."""
     rollouts = rollouts.responses()
     decode = inputs.tokenizer.decode
     mine: list[tuple[str, str, str | None]] = []
@@ -123,11 +123,11 @@ def records_of(rollouts: Rollouts, inputs: Inputs, world: World) -> list[Record]
 
 
 def ks_of(inputs: Inputs) -> list[int]:
-    """Of pass@k and maj@k; empty: the default."""
+    """Return the k of pass@k and maj@k; empty: the default."""
     return inputs.config.actor_rollout_ref.rollout.val_kwargs.k
 
 
 def _answer_of(rewards: Sequence[Part], source: str) -> AnswerOf:
-    """How the first reward function of a data source that says so by an attribute `answer_of` reads an answer."""
-    own = (getattr(part.reward.function, "answer_of", None) for part in rewards if part.applies_to(source))
-    return next((answer_of for answer_of in own if answer_of is not None), answer_in)
+    """Return how an answer is read: by the attribute `answer_of` of the first reward function that has one."""
+    readers = (getattr(part.reward.function, "answer_of", None) for part in rewards if part.applies_to(source))
+    return next((answer_of for answer_of in readers if answer_of is not None), answer_in)

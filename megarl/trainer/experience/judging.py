@@ -1,4 +1,4 @@
-"""Scores by a reward model, or by the reward function: what a run's configuration asks for."""
+"""Scores by a reward model, by reward functions, or by both."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megarl.data.readers import Row, value_at
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.data.tools import tools_of
 from megarl.parallel.world import World
-from megarl.rewards.judge import RewardError
 from megarl.rewards.parts import Part, functions_of
+from megarl.rewards.results import RewardError
 from megarl.roles.frozen import Judge
 from megarl.trainer.build import build_judge
-from megarl.trainer.experience.episodes import score_episodes
-from megarl.trainer.experience.scoring import Score
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.other_models import own_tokenizer
-from megarl.trainer.session import Run
+from megarl.trainer.scoring.episodes import score_episodes
+from megarl.trainer.scoring.scorer import Score
+from megarl.trainer.session.run import Run
 from megarl.types import Batch, Rollouts, batch_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What scores rollouts, itself a `Score`.
+    """A `Score` made of reward functions and a reward model.
 
     Attributes:
         functions: gives all scores, or those to which `model` adds. A reward model that scores alone stands here, too.
@@ -42,7 +42,7 @@ class Scoring:
 
 
 def scorer(run: Run) -> Scoring:
-    """How rollouts are scored; a reward model joins the run."""
+    """Return what scores the run's rollouts; a reward model joins the run."""
     parts = run.inputs.rewards
     by_function, by_model = bool(functions_of(parts)), next((part for part in parts if part.by_model), None)
     judged: Score = run.score
@@ -57,19 +57,19 @@ def scorer(run: Run) -> Scoring:
 
 
 def add_part(rollouts: Rollouts, *, part: Part, judged: Score) -> Rollouts:
-    """The same rollouts with a reward model's part in the scores of those that have one and that it applies to.
+    """Add a reward model's part to the scores of the rollouts that have one and that it applies to.
 
     Args:
         judged: gives the model's scores.
     """
-    asked = [i for i, one in enumerate(rollouts) if one.reward is not None and part.applies_to(one.prompt.data_source)]
-    if not asked:
+    places = [i for i, r in enumerate(rollouts) if r.reward is not None and part.applies_to(r.prompt.data_source)]
+    if not places:
         return rollouts
     rewards, parts = list(rollouts.rewards), [rollout.parts for rollout in rollouts]
-    for i, one in zip(asked, judged(rollouts.of(rollouts[i] for i in asked)).rewards, strict=True):
+    for i, score in zip(places, judged(rollouts.of(rollouts[i] for i in places)).rewards, strict=True):
         before = rewards[i]
-        assert before is not None and one is not None
-        rewards[i], parts[i] = before + part.weight * one, {**parts[i], f"part/{part.label}": one}
+        assert before is not None and score is not None
+        rewards[i], parts[i] = before + part.weight * score, {**parts[i], f"part/{part.label}": score}
     return rollouts.scored(rewards, parts)
 
 
@@ -78,7 +78,7 @@ def _tokenizer(run: Run, folder: str) -> Tokenizer:
 
 
 def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tokenizer | None) -> Rollouts:
-    """The same rollouts with the model's scores of prompt and response, as `rewards`.
+    """Score prompt and response of each rollout by the model; returns the rollouts with these `rewards`.
 
     Args:
         tokenizer: the model's, if it is another than the policy's: texts are then encoded anew.
@@ -99,7 +99,7 @@ def score_by_model(rollouts: Rollouts, *, run: Run, judge: Judge, tokenizer: Tok
 
 
 def encoded_anew(rollouts: Rollouts, inputs: Inputs, world: World, tokenizer: Tokenizer) -> Batch:
-    """Prompts and responses in the tokens, and the chat template, of another tokenizer; the same on every rank.
+    """Encode prompts and responses with another tokenizer and its chat template; the same on every rank.
 
     Every rank encodes every world-size-th of them.
     """

@@ -1,4 +1,4 @@
-"""What responses near their greatest length lose."""
+"""Penalties of responses near their greatest length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.types import Rollouts
 
 
 def overlong_penalties(rollouts: Rollouts, config: Config) -> list[float]:
-    """`soft_overlong_penalty` of each rollout, as `reward.overlong_buffer` says; 0 where it is off.
+    """Compute `soft_overlong_penalty` of each rollout, as `reward.overlong_buffer` says; 0 where it is off.
 
     All parts of a response have that of the longest.
     """

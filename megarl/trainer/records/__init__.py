@@ -1,1 +1,1 @@
-"""What a run tells: metrics, progress, samples, timeline, memory."""
+"""Records of a run: metrics, progress, samples, timeline, memory."""

@@ -1,4 +1,4 @@
-"""What the first step of a run tells about its settings."""
+"""Remarks on a run's settings after its first step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.types import Rollouts
 
 
 def remarks_on(rollouts: Rollouts, inputs: Inputs) -> Iterator[str]:
-    """Lines on rollouts from which nothing can be learnt, with what to look at."""
+    """Yield a line for each reason why nothing can be learnt from the rollouts, with what to look at."""
     if all(rollout.finish_reason == "length" for rollout in rollouts):
         limit = inputs.config.data.max_response_length
         yield (

@@ -45,7 +45,7 @@ class MemoryReport:
                 self._report.say(f"warning: if the estimates are right, {line}")
 
     def _write(self) -> None:
-        """The prediction, into the run's folder."""
+        """Write the prediction into the run's folder."""
         assert self._accelerator
         if self._world.rank == 0:
             try:
@@ -54,13 +54,13 @@ class MemoryReport:
                 self._report.warn(f"the predicted memory is not written: {e}")
 
     def measured(self, ranks: Sequence[Mapping[str, int]]) -> dict[str, float]:
-        """Metrics of a step; every rank calls it.
+        """Return the metrics of a step; every rank calls it.
 
         Prints those of the second step that updates the policy, on its own responses if it generates, beside the
         prediction: Adam's moments come with the first update, and a warm-up's sequences may be short.
 
         Args:
-            ranks: what each rank told: bytes in use at most, by phase.
+            ranks: the most bytes in use, by phase, of each rank.
 
         Returns:
             `memory/{phase}_gib`: of the rank that used most.

@@ -1,4 +1,4 @@
-"""How fast a step went, how well the GPUs were used, and which rank held the others up."""
+"""Metrics of speed: how fast a step went, how well the GPUs were used, and which rank held the others up."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _OF_MFU = (Phase.LOG_PROBS, Phase.UPDATE)
 
 
 class OfRank(NamedTuple):
-    """What one rank tells the others of its step: seconds of work by phase, without what it waited for others; seconds
-    until responses were finished; its GPU's counters."""
+    """A rank's measurements of a step: seconds of work by phase, without those that it waited for others; seconds until
+    responses were finished; its GPU's counters."""
 
     work: dict[str, float]
     latencies: list[float]
@@ -34,7 +34,7 @@ class OfRank(NamedTuple):
 
 
 class Pace:
-    """Makes metrics of what each rank measured by itself."""
+    """Turns the measurements of all ranks into metrics."""
 
     def __init__(self, arch: Architecture, world: World, dtype: str) -> None:
         """
@@ -52,7 +52,7 @@ class Pace:
         self._flops, self._sequences = 0.0, 0
 
     def passed(self, batch: Batch, passes: float) -> None:
-        """The actor's model computed with a batch.
+        """Count a batch that the actor's model computed with.
 
         Args:
             passes: over all of it, a forward one being 1 and a forward and backward one 3. Recomputation is none.
@@ -63,7 +63,7 @@ class Pace:
             self._flops += passes * flops_of_sequences(self._arch, self._parameters, tokens, squares)
 
     def own(self, seconds: Mapping[str, float], waits: Sequence[Wait], speed: Speed | None) -> OfRank:
-        """This rank's part of a step, for all of them.
+        """Return this rank's measurements of a step, to be gathered.
 
         Args:
             seconds, waits: by phase, and among them those for other ranks, on this rank.
@@ -81,21 +81,21 @@ class Pace:
     def collect(
         self, ranks: Sequence[OfRank], seconds: Mapping[str, float], speed: Speed | None
     ) -> tuple[dict[str, float], int]:
-        """Metrics of a step, and how many sequences it trained on; what is counted begins again from nothing.
+        """Return the metrics of a step, and how many sequences it trained on; counting begins anew.
 
         Args:
-            ranks: what all of them told.
+            ranks: the measurements of all ranks.
             seconds, speed: as of `own`.
         """
-        found = {
+        metrics = {
             **self._mfu(seconds),
             **(_speed_metrics(speed, len(ranks)) if speed else {}),
-            **_latencies([one for rank in ranks for one in rank.latencies]),
+            **_latencies([seconds for rank in ranks for seconds in rank.latencies]),
             **stragglers([rank.work for rank in ranks]),
             **gpu_metrics([rank.gpu for rank in ranks]),
         }
         sequences, self._sequences, self._flops = self._sequences, 0, 0.0
-        return found, sequences
+        return metrics, sequences
 
     def close(self) -> None:
         if self._gpu is not None:
@@ -109,7 +109,8 @@ class Pace:
 
 
 def stragglers(work: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The slowest rank of the step and of each phase, and its seconds beyond the median rank's; nothing of one rank.
+    """Return the slowest rank of the step and of each phase, and its seconds beyond the median rank's; nothing of one
+    rank.
 
     Args:
         work: seconds by phase of each rank, without what it waited for others.
@@ -117,12 +118,12 @@ def stragglers(work: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if len(work) < 2:
         return {}
     whole = [sum(of_rank.values()) for of_rank in work]
-    found = {"straggler/rank": float(whole.index(max(whole))), "straggler/excess_s": max(whole) - median(whole)}
+    metrics = {"straggler/rank": float(whole.index(max(whole))), "straggler/excess_s": max(whole) - median(whole)}
     for phase in dict.fromkeys(phase for of_rank in work for phase in of_rank):
         seconds = [of_rank.get(phase, 0.0) for of_rank in work]
-        found[f"straggler/{phase}_rank"] = float(seconds.index(max(seconds)))
-        found[f"straggler/{phase}_excess_s"] = max(seconds) - median(seconds)
-    return found
+        metrics[f"straggler/{phase}_rank"] = float(seconds.index(max(seconds)))
+        metrics[f"straggler/{phase}_excess_s"] = max(seconds) - median(seconds)
+    return metrics
 
 
 def _speed_metrics(speed: Speed, ranks: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a run tells the outside: progress, metric files, sample rollouts, the learning curve. Rank 0 only."""
+"""The report of a run: progress, metric files, sample rollouts, the learning curve. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megarl.telemetry.sinks.jsonl import METRICS_FILE
 from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.shown_rollouts import ShownRollouts
-from megarl.trainer.resuming.run_folder import HeldFolder
+from megarl.trainer.run_folder import HeldFolder
 from megarl.types import Batch, Rollouts
 
 
 class Report:
-    """Silent on every rank but the first. It speaks at once, and writes files from `begin` on."""
+    """Speaks on the first rank, and writes files there from `begin` on. Silent on every other rank."""
 
     def __init__(self, inputs: Inputs, *, rank: int, first_step: int | None) -> None:
         """
@@ -48,7 +48,9 @@ class Report:
         self._began = self._since = time.perf_counter()
 
     def begin(self) -> None:
-        """Nothing can refuse the run any more: cut what earlier processes wrote of the steps that come, and go on."""
+        """Open the files of the run, and cut what earlier processes wrote of the steps that come. Nothing can refuse
+        the run
+        any more."""
         if self._speaks and os.path.isdir(self._trainer.run_dir):
             self._folder = HeldFolder(self._trainer.run_dir)
         self._open(self._first_step)
@@ -58,18 +60,18 @@ class Report:
         self._began = self._since = time.perf_counter()
 
     def folder_problem(self) -> str | None:
-        """What to say of a run folder that has gone, on the first rank; nothing is written into what is there now."""
+        """Return, on the first rank, a line if the run's folder has gone; nothing is written into what is there now."""
         return self._folder.problem() if self._folder is not None else None
 
     def rewind(self, first_step: int) -> None:
-        """The run goes back: `first_step` (at most 0 in a warm-up) comes next, and what is there of it is dropped."""
+        """Drop what is written of `first_step` (at most 0 in a warm-up) and later ones: the run goes back."""
         staying = [sink for sink in self._sinks if getattr(sink, "append_only", False)]
         self._close_sinks([sink for sink in self._sinks if sink not in staying])
         self._open(first_step, staying)
 
     @contextmanager
     def progress(self, name: str, total: int, done: int = 0) -> Iterator[None]:
-        """A progress bar over the `total` steps of a loop."""
+        """Show a progress bar over the `total` steps of a loop."""
         self._since = time.perf_counter()
         if not self._speaks or "console" not in self._trainer.logger:
             yield
@@ -81,7 +83,7 @@ class Report:
             self._progress = None
 
     def say(self, text: str) -> None:
-        """A line on the console, above the progress."""
+        """Print a line on the console, above the progress."""
         if not self._speaks or "console" not in self._trainer.logger:
             return
         if self._progress is not None:
@@ -90,7 +92,7 @@ class Report:
             print(text, flush=True)
 
     def warn(self, text: str) -> None:
-        """A line that is shown even where the console has no progress."""
+        """Print a warning, even where the console shows no progress."""
         if not self._speaks:
             return
         if self._progress is not None:
@@ -99,7 +101,7 @@ class Report:
             print(f"megarl: warning: {text}", file=sys.stderr, flush=True)
 
     def show(self, table: Table) -> None:
-        """A table on the console, above the progress."""
+        """Print a table on the console, above the progress."""
         if not self._speaks or "console" not in self._trainer.logger:
             return
         if self._progress is not None:
@@ -110,7 +112,7 @@ class Report:
     def step(
         self, row: int, metrics: Mapping[str, float], seconds: Mapping[str, float], sequences: int = 0
     ) -> dict[str, float]:
-        """A step, under its number in the metric files; a supervised warm-up's are those up to 0.
+        """Write a step under its number in the metric files; those of a supervised warm-up are at most 0.
 
         Args:
             seconds: by phase.
@@ -131,7 +133,7 @@ class Report:
         return {**metrics, **timing}
 
     def samples(self, step: int, rollouts: Rollouts) -> None:
-        """Some of the step's rollouts, as text."""
+        """Write some of the step's rollouts as text."""
         if not self._speaks or not self._trainer.log_rollouts or self.folder_problem():
             return
         self._pieces = self._pieces or Pieces(self._inputs.tokenizer)
@@ -143,8 +145,12 @@ class Report:
                     sink.rollouts(step, shown.samples())
 
     def trained_on(self, batch: Batch) -> None:
-        """The batch that was made of the rollouts of the last `samples`, with what was computed of its tokens: their
-        log-probabilities and advantages are written beside the samples. A step that ends before leaves them without."""
+        """Write log-probabilities and advantages beside the samples. A step that ends before leaves the samples
+        without.
+
+        Args:
+            batch: made of the rollouts of the last `samples`.
+        """
         shown, self._shown = self._shown, None
         if shown is not None and not self.folder_problem():
             self._write_samples(shown, batch)
@@ -157,14 +163,14 @@ class Report:
             self.warn(f"the sample rollouts of step {shown.step} are not written: {e}")
 
     def artifact(self, path: str) -> None:
-        """A file or folder that the run has written, for the sinks that note such things."""
+        """Tell the sinks that note artifacts of a file or folder that the run has written."""
         for sink in self._sinks:
             if isinstance(sink, TakesArtifacts):
                 with self._told_once(sink, path):
                     sink.artifact(path)
 
     def validation(self, step: int, records: Sequence[Record]) -> None:
-        """All responses of a validation, in `validation/step_000012.jsonl`."""
+        """Write all responses of a validation into `validation/step_000012.jsonl`."""
         if not self._speaks or not self._trainer.log_rollouts or self.folder_problem():
             return
         path = os.path.join(self._trainer.run_dir, "validation", f"step_{step:06d}.jsonl")
@@ -176,7 +182,7 @@ class Report:
 
     @contextmanager
     def counting(self, total: int, description: str) -> Iterator[Callable[[], None]]:
-        """Yields what to call for each of so many things that are done."""
+        """Show how many of `total` things are done; yields what to call for each of them."""
         if not self._speaks or "console" not in self._trainer.logger:
             yield lambda: None
             return
@@ -184,7 +190,7 @@ class Report:
             yield counting.one_more
 
     def close(self) -> None:
-        """Flush the metric files and draw the learning curve from them. A finished run fails at nothing here."""
+        """Close the metric files and draw the learning curve. A finished run fails at nothing here."""
         folder, self._folder = self._folder, None
         if folder is not None:
             gone = folder.problem()
@@ -236,7 +242,8 @@ class Report:
 
     @contextmanager
     def _told_once(self, sink: Sink, what: str) -> Iterator[None]:
-        """A sink that fails is no reason to stop. Of a file a person is told again if it was writable in between."""
+        """Warn once of a sink that fails: it is no reason to stop. A file that was writable in between is warned of
+        again."""
         try:
             yield
         except Exception as e:  # a user's class, or a library, can fail in any way
@@ -253,5 +260,5 @@ class Report:
 
 
 def title_of(loop: str) -> str:
-    """What people call a loop of a flow."""
+    """Return what people call a loop of a flow."""
     return {"rl": "RL", "warmup": "warm-up", "train": "training"}.get(loop, loop)

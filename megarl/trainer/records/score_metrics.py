@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megarl.rewards.judge import Failure, Scored
+from megarl.rewards.results import Failure, Scored
 from megarl.trainer.records.step_metrics import quantile
 from megarl.types import Rollouts
 

@@ -1,4 +1,4 @@
-"""The rollouts of a step that a person can look at, with what is known of their tokens."""
+"""Rollouts of a step as a person looks at them, with columns for their tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.types import Batch, Rollout, Rollouts
 
 
 class ShownRollouts:
-    """Some of a step's rollouts.
+    """Some of the rollouts of a step.
 
     Attributes:
-        step: whose they are.
+        step: its number.
     """
 
     def __init__(self, step: int, rollouts: Rollouts, wanted: int, pieces: Pieces) -> None:
@@ -29,10 +29,10 @@ class ShownRollouts:
         self._chosen = [(i, rollouts[i]) for i in chosen(rollouts.groups, wanted)]
 
     def samples(self, batch: Batch | None = None) -> list[Sample]:
-        """As text.
+        """Return the rollouts as text.
 
         Args:
-            batch: which was made of the rollouts: then with the columns of their tokens.
+            batch: made of the rollouts; adds the columns of their tokens.
         """
         if batch is None:
             return self._texts
@@ -43,18 +43,17 @@ class ShownRollouts:
 
     @cached_property
     def _texts(self) -> list[Sample]:
-        asked = {
+        distinct = {
             rollout.prompt.token_ids for _, rollout in self._chosen
-        }  # not the row's where a conversation began anew
-        prompts = {token_ids: self._tokenizer.decode(token_ids) for token_ids in asked}
+        }  # not by row: a conversation may begin anew
+        prompts = {token_ids: self._tokenizer.decode(token_ids) for token_ids in distinct}
         return [self._sample(rollout, prompts[rollout.prompt.token_ids]) for _, rollout in self._chosen]
 
     def _sample(self, rollout: Rollout, prompt: str) -> Sample:
         decode, turns, turn_lengths, error = self._tokenizer.decode, None, None, None
         if rollout.episode is not None:
-            said = rollout.turns
-            turns = tuple(("policy" if own else "environment", decode(token_ids)) for own, token_ids in said)
-            turn_lengths, error = tuple(len(token_ids) for _, token_ids in said), rollout.episode.error
+            turns = tuple(("policy" if drawn else "environment", decode(ids)) for drawn, ids in rollout.turns)
+            turn_lengths, error = tuple(len(ids) for _, ids in rollout.turns), rollout.episode.error
         return Sample(
             prompt=prompt,
             response=decode(rollout.token_ids),
@@ -74,21 +73,21 @@ class ShownRollouts:
 
     def _tokens(self, place: int, rollout: Rollout, batch: Batch) -> TokenColumns:
         stop = int(batch.cu_seqlens[place + 1])
-        own = slice(stop - len(rollout.token_ids), stop)
+        response = slice(stop - len(rollout.token_ids), stop)
         trained, drawn = batch.old_logp, batch.rollout_logp
         logp, gap = drawn if trained is None else trained, None
         if trained is not None and drawn is not None:
-            gap = torch.where(batch.response_mask[own], trained[own] - drawn[own], 0.0)
+            gap = torch.where(batch.response_mask[response], trained[response] - drawn[response], 0.0)
         return TokenColumns(
             texts=self._pieces.of(rollout.token_ids),
-            logp=None if logp is None else _numbers(logp[own]),
-            advantage=None if batch.advantages is None else _numbers(batch.advantages[own]),
+            logp=None if logp is None else _numbers(logp[response]),
+            advantage=None if batch.advantages is None else _numbers(batch.advantages[response]),
             gap=None if gap is None else _numbers(gap),
         )
 
 
 def _numbers(column: torch.Tensor) -> list[float | None]:
-    """To four digits after the point; None where it is no finite number."""
+    """Round to four digits after the point; None for a number that is not finite."""
     rounded = column.double().round(decimals=4) + 0.0  # -0.0 is longer
     return [value if math.isfinite(value) else None for value in rounded.tolist()]
 

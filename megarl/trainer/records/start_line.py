@@ -12,14 +12,14 @@ from megarl.trainer.layouts import generation_layout, train_layout
 
 
 def start_line(inputs: Inputs, world: World, trained: Sequence[TrainedModel], generations: Sequence[Generation]) -> str:
-    """For people, when everything is built that the first loop needs."""
-    train, generation = train_layout(inputs.config), generation_layout(inputs.config)
+    """Write the first line of a run, when everything is built that the first loop needs."""
+    train, engine = train_layout(inputs.config), generation_layout(inputs.config)
     layouts = f"training {train}"
     if generations:
-        layouts += f", generation TP{generation.tp} x {generation.replicas} replicas"
+        layouts += f", generation TP{engine.tp} x {engine.replicas} replicas"
     parts = [f"{layouts} on {train.size} {world.device.type} ranks"]
     if trained:
-        engines = "".join(_engine(inputs, one) for one in generations)
+        engines = "".join(_engine(inputs, generation) for generation in generations)
         parts.append(f"{inputs.arch.family} with {trained[0].kernels}{engines}")
     if generations:
         strings = "".join(f", {text!r}" for text in inputs.config.actor_rollout_ref.rollout.stop)

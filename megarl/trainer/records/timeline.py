@@ -1,4 +1,4 @@
-"""When each rank was in which phase, on one time axis: told at the end of each step, written by rank 0."""
+"""The timeline of a run: when each rank was in which phase, gathered at the end of each step, written by rank 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from megarl.config.trainer import Trainer
+from megarl.config.trainer import TrainerConfig
 from megarl.parallel.watch import Wait
 from megarl.parallel.world import World
 from megarl.phases import Phase
@@ -34,7 +34,7 @@ class Timeline:
     millisecond. Times are counted from there: the hosts' clocks need not agree.
     """
 
-    def __init__(self, trainer: Trainer, world: World, warn: Callable[[str], None]) -> None:
+    def __init__(self, trainer: TrainerConfig, world: World, warn: Callable[[str], None]) -> None:
         self._world, self._warn = world, warn
         self._on = "jsonl" in trainer.logger
         self._file = SpanFile(trainer.run_dir) if self._on and world.rank == 0 else None
@@ -42,14 +42,14 @@ class Timeline:
         self._began = self._began_at = 0.0
 
     def begin(self) -> None:
-        """The first step begins: now, on all ranks. What they have waited for until now is of no step."""
+        """Begin the first step, on all ranks. Their waits until now belong to no step."""
         if self._on:
             self._world.barrier("the beginning of the timeline")
             self._began, self._began_at = time.perf_counter(), time.time()
         self._world.watch.collect_waits()
 
     def own(self, spans: Sequence[Span], waits: Sequence[Wait]) -> Told:
-        """What this rank timed since the last step, and its waits for other ranks, to be gathered."""
+        """Return the spans that this rank timed since the last step, and its waits for other ranks, to be gathered."""
         if not self._on:
             return []
         least = _SHORTEST_WAIT if self._world.size > 1 else math.inf  # alone: what an agreement takes
@@ -60,11 +60,11 @@ class Timeline:
         return [(_PLACES.get(phase, phase), round(start - self._began, 4), round(s, 4)) for phase, start, s in known]
 
     def step(self, row: int, loop: str, ranks: Sequence[Told]) -> None:
-        """A step begins where the last one ends: now.
+        """Write the step that ends now; the next one begins.
 
         Args:
             row: the step's number in the metric files.
-            ranks: what all of them told.
+            ranks: the spans of all ranks.
         """
         if not self._on:
             return
@@ -80,11 +80,11 @@ class Timeline:
             self._unwritten = True
 
     def rewind(self) -> None:
-        """The run goes back: what is there of the step that comes next, and of later ones, is dropped."""
+        """Drop what is written of the step that comes next and of later ones: the run goes back."""
         self.close()
 
     def close(self) -> None:
-        """Steps that could not be written are lost."""
+        """Close the file. Steps that could not be written are lost."""
         if self._file is not None:
             try:
                 self._file.close()
@@ -93,9 +93,9 @@ class Timeline:
 
 
 def _with_places(ranks: Sequence[Told]) -> tuple[Sequence[str], list[RankSpans]]:
-    """The phases' names, a flow's own after the others, and the spans with their places among them."""
-    own = sorted({phase for spans in ranks for phase, _, _ in spans if isinstance(phase, str)})
-    names = (*_NAMES, *own)
+    """Return the names of the phases, a flow's own last, and the spans with their places among the names."""
+    of_flow = sorted({phase for spans in ranks for phase, _, _ in spans if isinstance(phase, str)})
+    names = (*_NAMES, *of_flow)
 
     def place(phase: int | str) -> int:
         return names.index(phase) if isinstance(phase, str) else phase

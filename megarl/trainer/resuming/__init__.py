@@ -1,1 +1,1 @@
-"""Where a run begins, what it saves, and whether it may go on."""
+"""Chooses the beginning of a run, saves checkpoints, and decides whether a run may use its folder."""

@@ -1,9 +1,9 @@
-"""The checkpoint whose validation was best, by `trainer.best_metric`.
+"""Finds and marks the checkpoint with the best validation, by `trainer.best_metric`.
 
-Each checkpoint records the validation of its own step. The best one is the best of the checkpoints that are there, so
-that nothing can be wrong about it after a death between a checkpoint and the marker, a damaged checkpoint or a run that
-went back. A validation that is better than all of them is followed by a checkpoint, whatever `trainer.save_freq` says;
-that before the first step belongs to no checkpoint.
+Each checkpoint records the validation of its own step. The best one is searched among the checkpoints on the disk, so
+that it is right after a death between a checkpoint and the marker, with a damaged checkpoint, and in a run that went
+back. A better validation than all of theirs is followed by a checkpoint, whatever `trainer.save_freq` says; the
+validation before the first step belongs to no checkpoint.
 
 RUN/checkpoints/best.json   {"checkpoint": "global_step_12", "step": 12, "metric": "val/accuracy", "value": 0.75}
 """
@@ -33,15 +33,15 @@ class BestCheckpoint:
     """Knows the best checkpoint, and keeps the marker; does nothing without `trainer.best_metric`.
 
     Attributes:
-        folder: of the best checkpoint; None without one.
-        value: of its validation.
+        folder: folder of the best checkpoint; None without one.
+        value: its value of the metric.
     """
 
     def __init__(self, config: Config, world: World, position: Position) -> None:
         """Every rank calls it.
 
         Args:
-            position: where the run begins; later checkpoints are no part of it.
+            position: beginning of the run; later checkpoints are no part of it.
         """
         trainer = config.trainer
         self._trainer, self._world, self._always_alike = trainer, world, flow_kind(config).validates
@@ -49,11 +49,11 @@ class BestCheckpoint:
         self.folder: str | None = None
         self.value = math.nan
         if trainer.best_metric:
-            found = self._search(position) if world.rank == 0 else None
-            self.folder, self.value = world.broadcast(found or (None, math.nan), "the best checkpoint")
+            best = self._search(position) if world.rank == 0 else None
+            self.folder, self.value = world.broadcast(best or (None, math.nan), "the best checkpoint")
 
     def problem_with(self, validation: Mapping[str, float]) -> str | None:
-        """What to say of a validation that does not give the metric; a flow of the user's may have several kinds."""
+        """Say that a validation lacks the metric; a flow of the user's may have validations of several kinds."""
         metric = self._trainer.best_metric
         if not self._always_alike or not metric or metric in validation:
             return None
@@ -67,7 +67,7 @@ class BestCheckpoint:
         return bool(self._world.maximum(int(better), "the best checkpoint"))
 
     def saved(self, folder: str, validation: Mapping[str, float]) -> None:
-        """A checkpoint is written; every rank calls it."""
+        """Take note of a new checkpoint; every rank calls it."""
         if self.improved_by(validation):
             self.folder, self.value = folder, validation[self._trainer.best_metric]
             self.mark()
@@ -78,17 +78,17 @@ class BestCheckpoint:
         return value > self.value if self._trainer.best_mode == "max" else value < self.value
 
     def _search(self, position: Position) -> tuple[str, float] | None:
-        """The best whole checkpoint of the run's folder, the earliest of equal ones."""
-        found = None
-        for one in reversed(checkpoints(self._trainer.run_dir)):
-            if one.problem is None and one.position <= position:
-                value = one.state.get("validation", {}).get(self._trainer.best_metric)
+        """Find the best whole checkpoint of the run's folder, the earliest of equal ones."""
+        best = None
+        for checkpoint in reversed(checkpoints(self._trainer.run_dir)):
+            if checkpoint.problem is None and checkpoint.position <= position:
+                value = checkpoint.state.get("validation", {}).get(self._trainer.best_metric)
                 if isinstance(value, float) and self._better(value):
-                    self.folder, self.value = found = one.folder, value
-        return found
+                    self.folder, self.value = best = checkpoint.folder, value
+        return best
 
     def mark(self) -> None:
-        """Write the marker, or remove one that is out of date; rank 0 does."""
+        """Write the marker on rank 0, or remove an outdated one."""
         if self._world.rank or not self._trainer.best_metric:
             return
         if self.folder is None:
@@ -97,13 +97,13 @@ class BestCheckpoint:
             return
         name = os.path.basename(self.folder)
         loop, step = loop_and_step(name)
-        of = {"loop": loop, "metric": self._trainer.best_metric, "mode": self._trainer.best_mode}
+        chosen_by = {"loop": loop, "metric": self._trainer.best_metric, "mode": self._trainer.best_mode}
         with suppress(OSError):  # a full disk: the checkpoints say the same, and the next start writes it
-            write_json(self._marker, {"checkpoint": name, "step": step, **of, "value": self.value})
+            write_json(self._marker, {"checkpoint": name, "step": step, **chosen_by, "value": self.value})
 
 
 def best_checkpoint(run_dir: str) -> str:
-    """Folder of the checkpoint that the run's marker names; raises ValueError if there is none."""
+    """Read the folder of the best checkpoint from the run's marker. Raises ValueError if there is none."""
     marker = os.path.join(run_dir, "checkpoints", BEST_FILE)
     try:
         with open(marker, encoding="utf-8", opener=only_file) as f:
@@ -117,5 +117,5 @@ def best_checkpoint(run_dir: str) -> str:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """Those that JSON has."""
+    """Keep the finite values, which are those that JSON has."""
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}

@@ -1,4 +1,7 @@
-"""What makes a run the run that it is: recorded in its checkpoints, compared when one goes on, and between ranks."""
+"""Identifies a run by its model, data and settings.
+
+The identity is recorded in checkpoints and compared when a run goes on from one, and between ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,25 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.config import Config
+from megarl.config.secrets import without_secrets
 from megarl.data.examples import Example
 from megarl.data.prompts import PromptSet
 from megarl.flow_kinds import format_of, generates
+from megarl.trainer.digests import digest, file_digest, tokenizer_digest
+from megarl.trainer.inputs import Inputs
 from megarl.trainer.needs import needs_of
-from megarl.trainer.other_models import beside_the_policy
-from megarl.trainer.resuming.digests import digest, file_digest, tokenizer_digest
+from megarl.trainer.other_models import other_roles
 from megarl.types import Prompt
 
-if TYPE_CHECKING:
-    from megarl.trainer.inputs import Inputs
-
 Identity = dict[str, dict[str, Any]]
-"""Part of a run -> what it consists of, by name; JSON values."""
+"""Part of a run -> its values by key; JSON values."""
 
 
 def identity_of(inputs: Inputs) -> Identity:
-    """The parts that `trainer.resume_allow` names. Where files lie is no part of it, what they hold is."""
+    """Collect the parts that `trainer.resume_allow` names. Files count by their contents, not by their paths."""
     config, roles = inputs.config, inputs.config.actor_rollout_ref
     data, actor, rollout = config.data, roles.actor, roles.rollout
     if not generates(config):
@@ -64,7 +66,7 @@ def identity_of(inputs: Inputs) -> Identity:
 
 
 def _environment(config: Config) -> dict[str, Any]:
-    """What answers the policy, if anything does."""
+    """Settings of the environment that answers the policy, if one does."""
     settings = config.environment
     if not settings.answers:
         return {}
@@ -74,19 +76,19 @@ def _environment(config: Config) -> dict[str, Any]:
 
 
 def _data(inputs: Inputs) -> dict[str, Any]:
-    """The training prompts, and what their order depends on."""
+    """Training prompts, and the settings of their order."""
     data, prompts = inputs.config.data, inputs.train_prompts
-    said: dict[str, Any] = {"rows": len(prompts), "contents": rows_digest(prompts)}
+    values: dict[str, Any] = {"rows": len(prompts), "contents": rows_digest(prompts)}
     if data.weights:
-        said["data.weights"] = data.weights
+        values["data.weights"] = data.weights
     if data.curriculum:
         file = file_digest(data.curriculum.rpartition(":")[0])
-        said |= {"data.curriculum": "a function" if file else data.curriculum, "file": file}
-    return said
+        values |= {"data.curriculum": "a function" if file else data.curriculum, "file": file}
+    return values
 
 
 def _without_generation(inputs: Inputs) -> Identity:
-    """Of a run that learns from answers in its data: what belongs to generation and to rewards is no part of it."""
+    """Collect the parts of a run that learns from answers in its data, and so has no generation and no rewards."""
     data, preference = inputs.config.data, inputs.config.algorithm.preference
     return _as_read_back(
         {
@@ -119,84 +121,66 @@ def _of_every_run(inputs: Inputs) -> Identity:
 
 
 def _user_code(values: Mapping[str, str]) -> dict[str, str]:
-    """Digests of the files that keys name, path/to/file.py:function."""
-    found = {key: _code(value) for key, value in values.items()}
-    return {key: code for key, code in found.items() if code}
+    """Digests of the files in values of the form path/to/file.py:function."""
+    return {key: code for key, value in values.items() if (code := _code(value))}
 
 
 def _as_read_back(identity: Identity) -> Identity:
-    """No tuples."""
-    plain: Identity = json.loads(json.dumps(identity))
-    return plain
-
-
-def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()) -> dict[str, str]:
-    """Part -> how it differs, in words, of the parts that both have."""
-    recorded, found = _as_recorded_now(recorded, now), {}
-    for part in recorded.keys() & now.keys() - set(ignore):
-        old, new = recorded[part], now[part]
-        changed = [key for key in (*old, *(k for k in new if k not in old)) if old.get(key) != new.get(key)]
-        if changed:
-            found[part] = ", ".join(_change(key, old.get(key), new.get(key)) for key in changed[:4])
-            if len(changed) > 4:
-                found[part] += f" and {len(changed) - 4} more"
-    return {part: found[part] for part in now if part in found}
-
-
-def _as_recorded_now(recorded: Identity, now: Identity) -> Identity:
-    """Keys that were not recorded then had their defaults, or are as now; an architecture once said only whether its
-    output layer is the embedding."""
-    recorded = dict(recorded)
-    if "algorithm" in recorded:
-        defaults = {key: value for key, value in _algorithm(Config()).items() if key in now.get("algorithm", {})}
-        recorded["algorithm"] = {**defaults, **recorded["algorithm"]}
-    if "data.gen_batch_size" in now.get("batch", {}) and "batch" in recorded:  # the sampler has recorded it
-        recorded["batch"] = {"data.gen_batch_size": now["batch"]["data.gen_batch_size"], **recorded["batch"]}
-    model = dict(recorded.get("model", {}))
-    if "tie_word_embeddings" in model:
-        output = "tied" if model.pop("tie_word_embeddings") else "lm"
-        recorded["model"] = {**model, "output": output}
+    """Return the identity as a checkpoint gives it back: in JSON's types, and without secrets."""
+    recorded: Identity = json.loads(json.dumps({part: without_secrets(values) for part, values in identity.items()}))
     return recorded
 
 
+def differences(recorded: Identity, now: Identity, *, ignore: Iterable[str] = ()) -> dict[str, str]:
+    """Describe how each part differs that both identities have: {"seed": "data.seed 1 -> 2"}."""
+    texts = {}
+    for part, new in now.items():
+        if part in recorded and part not in ignore:
+            old = recorded[part]
+            changed = [key for key in (*old, *(k for k in new if k not in old)) if old.get(key) != new.get(key)]
+            if changed:
+                more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+                texts[part] = ", ".join(_change(key, old.get(key), new.get(key)) for key in changed[:4]) + more
+    return texts
+
+
 def _other_models(config: Config) -> dict[str, Any]:
-    """The critic, whose state is in the checkpoint, and the models that scores and targets come from."""
-    found = {}
-    for beside in beside_the_policy(config, needs_of(config)):
-        model = beside.model
+    """Files of the critic, whose state is in the checkpoint, and of the models that give scores and targets."""
+    files = {}
+    for other in other_roles(config, needs_of(config)):
+        model = other.model
         file = os.path.join(model.path, "config.json")
-        found[beside.role] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
-    return found
+        files[other.name] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
+    return files
 
 
 def _reward(config: Config) -> dict[str, Any]:
-    """What decides on scores. A key that is not used is left out, as in checkpoints from before there was one."""
+    """Settings that decide on scores. Unused keys are left out: recorded identities have none of them."""
     reward = config.reward
-    found: dict[str, Any] = {"reward.name": reward.name, "file": _code(reward.name)}
-    found |= _flat(reward.args, "reward.args.")
+    values: dict[str, Any] = {"reward.name": reward.name, "file": _code(reward.name)}
+    values |= _flat(reward.args, "reward.args.")
     if reward.batch_size is not None:
-        found["reward.batch_size"] = reward.batch_size
+        values["reward.batch_size"] = reward.batch_size
     for label, part in reward.parts.items():
         key = f"reward.parts.{label}"
-        found |= {f"{key}.name": part.name, f"{key}.weight": part.weight, **_flat(part.args, f"{key}.args.")}
+        values |= {f"{key}.name": part.name, f"{key}.weight": part.weight, **_flat(part.args, f"{key}.args.")}
         if part.data_sources:
-            found |= {f"{key}.data_sources": sorted(part.data_sources), "data.source_key": config.data.source_key}
-        if digest := _code(part.name):
-            found[f"{key}.file"] = digest
-    return found
+            values |= {f"{key}.data_sources": sorted(part.data_sources), "data.source_key": config.data.source_key}
+        values |= _user_code({f"{key}.file": part.name})
+    return values
 
 
 def _code(name: str) -> str | None:
-    """The digest of the file in path/to/file.py:function."""
+    """Digest of the file in path/to/file.py:function; None for another name."""
     return file_digest(name.rpartition(":")[0])
 
 
 def _algorithm(config: Config) -> dict[str, Any]:
-    """What decides on advantages and loss."""
+    """Settings that decide on advantages and loss."""
     actor = config.actor_rollout_ref.actor
     loss = ("clip_low", "clip_high", "clip_ratio_c", "loss_agg_mode", "entropy_coeff", "use_kl_loss")
     kl_loss = ("kl_loss_coef", "kl_loss_type") if actor.use_kl_loss else ()
-    values = {
+    return {
         **_flat(config.algorithm.model_dump(), "algorithm."),
         **{f"actor.{key}": getattr(actor, key) for key in (*loss, *kl_loss)},
         **_flat(actor.policy_loss.model_dump(), "actor.policy_loss."),
@@ -206,8 +190,6 @@ def _algorithm(config: Config) -> dict[str, Any]:
         **{f"critic.{key}": getattr(config.critic, key) for key in ("cliprange_value", "lam", "loss_agg_mode")},
         **{f"critic.{key}": getattr(config.critic, key) for key in ("ppo_mini_batch_size", "ppo_epochs")},
     }
-    plain: dict[str, Any] = json.loads(json.dumps(values))
-    return plain
 
 
 def configuration_digest(config: Config) -> str:
@@ -215,36 +197,25 @@ def configuration_digest(config: Config) -> str:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """Of token ids and rows, in order."""
+    """Digest of token ids and rows, in order."""
     return digest(
         json.dumps([prompt.token_ids, prompt.row], sort_keys=True, default=str).encode() for prompt in prompts
     )
 
 
 def rows_digest(prompts: Sequence[Prompt]) -> str:
-    """The same from what is known of rows that lie on disk: "rows " before it, since it is another one."""
+    """Digest of prompts; for rows that lie on disk it is that of their index, after the word "rows "."""
     return f"rows {prompts.digest}" if isinstance(prompts, PromptSet) else prompts_digest(prompts)
 
 
-def as_recorded_before(identity: Identity, recorded: Identity, inputs: Inputs) -> Identity:
-    """The identity as a checkpoint has it whose rows were digested with their tokens; that takes a look at each."""
-    then, prompts = recorded.get("data", {}).get("contents", ""), inputs.train_prompts
-    if not isinstance(prompts, PromptSet) or then.startswith("rows "):
-        return identity
-    if recorded["data"].get("rows") != len(prompts):
-        return identity
-    return {**identity, "data": {**identity["data"], "contents": prompts_digest(prompts)}}
-
-
 def examples_digest(examples: Sequence[Example]) -> str:
-    """Of token ids, in order; and of what pairs and labels add to them."""
-    return digest(json.dumps(_recorded(example)).encode() for example in examples)
+    """Digest of token ids, pairs and labels, in order. A prompt with one answer and no label counts as these alone."""
 
+    def recorded(example: Example) -> Any:
+        (first, *more), label = example.sequences, example.label
+        return [*example.sequences, label] if more or label else first
 
-def _recorded(example: Example) -> Any:
-    """A prompt with its answer is recorded as the two alone."""
-    (first, *more), label = example.sequences, example.label
-    return [*example.sequences, label] if more or label else first
+    return digest(json.dumps(recorded(example)).encode() for example in examples)
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,13 +1,11 @@
-"""The model's Hugging Face files within a checkpoint: what other programs need to use it."""
+"""Writes the model's Hugging Face files into a checkpoint, for other programs."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from megarl.checkpoint.agreement import on_every_rank
+from megarl.checkpoint.agreement import on_every_rank, on_first_rank
 from megarl.checkpoint.export_huggingface import export_weights
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
@@ -21,12 +19,12 @@ if TYPE_CHECKING:  # checks of a run do without Megatron-Core
 
 
 def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str) -> None:
-    """Configuration and tokenizer into a checkpoint's folder; on request `huggingface/`, with the weights, too.
+    """Write configuration and tokenizer into a checkpoint's folder; on request `huggingface/`, with the weights, too.
 
-    Every rank calls it. Raises RankFailed, on all of them, if one cannot write.
+    Every rank calls it. Raises RankFailed on all ranks if one cannot write.
 
     Args:
-        trained: whose weights these are, an actor or a reward model; None writes nothing.
+        trained: the actor or reward model to export; None writes nothing.
     """
     if trained is None:
         return
@@ -36,24 +34,23 @@ def write_model_files(inputs: Inputs, trained: MegatronModel | None, folder: str
     world = trained.groups.world
 
     def copy() -> None:
-        if dist.get_rank() == 0:
-            ids = token_ids(model.path, tokenizer, inputs.tokenizer, inputs.stop_tokens)
-            copy_model_files(model.path, tokenizer, folder, token_ids=ids)
-            keep_tokenizer(model.path, tokenizer, folder)
-            if config.checkpoint.save_hf:
-                os.makedirs(huggingface)
-                write_exported_files(inputs, huggingface, classifier=trained.kind.scalar)
+        ids = token_ids(model.path, tokenizer, inputs.tokenizer, inputs.stop_tokens)
+        copy_model_files(model.path, tokenizer, folder, token_ids=ids)
+        keep_tokenizer(model.path, tokenizer, folder)
+        if config.checkpoint.save_hf:
+            os.makedirs(huggingface)
+            write_exported_files(inputs, huggingface, classifier=trained.kind.scalar)
 
-    on_every_rank(world, copy)
+    on_first_rank(world, copy)
     if config.checkpoint.save_hf:
         on_every_rank(world, lambda: _export(trained, huggingface))
 
 
 def write_exported_files(inputs: Inputs, folder: str, *, classifier: bool = False) -> list[str]:
-    """All but the weights of `huggingface/` into an empty folder; returns remarks.
+    """Write all files of `huggingface/` but the weights into an empty folder; returns remarks.
 
     Raises:
-        OSError: it cannot be written, or would not be read as the model was trained.
+        OSError: they cannot be written, or would not be read as the model was trained.
     """
     model = inputs.config.actor_rollout_ref.model
     try:
@@ -66,11 +63,11 @@ def write_exported_files(inputs: Inputs, folder: str, *, classifier: bool = Fals
             classifier=classifier,
         )
     except ValueError as e:
-        raise OSError(str(e)) from e  # as a full disk: it is said, and the run goes on
+        raise OSError(str(e)) from e  # as on a full disk, the run warns and goes on
 
 
 def _export(model: MegatronModel, folder: str) -> None:
-    """The ranks of the first copy of the model write its weights."""
+    """Write the weights, on the ranks of the first copy of the model."""
     layout = model.groups.layout
     ranks = layout.model_ranks(0)
     if model.groups.world.rank in ranks:

@@ -1,0 +1,237 @@
+"""Episodes of agents: programs with a loop of their own, which ask an endpoint for what the policy says."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from megarl.environments.agent_process import NO_AGENT, Job, Outcome
+from megarl.environments.agent_workers import GRACE, AgentWorker
+from megarl.environments.endpoint import Endpoint, Waiting
+from megarl.environments.environment_episodes import Rules
+from megarl.environments.episodes import Orders, Played
+from megarl.environments.sessions import Session
+from megarl.environments.speech import Speech
+from megarl.rewards.results import RewardError
+from megarl.rollout.engine import Request
+from megarl.types import Completion, Rollout, SamplingParams
+
+_WAIT = 1.0  # seconds that the other ranks wait at most before they hear that nothing was decided
+_STARTING = 300.0  # seconds that importing an agent may take, where files are slow and many begin at once
+_GRACE = 3.0  # seconds over its time until an agent that does not let its event loop run is ended with its process
+
+_Event = Waiting | tuple[AgentWorker, Outcome | None]
+
+
+class Agents:
+    """Owns the endpoint and the processes of a replica, on its first rank; both begin with the first episode.
+
+    Args:
+        agent: path/to/file.py:function.
+        training: how tokens are drawn in training.
+    """
+
+    def __init__(self, agent: str, *, speech: Speech, rules: Rules, training: SamplingParams) -> None:
+        self.speech, self.rules, self._agent, self._training = speech, rules, agent, training
+        self.events: SimpleQueue[_Event] = SimpleQueue()
+        # of episodes and of requests, over the whole run: what is late belongs to nothing that came later
+        self.numbers, self.keys = itertools.count(), itertools.count()
+        self._endpoint: Endpoint | None = None
+        self._workers: list[AgentWorker] = []
+        self._alone: list[AgentWorker] = []
+
+    def begin(self, mine: Mapping[int, Rollout], params: SamplingParams) -> WithAgents:
+        """A `Source` of these rollouts' episodes."""
+        return WithAgents(self, mine, params)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        if self._endpoint is None:
+            self._endpoint = Endpoint(self.events.put, self._training)
+        return self._endpoint
+
+    def worker(self, wanted: int, *, alone: bool = False) -> AgentWorker:
+        """The one with the fewest episodes; a new one, while there are fewer than are wanted and allowed.
+
+        Args:
+            alone: one that no other episode gets.
+        """
+        idle = min(self._workers, key=lambda worker: len(worker.numbers), default=None)
+        if alone or idle is None or (idle.numbers and len(self._workers) < min(wanted, self.rules.threads)):
+            idle = AgentWorker(self._agent, lambda worker, outcome: self.events.put((worker, outcome)))
+            (self._alone if alone else self._workers).append(idle)
+        return idle
+
+    def remove(self, worker: AgentWorker) -> None:
+        """It is gone, or has to go."""
+        for workers in (self._workers, self._alone):
+            if worker in workers:
+                workers.remove(worker)
+                worker.kill()
+
+    def close(self) -> None:
+        """End the endpoint and the processes."""
+        workers, by = [*self._workers, *self._alone], time.monotonic() + GRACE
+        for worker in workers:
+            worker.dismiss()
+        for worker in workers:
+            worker.close(by)
+        self._workers, self._alone = [], []
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Playing:
+    """An episode that is under way.
+
+    Attributes:
+        alone: in a process of its own: it was in one that ended, and may be the reason.
+    """
+
+    place: int
+    alone: bool
+    session: Session
+    base_url: str
+    worker: AgentWorker
+    began: float
+
+
+class WithAgents:
+    """A `Source`: every rollout is an episode of an agent."""
+
+    def __init__(self, agents: Agents, rollouts: Mapping[int, Rollout], params: SamplingParams) -> None:
+        self._agents, self._rules, self._params = agents, agents.rules, params
+        self._rollouts = rollouts
+        self._to_begin = deque(rollouts)
+        self._suspects: deque[int] = deque()
+        self._playing: dict[int, _Playing] = {}
+        self._waiting: dict[int, Waiting] = {}
+        self._requests: list[Request] = []
+        self._forget: list[int] = []
+        self.played: dict[int, Sequence[Played]] = {}
+
+    def orders(self, *, wait: bool) -> Orders | None:
+        self._begin_more()
+        self._take_events(_WAIT if wait and self._playing else 0.0)
+        self._end_late()
+        self._begin_more()
+        over = not (self._to_begin or self._suspects or self._playing)
+        if not (self._requests or self._forget or over):
+            return None
+        orders = Orders(requests=tuple(self._requests), forget=tuple(self._forget), over=over)
+        self._requests, self._forget = [], []
+        return orders
+
+    def take(self, key: int, completion: Completion) -> None:
+        waiting = self._waiting.pop(key, None)
+        if waiting is None or waiting.gone():
+            self._forget.append(key)
+        else:
+            waiting.answer(completion)
+
+    def _begin_more(self) -> None:
+        most = self._rules.at_a_time
+        while self._to_begin and len(self._playing) < most:
+            self._begin(self._to_begin.popleft(), alone=False)
+        processes = self._rules.threads
+        while self._suspects and sum(playing.alone for playing in self._playing.values()) < processes:
+            self._begin(self._suspects.popleft(), alone=True)
+
+    def _begin(self, place: int, *, alone: bool) -> None:
+        rollout, rules = self._rollouts[place], self._rules
+        session = Session(
+            rollout,
+            self._params,
+            speech=self._agents.speech,
+            max_turns=rules.max_turns,
+            max_prompt_length=rules.max_prompt_length,
+            new_key=self._agents.keys.__next__,
+        )
+        worker, number = self._agents.worker(len(self._rollouts), alone=alone), next(self._agents.numbers)
+        base_url = self._agents.endpoint.open(session)
+        self._playing[number] = _Playing(
+            place=place, alone=alone, session=session, base_url=base_url, worker=worker, began=time.monotonic()
+        )
+        worker.play(Job(number=number, base_url=base_url, row=dict(rollout.prompt.row), timeout=rules.timeout))
+
+    def _take_events(self, wait: float) -> None:
+        with suppress(Empty):
+            event = self._agents.events.get(timeout=wait) if wait else self._agents.events.get_nowait()
+            while True:
+                self._take_event(event)
+                event = self._agents.events.get_nowait()
+
+    def _take_event(self, event: _Event) -> None:
+        if isinstance(event, Waiting):
+            if event.session.closed:
+                event.answer(None)
+                return
+            self._waiting[event.request.key] = event
+            self._requests.append(event.request)
+            return
+        worker, outcome = event
+        if outcome is not None and outcome.number == NO_AGENT:
+            raise RewardError(str(outcome.error), everywhere=False)
+        if outcome is None:
+            self._lost(worker, f"its process {worker.how_it_ended()}")
+        elif (playing := self._playing.get(outcome.number)) is not None:
+            at_limit = outcome.raised and playing.session.at_limit  # agents make an error of what they are told there
+            error = None if at_limit else outcome.error and self._described(playing, outcome.error)
+            self._end(outcome.number, reward=outcome.reward, error=error)
+
+    def _end_late(self) -> None:
+        """End processes of agents that neither end in time nor let the others run. Their time begins as the process's
+        own does, once the agent is imported."""
+        now, limit = time.monotonic(), self._rules.timeout
+        for worker in {id(playing.worker): playing.worker for playing in self._playing.values()}.values():
+            began = min(playing.began for playing in self._playing.values() if playing.worker is worker)
+            if worker.ready > now:
+                if now - began > _STARTING:
+                    self._lost(worker, f"importing it took longer than {_STARTING:g} s")
+            elif now - max(began, worker.ready) > limit + _GRACE:
+                self._lost(worker, f"took longer than environment.timeout = {limit:g} s, and let nothing else run")
+
+    def _lost(self, worker: AgentWorker, error: str) -> None:
+        """A process is gone, for one of its episodes: each begins again alone, where it can harm no other."""
+        self._agents.remove(worker)
+        for number, playing in tuple(self._playing.items()):
+            if playing.worker is not worker:
+                continue
+            if playing.alone:
+                self._end(number, error=self._described(playing, error))
+            else:
+                self._close(number, error=error)
+                self._suspects.append(playing.place)
+
+    def _end(self, number: int, *, reward: float | None = None, error: str | None = None) -> None:
+        playing = self._playing[number]
+        self.played[playing.place] = self._close(number, reward=reward, error=error)
+        if playing.alone:
+            self._agents.remove(playing.worker)
+
+    def _close(self, number: int, *, reward: float | None = None, error: str | None = None) -> list[Played]:
+        playing = self._playing.pop(number)
+        playing.worker.numbers.discard(number)
+        endpoint = self._agents.endpoint
+        with endpoint.lock:
+            keys = playing.session.keys
+            seconds = time.monotonic() - playing.began
+            played = playing.session.close(reward=reward, error=error, seconds=seconds)
+        endpoint.drop(playing.base_url)
+        self._forget += keys
+        for key in keys:
+            if (waiting := self._waiting.pop(key, None)) is not None:
+                waiting.answer(None)
+        return played
+
+    def _described(self, playing: _Playing, error: str) -> str:
+        prompt = self._rollouts[playing.place].prompt
+        reason, _, frames = error.partition("\n")
+        return f"agent: {reason}; row {prompt.source or prompt.index}\n{frames}".rstrip()

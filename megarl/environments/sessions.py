@@ -1,0 +1,255 @@
+"""Conversations with the policy as token ids: what it sampled stays as it was, whatever a client makes of the text."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megarl.data.messages import Message, read_messages
+from megarl.environments.chat_reply import Said, reply_message
+from megarl.environments.chat_request import Asked, Refused, same_message, sampling
+from megarl.environments.episodes import Played, seed_of
+from megarl.environments.speech import Speech
+from megarl.rollout.engine import Request
+from megarl.rollout.replicas import sample_seed
+from megarl.types import Completion, Episode, Rollout, SamplingParams
+
+_TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(kw_only=True, eq=False)
+class Segment:
+    """A conversation that only grew: one response to train on.
+
+    Attributes:
+        key: of its requests.
+        messages: so far, with the policy's.
+        tools: that were offered, as JSON.
+        busy: whether a reply is being drawn.
+        turns: replies.
+        at_limit: whether the newest reply, or what should have followed it, met the length of a response.
+    """
+
+    key: int
+    seed: int
+    tools: str
+    prompt_ids: tuple[int, ...]
+    messages: tuple[Message, ...] = ()
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logp: array[float] = field(default_factory=lambda: array("f"))
+    sampled: bytes = b""
+    busy: bool = False
+    turns: int = 0
+    at_limit: bool = False
+
+    def continued_by(self, asked: Asked) -> bool:
+        """Whether a request goes on with it."""
+        known = len(self.messages)
+        if self.busy or not self.turns or len(asked.messages) <= known or self.tools != _json(asked.tools):
+            return False
+        return all(same_message(a, b) for a, b in zip(self.messages, asked.messages[:known], strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """A reply that is being drawn.
+
+    Attributes:
+        observed: token ids between the segment's end and the reply.
+    """
+
+    segment: Segment
+    asked: Asked
+    observed: tuple[int, ...]
+    request: Request
+    began: float
+
+
+class Session:
+    """The conversations of one episode. Not for several threads at a time.
+
+    Args:
+        params: how the run draws tokens; `max_tokens` bounds a segment's response.
+        max_turns: replies of the episode.
+        new_key: a number for a segment's requests.
+
+    Attributes:
+        waited: seconds in which the policy spoke.
+        closed: whether the episode is over.
+        at_limit: whether the last thing that the client heard is that a limit of the episode is met.
+        earlier: messages up to each reply, by the reply's number.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        params: SamplingParams,
+        *,
+        speech: Speech,
+        max_turns: int,
+        max_prompt_length: int,
+        new_key: Callable[[], int],
+    ) -> None:
+        self._rollout, self.params, self._speech = rollout, params, speech
+        self._max_turns, self._max_prompt_length, self._new_key = max_turns, max_prompt_length, new_key
+        self._segments: list[Segment] = []
+        self._made = self._replies = 0
+        self._limited = False
+        self.waited = 0.0
+        self.closed = self.at_limit = False
+        self.earlier: dict[str, Sequence[Message]] = {}
+
+    def ask(self, asked: Asked, *, anew: bool = False) -> Ticket:
+        """What the engine is to be asked.
+
+        Args:
+            anew: with a segment of its own, even if the messages go on with one.
+
+        Raises:
+            Refused: a limit is met, or the chat template refuses the messages.
+        """
+        self._check_open()
+        if self._replies >= self._max_turns:
+            raise self._limit(
+                f"the episode has had its environment.max_turns = {self._max_turns} replies", code="max_turns"
+            )
+        goes_on = (segment for segment in reversed(self._segments) if segment.continued_by(asked))
+        segment = None if anew else next(goes_on, None)
+        try:
+            if segment is None:
+                segment, observed = self._begin(asked), []
+            else:
+                new = asked.messages[len(segment.messages) :]
+                observed = self._speech.messages(new, last=segment.token_ids[-1], tools=asked.tools)
+        except Refused:
+            raise
+        except ValueError as e:
+            raise Refused(str(e), param="messages") from e
+        begun = len(segment.token_ids) + len(observed)
+        if begun >= self.params.max_tokens:
+            segment.at_limit = True
+            raise self._limit(
+                f"the conversation has {begun} tokens after its first messages, and data.max_response_length = "
+                f"{self.params.max_tokens} leaves no room for a reply"
+            )
+        segment.busy = True
+        self._replies += 1
+        self.at_limit = False
+        request = Request(
+            key=segment.key,
+            prompt=segment.prompt_ids,
+            params=sampling(self.params, asked, begun),
+            seed=segment.seed if asked.seed is None else sample_seed(segment.seed, asked.seed, 0, 0),
+            token_ids=segment.token_ids + array("i", observed),
+            logp=segment.logp + array("f", [0.0] * len(observed)),
+            turn_start=begun,
+            keep=True,
+        )
+        return Ticket(segment=segment, asked=asked, observed=tuple(observed), request=request, began=time.monotonic())
+
+    def reply(self, ticket: Ticket, completion: Completion) -> Said:
+        """What the client is told; the tokens become the segment's.
+
+        Raises:
+            Refused: the episode is over.
+        """
+        self._check_open()
+        segment, begun = ticket.segment, ticket.request.turn_start
+        said = completion.token_ids[begun:]
+        self.waited += time.monotonic() - ticket.began
+        segment.sampled += b"\x00" * len(ticket.observed) + b"\x01" * len(said)
+        segment.token_ids, segment.logp = completion.token_ids, completion.logp
+        segment.turns += 1
+        segment.busy = False
+        segment.at_limit = completion.finish_reason == "length" and len(segment.token_ids) >= self.params.max_tokens
+        self._segments.remove(segment)  # the newest is the last: it is the one that is scored
+        self._segments.append(segment)
+        self.at_limit = segment.at_limit
+        number, decode = f"{segment.key}-{segment.turns}", self._speech.tokenizer.decode
+        message = reply_message(decode(said), ticket.asked, number)
+        segment.messages = (*ticket.asked.messages, *read_messages([message], "the reply"))
+        self.earlier[number] = segment.messages
+        drawn = zip(said, completion.logp[begun:], strict=True)
+        return Said(
+            number=number,
+            message=message,
+            cut_off=completion.finish_reason == "length",
+            prompt=len(segment.prompt_ids) + begun,
+            reply=len(said),
+            tokens=[(decode([token]), logp) for token, logp in drawn] if ticket.asked.logprobs else None,
+        )
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Nobody waits for the reply any more: the segment stays as it was before, and it counts as none."""
+        self.waited += time.monotonic() - ticket.began
+        self._replies -= 1
+        segment = ticket.segment
+        segment.busy, segment.key = False, self._new_key()
+        if not segment.turns:
+            self._segments.remove(segment)
+
+    def close(self, *, reward: float | None, error: str | None, seconds: float) -> list[Played]:
+        """What there is to train on; nothing is added to it any more.
+
+        Args:
+            reward: of the episode; None: it is scored later.
+            error: why the episode failed; None: it did not.
+            seconds: that it took, of which the policy took `waited`.
+        """
+        self.closed = True
+        segments = [segment for segment in self._segments if segment.turns]
+        if not segments:
+            episode = Episode(turns=0, seconds=seconds, error=error or "agent: asked for no response")
+            return [Played(episode=episode)]
+        return [
+            Played(
+                prompt_ids=segment.prompt_ids,
+                token_ids=segment.token_ids,
+                logp=segment.logp,
+                sampled=segment.sampled,
+                finish_reason="length" if self._is_limited(segment, segments[-1]) else "stop",
+                reward=None if error else reward,
+                episode=Episode(
+                    turns=segment.turns,
+                    seconds=max(0.0, seconds - self.waited) if segment is segments[-1] else 0.0,
+                    limited=self._is_limited(segment, segments[-1]),
+                    error=error,
+                ),
+            )
+            for segment in segments
+        ]
+
+    def _is_limited(self, segment: Segment, last: Segment) -> bool:
+        return segment.at_limit or (self._limited and segment is last)
+
+    @property
+    def keys(self) -> list[int]:
+        """Of its segments."""
+        return [segment.key for segment in self._segments]
+
+    def _begin(self, asked: Asked) -> Segment:
+        ids = tuple(self._speech.conversation(asked.messages, tools=asked.tools))
+        if len(ids) > self._max_prompt_length:
+            text = f"the messages have {len(ids)} tokens, more than data.max_prompt_length = {self._max_prompt_length}"
+            if not self.earlier:
+                raise Refused(text, param="messages", code=_TOO_LONG)
+            raise self._limit(text)  # the policy has spoken, and what it said, or was told, has grown
+        seed = seed_of(self._rollout.seed, self._made)
+        self._made += 1
+        self._segments.append(Segment(key=self._new_key(), seed=seed, tools=_json(asked.tools), prompt_ids=ids))
+        return self._segments[-1]
+
+    def _limit(self, text: str, code: str = _TOO_LONG) -> Refused:
+        self._limited = self.at_limit = True
+        return Refused(f"{text}; the episode is scored as it is", param="messages", code=code)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise Refused("the episode is over", status=410)
+
+
+def _json(tools: Sequence[Message]) -> str:
+    return json.dumps(tools, sort_keys=True)

@@ -1,0 +1,106 @@
+"""Checks of layouts, model files and exports against the architecture of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+
+import torch
+
+from megarl.checkpoint.folder import check_whole
+from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
+from megarl.config import Config
+from megarl.flow_kinds import flow_kind, generates, trains
+from megarl.models.architecture import Architecture
+from megarl.rollout.kinds import engine_kind
+from megarl.trainer.admission.other_models import check_other_layouts
+from megarl.trainer.inputs import Inputs
+from megarl.trainer.layouts import generation_layout, train_layout
+from megarl.trainer.needs import needs_of
+from megarl.trainer.resuming.model_files import write_exported_files
+
+
+def check_shapes(config: Config, arch: Architecture) -> None:
+    """Check that the layouts can hold the models, the models the sequences, and the engine all of it."""
+    layout, actor = train_layout(config), config.actor_rollout_ref.actor
+    arch.check_training(
+        tp=layout.tp,
+        pp=layout.pp,
+        chunks=layout.chunks,
+        sequence_parallel=actor.megatron.sequence_parallel,
+    )
+    arch.check_generation(tp=generation_layout(config).tp)
+    if generates(config):
+        rollout = config.actor_rollout_ref.rollout
+        engine_kind(rollout.name).check(rollout, arch, trains=trains(config))
+    longest = config.data.max_sequence_length
+    what = f"data.max_prompt_length + data.max_response_length = {longest}"
+    if longest > arch.max_position_embeddings:
+        raise ValueError(f"{what} is more than the model's {arch.max_position_embeddings} positions")
+    _check_overrides(config, arch)
+    if trains(config) and actor.use_dynamic_bsz and longest > actor.ppo_max_token_len_per_gpu:
+        raise ValueError(f"{what} is more than actor.ppo_max_token_len_per_gpu = {actor.ppo_max_token_len_per_gpu}")
+    if generates(config):
+        check_other_layouts(config, arch, needs_of(config))
+
+
+def _check_overrides(config: Config, arch: Architecture) -> None:
+    model, megatron = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.megatron
+    if not megatron.override_transformer_config:
+        return
+    from megarl.models.overrides import check_overrides  # imports Megatron-Core, which takes seconds
+
+    check_overrides(
+        megatron.override_transformer_config,
+        arch,
+        train_layout(config),
+        dtype=getattr(torch, model.dtype),
+        sequence_parallel=megatron.sequence_parallel,
+        recompute=model.enable_gradient_checkpointing,
+    )
+
+
+def check_model_files(inputs: Inputs) -> None:
+    """Check engine, tokenizer and weights against the architecture."""
+    arch, config = inputs.arch, inputs.config.actor_rollout_ref
+    model, rollout = config.model, config.rollout
+    try:
+        refuse_remote_code(model.path)
+    except ValueError as e:
+        raise ValueError(f"actor_rollout_ref.model.path: {e}") from e
+    if generates(inputs.config):
+        engine_kind(rollout.name).check_here(rollout, arch, model.path, on_gpu=torch.cuda.is_available())
+    if inputs.tokenizer.vocab_size > arch.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"
+        )
+    scores = flow_kind(inputs.config).scores
+    if model.checkpoint and scores:
+        raise ValueError(
+            "actor_rollout_ref.model.checkpoint: a reward model begins as a Hugging Face folder; set "
+            "actor_rollout_ref.model.path to the checkpoint's huggingface/ (checkpoint.save_hf)"
+        )
+    if model.checkpoint:
+        try:
+            check_whole(model.checkpoint)
+        except ValueError as e:
+            raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
+    elif not model.random_init:
+        try:
+            check_weights(model.path, arch.with_scalar_output() if scores else arch)
+        except ValueError as e:
+            raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
+
+
+def check_export(inputs: Inputs) -> Inputs:
+    """Write the files of an export, without weights: a save must not be the first to find that they cannot be read.
+
+    Returns:
+        the inputs with remarks on the files.
+    """
+    with TemporaryDirectory() as folder:
+        try:
+            remarks = write_exported_files(inputs, folder)
+        except OSError as e:
+            raise ValueError(f"checkpoint.save_hf: {e}; set it to false") from e
+    return replace(inputs, remarks=(*inputs.remarks, *(f"remark: {remark}" for remark in remarks)))

@@ -1,0 +1,66 @@
+"""Checks of the rows: there are enough, and every response to them can be scored."""
+
+from __future__ import annotations
+
+from megarl.data.prompts import PromptSet
+from megarl.flow_kinds import flow_kind, generates, trains
+from megarl.rewards.parts import refusal_of, scorers_of
+from megarl.trainer.inputs import Inputs
+
+
+def check_rows(inputs: Inputs) -> None:
+    """Check that there are enough rows, and that responses to each can be scored: not when it is drawn, hours later."""
+    data, warmup = inputs.config.data, inputs.config.warmup
+    if trains(inputs.config):
+        _at_most("data.train_batch_size", data.train_batch_size, inputs.train_rows, "data.train_files")
+        _at_most("data.gen_batch_size", data.prompts_per_draw, inputs.train_rows, "data.train_files")
+    if not generates(inputs.config):
+        _check_examples(inputs)
+    elif warmup.total_training_steps:
+        _at_most("warmup.train_batch_size", warmup.train_batch_size, len(inputs.demonstrations), "warmup.train_files")
+    if inputs.rewards:
+        _check_scoring(inputs)
+
+
+def _check_scoring(inputs: Inputs) -> None:
+    """Check that every row has a part that scores it, and the columns that its parts need."""
+    scorers, sources = scorers_of(inputs.rewards), set[str]()
+    for prompts in (inputs.train_prompts, inputs.val_prompts):
+        if isinstance(prompts, PromptSet) and prompts.checked_for == scorers:  # as they were read
+            sources |= prompts.sources
+            continue
+        for prompt in prompts:
+            sources.add(prompt.data_source)
+            if wrong := refusal_of(prompt.row, prompt.data_source, scorers):
+                raise ValueError(f"{prompt.source}: {wrong}")
+    for part in inputs.rewards if trains(inputs.config) else ():  # held-out rows may be of fewer sources
+        for source in part.data_sources:
+            if source not in sources:
+                known = ", ".join([*sorted(sources)[:8], *["..."] * (len(sources) > 8)])
+                raise ValueError(
+                    f"reward.parts.{part.label}.data_sources: no row has the data source {source!r}; there are {known}"
+                )
+
+
+def _check_examples(inputs: Inputs) -> None:
+    """Check that every pair fits into a micro-batch, and that batches are as large as the flow needs."""
+    config, actor = inputs.config, inputs.config.actor_rollout_ref.actor
+    longest = max((*inputs.train_examples, *inputs.val_examples), key=lambda example: example.tokens)
+    limit, together = actor.ppo_max_token_len_per_gpu, len(longest.sequences)
+    if actor.use_dynamic_bsz and longest.tokens > limit:
+        raise ValueError(
+            f"{longest.source}: the pair has {longest.tokens} tokens, more than actor.ppo_max_token_len_per_gpu = "
+            f"{limit}, and its two answers are compared within one micro-batch; raise the key"
+        )
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu < together:
+        raise ValueError("actor.ppo_micro_batch_size_per_gpu = 1 holds no pair; set it to 2 or more")
+    if flow_kind(config).compares_prompts and 1 in (config.data.train_batch_size, len(inputs.val_examples)):
+        raise ValueError(
+            f"{config.trainer.flow} compares each answer with those to other prompts: data.train_batch_size, and the "
+            "rows of data.val_files, must be 2 or more"
+        )
+
+
+def _at_most(key: str, size: int, there_are: int, files: str) -> None:
+    if size > there_are:
+        raise ValueError(f"{key} = {size} is more than the {there_are} rows of {files}")

@@ -1,0 +1,37 @@
+"""Digests of files and values, to tell contents apart."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+
+from megarl.data.tokenizer import tokenizer_place
+
+
+def tokenizer_digest(path: str) -> str:
+    """Digest of a SentencePiece model file, or of the tokenizer's files in a folder."""
+    path = tokenizer_place(path)
+    if os.path.isfile(path):
+        return file_digest(path) or ""
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    beginnings = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_")
+    files = [name for name in names if name.startswith(beginnings)]
+    return digest(f"{name} {file_digest(os.path.join(path, name))}".encode() for name in files)
+
+
+def digest(parts: Iterable[bytes | memoryview]) -> str:
+    """Digest of byte strings in order: 16 hexadecimal digits."""
+    total = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        total.update(len(part).to_bytes(8, "big"))
+        total.update(part)
+    return total.hexdigest()
+
+
+def file_digest(path: str) -> str | None:
+    """Digest of a file's contents; None where there is no file."""
+    if not os.path.isfile(path):
+        return None
+    with open(path, "rb") as f:
+        return digest([f.read()])

@@ -1,0 +1,1 @@
+"""A run: what joins it, its loops, and how its ranks agree."""
