@@ -15,7 +15,7 @@ from megarl.cli.main import main
 from megarl.cli.migrate import add_arguments, migrate
 from megarl.config import Config, ConfigError, build_config, load_config
 from megarl.config.load import all_keys
-from megarl.config.migration import convert, entries, entry_of, read_written
+from megarl.migration import convert, entries, entry_of, read_written
 from megarl.rewards.parts import parts_of
 from megarl.trainer.admission.checks import check_run
 

@@ -11,7 +11,7 @@ from tiny_run import ROOT
 
 from megarl.cli.main import main
 from megarl.config import Config, build_config
-from megarl.config.migration import Migrated, convert, entry_of, read_written
+from megarl.migration import Migrated, convert, entry_of, read_written
 
 MODEL = ROOT / "configs" / "models" / "qwen2_1.5b"
 PPO = "python3 -m openrlhf.cli.train_ppo_ray"

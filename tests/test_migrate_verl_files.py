@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Config, build_config
-from megarl.config.migration import convert, read_written
+from megarl.migration import convert, read_written
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 PPO = "python3 -m verl.trainer.main_ppo"
@@ -142,6 +142,13 @@ def test_what_is_off_or_verl_s_own_default_is_no_wish() -> None:
     assert list(_refused(read_written(wishes))) == [word.partition("=")[0] for word in wishes]
 
 
+def test_weights_that_are_chosen_stay_where_carried_responses_are_weighed() -> None:
+    over, weights = "actor_rollout_ref.rollout.over_sample_rate=0.1", "algorithm.rollout_correction.rollout_is"
+    assert _migrated(over).algorithm.rollout_correction.rollout_is == "token"
+    for words in ([over, f"{weights}=sequence"], [f"{weights}=sequence", over]):
+        assert _migrated(*words).algorithm.rollout_correction.rollout_is == "sequence"
+
+
 def test_newer_places_of_rewards() -> None:
     words = [
         "reward.custom_reward_function.path=r.py",
@@ -164,8 +171,10 @@ def test_newer_places_of_rewards() -> None:
         f'srun bash -c "\n  export A=1\n  {PPO} \\\n  trainer.nnodes=2 \\\n  data.seed=3\n"',
         f'N=4\nif [ $N -ge 4 ]; then N=3; fi\nif [ $N -gt 8 ]; then\n  M=1\nelif [ -n "$N" ]; then\n  M=2\nfi\n'
         f"{PPO} trainer.nnodes=$M data.seed=3",
+        f'A="actor.x.nnodes=2 actor.x.seed=3"\nB="${{A//actor.x./data.}}"\n{PPO} ${{B/data./trainer.}}',
     ],
-    ids=["backslash at the end", "text over lines", "branch", "arrays of branches", "in quotation marks", "numbers"],
+    ids=["backslash at the end", "text over lines", "branch", "arrays of branches", "in quotation marks", "numbers",
+         "texts replaced"],
 )  # fmt: skip
 def test_commands_are_read_as_the_shell_runs_them(text: str, tmp_path: Path) -> None:
     assert _written(tmp_path, text) == {"trainer.nnodes": 2, "data.seed": 3}
@@ -196,6 +205,12 @@ def test_what_is_no_setting_is_named_too(tmp_path: Path) -> None:
         ("reward_model.overlong_buffer.len=9", "reward_model.reward_kwargs.overlong_buffer_cfg.len=9"),
         ("reward_model.sandbox_fusion_url=http://a", "reward_model.sandbox_fusion.url=http://a"),
         ("actor_rollout_ref.rollout.max_batch_size=7", "actor_rollout_ref.rollout.max_num_seqs=7"),
+        ("trainer.val_generations_to_log_to_wandb=7", "trainer.log_val_generations=7"),
+        ("trainer.rollout_trace.backend=weave", "actor_rollout_ref.rollout.trace.backend=weave"),
+        (
+            "algorithm.rollout_correction.bypass_old_logprob_for_rollout=true",
+            "algorithm.rollout_correction.bypass_mode=true",
+        ),
         ("actor_rollout_ref.actor.use_gpg_loss=true", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"),
     ],
 )

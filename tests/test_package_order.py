@@ -46,6 +46,7 @@ ORDER = [
     "launcher",
     "report",
     "diagnosis",
+    "migration",
     "cli",
     "train",
 ]
@@ -88,6 +89,7 @@ TORCH_FREE = [
     "rewards/rows.py",
     "rewards/sandbox.py",
     "config",
+    "migration",
     "parallel/layout.py",
     "trainer/layouts.py",
     "telemetry/earlier.py",
@@ -153,6 +155,11 @@ def test_imports_follow_the_order() -> None:
             parts = name.split(".")
             if parts[0] == "megarl" and len(parts) > 1:
                 assert ORDER.index(parts[1]) <= ORDER.index(own), f"{file} imports {name}, which comes after {own}"
+
+
+def test_the_command_line_alone_migrates() -> None:
+    users = [file.relative_to(ROOT).parts[0] for file in _files() for name in _imports(file) if "migration" in name]
+    assert set(users) == {"migration", "cli"}
 
 
 def _targets(file: Path) -> set[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.migration import entries
+from megarl.migration import entries
 from megarl_docs.tables import code, plain, table
 
 _WORDS = {"carried": "the same here", "translated": "another key here", "refused": "none here"}

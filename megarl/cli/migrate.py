@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from megarl.config import build_config
 from megarl.config.describe import yaml_value
-from megarl.config.migration import Change, Migrated, convert, hydra, read_written
-from megarl.config.migration.entry import Kind
-from megarl.config.migration.tables import TABLES
+from megarl.migration import Change, Migrated, convert, hydra, read_written
+from megarl.migration.entry import Kind
+from megarl.migration.tables import TABLES
 from megarl.telemetry.lines import rewrite
 from megarl.telemetry.sinks import SINKS
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megarl.config.migration import hydra, openrlhf_written, shell, trl_written
-from megarl.config.migration.entry import Computed
-from megarl.config.migration.values import end_of_command, flat, of_yaml, options_of, read_text, value_of
-from megarl.config.migration.verl import MODULE
+from megarl.migration import hydra, openrlhf_written, shell, trl_written
+from megarl.migration.entry import Computed
+from megarl.migration.values import end_of_command, flat, of_yaml, options_of, read_text, value_of
+from megarl.migration.verl import MODULE
 
 _KEY = re.compile(r"^(?:~[A-Za-z_]\w*(?:\.[\w@/\-]+)*(?:=|$)|\+{0,2}[A-Za-z_]\w*(?:\.[\w@/\-]+)+=)")
 _BARE = re.compile(r"^[~+]*(?=\w*[a-z])[A-Za-z_]\w*(?:@[\w.]+)?=")
@@ -87,8 +87,8 @@ def _started(words: Sequence[str], script: str) -> dict[str, Any]:
     launched = options_of(words[:start])
     values = {} if module.startswith("main_ppo") else {MODULE: module}
     values |= {key: launched[option] for option, key in _RANKS.items() if option in launched}
-    own = words[start + 1 : end_of_command(words, start)]
-    options = options_of([word for word in own if not _KEY.match(word)])
+    settings = words[start + 1 : end_of_command(words, start)]
+    options = options_of([word for word in settings if not _KEY.match(word)])
     values |= {
         f"--{name}": value for name, value in options.items() if f"--{name.replace('_', '-')}" not in hydra.OPTIONS
     }
@@ -110,7 +110,7 @@ def _override(values: dict[str, Any], word: str) -> None:
 
 
 def _under(key: str, value: dict[str, Any]) -> dict[str, Any]:
-    return {f"{key}.{name}": one for name, one in flat(OmegaConf.create(value)).items()}
+    return {f"{key}.{name}": value for name, value in flat(OmegaConf.create(value)).items()}
 
 
 def _of_script(text: str, path: str, source: str) -> Written:
@@ -132,16 +132,16 @@ def _of_script(text: str, path: str, source: str) -> Written:
     values = Written({}, remarks)
     for command in commands:
         words = shell.split(command, variables)
-        own = _started(words, path)
-        starts = bool(own) or any(map(_KEY.match, words)) or any(map(_MODULE.search, words))
+        settings = _started(words, path)
+        starts = bool(settings) or any(map(_KEY.match, words)) or any(map(_MODULE.search, words))
         for word in words:
             if _KEY.match(word) or (starts and _BARE.match(word)):
-                _override(own, word)
-        for key in [key for key in own if key in values and own[key] != values[key]]:
+                _override(settings, word)
+        for key in [key for key in settings if key in values and settings[key] != values[key]]:
             values.remarks.append(
-                f"{path} sets {key} in several commands: the last one's value, {own[key]!r}, is taken"
+                f"{path} sets {key} in several commands: the last one's value, {settings[key]!r}, is taken"
             )
-        values |= own
+        values |= settings
     if not values:
         raise ValueError(f"'{path}' sets no key: no word of it is of the form section.key=value")
     return values

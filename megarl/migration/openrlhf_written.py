@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.config.migration.openrlhf_names import TRAINER, canonical
-from megarl.config.migration.values import end_of_command, options_of
+from megarl.migration.openrlhf_names import TRAINER, canonical
+from megarl.migration.values import end_of_command, options_of
 
 NAME = "OpenRLHF"
 _MODULE = re.compile(r"(?:^|[./])train_([a-z]+)(?:_ray)?(?:\.py)?$")
@@ -30,12 +30,12 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
         values |= {} if ranks is None else {"num_gpus": ranks}
     end = end_of_command(words, start or 0)
     options = options_of(words[0 if start is None else start + 1 : end])
-    return values | {name: True if canonical(name) == "logger.wandb.key" else one for name, one in options.items()}
+    return values | {name: True if canonical(name) == "logger.wandb.key" else value for name, value in options.items()}
 
 
 def other(words: Sequence[str]) -> str:
     """One of OpenRLHF's programs that train nothing, if the words start one."""
-    return next((found[1] for word in words if (found := _OTHER.search(word))), "")
+    return next((match[1] for word in words if (match := _OTHER.search(word))), "")
 
 
 def _start(words: Sequence[str]) -> int | None:

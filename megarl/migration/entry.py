@@ -14,7 +14,7 @@ NOTHING: tuple[Any, ...] = (None, False, "", 0, 0.0, -1, [], {})
 
 def asks_for(value: Any, nothing: Sequence[Any] = NOTHING) -> bool:
     """Whether it is none of these values, types included."""
-    return not any(value is one or (type(value) is type(one) and value == one) for one in nothing)
+    return not any(value is empty or (type(value) is type(empty) and value == empty) for empty in nothing)
 
 
 class Computed(str):
@@ -157,24 +157,25 @@ def part_of(key: str, switches: Sequence[str], why: str) -> Entry:
     return Entry(key=key, kind="refused", why=why, rule=rule)
 
 
-def ruled(key: str, kind: Kind, to: str, why: str, rule: Callable[[Any, Settings], Made | Mapping[str, Any]]) -> Entry:
-    """A key with a rule of its own, which returns what it comes to, or only the values to set."""
+def ruled(key: str, to: str, why: str, rule: Callable[[str, Any, Settings], Made | Mapping[str, Any]]) -> Entry:
+    """Give a key a rule, which returns what it comes to, or only the values to set."""
+    kind: Kind = "carried" if to == key else "translated" if to else "refused"
 
-    def whole(_: str, value: Any, settings: Settings) -> Made:
-        made = rule(value, settings)
-        return made if isinstance(made, Made) else Made(kind=kind, values=made, why=why)
+    def whole(name: str, value: Any, settings: Settings) -> Made:
+        result = rule(name, value, settings)
+        return result if isinstance(result, Made) else Made(kind=kind, values=result, why=why)
 
     return Entry(key=key, kind=kind, to=to, why=why, rule=whole)
 
 
 def derived(key: str, to: str, why: str, of: Callable[[Settings], Mapping[str, Any]]) -> Entry:
     """A key that comes to values only together with others."""
-    return ruled(key, "translated", to, why, lambda _, settings: of(settings))
+    return ruled(key, to, why, lambda _, __, settings: of(settings))
 
 
 def switch(key: str, to: str, why: str) -> Entry:
     """A key that switches another on."""
-    return ruled(key, "translated", to, why, lambda value, _: {to: True} if value else {})
+    return ruled(key, to, why, lambda _, value, __: {to: True} if value else {})
 
 
 def worded(key: str, to: str, words: Mapping[Any, Any], why: str) -> Entry:

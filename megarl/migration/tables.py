@@ -7,22 +7,20 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from megarl.config.migration import (
+from megarl.migration import (
     openrlhf,
-    openrlhf_learning,
     openrlhf_names,
-    openrlhf_options,
+    openrlhf_rules,
     trl,
+    trl_batch,
+    trl_rules,
     verl,
-    verl_models,
     verl_names,
-    verl_policy,
-    verl_rollout,
-    verl_run,
+    verl_rules,
     verl_sft,
-    verl_usual,
 )
-from megarl.config.migration.entry import Entry, Settings
+from megarl.migration.entry import Entry, Settings
+from megarl.migration.listed import listed, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,11 @@ class Table:
     def is_usual(self, key: str, value: Any) -> bool:
         """Whether the other program has the value by default, as far as that is noted."""
         of_patterns = (values for pattern, values in self.usual.items() if fnmatchcase(key, pattern))
-        return any(type(value) is type(one) and value == one for values in of_patterns for one in values)
+        return any(
+            type(value) is type(usual_value) and value == usual_value
+            for values in of_patterns
+            for usual_value in values
+        )
 
 
 def _complete_verl(settings: Settings, made: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
@@ -55,21 +57,15 @@ def _complete_verl(settings: Settings, made: Mapping[str, Any]) -> Mapping[str, 
 
 TABLES: Mapping[str, Table] = {
     "verl": Table(
-        entries=(
-            *verl_sft.ENTRIES,
-            *verl_run.ENTRIES,
-            *verl_policy.ENTRIES,
-            *verl_rollout.ENTRIES,
-            *verl_models.ENTRIES,
-        ),
+        entries=listed("verl", verl_rules),
         defaults=verl.DEFAULTS,
         complete=_complete_verl,
         canonical=verl_names.canonical,
-        usual=verl_usual.USUAL,
+        usual=read("verl_usual"),
     ),
-    "trl": Table(entries=trl.ENTRIES, defaults=trl.DEFAULTS, complete=trl.complete),
+    "trl": Table(entries=listed("trl", trl_rules), defaults=trl_batch.DEFAULTS, complete=trl.complete),
     "openrlhf": Table(
-        entries=(*openrlhf_options.ENTRIES, *openrlhf_learning.ENTRIES),
+        entries=listed("openrlhf", openrlhf_rules),
         defaults=openrlhf.DEFAULTS,
         complete=openrlhf.complete,
         canonical=openrlhf_names.canonical,

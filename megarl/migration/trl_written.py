@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from megarl.config.migration.entry import Computed
-from megarl.config.migration.trl_trainers import COMMAND_LINE, OTHERS, TRAINER, TRAINERS
-from megarl.config.migration.values import end_of_command, of_yaml, options_of, read_text
+from megarl.migration.entry import Computed
+from megarl.migration.trl_trainers import COMMAND_LINE, OTHERS, TRAINER, TRAINERS
+from megarl.migration.values import end_of_command, of_yaml, options_of, read_text
 
 NAME = "TRL"
 _CLASS = re.compile(r"^(GRPO|RLOO|PPO|DPO|ORPO|CPO|KTO|SFT|Reward)(Config|Trainer)$")
@@ -44,16 +44,16 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
     end = end_of_command(words, start or 0)
     values: dict[str, Any] = {}
     if start is None:
-        own = words[:end]
+        words_of_it = words[:end]
     elif words[start] == "trl":
-        values[TRAINER], own = words[start + 1], words[start + 2 : end]
+        values[TRAINER], words_of_it = words[start + 1], words[start + 2 : end]
     else:
-        values, own = _launched(options_of(words[:start])), words[start + 1 : end]
+        values, words_of_it = _launched(options_of(words[:start])), words[start + 1 : end]
         if (named := _named(words[start])) is not None:
             values[TRAINER] = named
         if os.path.isfile(words[start]):
             values |= of_python(words[start])
-    options = options_of(own)
+    options = options_of(words_of_it)
     values |= _launched(options)
     if options:
         values.pop(COMMAND_LINE, None)
@@ -89,14 +89,14 @@ def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
         name = classes.get(name, name)
-        found = _CLASS.match(name)
-        if found:
-            trainers.add(found[1].lower())
+        match = _CLASS.match(name)
+        if match:
+            trainers.add(match[1].lower())
         elif name in classes:
             trainers.add(name.removesuffix("Trainer"))
-        if name in _ARGUMENTS or (found and found[2] == "Config"):
+        if name in _ARGUMENTS or (match and match[2] == "Config"):
             values |= {_name(keyword): _value(keyword.value, known) for keyword in node.keywords}
-        elif found:
+        elif match:
             values |= _of_trainer(node, known)
         elif name in _PARSERS:
             values[COMMAND_LINE] = name
@@ -129,7 +129,7 @@ def _of_trainer(call: ast.Call, known: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: _value(node, known) for name, node in nodes.items()}
     for name in ("reward_funcs", "tools"):
         if name in nodes:
-            values[name] = [ast.unparse(one) for one in getattr(nodes[name], "elts", [nodes[name]])]
+            values[name] = [ast.unparse(element) for element in getattr(nodes[name], "elts", [nodes[name]])]
     for name in ("model", "policy"):
         if name in values:
             values["model_name_or_path"] = values.pop(name)

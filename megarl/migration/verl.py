@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from megarl.config.migration.entry import Settings
+from megarl.migration.entry import Settings
 
 A, R, F = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-C, J = "critic", "reward_model"
+C, J, M = "critic", "reward_model", "actor_rollout_ref.model"
 MODULE = "-m"
 """The setting that names which of verl's trainers a command starts, if it is not PPO's."""
 
@@ -103,7 +103,7 @@ def budget(settings: Settings, model: str) -> int:
     return max(tokens, longest(settings))
 
 
-def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Keys to set beside those that are written, with the reason."""
     default = "verl's default"
     added: dict[str, tuple[Any, str]] = {
@@ -118,21 +118,21 @@ def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any
         "trainer.n_gpus_per_node": (8, default),
         "trainer.total_epochs": (30, default),
     }
-    if made.get(f"{R}.name", "vllm") == "vllm":
+    if result.get(f"{R}.name", "vllm") == "vllm":
         added[f"{R}.tensor_model_parallel_size"] = (2, default)
         added[f"{R}.max_num_seqs"] = (1024, default)
     if needs_critic(settings):
         added[f"{C}.ppo_max_token_len_per_gpu"] = (budget(settings, C), "as for the policy")
         for key in ("ppo_epochs", "loss_agg_mode"):
-            if f"{A}.{key}" in made:
-                added[f"{C}.{key}"] = (made[f"{A}.{key}"], f"{default}: the policy's")
-    if settings.under(f"{A}.megatron") and made.get(f"{A}.megatron.tensor_model_parallel_size", 1) > 1:
+            if f"{A}.{key}" in result:
+                added[f"{C}.{key}"] = (result[f"{A}.{key}"], f"{default}: the policy's")
+    if settings.under(f"{A}.megatron") and result.get(f"{A}.megatron.tensor_model_parallel_size", 1) > 1:
         added[f"{A}.megatron.sequence_parallel"] = (True, default)
-    if "profiler.tool" in made:
+    if "profiler.tool" in result:
         added["profiler.steps"] = ([3], "verl's global_profiler.steps names none")
-    if made.get(f"{R}.top_p", 1) < 1 or made.get(f"{R}.top_k", -1) > 0:
+    if result.get(f"{R}.top_p", 1) < 1 or result.get(f"{R}.top_k", -1) > 0:
         added["algorithm.rollout_correction.rollout_is"] = ("token", "top_p and top_k sample from another distribution")
-    if not any(key.startswith("reward.parts") or key == "reward.name" for key in made):
+    if not any(key.startswith("reward.parts") or key == "reward.name" for key in result):
         added |= _reward(settings)
     return added
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from megarl.config.migration.entry import Computed, Settings
-from megarl.config.migration.openrlhf_names import TRAINER
+from megarl.migration.entry import Computed, Settings
+from megarl.migration.openrlhf_names import TRAINER
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OPTIM, CORRECTION = f"{A}.optim", "algorithm.rollout_correction"
@@ -49,12 +49,12 @@ def trainer_of(settings: Settings) -> str:
     Raises:
         ValueError: there is none of that name here.
     """
-    named = settings.of(TRAINER)
-    if named is None:
-        named = "ppo" if settings.under("rollout") or settings.under("algo") else "sft"
-    if not isinstance(named, str) or named not in FLOWS:
-        raise ValueError(f"OpenRLHF's train_{named} has no counterpart here; those that have: {', '.join(FLOWS)}")
-    return named
+    name = settings.of(TRAINER)
+    if name is None:
+        name = "ppo" if settings.under("rollout") or settings.under("algo") else "sft"
+    if not isinstance(name, str) or name not in FLOWS:
+        raise ValueError(f"OpenRLHF's train_{name} has no counterpart here; those that have: {', '.join(FLOWS)}")
+    return name
 
 
 def lengths(settings: Settings) -> dict[str, int]:
@@ -111,14 +111,14 @@ def correction(settings: Settings) -> dict[str, Any]:
         return {}
     bounds = settings.of("algo.advantage.is_correction_threshold") or settings.of("vllm_is_truncated_threshold")
     bounds = bounds if isinstance(bounds, list) else [bounds] if bounds else [0.5, 5.0]
-    made = {f"{CORRECTION}.rollout_is": level, f"{CORRECTION}.rollout_is_threshold": bounds[-1]}
+    result = {f"{CORRECTION}.rollout_is": level, f"{CORRECTION}.rollout_is_threshold": bounds[-1]}
     if mode == "mask":
-        made |= {
+        result |= {
             f"{CORRECTION}.rollout_rs": level,
             f"{CORRECTION}.rollout_rs_threshold": bounds[-1],
             f"{CORRECTION}.rollout_rs_threshold_lower": bounds[0] if len(bounds) > 1 else 1e-9,
         }
-    return made
+    return result
 
 
 def schedule(settings: Settings, model: str) -> dict[str, Any]:
@@ -126,14 +126,14 @@ def schedule(settings: Settings, model: str) -> dict[str, Any]:
     section, usual = ("critic", 9e-6) if model == "critic" else ("actor", LEARNING_RATES[trainer_of(settings)])
     lr, share = settings.of(f"{section}.adam.lr") or usual, settings.of(f"{section}.min_lr_ratio")
     kind = settings.of(f"{section}.lr_scheduler") or settings.of("actor.lr_scheduler")
-    own = "critic.optim" if model == "critic" else OPTIM
+    optim = "critic.optim" if model == "critic" else OPTIM
     names = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
-    made = {f"{own}.lr_decay_style": names.get(str(kind), kind)}
+    result = {f"{optim}.lr_decay_style": names.get(str(kind), kind)}
     ends = str(kind).endswith("_with_min_lr") and isinstance(lr, float) and isinstance(share, int | float)
-    return made | ({f"{own}.min_lr": lr * share} if ends else {})
+    return result | ({f"{optim}.min_lr": lr * share} if ends else {})
 
 
-def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Keys to set beside those that are written, with the reason."""
     name, default = trainer_of(settings), "OpenRLHF's default"
     usual: dict[str, Any] = {
@@ -149,7 +149,7 @@ def complete(settings: Settings, made: Mapping[str, Any]) -> dict[str, tuple[Any
         "trainer.total_epochs": 1,
         "trainer.test_freq": 0,
     }
-    if name == "sft" and "data.answer_key" not in made:
+    if name == "sft" and "data.answer_key" not in result:
         usual["data.messages_key"] = settings.of("data.input_key") or "input"
     if name != "ppo":
         return {"trainer.flow": (FLOWS[name], f"these options are those of train_{name}")} | {

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config.load import check_interpolations
-from megarl.config.migration.values import flat, tree_of
+from megarl.migration.values import flat, tree_of
 
 NAME, INCLUDED = "--config-name", "defaults"
 """Settings that stand for a file that is not there: which one is their value."""
@@ -34,11 +34,11 @@ def of_command(words: Sequence[str], script: str) -> dict[str, Any]:
     Raises:
         ValueError: a file that is no YAML.
     """
-    named = _named(words)
-    name = named.get(NAME, "").removesuffix(".yaml")
+    options = _named(words)
+    name = options.get(NAME, "").removesuffix(".yaml")
     if not name:
         return {}
-    for folder in _folders(named.get("path", "config"), script):
+    for folder in _folders(options.get("path", "config"), script):
         path = os.path.join(folder, f"{name}.yaml")
         if os.path.isfile(path) and not (_OWN.match(name) and _is_verls(folder)):
             return of_file(path)
@@ -60,28 +60,28 @@ def of_file(path: str) -> dict[str, Any]:
     return flat(tree) | left_out
 
 
-def _composed(path: str, left_out: dict[str, Any], read: list[str]) -> Any:
+def _composed(path: str, left_out: dict[str, Any], paths_read: list[str]) -> Any:
     """A file's tree with those that its list of `defaults` includes, in the list's order.
 
     Args:
         left_out: is told which files are not there, and what else the list sets.
         read: files so far.
     """
-    read.append(path)
-    if len(read) > _MOST_FILES:
-        raise ValueError(f"'{read[0]}' includes more than {_MOST_FILES} files, or itself")
+    paths_read.append(path)
+    if len(paths_read) > _MOST_FILES:
+        raise ValueError(f"'{paths_read[0]}' includes more than {_MOST_FILES} files, or itself")
     tree = tree_of(path)
     listed: Any = OmegaConf.to_container(tree, resolve=False).get("defaults")  # type: ignore[union-attr]
     tree.pop("defaults", None)
-    parts, placed, chosen = [], False, dict[str, str]()
+    parts, self_is_listed, chosen = [], False, dict[str, str]()
     for item in listed if isinstance(listed, list) else []:
         if item == "_self_":
             parts.append(tree)
-            placed = True
+            self_is_listed = True
             continue
         for key, name in item.items() if isinstance(item, dict) else [("", item)]:
             group = str(key).removeprefix("optional ")
-            name = re.sub(r"\$\{(\w+)\}", lambda found: chosen.get(found[1], found[0]), str(name))
+            name = re.sub(r"\$\{(\w+)\}", lambda match: chosen.get(match[1], match[0]), str(name))
             chosen[group.removeprefix("override ")] = name
             if name in ("None", "null"):
                 continue
@@ -90,15 +90,15 @@ def _composed(path: str, left_out: dict[str, Any], read: list[str]) -> Any:
                 continue
             folder, _, package = group.partition("@")
             file = os.path.join(os.path.dirname(path), folder, f"{name.removesuffix('.yaml')}.yaml")
-            part = _included(file, left_out, read)
+            part = _included(file, left_out, paths_read)
             parts.append({} if part is None else _within(package or _package(file, folder), part))
-    return OmegaConf.merge(*parts) if placed else OmegaConf.merge(tree, *parts)
+    return OmegaConf.merge(*parts) if self_is_listed else OmegaConf.merge(tree, *parts)
 
 
-def _included(path: str, left_out: dict[str, Any], read: list[str]) -> Any:
+def _included(path: str, left_out: dict[str, Any], paths_read: list[str]) -> Any:
     name = os.path.basename(path).removesuffix(".yaml")
     if os.path.isfile(path) and not (_OWN.match(name) and _is_verls(os.path.dirname(path))):
-        return _composed(path, left_out, read)
+        return _composed(path, left_out, paths_read)
     if not _OWN.match(name):
         left_out[INCLUDED] = [*left_out.get(INCLUDED, []), name]
     return None
@@ -108,8 +108,8 @@ def _package(path: str, folder: str) -> str:
     """The section that a file's settings are of: what its first comment says, or its folder's name."""
     if os.path.isfile(path):
         with open(path, encoding="utf-8", errors="replace") as f:
-            if found := re.match(r"# *@package +(\w+)", f.readline(_LONGEST_COMMENT)):
-                return found[1]
+            if match := re.match(r"# *@package +(\w+)", f.readline(_LONGEST_COMMENT)):
+                return match[1]
     return folder.replace("/", ".")
 
 
@@ -121,12 +121,12 @@ def _within(package: str, part: Any) -> Any:
 
 def _named(words: Sequence[str]) -> Mapping[str, str]:
     """The values of Hydra's own options."""
-    named: dict[str, str] = {}
+    options: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         option, given, value = word.partition("=")
         if option in OPTIONS:
-            named[OPTIONS[option]] = value if given else following
-    return named
+            options[OPTIONS[option]] = value if given else following
+    return options
 
 
 def _folders(named: str, script: str) -> Iterator[str]:

@@ -29,6 +29,8 @@ _COMMAND = re.compile(r"\$\((?!\()[^()]*\)")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
 _ALL_OF = re.compile(r"^\$\{(\w+)\[@\]\}$")
 VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
+_REPLACED = re.compile(r"\$\{(\w+)(//?)([^/{}*?\[]+)/([^{}]*)\}")
+"""`${NAME//TEXT/OTHER}`, every place of a text, and `${NAME/TEXT/OTHER}`, the first one."""
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -52,52 +54,53 @@ _MOST = 2**63
 
 def split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """With the values of variables; one that stands alone may be several words."""
-    found: list[str] = []
+    match: list[str] = []
     for word in words:
         value = _expanded(word, variables)
-        found += _words(value) if VARIABLE.fullmatch(word) or _QUOTED.search(word) else [value]
-    return found
+        several = VARIABLE.fullmatch(word) or _REPLACED.fullmatch(word) or _QUOTED.search(word)
+        match += _words(value) if several else [value]
+    return match
 
 
 def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str]]:
     """The words of each of its commands; its variables and those of the environment; names that got several values in
     branches of which it is not known which is run."""
     text = re.sub(r"\\(?:\r?\n|$)", " ", re.sub(r"(?m)^\s*#.*$", "", text))
-    text = _DOCUMENT.sub(lambda found: f"{found[1]}={shlex.quote(' '.join(found[4].split()))}", text)
+    text = _DOCUMENT.sub(lambda match: f"{match[1]}={shlex.quote(' '.join(match[4].split()))}", text)
     for one_word in (_ARITHMETIC, _COMMAND):
-        text = one_word.sub(lambda found: "".join(found[0].split()), text)
+        text = one_word.sub(lambda match: "".join(match[0].split()), text)
     variables: dict[str, str] = dict(os.environ)
     arrays: dict[str, list[str]] = {}
-    found_arrays: list[re.Match[str]] = []
+    array_matches: list[re.Match[str]] = []
 
-    def keep(found: re.Match[str]) -> str:
-        found_arrays.append(found)
-        return f"{found['before']}\n{_PLACE}{len(found_arrays) - 1}\n"
+    def keep(match: re.Match[str]) -> str:
+        array_matches.append(match)
+        return f"{match['before']}\n{_PLACE}{len(array_matches) - 1}\n"
 
     def words_of(line: str) -> list[str]:
-        return [one for word in _words(line) for one in _elements(word, arrays)]
+        return [element for word in _words(line) for element in _elements(word, arrays)]
 
     branches = _Branches()
     commands: list[list[str]] = []
-    own: dict[str, set[str]] = {}
+    assigned_texts: dict[str, set[str]] = {}
     doubtful: set[str] = set()
     for line in _lines(_ARRAY.sub(keep, text)):
         if branches.is_one(line, variables) or branches.runs is False:
             continue
         if line.startswith(_PLACE):
-            array = found_arrays[int(line[1:])]
+            array = array_matches[int(line[1:])]
             arrays[array["name"]] = [
                 *(arrays.get(array["name"], []) if array["more"] else []),
                 *words_of(array["words"]),
             ]
             continue
-        if (found := _ASSIGNED.match(line)) and len(assigned := _words(found[3])) <= 1:
-            name, value = found[1], assigned[0] if assigned else ""
-            if found[2]:
+        if (match := _ASSIGNED.match(line)) and len(assigned := _words(match[3])) <= 1:
+            name, value = match[1], assigned[0] if assigned else ""
+            if match[2]:
                 variables[name] = variables.get(name, "") + _expanded(value, variables)
                 continue
             if name not in (used[1] or used[3] for used in VARIABLE.finditer(value)):  # else it is added to
-                own.setdefault(name, set()).add(value)
+                assigned_texts.setdefault(name, set()).add(value)
             if branches.runs is None:
                 doubtful.add(name)
             value = _expanded(value, variables)
@@ -106,8 +109,12 @@ def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str
             continue
         if (words := words_of(line)) and words[0] not in ("echo", "printf"):
             commands.append(words)
-    used_names = {found[1] or found[3] for found in VARIABLE.finditer(text)}
-    return commands, variables, [name for name in own if len(own[name]) > 1 and name in doubtful & used_names]
+    used_names = {match[1] or match[3] for match in VARIABLE.finditer(text)}
+    return (
+        commands,
+        variables,
+        [name for name in assigned_texts if len(assigned_texts[name]) > 1 and name in doubtful & used_names],
+    )
 
 
 def _elements(word: str, arrays: Mapping[str, list[str]]) -> list[str]:
@@ -118,26 +125,26 @@ def _elements(word: str, arrays: Mapping[str, list[str]]) -> list[str]:
 
 def exported(text: str) -> list[str]:
     """What a script sets for the programs that it starts, and does not itself use."""
-    used = {found[1] or found[3] for found in VARIABLE.finditer(text)}
+    used = {match[1] or match[3] for match in VARIABLE.finditer(text)}
     names = re.findall(r"(?:^|\s)([A-Za-z_]\w*)=", " ".join(_EXPORTED.findall(text)))
     return [name for name in dict.fromkeys(names) if name not in used]
 
 
 def _lines(text: str) -> Iterator[str]:
     """Its lines, those of a quotation as one."""
-    held: list[str] = []
+    lines_so_far: list[str] = []
     quote = ""
     for line in text.splitlines():
         quote = _open_after(line, quote)
-        held.append(line)
+        lines_so_far.append(line)
         if not quote:
-            yield " ".join(held)
-        elif len(held) < _LONGEST_QUOTATION:
+            yield " ".join(lines_so_far)
+        elif len(lines_so_far) < _LONGEST_QUOTATION:
             continue
         else:  # an apostrophe, say
-            yield from held
-        held, quote = [], ""
-    yield from held
+            yield from lines_so_far
+        lines_so_far, quote = [], ""
+    yield from lines_so_far
 
 
 def _open_after(line: str, quote: str) -> str:
@@ -171,14 +178,14 @@ class _Branches:
 
     def is_one(self, line: str, variables: Mapping[str, str]) -> bool:
         """Whether the line begins or ends a branch."""
-        found = _BRANCH.match(line)
-        if found is None or (found[1] != "if" and not self.open) or re.search(r"\bfi\s*$", found[2]):
+        match = _BRANCH.match(line)
+        if match is None or (match[1] != "if" and not self.open) or re.search(r"\bfi\s*$", match[2]):
             return False
-        if found[1] == "fi":
+        if match[1] == "fi":
             self.open.pop()
             return True
-        before = False if found[1] == "if" else self.open.pop()[1]
-        holds = True if found[1] == "else" else _holds(found[2], variables)
+        before = False if match[1] == "if" else self.open.pop()[1]
+        holds = True if match[1] == "else" else _holds(match[2], variables)
         runs = False if before or holds is False else None if before is None else holds
         self.open.append((runs, True if before or runs else None if None in (before, runs) else False))
         return True
@@ -192,10 +199,10 @@ def _holds(test: str, variables: Mapping[str, str]) -> bool | None:
     match words[1:-1]:
         case [("-z" | "-n") as kind, text]:
             return (text == "") == (kind == "-z")
-        case [one, ("=" | "==" | "!=") as sign, other]:
-            return (one == other) == (sign != "!=")
-        case [one, sign, other] if sign in _COMPARED and one.isdecimal() and other.isdecimal():
-            return _COMPARED[sign](int(one), int(other))
+        case [element, ("=" | "==" | "!=") as sign, other]:
+            return (element == other) == (sign != "!=")
+        case [element, sign, other] if sign in _COMPARED and element.isdecimal() and other.isdecimal():
+            return _COMPARED[sign](int(element), int(other))
     return None
 
 
@@ -209,17 +216,22 @@ def _words(text: str) -> list[str]:
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
     """With the values of variables that are known, and sums worked out; others stay as they are."""
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        return variables.get(name) or (found[2] if found[2] is not None else variables.get(name, found[0]))
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        return variables.get(name) or (match[2] if match[2] is not None else variables.get(name, match[0]))
 
+    def replaced(match: re.Match[str]) -> str:
+        name, every, old, new = match.groups()
+        return variables[name].replace(old, new, -1 if every == "//" else 1) if name in variables else match[0]
+
+    text = _REPLACED.sub(replaced, text)
     for _ in range(4):  # defaults name further variables
         text = VARIABLE.sub(value, text)
-    return _ARITHMETIC.sub(lambda found: _sum(found[1], variables) or found[0], text)
+    return _ARITHMETIC.sub(lambda match: _sum(match[1], variables) or match[0], text)
 
 
 def _sum(text: str, variables: Mapping[str, str]) -> str | None:
-    named = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), text)
+    named = re.sub(r"[A-Za-z_]\w*", lambda match: variables.get(match[0], match[0]), text)
     try:
         return str(_number(ast.parse(named.strip(), mode="eval").body))
     except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.migration.entry import Settings
+from megarl.migration.entry import Settings
 
 A, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim"
+M, R = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TRAINER = "trainer"
 """The setting that names a trainer: what a command line or a Python file says besides TRL's fields."""
 COMMAND_LINE = "command_line"
@@ -23,13 +24,13 @@ class Trainer:
         flow: here.
         lr: the default of its `learning_rate`.
         own: fields of its configuration that no other has.
-        made: keys here that stand for the trainer and its further defaults, with their values.
+        defaults: keys here that stand for the trainer and its further defaults, with their values.
     """
 
     flow: str
     lr: float
     own: frozenset[str] = frozenset()
-    made: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:
@@ -53,7 +54,7 @@ TRAINERS: Mapping[str, Trainer] = {
         flow="ppo",
         lr=3e-6,
         own=_PPO_FIELDS,
-        made={
+        defaults={
             "algorithm.adv_estimator": "gae",
             "actor_rollout_ref.rollout.n": 1,
             "actor_rollout_ref.rollout.temperature": 0.7,
@@ -70,7 +71,7 @@ TRAINERS: Mapping[str, Trainer] = {
         flow="ppo",
         lr=1e-6,
         own=frozenset({"rloo_k", "normalize_advantages", "reward_clip_range"}),
-        made={
+        defaults={
             "algorithm.adv_estimator": "rloo",
             "actor_rollout_ref.rollout.n": 2,
             "data.max_response_length": 512,
@@ -83,7 +84,7 @@ TRAINERS: Mapping[str, Trainer] = {
         flow="ppo",
         lr=1e-6,
         own=_GRPO_FIELDS,
-        made={
+        defaults={
             "algorithm.adv_estimator": "grpo",
             "actor_rollout_ref.rollout.n": 8,
             "data.max_response_length": 512,
@@ -95,7 +96,7 @@ TRAINERS: Mapping[str, Trainer] = {
         lr=1e-6,
         own=frozenset({"rpo_alpha", "precompute_ref_log_probs", "label_smoothing", "reference_free"}),
     ),
-    "orpo": Trainer(flow="preference", lr=1e-6, made={"algorithm.preference.loss_mode": "orpo"}),
+    "orpo": Trainer(flow="preference", lr=1e-6, defaults={"algorithm.preference.loss_mode": "orpo"}),
     "cpo": Trainer(flow="preference", lr=1e-6, own=frozenset({"simpo_gamma", "cpo_alpha"})),
     "reward": Trainer(flow="reward_model", lr=1e-4, own=frozenset({"center_rewards_coefficient"})),
     "sft": Trainer(flow="sft", lr=2e-5),

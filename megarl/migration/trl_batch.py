@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.migration.entry import Entry, Settings, ruled
-from megarl.config.migration.trl_trainers import TRAINERS, A, trainer_of
+from megarl.migration.entry import Settings
+from megarl.migration.trl_trainers import TRAINERS, A, trainer_of
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, Any] = {
 def prompts_per_update(settings: Settings) -> int:
     """TRL counts sequences; those of GRPO and RLOO are responses, `num_generations` to a prompt."""
     rows = _rows_per_pass(settings) * settings.number("gradient_accumulation_steps")
-    default = TRAINERS[trainer_of(settings)].made.get("actor_rollout_ref.rollout.n", 1)
+    default = TRAINERS[trainer_of(settings)].defaults.get("actor_rollout_ref.rollout.n", 1)
     return max(1, rows // settings.number("num_generations", settings.number("rloo_k", default)))
 
 
@@ -36,22 +36,6 @@ def batch_sizes(settings: Settings) -> dict[str, int]:
     update = prompts_per_update(settings)
     sizes = {"data.train_batch_size": update * updates_per_batch(settings)}
     return sizes | ({f"{A}.ppo_mini_batch_size": update} if TRAINERS[trainer_of(settings)].generates else {})
-
-
-def batch(key: str, why: str) -> Entry:
-    """A field that has a part in the size of the batch."""
-    return ruled(key, "translated", "data.train_batch_size", why, lambda _, settings: batch_sizes(settings))
-
-
-def steps(key: str, to: str, why: str) -> Entry:
-    """A number of optimizer steps; here a step is a generated batch."""
-
-    def rule(value: Any, settings: Settings) -> Mapping[str, Any]:
-        if not isinstance(value, int) or value <= 0:
-            return {}
-        return {to: max(1, value // (updates_per_batch(settings) * settings.number("num_iterations")))}
-
-    return ruled(key, "translated", to, why, rule)
 
 
 def _rows_per_pass(settings: Settings) -> int:

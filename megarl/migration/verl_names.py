@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.config.migration.verl import A
+from megarl.migration.verl import A
 
 M, OPTIM = "actor_rollout_ref.model", f"{A}.optim"
 _NAMES: Mapping[str, str] = {
@@ -25,6 +25,8 @@ _NAMES: Mapping[str, str] = {
     "data.response_key": "data.answer_key",
     "trainer.seed": "data.seed",
     "trainer.resume_path": "trainer.resume_from_path",
+    "trainer.val_generations_to_log_to_wandb": "trainer.log_val_generations",
+    "algorithm.rollout_correction.bypass_old_logprob_for_rollout": "algorithm.rollout_correction.bypass_mode",
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward_model.sandbox_fusion_url": "reward_model.sandbox_fusion.url",
@@ -43,6 +45,7 @@ _SECTIONS: Mapping[str, str] = {
     "profiler.": f"{A}.profiler.",
     "checkpoint.": f"{A}.checkpoint.",
     "trainer.checkpoint.": f"{A}.checkpoint.",
+    "trainer.rollout_trace.": "actor_rollout_ref.rollout.trace.",
 }
 _LEAVES: Mapping[str, str] = {
     "use_rmpad": "use_remove_padding",

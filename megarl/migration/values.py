@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.config.load import LARGEST, check_interpolations, read_yaml
-from megarl.config.migration.entry import Computed
+from megarl.migration.entry import Computed
 
 _OVERRIDE = re.compile(r"^[a-z]\w*=")
 _OPERATOR = re.compile(r"^(\d?>|[|&;])")

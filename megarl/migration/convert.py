@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megarl.config.load import all_keys
-from megarl.config.migration.entry import Computed, Kind, Made, Settings, asks_for
-from megarl.config.migration.tables import TABLES, entry_of
 from megarl.config.schema import Config
+from megarl.migration.entry import Computed, Kind, Made, Settings, asks_for
+from megarl.migration.tables import TABLES, entry_of
 
 LOGGERS = ("console", "jsonl", "csv", "tensorboard")
 """Those that come with every installation."""
@@ -66,21 +66,21 @@ def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequenc
     table = TABLES[source]
     settings = Settings(values, table.defaults, loggers, table.canonical)
     changes = [_change(key, value, settings, source) for key, value in values.items()]
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for change in changes:
-        made |= change.values
-    wrong = _impossible(made)  # a value of the wrong type, say: what is left loads
-    added = {key: pair for key, pair in table.complete(settings, made).items() if key not in made}
-    made |= {key: value for key, (value, _) in added.items()}
-    wrong += _impossible(made)
-    if made.get("trainer.test_freq", -1) > 0 and not made.get("data.val_files"):
-        freq = made.pop("trainer.test_freq")
+        result |= change.values
+    wrong = _impossible(result)  # a value of the wrong type, say: what is left loads
+    added = {key: pair for key, pair in table.complete(settings, result).items() if key not in result}
+    result |= {key: value for key, (value, _) in added.items()}
+    wrong += _impossible(result)
+    if result.get("trainer.test_freq", -1) > 0 and not result.get("data.val_files"):
+        freq = result.pop("trainer.test_freq")
         wrong.append(("trainer.test_freq", f"name held-out rows in data.val_files, and set trainer.test_freq={freq}"))
     for key, why in wrong:
         changes = [_without(change, key, why) for change in changes]
     changes = [_excused(change, settings, source) for change in changes]
-    added = {key: (value, why + _instead(key, changes, source)) for key, (value, why) in added.items() if key in made}
-    tree = _tree(made)
+    added = {key: (value, why + _instead(key, changes, source)) for key, (value, why) in added.items() if key in result}
+    tree = _tree(result)
     more = [Change(key="", value=None, kind="translated", values={k: v}, why=why) for k, (v, why) in added.items()]
     return Migrated(tree=tree, changes=tuple(changes), added=tuple(more))
 
@@ -98,17 +98,17 @@ def _instead(key: str, changes: Sequence[Change], source: str) -> str:
 def _change(written: str, value: Any, settings: Settings, source: str) -> Change:
     entry, key = entry_of(written, source), TABLES[source].canonical(written)
     if isinstance(value, Computed) and (entry is None or entry.to):
-        made = Made(kind="refused", why=f"it is computed: say what it comes to, {written}=...")
+        result = Made(kind="refused", why=f"it is computed: say what it comes to, {written}=...")
     elif entry is not None:
         try:
-            made = entry.rule(key, value, settings)
+            result = entry.rule(key, value, settings)
         except Exception as e:  # a rule knows the values that its program takes
-            made = Made(kind="refused", why=f"its value is none that {source} takes ({type(e).__name__})")
+            result = Made(kind="refused", why=f"its value is none that {source} takes ({type(e).__name__})")
     elif source == "verl" and key in set(all_keys()):
-        made = Made(kind="carried", values={key: value})
+        result = Made(kind="carried", values={key: value})
     else:
-        made = Made(kind="refused", why=f"{source}'s key is not known here; leave it out, or set what it stands for")
-    return Change(key=written, value=value, kind=made.kind, values=made.values, why=made.why)
+        result = Made(kind="refused", why=f"{source}'s key is not known here; leave it out, or set what it stands for")
+    return Change(key=written, value=value, kind=result.kind, values=result.values, why=result.why)
 
 
 def _excused(change: Change, settings: Settings, source: str) -> Change:
@@ -137,21 +137,21 @@ def _without(change: Change, key: str, why: str) -> Change:
     return Change(key=change.key, value=change.value, kind="refused", values=rest, why=f"{key}: {why}")
 
 
-def _impossible(made: dict[str, Any]) -> list[tuple[str, str]]:
+def _impossible(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Keys whose values a `Config` does not take, with what it says of them; they are removed from `made`."""
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     while True:
         try:
-            Config.model_validate(_tree(made))
-            return found
+            Config.model_validate(_tree(result))
+            return problems
         except ValidationError as e:
             first = e.errors()[0]
         at = [str(part) for part in first["loc"]]
-        wrong = next((key for n in range(len(at), 0, -1) if (key := ".".join(at[:n])) in made), None)
-        wrong = wrong or next(key for key in made if key.startswith(".".join(at)))
+        wrong = next((key for n in range(len(at), 0, -1) if (key := ".".join(at[:n])) in result), None)
+        wrong = wrong or next(key for key in result if key.startswith(".".join(at)))
         message = first["msg"]
-        found.append((wrong, f"{message[0].lower()}{message[1:]}"))
-        del made[wrong]
+        problems.append((wrong, f"{message[0].lower()}{message[1:]}"))
+        del result[wrong]
 
 
 def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
