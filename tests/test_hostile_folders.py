@@ -120,7 +120,7 @@ def test_a_manifest_names_files_of_its_checkpoint(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("state", [{"step": 2, "row": "x"}, {"step": 2, "row": 10**30}, {"step": 2, "order": 10**30}])
 def test_a_position_that_no_run_has(tmp_path: Path, state: dict[str, Any]) -> None:
     (tmp_path / "trainer.json").write_text(json.dumps(state))
-    with pytest.raises(ValueError, match=r"its trainer\.json is not a JSON object with an integer step"):
+    with pytest.raises(ValueError, match=r"its trainer\.json does not record a step of a run"):
         read_state(str(tmp_path))
 
 

@@ -61,7 +61,7 @@ def test_an_engine_declares_its_kind(tmp_path: Path) -> None:
     assert generation_layout(config).stride == 1
     assert generation_layout(load_config(str(tmp_path / "run.yaml"), layouts)).stride == 2
     job = job_of(config, check_layouts(config))
-    assert job.vocab_rows == 24 and job.engine.activation_bytes(
+    assert job.engines.vocab_rows == 24 and job.engine.activation_bytes(
         config.actor_rollout_ref.rollout, job.arch, tp=1, itemsize=4, max_model_len=8
     ) == 12345  # fmt: skip
     with pytest.raises(ValueError, match=r"^Mine answers no seven at a time; lower rollout.max_num_seqs$"):

@@ -14,17 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import metrics_of, write_run
+from tiny_run import write_run
 
-from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import load_config
 from megarl.data.curriculum import as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
-from megarl.data.prompts import PromptSet
 from megarl.data.sampler import PromptSampler
 from megarl.trainer.admission.checks import check_run
 from megarl.trainer.build import prompt_sampler
-from megarl.trainer.resuming.identity import prompts_digest
 
 QUIET: dict[str, Any] = {"trainer__val_before_train": False, "trainer__test_freq": 0, "trainer__logger": ["jsonl"]}
 
@@ -202,24 +199,3 @@ def _drawn(folder: Path, run: str = "run") -> list[list[str]]:
     """The prompts of each step."""
     files = sorted((folder / run / "rollouts").glob("*.jsonl"))
     return [[json.loads(line)["prompt"] for line in path.read_text().splitlines()[::4]] for path in files]
-
-
-def test_a_checkpoint_of_before_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    """It has a digest of tokens and rows, which is computed from the rows once more; other rows are refused."""
-    keys = {**QUIET, "trainer__save_freq": 1, "trainer__total_training_steps": 1}
-    config = str(write_run(tmp_path, **keys))
-    assert ranks.run(1, run_here, config)[0][0] == ""
-    inputs = check_run(load_config(config, ["trainer.total_training_steps=2"]))
-    assert isinstance(inputs.train_prompts, PromptSet)
-    state = tmp_path / "run" / "checkpoints" / "global_step_1" / "trainer.json"
-    now, then = f"rows {inputs.train_prompts.digest}", prompts_digest(list(inputs.train_prompts))
-    assert json.loads(state.read_text())["identity"]["data"] == {"rows": 80, "contents": now}
-    state.write_text(state.read_text().replace(f'"{now}"', f'"{then}"'))
-    write_manifest(str(state.parent), record_files(str(state.parent), files_of(str(state.parent))))
-    more = ["trainer.total_training_steps=2"]
-    check_run(load_config(config, more))
-    text = (tmp_path / "train.jsonl").read_text()
-    (tmp_path / "train.jsonl").write_text(text.replace('"id": 7}', '"id": 8}'))
-    assert "another data (other contents)" in refusal(lambda: check_run(load_config(config, more)))
-    (tmp_path / "train.jsonl").write_text(text)
-    assert ranks.run(1, run_here, config, more)[0][0] == "" and len(metrics_of(tmp_path)) == 2

@@ -91,7 +91,7 @@ def test_a_scrape_has_the_newest_row(tmp_path: Path) -> None:
     (other,) = open_sinks(
         ["prometheus"], str(tmp_path / "r2"), 1, said.append, config_of(port=port, address="127.0.0.1")
     )
-    assert len(said) == 1 and f"telemetry.prometheus.port = {port} of 127.0.0.1 is not to be had" in said[0]
+    assert len(said) == 1 and f"telemetry.prometheus.port = {port} of 127.0.0.1 cannot be used" in said[0]
     other.log(1, {"reward/mean": 0.0})
     other.close()
     assert "0.75" in got(f"http://127.0.0.1:{port}/metrics")

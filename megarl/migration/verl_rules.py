@@ -189,7 +189,8 @@ def logger(key: str, value: Any, settings: Settings) -> Made:
     unknown = [name for name in names if name not in settings.loggers]
     values = {"trainer.logger": [*known, *(["jsonl"] if "jsonl" not in known else [])]}
     if unknown:
-        why = f"no logger {', '.join(map(str, unknown))} here: tensorboard, csv or path/to/file.py:class; the others go on"
+        others = "tensorboard, csv or path/to/file.py:class; the others go on"
+        why = f"no logger {', '.join(map(str, unknown))} here: {others}"
         return Made(kind="refused" if not known else "translated", values=values, why=why)
     return Made(kind="carried", values=values, why="with jsonl, which megarl's own commands read")
 
