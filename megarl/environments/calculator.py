@@ -39,11 +39,11 @@ class Calculator:
         del row
 
     def step(self, response: str) -> Turn:
-        asked = blocks(response, "calc")
-        if not asked:
+        expressions = blocks(response, "calc")
+        if not expressions:
             return Turn(done=True)
         try:
-            result = str(evaluate(asked[-1]))
+            result = str(evaluate(expressions[-1]))
         except ValueError as e:
             result = str(e)
         return Turn(observation=self._answer.replace("{result}", result))
@@ -70,15 +70,15 @@ def evaluate(expression: str) -> Number:
 
 
 def _value(node: ast.expr) -> Number:
-    found: Number
+    value: Number
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
-        found = node.value
+        value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        found = _BINARY[type(node.op)](_value(node.left), _value(node.right))
+        value = _BINARY[type(node.op)](_value(node.left), _value(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        found = _UNARY[type(node.op)](_value(node.operand))
+        value = _UNARY[type(node.op)](_value(node.operand))
     else:
         raise ValueError("error: no arithmetic")
-    if not abs(found) < _LARGEST:
+    if not abs(value) < _LARGEST:
         raise ValueError("error: too large")
-    return found
+    return value

@@ -1,4 +1,4 @@
-"""What a generation engine is to the rest of the program: token ids in, token ids and log-probabilities out."""
+"""The interface of a generation engine: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ writes to them nor releases them.
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What an engine is built from.
+    """The arguments that an engine is built from.
 
     Attributes:
         groups: this rank's replica.
@@ -80,7 +80,7 @@ class Request:
 
 
 class Engine(Protocol):
-    """One rank's part of a generation replica: a tensor-parallel group that holds one whole model.
+    """The part that one rank has of a generation replica: a tensor-parallel group that holds one whole model.
 
     All ranks of a replica make the same calls with the same arguments, in the same order: an engine decides what runs
     from its requests and the tokens drawn so far alone, so that the ranks stay in step without talking. Where a call
@@ -107,7 +107,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> Mapping[int, Completion]:
-        """One step of decoding, for what is `busy`: by key, the requests that it finished."""
+        """Decode one token of each running request; returns the requests that this finished, by key."""
         ...
 
     @property
@@ -116,7 +116,8 @@ class Engine(Protocol):
         ...
 
     def under_way(self) -> Mapping[int, Sequence[int]]:
-        """By key, the response tokens so far of requests that are not finished, for whoever watches; an engine need not
+        """Return the response tokens so far of unfinished requests, by key, for a person who watches. An engine need
+        not
         show them."""
         return {}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """What checks, prediction and layouts know of an engine. As it stands: what they assume of the native one.
+    """The facts of an engine that checks, prediction and layouts read. The defaults are those of the native engine.
 
     A class of the user's may have another in its attribute `kind`.
 
@@ -72,7 +72,7 @@ class EngineKind:
         return -(-arch.vocab_size // multiple) * multiple // tp
 
     def build(self, settings: EngineSettings) -> Engine:
-        """This rank's part of its replica's engine. Every rank calls it."""
+        """Build this rank's part of its replica's engine. Every rank calls it."""
         rollout, groups = settings.rollout, settings.groups
         return self.load()(
             settings.arch,

@@ -17,7 +17,7 @@ OnFinished = Callable[[int, Rollout], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """Where generation stops before everything is finished: each replica has its share of finished groups.
+    """The number of finished groups at which generation stops: each replica has its share of finished groups.
 
     Replicas do not talk about it, and a share is a number of groups, not a time: a run repeats itself bit for bit.
 
@@ -92,13 +92,13 @@ def generate_rollouts(
 
 
 def share_of(groups: GenerationGroups, rollouts: Sequence[Rollout]) -> dict[int, Rollout]:
-    """Those that this rank's replica makes, by place."""
+    """Return the rollouts that this rank's replica generates, by place."""
     replica_of = replicas_of_groups(rollouts, groups.layout.replicas)
     return {i: rollout for i, rollout in enumerate(rollouts) if replica_of[rollout.group] == groups.replica}
 
 
 def replicas_of_groups(rollouts: Sequence[Rollout], replicas: int) -> dict[int, int]:
-    """Which replica makes a group's responses, by group."""
+    """Return the replica that generates a group's responses, by group."""
     order = dict.fromkeys(rollout.group for rollout in rollouts)
     return {group: i % replicas for i, group in enumerate(order)}
 

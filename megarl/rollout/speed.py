@@ -1,4 +1,4 @@
-"""How fast an engine generates."""
+"""Measures the speed of an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.types import Rollout
 
 @dataclass(kw_only=True)
 class Speed:
-    """Of a rank's calls of the engine since the last `collect`.
+    """Counts tokens and seconds of a rank's calls of the engine since the last `collect`.
 
     Attributes:
         tokens: that the policy drew, on all ranks.
@@ -43,7 +43,7 @@ class Speed:
         self.tokens += sum(map(_drawn, after)) - sum(map(_drawn, before))
 
     def collect(self) -> Speed:
-        """What there is; starts again from nothing."""
+        """Return the counts, and count anew."""
         taken = Speed(tokens=self.tokens, seconds=self.seconds, latencies=self.latencies)
         self.tokens, self.seconds, self.latencies = 0, 0.0, []
         return taken

@@ -16,7 +16,7 @@ from megarl.types.batch import Batch, batch_of
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row of the data.
+    """A prompt: a row of the data.
 
     Attributes:
         index: position of the row in its file list; stable over epochs and restarts.
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature` 0 is greedy; `top_k` -1 keeps the whole vocabulary.
+    """Settings by which tokens are drawn. `temperature` 0 is greedy; `top_k` -1 keeps the whole vocabulary.
 
     Attributes:
         max_tokens: response tokens at most, the stop token included.
@@ -57,7 +57,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What an engine made of a request, in arrays: a step may have 10^8 tokens.
+    """The response of an engine to a request, in arrays: a step may have 10^8 tokens.
 
     Attributes:
         token_ids: int32 ("i"), response tokens, the stop token included when there is one.
@@ -73,7 +73,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """How a response came about that an environment, or an agent, took part in.
+    """The episode in which an environment, or an agent, took part in a response.
 
     Attributes:
         turns: how often the policy spoke.
@@ -90,7 +90,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """One response to a prompt: not begun, under way or finished.
+    """A response to a prompt: not begun, under way or finished.
 
     Attributes:
         prompt: what it answers.
@@ -122,7 +122,7 @@ class Rollout:
 
     @property
     def turns(self) -> list[tuple[bool, array[int]]]:
-        """What was said one after another: whether by the policy, and the token ids."""
+        """Split the response into turns: whether the policy spoke, and the token ids."""
         if self.sampled is None:
             return [(True, self.token_ids)]
         places = [0, *(i for i in range(1, len(self.sampled)) if self.sampled[i] != self.sampled[i - 1])]
@@ -130,7 +130,7 @@ class Rollout:
         return [(bool(self.sampled[a]), self.token_ids[a:b]) for a, b in zip(places, ends, strict=True) if a < b]
 
     def further(self, completion: Completion, version: int) -> Rollout:
-        """With the tokens that an engine has added under a version of the weights."""
+        """Return the rollout with the tokens that an engine has added under a version of the weights."""
         earlier = self.versions
         added = len(completion.token_ids) - sum(tokens for _, tokens in earlier)
         if added and earlier and earlier[-1][0] == version:
@@ -185,17 +185,17 @@ class Rollouts(Sequence[Rollout]):
         return list(places.values())
 
     def responses(self) -> Rollouts:
-        """One record per sample: of several parts the last one, which is what is scored."""
+        """Keep one record per sample: of several parts the last one, which is scored."""
         return self.of(self.items[places[-1]] for places in self.episodes)
 
     @property
     def prompts(self) -> list[Prompt]:
-        """One per group."""
+        """The prompts, one per group."""
         return [self.items[places[0]].prompt for places in self.groups]
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """One per response."""
+        """The rewards, one per response."""
         return tuple(rollout.reward for rollout in self.items)
 
     def scored(self, rewards: Sequence[float | None], parts: Sequence[Mapping[str, float]] | None = None) -> Rollouts:
@@ -215,7 +215,7 @@ class Rollouts(Sequence[Rollout]):
 
     @staticmethod
     def joined(parts: Sequence[Rollouts]) -> Rollouts:
-        """One after the other; of equal temperature."""
+        """Join rollouts of equal temperature, one after the other."""
         return parts[0].of(rollout for part in parts for rollout in part)
 
     def to_batch(self) -> Batch:
@@ -252,7 +252,11 @@ class Rollouts(Sequence[Rollout]):
         )
 
     def _staleness(self, of_responses: Tensor) -> Tensor | None:
-        """As of `Batch`; of_responses: bool [T], all tokens of responses."""
+        """Return the staleness of each token, as in `Batch`.
+
+        Args:
+            of_responses: bool [T], all tokens of responses.
+        """
         spans = [span for rollout in self.items for span in rollout.versions]
         if self.version is None or all(version == self.version for version, _ in spans):
             return None

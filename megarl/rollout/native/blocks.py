@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache are free, and by how many sequences each of the others is held. Pure Python.
+"""Counts which blocks of the KV cache are free, and how many sequences hold each of the others. Pure Python.
 
 Paging the cache is PagedAttention's idea (arXiv 2309.06180): a sequence takes memory as it grows, and sequences with
 the same beginning hold the same blocks.
@@ -34,7 +34,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more sequence holds these."""
+        """Count one more sequence that holds these blocks."""
         for block in blocks:
             self._holders[block] += 1
 

@@ -1,4 +1,4 @@
-"""How many blocks of KV cache the engine takes."""
+"""Chooses the number of KV cache blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache_blocks(
     weight_bytes: int,
     gpu_memory_utilization: float,
 ) -> int:
-    """What all sequences can fill, or as much of it as memory allows; the same on all ranks of a replica.
+    """Return as many blocks as all sequences can fill, or as memory allows; the same on all ranks of a replica.
 
     Args:
         weight_bytes: the engine's own weights on this rank, which are held already.

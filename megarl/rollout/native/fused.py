@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a layer: plain torch, or one kernel each where there are some."""
+"""The operations between the matrix products of a layer: plain torch, or one kernel each where there is one."""
 
 from __future__ import annotations
 

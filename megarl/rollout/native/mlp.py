@@ -17,7 +17,7 @@ from megarl.rollout.native.fused import silu_and_mul
 
 
 class MLP(Protocol):
-    """What a layer does with each token by itself."""
+    """The part of a layer that works on each token by itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""
@@ -44,7 +44,7 @@ def mlp_of(arch: Architecture, params: Mapping[str, Tensor], layer: int) -> MLP:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """One MLP: gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
+    """A gated MLP: gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
 
     gate_up: Tensor
     down: Tensor

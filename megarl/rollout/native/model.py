@@ -44,7 +44,7 @@ def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One layer's parameters on this rank; shapes as in `parameter_shapes`."""
+    """The parameters of a layer on this rank; shapes as in `parameter_shapes`."""
 
     input_norm: Tensor
     qkv: Tensor

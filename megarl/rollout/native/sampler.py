@@ -18,7 +18,7 @@ from megarl.types import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One token per row, and its log-probability as in `megarl.types.Completion`.
+    """Tokens that were drawn, one per row, with log-probabilities as in `megarl.types.Completion`.
 
     Attributes:
         token_ids: int64 [B].

@@ -32,7 +32,8 @@ class Rules:
         self._stop_strings = StopStrings(params.stop, decode)
 
     def ending(self, token_ids: Sequence[int], since: int) -> FinishReason | None:
-        """How the newest token finishes the response, if it does; stop strings count from a place on."""
+        """Return how the newest token finishes the response; None if it does not. Stop strings count from a place
+        on."""
         if token_ids[-1] in self._stop_token_ids or self._stop_strings.found(token_ids, since) is not None:
             return "stop"
         return None if len(token_ids) < self.max_tokens else "length"
@@ -133,7 +134,7 @@ class Scheduler:
         return len({r.rules.kind for r in self.running}) == 1
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """They wait, after those that wait already."""
+        """Let requests wait behind those that wait already."""
         for request in requests:
             entering = Running(
                 request=request,
@@ -197,7 +198,7 @@ class Scheduler:
         return finished
 
     def interrupt(self) -> dict[int, Completion]:
-        """All requests leave; by key, what there is of their responses."""
+        """Drop all requests; returns what there is of their responses, by key."""
         everyone = [*self.running, *self._waiting]
         for r in everyone:
             self._leave(r)

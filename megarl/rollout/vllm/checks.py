@@ -1,4 +1,4 @@
-"""What vLLM cannot do, said before any rank starts. Imports neither vLLM nor torch."""
+"""Refuses what vLLM cannot do, before any rank starts. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 

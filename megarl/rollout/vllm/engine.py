@@ -182,7 +182,8 @@ class VLLMEngine(Engine):
 
 
 def _graphs(max_num_seqs: int) -> dict[str, Any]:
-    """By itself vLLM captures no CUDA graph of more than 512 sequences, and decodes more of them without any."""
+    """Set the sizes of CUDA graphs. By itself vLLM captures none of more than 512 sequences, and decodes more
+    without."""
     if max_num_seqs <= 512:
         return {}
     sizes = {1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32), max_num_seqs}

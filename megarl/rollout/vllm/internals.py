@@ -124,7 +124,7 @@ def _keep_cpu_weights() -> None:
 
 
 def parameters_of(llm: Any) -> dict[str, torch.Tensor]:
-    """This rank's weights by name, as vLLM uses them; tied embeddings once."""
+    """Return this rank's weights by name, as vLLM uses them; tied embeddings once."""
     return llm.apply_model(lambda model: {name: p.data for name, p in model.named_parameters()})[0]
 
 

@@ -1,4 +1,4 @@
-"""What the rest of the program knows of vLLM. Imports neither vLLM nor torch."""
+"""The kind of vLLM's engine. Imports neither vLLM nor torch."""
 
 from __future__ import annotations
 

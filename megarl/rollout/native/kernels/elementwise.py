@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a layer, each in one pass over memory."""
+"""Kernels for the operations between the matrix products of a layer, each in one pass over memory."""
 
 from __future__ import annotations
 
