@@ -39,7 +39,7 @@ class FrozenModel(MegatronModel):
         """
         super().__init__(arch, groups, model=model, megatron=megatron, batching=batching, balance=balance)
         if megatron.param_offload:
-            self.memory[Item.WEIGHTS] = (OnHost(lambda: self.parameters().values(), constant=True),)
+            _wait_on_host(self)
         initial(self)
 
 
@@ -91,9 +91,14 @@ class Reference(MegatronModel):
         super().__init__(policy.arch, policy.groups, model=model, megatron=megatron, batching=batching, balance=balance)
         self._policy = policy
         if param_offload:
-            self.memory[Item.WEIGHTS] = (OnHost(lambda: self.parameters().values(), constant=True),)
+            _wait_on_host(self)
         self.renew()
 
     def renew(self) -> None:
         """Copy the policy's weights as they are now."""
         self.copy_from(self._policy)
+
+
+def _wait_on_host(model: MegatronModel) -> None:
+    """Keep weights that do not change in pinned host memory, except while they are used."""
+    model.memory[Item.WEIGHTS] = (OnHost(lambda: model.parameters().values(), constant=True),)

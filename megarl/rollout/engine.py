@@ -117,8 +117,7 @@ class Engine(Protocol):
 
     def under_way(self) -> Mapping[int, Sequence[int]]:
         """Return the response tokens so far of unfinished requests, by key, for a person who watches. An engine need
-        not
-        show them."""
+        not show them."""
         return {}
 
     def interrupt(self) -> Mapping[int, Completion]:

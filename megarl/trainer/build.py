@@ -131,8 +131,7 @@ def build_reference(config: Config, actor: Actor) -> Reference:
 
 def build_critic(run: Run, actor: Actor) -> Critic:
     """Build the critic with its first weights: those of `critic.model.path`, or the actor's as they are now. A head
-    that is
-    in neither is 0. All are 0 where the checkpoint that the run goes on from has them."""
+    that is in neither is 0. All are 0 where the checkpoint that the run goes on from has them."""
     inputs, config = run.inputs, run.config
     settings, seed = config.critic, config.data.seed
     arch = architecture_of(settings.model, inputs.arch)

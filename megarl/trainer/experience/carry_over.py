@@ -104,8 +104,7 @@ class CarryOver:
 
     def arrays(self) -> dict[str, Array]:
         """Return the groups under way: numbers of each of R responses, [R] int64, and one after another their tokens
-        and
-        the spans of the versions that drew them."""
+        and the spans of the versions that drew them."""
         under_way = self._under_way
         spans = [span for rollout in under_way for span in rollout.versions]
         return {

@@ -46,9 +46,8 @@ class Report:
         self._began = self._since = time.perf_counter()
 
     def begin(self) -> None:
-        """Open the files of the run, and cut what earlier processes wrote of the steps that come. Nothing can refuse
-        the run
-        any more."""
+        """Open the files of the run, which nothing can refuse any more, and cut what earlier processes wrote of the
+        steps that come."""
         if self._speaks and os.path.isdir(self._trainer.run_dir):
             self._folder = HeldFolder(self._trainer.run_dir)
         self._open(self._first_step)
