@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from architectures import alike
+
 from megarl.config import build_config
 from megarl.estimate.job import Job
-from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.models.architecture import Architecture
+from megarl.models.parts.experts import MixtureOfExperts
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 
-LLAMA_3_8B = Architecture(
+LLAMA_3_8B = alike(
     family="llama",
     num_layers=32,
     hidden_size=4096,
@@ -20,7 +23,7 @@ LLAMA_3_8B = Architecture(
     vocab_size=128_256,
     max_position_embeddings=8192,
 )
-QWEN3_235B = Architecture(
+QWEN3_235B = alike(
     family="qwen3_moe",
     num_layers=94,
     hidden_size=4096,

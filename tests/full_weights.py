@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source
-from megarl.models.placements import engine_placements
-from megarl.models.tensors import logical_tensors
+from megarl.models.weights import engine_placements, logical_tensors
 
 
 def random_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, ma
     """Every (source, target): read the source in a layout, write the target from it."""
     from megarl.checkpoint.export_huggingface import export_weights
     from megarl.checkpoint.import_huggingface import HuggingFaceWeights
-    from megarl.models.tensors import logical_tensors
+    from megarl.models.weights import logical_tensors
 
     for source, target in folders:
         with policy_in(case, source, dtype) as policy:

@@ -7,10 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from architectures import alike
 
-from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.models.architecture import Architecture
+from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.placements import Placement
-from megarl.models.tensors import Box, logical_tensors
+from megarl.models.tensors import Box
+from megarl.models.weights import logical_tensors
 
 UNWRITTEN = -7
 """Bits of every element before a reshard; no logical tensor holds them, so a guard row must still have them after."""
@@ -24,7 +27,7 @@ def architecture(*, num_layers: int, vocab_size: int = 13, tied: bool = False, *
     """A few thousand elements. The odd vocabulary is padded by every tensor-parallel size but one."""
     sizes = {"hidden_size": 6, "ffn_hidden_size": 8}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
-    return Architecture(
+    return alike(
         family="test",
         num_layers=num_layers,
         vocab_size=vocab_size,

@@ -12,9 +12,8 @@ from ranks import Ranks
 from training_cases import ARCH, SEQUENCES, Case, actor_in, beside, fixed_batch, mini_batch_of, update
 
 from megarl.models.fill import fill, random_source
-from megarl.models.parameter_names import transformer_engine_names
-from megarl.models.placements import training_placements
-from megarl.models.tensors import logical_tensors
+from megarl.models.parameter_names import ParameterNames
+from megarl.models.weights import logical_tensors, training_placements
 from megarl.parallel.layout import TrainLayout
 
 
@@ -132,9 +131,10 @@ def test_one_rotary_table_serves_all_lengths() -> None:
     from megarl.models.rope import rope_table
 
     device = torch.device("cpu")
+    kind = ARCH.layer(0).attention
     attention._ROPE.clear()
     for length in (3, 1000, 5000, 2000):
-        assert torch.equal(attention._cached_rope(ARCH, length, device), rope_table(ARCH, length, device))
+        assert torch.equal(attention._cached_rope(kind, length, device), rope_table(kind, length, device))
     assert [len(table) for table in attention._ROPE.values()] == [5120]
 
 
@@ -146,7 +146,7 @@ def copied_under_other_names() -> list[bool]:
 
     with actor_in(Case(tp=2)) as actor:
         ours, world = actor.parameters(), actor.groups.world
-        there = training_side(actor.arch, actor.groups.layout, transformer_engine_names(actor.arch))
+        there = training_side(actor.arch, actor.groups.layout, ParameterNames(fused_norms=True))
         called = {(place.tensor, place.box): place.param for place in actor.side.placements(world.rank)}
         other = {
             place.param: ours[called[place.tensor, place.box]].detach().clone()

@@ -10,7 +10,8 @@ import pytest
 from ranks import Ranks
 from training_cases import ARCH
 
-from megarl.models.tensors import logical_tensors, volume
+from megarl.models.tensors import volume
+from megarl.models.weights import logical_tensors
 
 
 def _measure(pairs: list[tuple[str, str]], world: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from architectures import changed
 from ranks import Ranks
 from training_cases import ARCH
 
@@ -50,12 +51,10 @@ def test_training(ranks: Ranks, world: int) -> None:
 
 
 def test_model_flops_count_every_matrix_once() -> None:
-    from dataclasses import replace
-
-    from megarl.models.tensors import logical_tensors
+    from megarl.models.weights import logical_tensors
     from tools.bench_train import model_flops
 
-    arch = replace(ARCH, num_layers=3)
+    arch = changed(ARCH, num_layers=3)
     shapes = [t.shape for t in logical_tensors(arch).values() if t.kind == "matrix"]
     parameters = 0
     for shape in shapes:
@@ -63,7 +62,8 @@ def test_model_flops_count_every_matrix_once() -> None:
         for n in shape:
             size *= n
         parameters += size
-    attention = 12 * 3 * arch.num_attention_heads * arch.head_dim * (10**2 + 20**2) / 2
+    heads = arch.layer(0).attention
+    attention = 12 * 3 * heads.num_attention_heads * heads.head_dim * (10**2 + 20**2) / 2
     assert model_flops(arch, [10, 20]) == pytest.approx(6 * parameters * 30 + attention)
 
 

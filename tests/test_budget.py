@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from architectures import changed
 from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
@@ -33,9 +34,9 @@ from megarl.estimate.job import (
 )
 from megarl.estimate.model_memory import layers_in_flight
 from megarl.models.architecture import Architecture
-from megarl.models.placements import engine_placements, training_placements
 from megarl.models.sizes import BLOCK_SIZE, layer_activations, native_activation_bytes, prefill_activations
-from megarl.models.tensors import logical_tensors, volume
+from megarl.models.tensors import volume
+from megarl.models.weights import engine_placements, logical_tensors, training_placements
 from megarl.parallel.layout import TrainLayout
 from megarl.phases import Item, Phase
 from megarl.reshard.sharing import plan_shared
@@ -214,7 +215,7 @@ def test_kv_caches() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-@pytest.mark.parametrize("arch", [LLAMA_3_8B, replace(QWEN3_235B, num_layers=4)], ids=["dense", "experts"])
+@pytest.mark.parametrize("arch", [LLAMA_3_8B, changed(QWEN3_235B, num_layers=4)], ids=["dense", "experts"])
 def test_the_native_engine_takes_the_cache_that_is_predicted(
     monkeypatch: pytest.MonkeyPatch, arch: Architecture, share: float
 ) -> None:
@@ -294,10 +295,10 @@ def test_absences_follow_the_table_of_phases(monkeypatch: pytest.MonkeyPatch) ->
     table = {(role, item): KINDS[role].absent[item] & predicted for role, item in STATE}
     assert _absent() == table
     for (role, item), phases in table.items():
-        for changed in (phases | {Phase.LOG_PROBS}, phases - {Phase.GENERATE}):
+        for phases_now in (phases | {Phase.LOG_PROBS}, phases - {Phase.GENERATE}):
             with monkeypatch.context() as patch:
-                patch.setitem(KINDS[role].absent, item, changed)
-                assert _absent() == {**table, (role, item): changed}
+                patch.setitem(KINDS[role].absent, item, phases_now)
+                assert _absent() == {**table, (role, item): phases_now}
 
 
 def _said(considered: Job, memory: float) -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from architectures import changed
 from ranks import Ranks
 from selection import quick
 from test_offload import _held
@@ -30,7 +31,7 @@ from megarl.parallel.layout import TrainLayout
 from megarl.phases import Phase
 from megarl.trainer.memory import job_of
 
-WIDER = replace(ARCH, hidden_size=128, ffn_hidden_size=256)
+WIDER = changed(ARCH, hidden_size=128, ffn_hidden_size=256)
 """So that the padding of vocabulary and buffers is a small part."""
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import changed
 from ranks import Ranks
 from small_disk import fill, small_disk
 from small_state import STATE, rl_step, state_at, warmup_step
@@ -211,7 +211,7 @@ def _layouts(run_dir: str, cases: list[Case]) -> list[Any]:
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
     try:
         for step, case in enumerate(cases, 1):
-            with actor_in(case, replace(ARCH, num_layers=5), lr=1e-2) as actor:  # no stages of equal size
+            with actor_in(case, changed(ARCH, num_layers=5), lr=1e-2) as actor:  # no stages of equal size
                 if before:
                     _load(actor, before)
                 else:
@@ -279,7 +279,7 @@ def _bad_luck(run_dir: str) -> dict[str, Any]:
             what()
         return str(caught.value)
 
-    wider = replace(ARCH, ffn_hidden_size=64)
+    wider = changed(ARCH, ffn_hidden_size=64)
     with actor_in(Case(dp=2), lr=1e-2) as actor:
         world, rank = actor.groups.world, dist.get_rank()
         folder = _save(actor, run_dir, 1)

@@ -89,7 +89,7 @@ def test_memory_is_bounded_by_a_tensor(tmp_path: Path) -> None:
     config = CONFIGS["llama"] | shape | {"head_dim": 128}
     (big / "config.json").write_text(json.dumps(config))
     from megarl.models.families import read_architecture
-    from megarl.models.tensors import logical_tensors
+    from megarl.models.weights import logical_tensors
 
     tensors = logical_tensors(read_architecture(str(big)))
     weights = {t.name: torch.ones(t.hf_shape, dtype=torch.bfloat16) for t in tensors.values()}

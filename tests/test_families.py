@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import changed
 from hugging_face import hugging_face, saved_shapes
 from ranks import Ranks
 from tiny_families import ARCHITECTURES, CONFIGS
 
 import megarl.models.families
-from megarl.models.architecture import MixtureOfExperts
 from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.rope import rope_frequencies, rope_table
-from megarl.models.tensors import logical_tensors
+from megarl.models.weights import logical_tensors
 
 
 def test_every_family_is_registered_and_in_the_test_table() -> None:
@@ -53,7 +53,9 @@ def test_a_config_that_transformers_wrote_describes_the_same_architecture(name: 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rotary_frequencies_are_hugging_faces(name: str) -> None:
     theirs = hugging_face(name).model.rotary_emb.inv_freq
-    torch.testing.assert_close(rope_frequencies(ARCHITECTURES[name], "cpu"), theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rope_frequencies(ARCHITECTURES[name].layer(0).attention, "cpu"), theirs, rtol=1e-6, atol=0
+    )
 
 
 def _megatron_rotary_table(name: str) -> torch.Tensor:
@@ -62,17 +64,17 @@ def _megatron_rotary_table(name: str) -> torch.Tensor:
     enable_cpu_ranks()
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    arch = ARCHITECTURES[name]
-    rotary = RotaryEmbedding(arch.head_dim, rotary_percent=1.0, cp_group=torch.distributed.group.WORLD)
-    rotary.inv_freq = rope_frequencies(arch, "cpu")  # as `build_chunks` does for Transformer Engine
-    angles = rotary(40)[:, 0, 0, : arch.head_dim // 2]
+    attention = ARCHITECTURES[name].layer(0).attention
+    rotary = RotaryEmbedding(attention.head_dim, rotary_percent=1.0, cp_group=torch.distributed.group.WORLD)
+    rotary.inv_freq = rope_frequencies(attention, "cpu")  # as `build_chunks` does for Transformer Engine
+    angles = rotary(40)[:, 0, 0, : attention.head_dim // 2]
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3", "llama_linear"])
 def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) -> None:
     (table,) = ranks.run(1, _megatron_rotary_table, name)
-    assert torch.equal(table, rope_table(ARCHITECTURES[name], 40, "cpu"))
+    assert torch.equal(table, rope_table(ARCHITECTURES[name].layer(0).attention, 40, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:
     """Six heads over one KV head: Megatron-Core would cut 64 rows into three."""
-    arch = replace(ARCHITECTURES["llama"], num_attention_heads=6, num_key_value_heads=1, head_dim=8, ffn_hidden_size=48)
+    arch = changed(ARCHITECTURES["llama"], num_attention_heads=6, num_key_value_heads=1, head_dim=8, ffn_hidden_size=48)
     arch.check_training(tp=2, pp=1, chunks=1, sequence_parallel=False)
     with pytest.raises(ValueError, match="= 3 does not divide the 64 rows of the model's queries, keys and values"):
         arch.check_training(tp=3, pp=1, chunks=1, sequence_parallel=False)

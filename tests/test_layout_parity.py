@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from architectures import changed
 from ranks import Ranks
 from selection import quick
 from training_cases import ARCH, WITH_EXPERTS, Case, train
@@ -54,7 +54,7 @@ def test_loss_and_gradient_norm_agree(
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 
-SEVEN = replace(ARCH, num_layers=7)
+SEVEN = changed(ARCH, num_layers=7)
 UNEVEN_CASES = [
     Case(pp=2),
     Case(pp=4),

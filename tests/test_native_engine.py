@@ -15,7 +15,7 @@ from tiny_engines import GREEDY, GROUPS, MIXED, SAMPLED, assert_same, engine_of,
 from tiny_families import ARCHITECTURES
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import engine_placements
+from megarl.models.weights import engine_placements
 from megarl.rollout.native.graphs import bucket
 from megarl.rollout.native.model import parameter_shapes
 from megarl.types import Completion, SamplingParams

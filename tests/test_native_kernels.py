@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures import changed
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from dataclasses import replace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch.nn.functional as F  # noqa: E402
@@ -19,12 +19,12 @@ from tiny_families import ARCHITECTURES  # noqa: E402
 from megarl.models.rope import rope_table  # noqa: E402
 from megarl.models.sizes import BLOCK_SIZE, blocks_for  # noqa: E402
 from megarl.rollout.native import kernels  # noqa: E402
-from megarl.rollout.native.attention import GatheredAttention  # noqa: E402
 from megarl.rollout.native.kernels import draw as draw_kernel  # noqa: E402
 from megarl.rollout.native.kernels.draw import draw  # noqa: E402
 from megarl.rollout.native.kernels.elementwise import add_and_norm, silu_and_mul  # noqa: E402
 from megarl.rollout.native.kernels.paged_attention import attend, rotate_and_store  # noqa: E402
 from megarl.rollout.native.kv_cache import KVCache  # noqa: E402
+from megarl.rollout.native.parts.grouped_query import GatheredAttention  # noqa: E402
 from megarl.rollout.native.sampler import _inverse_cdf, uniform  # noqa: E402
 from megarl.types import SamplingParams  # noqa: E402
 
@@ -71,10 +71,10 @@ def test_elementwise(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 def filled_cache(heads: int, dim: int, positions: list[int], dtype: torch.dtype) -> KVCache:
     """A cache full of noise; sequence i is in slot len(positions) - i, its blocks in no order."""
-    arch = replace(ARCHITECTURES["qwen2"], num_layers=1, num_key_value_heads=heads, num_attention_heads=heads)
+    arch = changed(ARCHITECTURES["qwen2"], num_layers=1, num_key_value_heads=heads, num_attention_heads=heads)
     blocks = sum(blocks_for(p + 1) for p in positions) + 1
     cache = KVCache(
-        replace(arch, head_dim=dim),
+        changed(arch, head_dim=dim),
         tp=1,
         blocks=blocks,
         max_num_seqs=len(positions),
@@ -101,7 +101,7 @@ def test_attention_equals_torch(
 ) -> None:
     rows = len(positions)
     cache, want_cache = (filled_cache(kv_heads, dim, positions, dtype) for _ in range(2))
-    rope = rope_table(replace(ARCHITECTURES["qwen2"], head_dim=dim), 512, DEVICE).to(dtype)
+    rope = rope_table(changed(ARCHITECTURES["qwen2"], head_dim=dim).layer(0).attention, 512, DEVICE).to(dtype)
     qkv = noise(rows, heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     at = torch.tensor(positions, device=DEVICE)

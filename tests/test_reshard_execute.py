@@ -15,8 +15,8 @@ from ranks import Ranks
 from reshard_cases import EXPERTS, INTEGERS, architecture, logical_values, parameters, same_bits
 
 from megarl.models.architecture import Architecture
-from megarl.models.parameter_names import ParameterNames, transformer_engine_names
-from megarl.models.tensors import EMBEDDING, FINAL_NORM
+from megarl.models.parameter_names import ParameterNames
+from megarl.models.weights import EMBEDDING, FINAL_NORM
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.execute import Resharder
 from megarl.reshard.plan import Piece, Transform, plan_reshard
@@ -62,7 +62,7 @@ def build(
     rank = dist.get_rank()
     generation = GenerationLayout(ranks=range(train.size), tp=generation_tp)
     values = logical_values(arch, dtype)
-    sides = training_side(arch, train, transformer_engine_names(arch)), engine_side(arch, generation)
+    sides = training_side(arch, train, ParameterNames(fused_norms=True)), engine_side(arch, generation)
     held, wanted = (list(side.placements(rank)) for side in sides)
     source = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(held, values, dtype).items()}
     engine = {name: torch.nn.Parameter(p.to(device)) for name, p in parameters(wanted, {}, dtype).items()}

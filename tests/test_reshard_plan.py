@@ -14,15 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures import alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_plan import reference_plans
 from reshard_cases import EXPERTS, architecture, logical_values, parameters, same_bits, shapes, slices
 
-from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.parameter_names import ParameterNames, transformer_engine_names
+from megarl.models.architecture import Architecture
+from megarl.models.parameter_names import ParameterNames
+from megarl.models.parts.experts import MixtureOfExperts
+from megarl.models.parts.swiglu import SwiGLU
 from megarl.models.placements import Placement
-from megarl.models.tensors import EMBEDDING, OUTPUT, Box, intersect, logical_tensors, volume
+from megarl.models.tensors import Box, intersect, volume
+from megarl.models.weights import EMBEDDING, OUTPUT, logical_tensors
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
 from megarl.reshard.sharing import SharedPlace, plan_shared
@@ -48,7 +52,7 @@ class Case:
 
 def sides_of(arch: Architecture, train: TrainLayout, generation_tp: int, stride: int = 1) -> tuple[Side, Side]:
     generation = GenerationLayout(ranks=range(train.size), tp=generation_tp, stride=stride)
-    return training_side(arch, train, transformer_engine_names(arch)), engine_side(arch, generation)
+    return training_side(arch, train, ParameterNames(fused_norms=True)), engine_side(arch, generation)
 
 
 @st.composite
@@ -72,10 +76,16 @@ def cases(draw: st.DrawFn) -> Case:
         qk_norm=draw(st.booleans()),
         moe=draw(st.sampled_from((None, EXPERTS))),
     )
+    if draw(st.booleans()):  # the first layers have an MLP of another width, as DeepSeek-V3's have
+        dense = replace(arch.layer(0), mlp=SwiGLU(ffn_hidden_size=12))
+        first = draw(st.integers(1, arch.num_layers))
+        arch = replace(
+            arch, layers=((dense, first), (arch.layer(0), arch.num_layers - first))[: 1 + (first < arch.num_layers)]
+        )
     arch.check_training(tp=tp, pp=pp, chunks=chunks, sequence_parallel=True)
     arch.check_generation(tp=generation_tp)
     stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1
-    names = transformer_engine_names(arch) if draw(st.booleans()) else ParameterNames()
+    names = ParameterNames(fused_norms=draw(st.booleans()))
     return Case(
         source=training_side(arch, train, names),
         target=engine_side(arch, GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride)),
@@ -406,7 +416,7 @@ def test_planning_at_scale(
     sizes: dict[str, Any], world: int, tp: int, pp: int, generation_tp: int, pieces_arrive: int
 ) -> None:
     """Holds the memory to its bound; a bound on the time would prove nothing on a shared machine."""
-    arch = Architecture(family="test", head_dim=128, max_position_embeddings=8192, **sizes)
+    arch = alike(family="test", head_dim=128, max_position_embeddings=8192, **sizes)
     train = TrainLayout(ranks=range(world), tp=tp, pp=pp)
     sides = sides_of(arch, train, generation_tp)
     tracemalloc.start()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from architectures import changed
 from full_weights import random_weights
 from ranks import Ranks
 from shared_cases import Seen, generate_with_shared_weights, move_a_parameter
@@ -59,8 +60,8 @@ def test_identical_layouts(ranks: Ranks, arch: Architecture, leaves: tuple[str, 
 
 
 def test_several_kv_heads_on_a_rank_are_copied(ranks: Ranks) -> None:
-    arch = replace(UNTIED, num_key_value_heads=4)
-    qkv = 4 * (2 + 2 * 2) * arch.head_dim * arch.hidden_size
+    arch = changed(UNTIED, num_key_value_heads=4)
+    qkv = 4 * (2 + 2 * 2) * arch.layer(0).attention.head_dim * arch.hidden_size
     for seen in _both(ranks, _case(tp=2, dp=2, gen_tp=2), arch):
         assert seen.own == _names(QKV[:1], range(2))
         assert seen.copied == seen.own_bytes == 2 * qkv

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
+from architectures import changed
 from ranks import Ranks
 from training_cases import (
     ARCH,
@@ -19,7 +19,8 @@ from training_cases import (
     update,
 )
 
-from megarl.models.architecture import Architecture, RopeScaling
+from megarl.models.architecture import Architecture
+from megarl.models.parts.grouped_query import RopeScaling
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None,
@@ -55,7 +56,7 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
 LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
 
 
-@pytest.mark.parametrize("arch", [ARCH, replace(ARCH, rope_scaling=LLAMA3), WITH_EXPERTS], ids=["", "rope", "experts"])
+@pytest.mark.parametrize("arch", [ARCH, changed(ARCH, rope_scaling=LLAMA3), WITH_EXPERTS], ids=["", "rope", "experts"])
 @pytest.mark.parametrize(
     "case", [Case(), Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True)], ids=lambda case: case.name
 )

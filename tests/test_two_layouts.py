@@ -268,7 +268,8 @@ def _copied(pair: Pair) -> tuple[bool, torch.Tensor, torch.Tensor, int, int]:
     this rank was sent for the first of these copies, and those that it wanted and had not."""
     import torch.distributed as dist
 
-    from megarl.models.tensors import intersect, logical_tensors, volume
+    from megarl.models.tensors import intersect, volume
+    from megarl.models.weights import logical_tensors
 
     sent, send = 0, dist.all_to_all_single
 

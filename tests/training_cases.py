@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from architectures import alike, changed
 from tiny_engines import text_of
 
 from megarl.algorithms.loss import LossInput, LossOutput
-from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.models.architecture import Architecture
+from megarl.models.parts.experts import MixtureOfExperts
 from megarl.parallel.layout import TrainLayout
 from megarl.roles.passes import MiniBatch
 from megarl.types import Batch, batch_of
 
-ARCH = Architecture(
+ARCH = alike(
     family="qwen3",
     num_layers=4,
     hidden_size=32,
@@ -33,7 +35,7 @@ ARCH = Architecture(
     output="tied",
     init_std=0.1,
 )
-WITH_EXPERTS = replace(ARCH, moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True))
+WITH_EXPERTS = changed(ARCH, moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True))
 SEQUENCES = 16
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.models.architecture import MixtureOfExperts
+from megarl.models.parts.experts import MixtureOfExperts
 
 
 def wanted_by_vllm(

@@ -244,12 +244,13 @@ class PlainMegatron:
 
 def model_flops(arch: Architecture, lengths: Sequence[int]) -> float:
     """Forward and backward: 6 per parameter and token, and causal attention (PaLM, arXiv 2204.02311, appendix B)."""
-    heads = arch.num_attention_heads + 2 * arch.num_key_value_heads
-    attention = arch.hidden_size * arch.head_dim * (heads + arch.num_attention_heads)
-    mlp = 3 * arch.hidden_size * arch.ffn_hidden_size * (arch.moe.experts_per_token if arch.moe else 1)
-    parameters = arch.num_layers * (attention + mlp) + arch.vocab_size * arch.hidden_size
-    width = arch.num_attention_heads * arch.head_dim
-    return 6.0 * parameters * sum(lengths) + 12.0 * arch.num_layers * width * sum(n * n for n in lengths) / 2
+    ((layer, num_layers),) = arch.layers
+    heads, kv_heads = layer.attention.num_attention_heads, layer.attention.num_key_value_heads
+    head_dim = layer.attention.head_dim
+    attention = arch.hidden_size * head_dim * 2 * (heads + kv_heads)
+    mlp = 3 * arch.hidden_size * layer.mlp.ffn_hidden_size * (arch.moe.experts_per_token if arch.moe else 1)
+    parameters = num_layers * (attention + mlp) + arch.vocab_size * arch.hidden_size
+    return 6.0 * parameters * sum(lengths) + 12.0 * num_layers * heads * head_dim * sum(n * n for n in lengths) / 2
 
 
 def write_profile(step: Callable[[], object], path: str) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, transformer_config
-from megarl.models.placements import Placement, engine_placements
-from megarl.models.tensors import EMBEDDING, Box, logical_tensors, volume
+from megarl.models.placements import Placement
+from megarl.models.tensors import Box, volume
+from megarl.models.weights import EMBEDDING, engine_placements, logical_tensors
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.roles.model import MegatronModel
 

@@ -32,7 +32,8 @@ from megarl.data.tokenizer import tokenizer_place
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.fill import fill
-from megarl.models.tensors import Box, LogicalTensor, logical_tensors, volume
+from megarl.models.tensors import Box, LogicalTensor, volume
+from megarl.models.weights import logical_tensors
 from megarl.parallel.layout import TrainLayout
 
 Advance = Callable[[int, int], None]

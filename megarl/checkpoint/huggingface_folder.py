@@ -20,7 +20,7 @@ from typing import Any
 from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, read_header
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.models.tensors import EMBEDDING, OUTPUT, SCORE, logical_tensors
+from megarl.models.weights import EMBEDDING, OUTPUT, SCORE, logical_tensors
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -11,7 +11,8 @@ from torch import Tensor
 from megarl.checkpoint.file_slice import file_slice
 from megarl.checkpoint.huggingface_folder import weight_entries
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import SCORE, Box, LogicalTensor, logical_tensors
+from megarl.models.tensors import Box, LogicalTensor
+from megarl.models.weights import SCORE, logical_tensors
 
 
 class HuggingFaceWeights:

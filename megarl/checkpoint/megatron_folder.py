@@ -40,7 +40,8 @@ from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.models.architecture import Architecture
 from megarl.models.fill import local_view
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
-from megarl.models.placements import Placement, training_placements
+from megarl.models.placements import Placement
+from megarl.models.weights import training_placements
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.train_groups import stand_in
 

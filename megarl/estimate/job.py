@@ -11,9 +11,10 @@ from megarl.estimate.model import ModelJob
 from megarl.flow_kinds import format_of, generates
 from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
-from megarl.models.placements import Placement, engine_placements, training_placements
+from megarl.models.placements import Placement
 from megarl.models.sizes import kv_bytes_per_token
-from megarl.models.tensors import EMBEDDING, volume
+from megarl.models.tensors import volume
+from megarl.models.weights import EMBEDDING, engine_placements, training_placements
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
@@ -112,16 +113,14 @@ class Job:
 
 def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int:
     """Count the elements of a rank's training weights, but for the few rows that pad the vocabulary."""
-    at = layout.coords(rank)
-    firsts = {layout.layers(arch.num_layers, at.pp, chunk)[0] for chunk in range(layout.chunks)}
-    placements = training_placements(arch, layout, rank, layers=firsts, experts=FIRST_EXPERT)
-    return _elements(placements, repetitions(arch, layout.all_layers(arch.num_layers)))
+    times = repetitions(arch, layout.all_layers(arch.num_layers))
+    return _elements(training_placements(arch, layout, rank, layers=times.layers, experts=FIRST_EXPERT), times)
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
     """Count the elements of the weights of a generation replica's first rank; no other rank of it has more."""
-    placements = engine_placements(arch, tp, 0, layers=(0,), experts=FIRST_EXPERT)
-    return _elements(placements, repetitions(arch))
+    times = repetitions(arch)
+    return _elements(engine_placements(arch, tp, 0, layers=times.layers, experts=FIRST_EXPERT), times)
 
 
 def shared_of_first_layers(job: Job, rank: int) -> dict[str, SharedPlace]:
@@ -153,8 +152,8 @@ def _own_elements(job: Job, rank: int) -> int:
         return job.engines.placements(rank, layers=layers, experts=FIRST_EXPERT)
 
     shared = (placement for placement in placements(shared_layers) if placement.param in places)
-    in_chunk = repetitions(job.arch, job.training.runs)
-    return _elements(placements((0,)), repetitions(job.arch)) - _elements(shared, in_chunk)
+    in_chunk, times = repetitions(job.arch, job.training.runs), repetitions(job.arch)
+    return _elements(placements(times.layers), times) - _elements(shared, in_chunk)
 
 
 def parameter_count(arch: Architecture) -> int:
@@ -168,14 +167,15 @@ def active_parameter_count(arch: Architecture) -> int:
     if arch.moe:
         times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)
     whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
-    placements = training_placements(arch, whole, 0, layers=(0,), experts=FIRST_EXPERT)
+    placements = training_placements(arch, whole, 0, layers=times.layers, experts=FIRST_EXPERT)
     return _elements((p for p in placements if p.tensor != EMBEDDING or arch.tied), times)
 
 
 def expert_elements(arch: Architecture) -> int:
     """Count the elements of all experts; 0 without experts."""
-    placements = engine_placements(arch, 1, 0, layers=(0,), experts=FIRST_EXPERT)
-    return _elements((p for p in placements if of_expert(p.tensor)), repetitions(arch))
+    times = repetitions(arch)
+    placements = engine_placements(arch, 1, 0, layers=times.layers, experts=FIRST_EXPERT)
+    return _elements((p for p in placements if of_expert(p.tensor)), times)
 
 
 def _elements(placements: Iterable[Placement], times: Repetitions) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.policy import ReshardConfig
-from megarl.models.tensors import EMBEDDING
+from megarl.models.weights import EMBEDDING
 from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
 from megarl.reshard.plan import plan_reshard

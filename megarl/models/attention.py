@@ -11,8 +11,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.models.architecture import Architecture
 from megarl.models.packed_attention import packed_attention, padded_attention
+from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.rope import apply_rope, rope_table
 from megarl.parallel.upload import upload
 
@@ -55,7 +55,7 @@ class TorchAttention(torch.nn.Module):
     `scaled_dot_product_attention` on a padded view, where causality already hides the padding at the end.
     """
 
-    architecture: Architecture  # set by `core_attention_for`
+    attention: GroupedQuery  # set by `core_attention_for`
 
     def __init__(
         self,
@@ -103,20 +103,20 @@ class TorchAttention(torch.nn.Module):
         return out.flatten(1)
 
     def _rope(self, length: int, device: torch.device) -> Tensor:
-        return _cached_rope(self.architecture, length, device)
+        return _cached_rope(self.attention, length, device)
 
 
-_ROPE: dict[tuple[Architecture, torch.device], Tensor] = {}
+_ROPE: dict[tuple[GroupedQuery, torch.device], Tensor] = {}
 
 
-def _cached_rope(arch: Architecture, length: int, device: torch.device) -> Tensor:
+def _cached_rope(attention: GroupedQuery, length: int, device: torch.device) -> Tensor:
     """Cut `length` rows of one table for all layers, which grows: a table per length would fill the GPU."""
-    key = (arch, device)
+    key = (attention, device)
     if key not in _ROPE or len(_ROPE[key]) < length:
-        _ROPE[key] = rope_table(arch, -(-length // 1024) * 1024, device)
+        _ROPE[key] = rope_table(attention, -(-length // 1024) * 1024, device)
     return _ROPE[key][:length]
 
 
-def core_attention_for(arch: Architecture) -> type[TorchAttention]:
-    """Bind `TorchAttention` to an architecture (Megatron-Core builds submodules from a class)."""
-    return type("TorchAttention", (TorchAttention,), {"architecture": arch})
+def core_attention_for(attention: GroupedQuery) -> type[TorchAttention]:
+    """Bind `TorchAttention` to a layer's attention (Megatron-Core builds submodules from a class)."""
+    return type("TorchAttention", (TorchAttention,), {"attention": attention})

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.models.architecture import Architecture, MixtureOfExperts
+from megarl.models.architecture import Architecture
 from megarl.models.layer_spec import LayerSpec, torch_layers
 from megarl.models.rope import rope_frequencies
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
@@ -103,17 +103,11 @@ def transformer_fields(
     fields: dict[str, Any] = dict(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
-        ffn_hidden_size=arch.ffn_hidden_size,
-        num_attention_heads=arch.num_attention_heads,
-        num_query_groups=arch.num_key_value_heads,
-        kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -144,8 +138,8 @@ def transformer_fields(
     )
     if arch.num_layers % (layout.pp * layout.chunks):
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(layout.all_layers(arch.num_layers)))
-    if arch.moe:
-        fields |= _expert_fields(arch, arch.moe)
+    for layer in arch.kinds:
+        fields |= layer.attention.megatron_fields() | layer.mlp.megatron_fields()
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return fields
@@ -155,18 +149,6 @@ def _uneven_stages(chunks: Sequence[range]) -> list[list[str]]:
     """List what each model chunk holds, as Megatron-Core spells it."""
     rows = [["decoder"] * len(layers) for layers in chunks]
     return [["embedding", *rows[0]], *rows[1:-1], [*rows[-1], "loss"]]
-
-
-def _expert_fields(arch: Architecture, moe: MixtureOfExperts) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=moe.num_experts,
-        moe_ffn_hidden_size=arch.ffn_hidden_size,
-        moe_router_topk=moe.experts_per_token,
-        moe_router_pre_softmax=not moe.norm_topk_prob,  # a softmax over the chosen ones alone sums to 1
-        moe_router_dtype="fp32",  # rounded logits would tie, and a tie may go to another expert than in the engine
-        moe_router_load_balancing_type="none",  # no loss but the one that was asked for
-        moe_aux_loss_coeff=0.0,
-    )
 
 
 def _keep(weight: Tensor) -> Tensor:
@@ -197,7 +179,7 @@ def build_chunks(
             warnings.simplefilter("ignore")  # Megatron-Core names every optional package that is not installed
             model = model_class(
                 config,
-                layers.block(len(layout.layers(arch.num_layers, at.pp, chunk))),
+                layers.block([arch.layer(i) for i in layout.layers(arch.num_layers, at.pp, chunk)]),
                 vocab_size=arch.padded_vocab_size(layout.tp),
                 max_sequence_length=arch.max_position_embeddings,
                 pre_process=layout.is_first(at.pp, chunk),
@@ -209,7 +191,8 @@ def build_chunks(
             )
         if not layers.rotates:
             # Megatron-Core's own take an integer base, and only some of Llama's scaling
-            model.rotary_pos_emb.inv_freq = rope_frequencies(arch, groups.world.device)
+            (attention,) = {layer.attention for layer in arch.kinds}
+            model.rotary_pos_emb.inv_freq = rope_frequencies(attention, groups.world.device)
         for parameter in model.parameters():
             parameter.data.zero_()  # nothing fills the vocabulary's padding, and 0 x NaN in its gradient is NaN
         chunks.append(model.to(groups.world.device))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -14,11 +16,11 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Layer
 from megarl.models.attention import core_attention_for
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
-from megarl.models.parameter_names import ParameterNames, transformer_engine_names
+from megarl.models.parameter_names import ParameterNames
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-Core 0.16 asks `is not None`, and forgets to define it where Transformer Engine is not installed
@@ -27,25 +29,25 @@ if not hasattr(moe_utils, "te_general_gemm"):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Describes the layers of a model, all alike, and what follows from their modules.
+    """Describes the layers of a model, and what follows from their modules.
 
     Attributes:
-        module: Megatron-Core's spec of a layer.
+        modules: Megatron-Core's spec of each kind of layer.
         norm: class of the norm after the last layer.
         names: of a layer's parameters.
         rotates: whether its attention rotates queries and keys itself; otherwise Megatron-Core does, fused.
         kernels: what the layers run on, for people.
     """
 
-    module: ModuleSpec
+    modules: Mapping[Layer, ModuleSpec]
     norm: type
     names: ParameterNames
     rotates: bool
     kernels: str
 
-    def block(self, num_layers: int) -> TransformerBlockSubmodules:
+    def block(self, layers: Sequence[Layer]) -> TransformerBlockSubmodules:
         """Stack layers, with the norm after them."""
-        return TransformerBlockSubmodules(layer_specs=[self.module] * num_layers, layer_norm=self.norm)
+        return TransformerBlockSubmodules(layer_specs=[self.modules[kind] for kind in layers], layer_norm=self.norm)
 
 
 def torch_layers(arch: Architecture) -> LayerSpec:
@@ -53,28 +55,36 @@ def torch_layers(arch: Architecture) -> LayerSpec:
 
     Megatron-Core's own local norm refuses sequence parallelism, and its local attention packed sequences.
     """
-    experts = arch.moe.num_experts if arch.moe else None
-    module = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=arch.qk_norm)
-    parts = module.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = core_attention_for(arch)
-    attention.q_layernorm = attention.k_layernorm = RMSNorm if arch.qk_norm else IdentityOp
     kernels = "torch layers"
     if torch.cuda.is_available():
         kernels += " (FlashAttention, fused norm)" + (", rotary embedding in Triton" if TRITON else "")
-    return LayerSpec(module=module, norm=RMSNorm, names=ParameterNames(), rotates=True, kernels=kernels)
+    modules = {kind: _torch_layer(kind) for kind in arch.kinds}
+    return LayerSpec(modules=modules, norm=RMSNorm, names=ParameterNames(), rotates=True, kernels=kernels)
+
+
+def _torch_layer(kind: Layer) -> ModuleSpec:
+    module = get_gpt_layer_local_spec(normalization="RMSNorm", **_spec_arguments(kind))
+    parts = module.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = core_attention_for(kind.attention)
+    attention.q_layernorm = attention.k_layernorm = RMSNorm if kind.attention.qk_norm else IdentityOp
+    return module
 
 
 def transformer_engine_layers(arch: Architecture) -> LayerSpec:
     """Take Transformer Engine's layers."""
     from megatron.core.extensions.transformer_engine import TENorm
 
-    experts = arch.moe.num_experts if arch.moe else None
     return LayerSpec(
-        module=get_gpt_layer_with_transformer_engine_spec(num_experts=experts, qk_layernorm=arch.qk_norm),
+        modules={kind: get_gpt_layer_with_transformer_engine_spec(**_spec_arguments(kind)) for kind in arch.kinds},
         norm=TENorm,
-        names=transformer_engine_names(arch),
+        names=ParameterNames(fused_norms=True),
         rotates=False,
         kernels="Transformer Engine layers (fused attention, norm + linear, rotary embedding)",
     )
+
+
+def _spec_arguments(kind: Layer) -> dict[str, Any]:
+    fields = kind.attention.megatron_fields() | kind.mlp.megatron_fields()
+    return dict(num_experts=fields.get("num_moe_experts"), qk_layernorm=fields["qk_layernorm"])

@@ -7,19 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from megarl.models.architecture import Architecture
 from megarl.models.kernels import TRITON
+from megarl.models.parts.grouped_query import GroupedQuery
 
 
-def rope_frequencies(arch: Architecture, device: torch.device | str) -> Tensor:
-    """Compute the radians per position: float32 [head_dim / 2], with the architecture's scaling.
+def rope_frequencies(attention: GroupedQuery, device: torch.device | str) -> Tensor:
+    """Compute the radians per position: float32 [head_dim / 2], with the attention's scaling.
 
     Llama 3.1's rule is that of its reference code (`apply_scaling` in meta-llama/llama-models, `llama3` in
     transformers): between the two wavelengths the weight of the unscaled frequency is linear in 1 / wavelength.
     """
-    exponent = torch.arange(0, arch.head_dim, 2, dtype=torch.float32, device=device) / arch.head_dim
-    frequencies = 1.0 / arch.rope_theta**exponent
-    scaling = arch.rope_scaling
+    exponent = torch.arange(0, attention.head_dim, 2, dtype=torch.float32, device=device) / attention.head_dim
+    frequencies = 1.0 / attention.rope_theta**exponent
+    scaling = attention.rope_scaling
     if scaling is None:
         return frequencies
     slowed = frequencies / scaling.factor
@@ -30,10 +30,10 @@ def rope_frequencies(arch: Architecture, device: torch.device | str) -> Tensor:
     return torch.lerp(slowed, frequencies, ((waves - low) / (high - low)).clamp(0, 1))
 
 
-def rope_table(arch: Architecture, length: int, device: torch.device | str) -> Tensor:
+def rope_table(attention: GroupedQuery, length: int, device: torch.device | str) -> Tensor:
     """Tabulate cos and sin of every position: float32 [length, 2, head_dim / 2]."""
     positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, rope_frequencies(arch, device))
+    angles = torch.outer(positions, rope_frequencies(attention, device))
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 

@@ -5,8 +5,9 @@ The log-probabilities and the engines, which take the memory, and `megarl.estima
 
 from __future__ import annotations
 
+import math
+
 from megarl.models.architecture import Architecture
-from megarl.models.placements import heads_on_rank
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by `actor_rollout_ref.model.dtype`."""
@@ -31,19 +32,13 @@ def most_blocks(*, max_num_seqs: int, max_model_len: int, block_size: int = BLOC
     return max_num_seqs * blocks_for(max_model_len, block_size) + 1
 
 
-def kv_heads(arch: Architecture, tp: int) -> int:
-    """Count the KV heads on each rank of a replica; ranks that are more than the heads share them."""
-    (first, last), _ = heads_on_rank(arch, tp, 0)
-    return last - first
-
-
 def kv_bytes_per_token(arch: Architecture, *, tp: int, itemsize: int) -> int:
     """Count the bytes of a token's keys and values in all layers, on each rank of a replica."""
-    return 2 * arch.num_layers * kv_heads(arch, tp) * arch.head_dim * itemsize
+    return itemsize * sum(count * math.prod(layer.attention.cache_shape(tp)) for layer, count in arch.layers)
 
 
 def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
-    """Count the elements per token that a layer of the training layout keeps for the backward pass.
+    """Count the elements per token that a layer of the training layout keeps for the backward pass: the most of any.
 
     After arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention matrix,
     SwiGLU, grouped queries), t = TP:
@@ -57,30 +52,29 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -
     place of 3 ffn, plus 2 h of dropout masks. Transformer Engine's layers keep as much as torch's with a GPU's fused
     kernels.
     """
-    hidden, ffn = arch.hidden_size, arch.ffn_hidden_size
+    hidden = arch.hidden_size
     norms = 4 * hidden / (tp if sequence_parallel else 1)
-    attention = 2 * (arch.num_attention_heads + arch.num_key_value_heads) * arch.head_dim / tp
-    if arch.moe is None:
-        return norms + attention + 3 * ffn / tp
-    return norms + attention + arch.moe.experts_per_token * (2 * hidden + 3 * ffn / tp)
+    parts = (layer.attention.activations(hidden, tp) + layer.mlp.activations(hidden, tp) for layer in arch.kinds)
+    return norms + max(parts)
 
 
 def attention_flops(arch: Architecture, squares: float) -> float:
-    """Count causal attention's FLOPs in a forward pass: 2 x tokens^2 per query channel and layer, half of what the full
-    matrix takes (arXiv 2205.05198, appendix A); `squares` adds up tokens^2 of the sequences."""
-    return 2 * squares * arch.num_layers * arch.num_attention_heads * arch.head_dim
+    """Count causal attention's FLOPs in a forward pass over all layers; `squares` adds up tokens^2 of the sequences."""
+    return sum(count * layer.attention.flops(squares) for layer, count in arch.layers)
 
 
 def prefill_activations(arch: Architecture, *, tp: int) -> int:
-    """Count the elements per token that the native engine holds at once within a layer.
+    """Count the elements per token that the native engine holds at once within a layer: the most of any.
 
     They are no fewer than `layer_activations`. In the terms used there: 6 h of residuals, norms and sums over ranks;
     8 q / t of queries, keys and values before and after their rotation, and the attention's output; 4 ffn / t of gate,
     up and their product, with experts k (2 h + 4 ffn / t).
     """
-    hidden, ffn = arch.hidden_size, 4 * arch.ffn_hidden_size // tp
-    mlp = ffn if arch.moe is None else arch.moe.experts_per_token * (2 * hidden + ffn)
-    return 6 * hidden + 8 * (arch.num_attention_heads // tp) * arch.head_dim + mlp
+    hidden = arch.hidden_size
+    return 6 * hidden + max(
+        layer.attention.prefill_activations(hidden, tp) + layer.mlp.prefill_activations(hidden, tp)
+        for layer in arch.kinds
+    )
 
 
 def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int) -> int:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.placements import Placement
-from megarl.models.tensors import OUTPUT, SCORE, logical_tensors, volume
+from megarl.models.tensors import volume
+from megarl.models.weights import OUTPUT, SCORE, logical_tensors
 from megarl.parallel.world import World
 from megarl.reshard.plan import Piece, plan_reshard
 from megarl.reshard.sides import Side

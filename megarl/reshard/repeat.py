@@ -1,4 +1,4 @@
-"""Counts out layers and experts, which are alike: what holds for one holds for the others, with other numbers.
+"""Counts out layers and experts that are alike: what holds for one holds for the others, with other numbers.
 
 Planning looks at the first layer of every run and at the first expert.
 """
@@ -49,11 +49,11 @@ class Repetitions:
 
 
 def repetitions(arch: Architecture, *runs: Iterable[range]) -> Repetitions:
-    """Count out a model whose layers are alike within the runs of every side (`Side.runs`); without runs, all are.
+    """Count out a model whose layers of one kind are alike within the runs of every side (`Side.runs`).
 
     Runs of 0-3 and 4-7 on one side and of 0-5 and 6-7 on the other make three stretches, of 4, 2 and 2 layers.
     """
-    firsts = sorted({0, *(run.start for side in runs for run in side)})
+    firsts = sorted({*arch.firsts, *(run.start for side in runs for run in side)})
     layers = {first: after - first for first, after in pairwise([*firsts, arch.num_layers])}
     return Repetitions(layers=layers, experts=arch.moe.num_experts if arch.moe else 1)
 

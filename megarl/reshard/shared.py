@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megarl.models.tensors import EMBEDDING
+from megarl.models.weights import EMBEDDING
 from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.sides import Side, engine_side

@@ -12,7 +12,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from megarl.models.placements import EVERY, Placement, geometry
-from megarl.models.tensors import EMBEDDING, OUTPUT, relative
+from megarl.models.tensors import relative
+from megarl.models.weights import EMBEDDING, OUTPUT
 from megarl.reshard.plan import by_tensor
 from megarl.reshard.repeat import FIRST_EXPERT, of_expert, repetitions
 from megarl.reshard.sides import Side

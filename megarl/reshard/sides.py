@@ -9,7 +9,8 @@ from typing import Protocol
 
 from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
-from megarl.models.placements import EVERY, Placement, engine_placements, training_placements
+from megarl.models.placements import EVERY, Placement
+from megarl.models.weights import engine_placements, training_placements
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 
 

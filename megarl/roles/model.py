@@ -22,7 +22,7 @@ from megarl.models.kernels import transformer_engine_available
 from megarl.models.layer_spec import torch_layers, transformer_engine_layers
 from megarl.models.logprobs import vocab_shard
 from megarl.models.microbatch import MicroBatch, SequenceShard, make_micro_batch
-from megarl.models.tensors import logical_tensors
+from megarl.models.weights import logical_tensors
 from megarl.parallel.offload import Resident
 from megarl.parallel.train_groups import TrainGroups, in_its_layout
 from megarl.phases import Item

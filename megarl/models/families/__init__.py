@@ -3,7 +3,7 @@
 To add one:
 
 1. Write `megarl/models/families/NAME.py` with `architecture(config)`: the fields of `config.json` as an `Architecture`
-   whose `family` is NAME. Start from the closest family's `fields`; raise ValueError for whatever the model can
+   whose `family` is NAME. Start from the closest family's `layer`; raise ValueError for whatever the model can
    do and MegaRL cannot, so that nobody trains a model that is not theirs.
 2. Register it below, under the name in `architectures` of `config.json`.
 3. Add a tiny `config.json` to `CONFIGS` in `tests/tiny_families.py`.
@@ -11,9 +11,8 @@ To add one:
 `pytest tests/test_families.py tests/test_models_hf.py tests/test_native_engine_hf.py` then compares the weights' names
 with Hugging Face's files and the logits with `transformers`, for the training layout and for the native engine.
 
-A weight that the table of `megarl.models.tensors` lacks, or a layer that differs from Llama's in more than
-`Architecture` can say, needs a new field there, and its meaning in `tensors.py`, `placements.py`, `gpt.py`,
-`layer_spec.py` and `megarl/rollout/native/model.py`.
+A kind of attention or of MLP that is not among `megarl.models.parts` is one file there, which says all that is known of
+it before a run, and one file in `megarl.rollout.native.parts`, which computes it while it generates.
 """
 
 from __future__ import annotations

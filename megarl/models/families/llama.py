@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models.architecture import Architecture, RopeScaling
+from megarl.models.architecture import Architecture, Layer
+from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling
+from megarl.models.parts.swiglu import SwiGLU
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """From a Hugging Face `LlamaConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    return Architecture(**fields(config, "llama"))
+    return model(config, "llama", layer(config, "llama"))
 
 
-def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
-    """The fields that every Llama-like family shares."""
+def model(config: dict[str, Any], family: str, kind: Layer) -> Architecture:
+    """Stack layers of one kind under the fields that every Llama-like family shares."""
+    return Architecture(
+        family=family,
+        layers=((kind, config["num_hidden_layers"]),),
+        hidden_size=config["hidden_size"],
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        output="tied" if config.get("tie_word_embeddings", False) else "lm",
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        init_std=config.get("initializer_range", 0.02),
+    )
+
+
+def layer(config: dict[str, Any], family: str) -> Layer:
+    """Read the layer that every Llama-like family shares."""
     for key, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("attention_bias", False)):
         if config.get(key, supported) != supported:
             raise ValueError(f"{family}: {key} = {config[key]!r} is not supported (only {supported!r})")
@@ -21,21 +37,13 @@ def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
         if kind != "full_attention":
             raise ValueError(f"{family}: layer_types with {kind!r} is not supported (only 'full_attention')")
     heads = config["num_attention_heads"]
-    return dict(
-        family=family,
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        ffn_hidden_size=config["intermediate_size"],
+    attention = GroupedQuery(
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab_size=config["vocab_size"],
-        max_position_embeddings=config["max_position_embeddings"],
-        output="tied" if config.get("tie_word_embeddings", False) else "lm",
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        init_std=config.get("initializer_range", 0.02),
         **_rope(config, family),
     )
+    return Layer(attention=attention, mlp=SwiGLU(ffn_hidden_size=config["intermediate_size"]))
 
 
 def _rope(config: dict[str, Any], family: str) -> dict[str, Any]:

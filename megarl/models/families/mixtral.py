@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.families import mistral
+from megarl.models.architecture import Architecture
+from megarl.models.families import llama, mistral
+from megarl.models.parts.experts import Experts, MixtureOfExperts
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -19,5 +21,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         up_proj="w3",
         down_proj="w2",
     )
-    defaults = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
-    return Architecture(**mistral.fields(defaults | config, "mixtral"), moe=moe)
+    config = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5} | config
+    kind = mistral.layer(config, "mixtral")
+    experts = Experts(ffn_hidden_size=config["intermediate_size"], moe=moe)
+    return llama.model(config, "mixtral", replace(kind, mlp=experts))

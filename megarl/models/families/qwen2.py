@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Layer
 from megarl.models.families import llama
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """From a Hugging Face `Qwen2Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    return Architecture(**fields(config, "qwen2"), qkv_bias=True)
+    return llama.model(config, "qwen2", layer(config, "qwen2").with_attention(qkv_bias=True))
 
 
-def fields(config: dict[str, Any], family: str) -> dict[str, Any]:
-    """Llama's; `sliding_window` and `max_window_layers` mean nothing while `use_sliding_window` is false."""
+def layer(config: dict[str, Any], family: str) -> Layer:
+    """Read Llama's layer; `sliding_window` and `max_window_layers` mean nothing while `use_sliding_window` is false."""
     if config.get("use_sliding_window"):
         raise ValueError(f"{family}: use_sliding_window = true is not supported")
-    return llama.fields(config, family)
+    return llama.layer(config, family)

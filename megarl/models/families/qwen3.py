@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models.architecture import Architecture
-from megarl.models.families import qwen2
+from megarl.models.families import llama, qwen2
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
     """From a Hugging Face `Qwen3Config`; raises KeyError for a missing field, ValueError for an unsupported one."""
-    return Architecture(**qwen2.fields(config, "qwen3") | dict(head_dim=config["head_dim"]), qk_norm=True)
+    kind = qwen2.layer(config, "qwen3").with_attention(head_dim=config["head_dim"], qk_norm=True)
+    return llama.model(config, "qwen3", kind)

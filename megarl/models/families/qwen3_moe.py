@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from megarl.models.architecture import Architecture, MixtureOfExperts
-from megarl.models.families import qwen2
+from megarl.models.architecture import Architecture
+from megarl.models.families import llama, qwen2
+from megarl.models.parts.experts import Experts, MixtureOfExperts
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -18,6 +20,7 @@ def architecture(config: dict[str, Any]) -> Architecture:
         experts_per_token=config["num_experts_per_tok"],
         norm_topk_prob=config.get("norm_topk_prob", False),
     )
+    kind = qwen2.layer(config, "qwen3_moe").with_attention(qk_norm=True)
     # intermediate_size is the width of the layers without experts, of which there are none
-    fields = qwen2.fields(config, "qwen3_moe") | dict(ffn_hidden_size=config["moe_intermediate_size"])
-    return Architecture(**fields, qk_norm=True, moe=moe)
+    experts = Experts(ffn_hidden_size=config["moe_intermediate_size"], moe=moe)
+    return llama.model(config, "qwen3_moe", replace(kind, mlp=experts))

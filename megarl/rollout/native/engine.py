@@ -13,16 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.rope import rope_table
 from megarl.models.sizes import BLOCK_SIZE
 from megarl.rollout.engine import Engine, Request, Share, share_nothing
 from megarl.rollout.native import kernels
-from megarl.rollout.native.attention import Attention, GatheredAttention, PrefillAttention
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.cache_size import cache_blocks
 from megarl.rollout.native.graphs import DecodeGraphs, bucket
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
+from megarl.rollout.native.parts import PASSES
 from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.rollout.requests import check_requests
@@ -84,7 +83,8 @@ class NativeEngine(Engine):
         }
         self._parameters = {name: shared[name] if name in shared else self._own[name] for name in shapes}
         self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
-        self._rope = rope_table(arch, max_model_len, self._device).to(dtype)
+        (attention,) = {layer.attention for layer in arch.kinds}
+        self._passes = PASSES[type(attention)](attention, max_model_len=max_model_len, dtype=dtype, device=self._device)
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
         self._graphs: DecodeGraphs | None = None
@@ -173,7 +173,7 @@ class NativeEngine(Engine):
         computed = [(r.slot, r.cached) for r in admission.computed if r.position]
         if computed:
             slots, sequences = zip(*computed, strict=True)
-            attention = PrefillAttention(cache, self._rope, slots=slots, lengths=[len(s) for s in sequences])
+            attention = self._passes.prefill(cache, slots=slots, lengths=[len(s) for s in sequences])
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
             self._decoder.forward(tokens, attention)
         cache.copy(admission.copies)
@@ -226,15 +226,9 @@ class NativeEngine(Engine):
         assert cache is not None
         tokens, positions, slots, blocks, *_ = rows.unbind(1)
         cache.grow(slots, positions, blocks)
-        attention: Attention
-        if kernels.on(self._device):
-            from megarl.rollout.native.kernels.paged_attention import PagedAttention
-
-            attention = PagedAttention(cache, self._rope, slots=slots, positions=positions, blocks=blocks)
-        else:
-            attention = GatheredAttention(
-                cache, self._rope, slots=slots, positions=positions, longest=longest or self._max_model_len
-            )
+        attention = self._passes.decode(
+            cache, slots=slots, positions=positions, blocks=blocks, longest=longest or self._max_model_len
+        )
         return self._decoder.forward(tokens, attention)
 
 

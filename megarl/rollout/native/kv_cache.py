@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.sizes import BLOCK_SIZE, blocks_for, kv_heads
+from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
 from megarl.rollout.native.scheduler import BlockCopies, Running
 
@@ -46,9 +46,12 @@ class KVCache:
     ) -> None:
         self.blocks = blocks
         held = blocks if device.type == "cuda" else min(blocks, _FIRST_BLOCKS)
-        shape = (held, kv_heads(arch, tp), BLOCK_SIZE, arch.head_dim)
+        shapes = (layer.attention.cache_shape(tp) for layer in arch.each_layer)
         # Not torch.empty: a masked position counts for nothing only if it is finite (0 x NaN is NaN).
-        self.layers = [torch.zeros(2, *shape, dtype=dtype, device=device) for _ in range(arch.num_layers)]
+        self.layers = [
+            torch.zeros(kept, held, heads, BLOCK_SIZE, width, dtype=dtype, device=device)
+            for kept, heads, width in shapes
+        ]
         self.tables = torch.full(
             (max_num_seqs + 1, blocks_for(max_model_len)), SCRATCH_BLOCK, dtype=torch.int32, device=device
         )

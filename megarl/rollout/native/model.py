@@ -11,67 +11,62 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.placements import heads_on_rank
-from megarl.models.tensors import EMBEDDING, FINAL_NORM, OUTPUT, layer_name
-from megarl.rollout.native.attention import Attention
+from megarl.models.parts.experts import Experts
+from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.swiglu import SwiGLU
+from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, MLP_NORM, OUTPUT, layer_prefix
 from megarl.rollout.native.fused import add_and_norm
-from megarl.rollout.native.mlp import MLP, mlp_of, mlp_shapes
+from megarl.rollout.native.parts import WEIGHTS
+from megarl.rollout.native.parts.part import Attention, Weights
 
 
 def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
     """Shapes of one tensor-parallel rank's parameters by name, the vocabulary padded; the same on every rank."""
-    groups, queries = (hi - lo for lo, hi in heads_on_rank(arch, tp, 0))
-    dim, hidden = arch.head_dim, arch.hidden_size
-    heads = groups * queries
-    qkv = (heads + 2 * groups) * dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.qkv_proj.weight": (qkv, hidden),
-        **({"self_attn.qkv_proj.bias": (qkv,)} if arch.qkv_bias else {}),
-        **({"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)} if arch.qk_norm else {}),
-        "self_attn.o_proj.weight": (hidden, heads * dim),
-        "post_attention_layernorm.weight": (hidden,),
-        **mlp_shapes(arch, tp),
-    }
+    hidden = arch.hidden_size
     vocab = (arch.padded_vocab_size(tp) // tp, hidden)
     return {
         EMBEDDING: vocab,
-        **{layer_name(i, leaf): shape for i in range(arch.num_layers) for leaf, shape in layer.items()},
+        **{
+            layer_prefix(i) + leaf: shape for i in range(arch.num_layers) for leaf, shape in _layer(arch, i, tp).items()
+        },
         FINAL_NORM: (hidden,),
         **({} if arch.tied else {OUTPUT: vocab}),
     }
 
 
+def _layer(arch: Architecture, number: int, tp: int) -> dict[str, tuple[int, ...]]:
+    layer, hidden = arch.layer(number), arch.hidden_size
+    return {
+        INPUT_NORM: (hidden,),
+        **WEIGHTS[type(layer.attention)].shapes(layer.attention, hidden, tp),
+        MLP_NORM: (hidden,),
+        **WEIGHTS[type(layer.mlp)].shapes(layer.mlp, hidden, tp),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """The parameters of a layer on this rank; shapes as in `parameter_shapes`."""
+    """The parameters of a layer on this rank."""
 
     input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Tensor
-    post_attention_norm: Tensor
-    mlp: MLP
+    attention: Weights
+    mlp_norm: Tensor
+    mlp: Weights
 
     @staticmethod
-    def of(arch: Architecture, params: Mapping[str, Tensor], layer: int) -> LayerWeights:
-        def get(leaf: str) -> Tensor | None:
-            return params.get(layer_name(layer, leaf))
+    def of(arch: Architecture, params: Mapping[str, Tensor], number: int, tp: int) -> LayerWeights:
+        """Take a layer's parameters, named and shaped as in `parameter_shapes`."""
+        layer, prefix = arch.layer(number), layer_prefix(number)
+        weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, tp)}
 
-        def need(leaf: str) -> Tensor:
-            return params[layer_name(layer, leaf)]
+        def part(kind: GroupedQuery | SwiGLU | Experts) -> Weights:
+            return WEIGHTS[type(kind)](kind, weights, tp=tp, eps=arch.norm_eps)
 
         return LayerWeights(
-            input_norm=need("input_layernorm.weight"),
-            qkv=need("self_attn.qkv_proj.weight"),
-            qkv_bias=get("self_attn.qkv_proj.bias"),
-            q_norm=get("self_attn.q_norm.weight"),
-            k_norm=get("self_attn.k_norm.weight"),
-            o=need("self_attn.o_proj.weight"),
-            post_attention_norm=need("post_attention_layernorm.weight"),
-            mlp=mlp_of(arch, params, layer),
+            input_norm=weights[INPUT_NORM],
+            attention=part(layer.attention),
+            mlp_norm=weights[MLP_NORM],
+            mlp=part(layer.mlp),
         )
 
 
@@ -88,10 +83,8 @@ class Decoder:
         self._tp = 1 if tp_group is None else tp_group.size()
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
         self._output = params[EMBEDDING if arch.tied else OUTPUT]
-        self._layers = [LayerWeights.of(arch, params, i) for i in range(arch.num_layers)]
+        self._layers = [LayerWeights.of(arch, params, i, self._tp) for i in range(arch.num_layers)]
         self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
-        self._kv_heads, queries = (hi - lo for lo, hi in heads_on_rank(arch, self._tp, 0))
-        self._heads = self._kv_heads * queries
 
     def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
         """int64 [T] -> the output of the final norm [T, hidden]. The attention knows the tokens' positions."""
@@ -100,9 +93,9 @@ class Decoder:
         total = self._embed(tokens)
         x = self._norm(total, self._layers[0].input_norm)
         for i, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
-            attended = self._sum_over_ranks(F.linear(attention(i, *self._qkv(layer, x)), layer.o))
-            total, x = add_and_norm(total, attended, layer.post_attention_norm, eps)
-            total, x = add_and_norm(total, self._sum_over_ranks(layer.mlp(x)), next_norm, eps)
+            attended = self._sum_over_ranks(layer.attention(x, i, attention))
+            total, x = add_and_norm(total, attended, layer.mlp_norm, eps)
+            total, x = add_and_norm(total, self._sum_over_ranks(layer.mlp(x, i, attention)), next_norm, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -125,14 +118,6 @@ class Decoder:
         x = F.embedding(local.masked_fill_(elsewhere, 0), self._embedding)
         # Not a product with the mask: row 0 of a rank that holds only padding may be anything, and 0 x NaN is NaN.
         return self._sum_over_ranks(x.masked_fill_(elsewhere[:, None], 0))
-
-    def _qkv(self, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, hidden] -> q [T, heads, head_dim], k and v [T, kv_heads, head_dim], not yet rotated."""
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).unflatten(1, (-1, self._arch.head_dim))
-        q, k, v = qkv.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        return q, k, v
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._arch.norm_eps)

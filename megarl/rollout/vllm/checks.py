@@ -32,11 +32,10 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
         if "model_type" not in json.load(f):
             raise ValueError(f"rollout.name = vllm needs the field model_type in '{path}/config.json' (qwen2, say)")
     check_vllm_tp(arch, tp)
-    if not on_gpu and arch.head_dim not in CPU_HEAD_DIMS:
+    for width in () if on_gpu else {layer.attention.head_dim for layer in arch.kinds} - set(CPU_HEAD_DIMS):
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         raise ValueError(
-            f"vLLM has no attention with heads of {arch.head_dim} on CPU ranks, only of {sizes}; "
-            "set rollout.name=native"
+            f"vLLM has no attention with heads of {width} on CPU ranks, only of {sizes}; set rollout.name=native"
         )
     if not on_gpu and arch.moe is not None:
         raise ValueError(

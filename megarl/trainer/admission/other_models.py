@@ -8,7 +8,7 @@ from megarl.algorithms.declaration import Needs
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code, weight_entries
 from megarl.config import Config
 from megarl.models.architecture import Architecture
-from megarl.models.tensors import SCORE
+from megarl.models.weights import SCORE
 from megarl.trainer.layouts import check_megatron, train_layout
 from megarl.trainer.other_models import OtherRole, architecture_of, other_roles, own_tokenizer
 

@@ -16,6 +16,7 @@ from megarl.config.secrets import without_secrets
 from megarl.data.examples import Example
 from megarl.data.prompts import PromptSet
 from megarl.flow_kinds import format_of, generates
+from megarl.models.architecture import Architecture
 from megarl.trainer.digests import digest, file_digest, tokenizer_digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.needs import needs_of
@@ -110,7 +111,7 @@ def _without_generation(inputs: Inputs) -> Identity:
 def _of_every_run(inputs: Inputs) -> Identity:
     config, model = inputs.config, inputs.config.actor_rollout_ref.model
     return {
-        "model": {**asdict(inputs.arch), "dtype": model.dtype},
+        "model": {**_architecture(inputs.arch), "dtype": model.dtype},
         "tokenizer": {
             "files": tokenizer_digest(model.tokenizer_path or model.path),
             **_flat(config.data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs."),
@@ -118,6 +119,16 @@ def _of_every_run(inputs: Inputs) -> Identity:
         "seed": {"data.seed": config.data.seed, "data.shuffle": config.data.shuffle},
         "flow": {"trainer.flow": config.trainer.flow, "file": _code(config.trainer.flow)},
     }
+
+
+def _architecture(arch: Architecture) -> dict[str, Any]:
+    """Collect the attributes of a model; those of its layers stand beside them where all are alike."""
+    model = asdict(arch)
+    kinds = [(layer["attention"] | layer["mlp"], count) for layer, count in model.pop("layers")]
+    if len(kinds) > 1:
+        return model | {"layers": kinds}
+    ((layer, count),) = kinds
+    return model | {"num_layers": count} | layer
 
 
 def _user_code(values: Mapping[str, str]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from megarl.checkpoint.export_huggingface import export_weights
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.data.tokenizer import tokenizer_place
-from megarl.models.tensors import logical_tensors
+from megarl.models.weights import logical_tensors
 from megarl.trainer.inputs import Inputs
 
 if TYPE_CHECKING:  # checks of a run do without Megatron-Core

@@ -1,33 +1,74 @@
-"""Attention for the two kinds of forward pass: whole prompts, and one new token of every running sequence."""
+"""Grouped-query attention in the native engine: over whole prompts, and over new tokens of running sequences.
+
+q is [T, heads, head_dim], k and v [T, kv_heads, head_dim]; they come not yet rotated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.models.packed_attention import packed_attention
-from megarl.models.rope import apply_rope
+from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.rope import apply_rope, rope_table
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.rollout.native import kernels
 from megarl.rollout.native.kv_cache import KVCache
+from megarl.rollout.native.parts.part import Attention, Passes, Weights
+
+_QKV, _BIAS, _O = "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"
+_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
-class Attention(Protocol):
-    """Called once per layer with the queries, keys and values of a flat batch of tokens, not yet rotated."""
+class GroupedQueryWeights(Weights):
+    """qkv [(heads + 2 kv_heads) * head_dim, hidden], o [hidden, heads * head_dim], of the heads on this rank."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rotates queries and keys, stores keys and values, returns what the queries attend to.
+    def __init__(self, kind: GroupedQuery, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
+        self._qkv, self._o = weights[_QKV], weights[_O]
+        self._bias, self._q_norm, self._k_norm = (weights.get(name) for name in (_BIAS, *_NORMS))
+        (self._heads, self._kv_heads), self._dim, self._eps = kind.heads(tp), kind.head_dim, eps
 
-        Args:
-            q: [T, heads, head_dim].
-            k, v: [T, kv_heads, head_dim].
+    @staticmethod
+    def shapes(kind: GroupedQuery, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
+        (heads, kv_heads), dim = kind.heads(tp), kind.head_dim
+        rows = (heads + 2 * kv_heads) * dim
+        return {
+            _QKV: (rows, hidden),
+            **({_BIAS: (rows,)} if kind.qkv_bias else {}),
+            **(dict.fromkeys(_NORMS, (dim,)) if kind.qk_norm else {}),
+            _O: (hidden, heads * dim),
+        }
 
-        Returns: [T, heads * head_dim].
-        """
-        ...
+    def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
+        qkv = F.linear(x, self._qkv, self._bias).unflatten(1, (-1, self._dim))
+        q, k, v = qkv.split((self._heads, self._kv_heads, self._kv_heads), dim=1)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = self._norm(q, self._q_norm), self._norm(k, self._k_norm)
+        return F.linear(attention(layer, q, k, v), self._o)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._eps)
+
+
+class GroupedQueryPasses(Passes):
+    """Whole prompts go through torch's kernels; new tokens do, too, or through Triton's on a GPU."""
+
+    def __init__(self, kind: GroupedQuery, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rope = rope_table(kind, max_model_len, device).to(dtype)
+
+    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
+        return PrefillAttention(cache, self._rope, slots=slots, lengths=lengths)
+
+    def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
+        if kernels.on(self._rope.device):
+            from megarl.rollout.native.kernels.paged_attention import PagedAttention
+
+            return PagedAttention(cache, self._rope, slots=slots, positions=positions, blocks=blocks)
+        return GatheredAttention(cache, self._rope, slots=slots, positions=positions, longest=longest)
 
 
 class PrefillAttention:

@@ -1,0 +1,224 @@
+"""Grouped-query attention (arXiv 2305.13245) with rotary embedding: Llama's, with Qwen2's biases and Qwen3's norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megarl.models.parts.part import Part, check_counts, check_numbers
+from megarl.models.placements import LayerPlace, Placement, place_filled
+from megarl.models.tensors import Box, LogicalTensor, table
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Slows rotary frequencies down, for sequences longer than those of the pretraining.
+
+    Attributes:
+        factor: what the frequencies are divided by.
+        low_freq_factor, high_freq_factor: with original_max_position_embeddings, Llama 3.1's rule: only waves longer
+            than original_max_position_embeddings / low_freq_factor are stretched whole, those shorter than
+            original_max_position_embeddings / high_freq_factor not at all, and those between in part.
+        original_max_position_embeddings: sequence length of the pretraining, tokens; None stretches all frequencies
+            alike (linear interpolation, arXiv 2306.15595).
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQuery(Part):
+    """Describes attention in which several query heads read the keys and values of one KV head.
+
+    Attributes:
+        num_attention_heads, num_key_value_heads, head_dim: query heads are a multiple of KV heads.
+        qkv_bias: biases on the q, k and v projections (Qwen2).
+        qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: how those frequencies are changed; None leaves them.
+    """
+
+    fused_norm: ClassVar = "self_attention.linear_qkv.layer_norm_weight"
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
+        check_numbers(self, "rope_theta")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+
+    @property
+    def queries_per_group(self) -> int:
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def _qkv_leaves(self) -> tuple[str, ...]:
+        return ("weight", "bias") if self.qkv_bias else ("weight",)
+
+    def tensors(self, layer: str, hidden: int) -> Iterator[LogicalTensor]:
+        groups, dim = self.num_key_value_heads, self.head_dim
+        for proj, query in (("q", self.queries_per_group), ("k", 1), ("v", 1)):
+            heads = dict(kv_group=groups, query=query, head_dim=dim)
+            yield table(f"{layer}self_attn.{proj}_proj.weight", "matrix", out_axes=3, **heads, hidden=hidden)
+            if self.qkv_bias:
+                yield table(f"{layer}self_attn.{proj}_proj.bias", "bias", out_axes=3, **heads)
+        if self.qk_norm:
+            for proj in ("q", "k"):
+                yield table(f"{layer}self_attn.{proj}_norm.weight", "norm", head_dim=dim)
+        heads = dict(kv_group=groups, query=self.queries_per_group, head_dim=dim)
+        yield table(f"{layer}self_attn.o_proj.weight", "matrix", hidden=hidden, **heads)
+
+    def training(self, at: LayerPlace) -> Iterator[Placement]:
+        """`linear_qkv` is [kv_group, queries of the group + k + v, head_dim] in rows, split evenly over TP."""
+        for leaf in self._qkv_leaves:
+            if self.num_key_value_heads % at.tp == 0:
+                yield from self._whole_groups(at, leaf)
+            else:
+                yield from self._cut_groups(at, leaf)
+        if self.qk_norm:
+            yield at.whole("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", self.head_dim)
+            yield at.whole("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", self.head_dim)
+        yield self._output(at, "self_attention.linear_proj.weight")
+
+    def _slots(self) -> dict[str, tuple[int, int]]:
+        """Give the heads of a group of `linear_qkv`, as half-open ranges."""
+        queries = self.queries_per_group
+        return {"q": (0, queries), "k": (queries, queries + 1), "v": (queries + 1, queries + 2)}
+
+    def _whole_groups(self, at: LayerPlace, leaf: str) -> Iterator[Placement]:
+        per_group, dim, n = self.queries_per_group, self.head_dim, self.num_key_value_heads // at.tp
+        tail, tail_box = _hidden_tail(at, leaf)
+        for proj, (lo, hi) in self._slots().items():
+            yield Placement(
+                tensor=f"{at.tensors}self_attn.{proj}_proj.{leaf}",
+                box=((at.rank * n, (at.rank + 1) * n), (0, hi - lo), (0, dim), *tail_box),
+                param=f"{at.params}self_attention.linear_qkv.{leaf}",
+                rows=(0, n * (per_group + 2) * dim),
+                view=(n, per_group + 2, dim, *tail),
+                index=((0, n), (lo, hi), (0, dim), *tail_box),
+            )
+
+    def _cut_groups(self, at: LayerPlace, leaf: str) -> Iterator[Placement]:
+        """With fewer KV groups than ranks a rank's rows start and end inside one group, possibly inside a head."""
+        per_group, dim, slots = self.queries_per_group, self.head_dim, self._slots()
+        _, tail_box = _hidden_tail(at, leaf)
+        rows = self.num_key_value_heads * (per_group + 2) * dim // at.tp
+        start, stop = at.rank * rows, (at.rank + 1) * rows
+        for head in range(start // dim, -(-stop // dim)):
+            group, slot = divmod(head, per_group + 2)
+            proj = next(p for p, (lo, hi) in slots.items() if lo <= slot < hi)
+            query = slot - slots[proj][0]
+            lo, hi = max(start, head * dim), min(stop, (head + 1) * dim)
+            yield place_filled(
+                f"{at.tensors}self_attn.{proj}_proj.{leaf}",
+                f"{at.params}self_attention.linear_qkv.{leaf}",
+                ((group, group + 1), (query, query + 1), (lo - head * dim, hi - head * dim), *tail_box),
+                first_row=lo - start,
+                rows=hi - lo,
+            )
+
+    def engine(self, at: LayerPlace) -> Iterator[Placement]:
+        """`qkv_proj` is all queries, then keys, then values of the rank's heads.
+
+        Each rank has at least one KV head, so with fewer KV heads than ranks a head sits on several ranks.
+        """
+        groups, queries = self.heads_on_rank(at.tp, at.rank)
+        for leaf in self._qkv_leaves:
+            _, tail_box = _hidden_tail(at, leaf)
+            row = 0
+            for proj, slots in (("q", queries), ("k", (0, 1)), ("v", (0, 1))):
+                rows = (groups[1] - groups[0]) * (slots[1] - slots[0]) * self.head_dim
+                yield place_filled(
+                    f"{at.tensors}self_attn.{proj}_proj.{leaf}",
+                    f"{at.params}self_attn.qkv_proj.{leaf}",
+                    (groups, slots, (0, self.head_dim), *tail_box),
+                    first_row=row,
+                    rows=rows,
+                )
+                row += rows
+        if self.qk_norm:
+            for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
+                yield at.whole(name, name, self.head_dim)
+        yield self._output(at, "self_attn.o_proj.weight")
+
+    def _output(self, at: LayerPlace, param: str) -> Placement:
+        groups, queries = self.heads_on_rank(at.tp, at.rank)
+        box = ((0, at.hidden), groups, queries, (0, self.head_dim))
+        return place_filled(f"{at.tensors}self_attn.o_proj.weight", at.params + param, box)
+
+    def heads_on_rank(self, tp: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Find the KV groups of a rank, and its queries of each of them, as half-open ranges."""
+        groups, per_group = self.num_key_value_heads, self.queries_per_group
+        if groups % tp == 0:
+            n = groups // tp
+            return (rank * n, (rank + 1) * n), (0, per_group)
+        ranks_per_group = tp // groups
+        n = per_group // ranks_per_group
+        group, part = divmod(rank, ranks_per_group)
+        return (group, group + 1), (part * n, (part + 1) * n)
+
+    def heads(self, tp: int) -> tuple[int, int]:
+        """Count the query heads and the KV heads on each rank; ranks that are more than the KV heads share them."""
+        (first, last), (start, stop) = self.heads_on_rank(tp, 0)
+        return (last - first) * (stop - start), last - first
+
+    def cache_shape(self, tp: int) -> tuple[int, int, int]:
+        """Give the shape of a token's place in the KV cache: keys and values, KV heads on each rank, head_dim."""
+        return 2, self.heads(tp)[1], self.head_dim
+
+    def check_split(self, tp: int, key: str) -> None:
+        if self.num_attention_heads % tp:
+            raise ValueError(f"{key} = {tp} does not divide the model's {self.num_attention_heads} attention heads")
+        if self.num_key_value_heads % tp and tp % self.num_key_value_heads:
+            raise ValueError(
+                f"{key} = {tp} neither divides nor is a multiple of the model's {self.num_key_value_heads} KV heads"
+            )
+
+    def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
+        qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        if qkv % tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv where they fall
+            raise ValueError(
+                f"tensor_model_parallel_size = {tp} does not divide the {qkv} rows of the model's queries, keys "
+                "and values"
+            )
+
+    def activations(self, hidden: int, tp: int) -> float:
+        """2 (q + kv) / t: queries, keys, values and the attention's output."""
+        return 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim / tp
+
+    def prefill_activations(self, hidden: int, tp: int) -> int:
+        """8 q / t: queries, keys and values before and after their rotation, and the attention's output."""
+        return 8 * (self.num_attention_heads // tp) * self.head_dim
+
+    def flops(self, squares: float) -> float:
+        """Count a forward pass's FLOPs but for the projections: 2 x tokens^2 per query channel, half of what the full
+        matrix takes (arXiv 2205.05198, appendix A); `squares` adds up tokens^2 of the sequences."""
+        return 2 * squares * self.num_attention_heads * self.head_dim
+
+    def megatron_fields(self) -> dict[str, Any]:
+        return dict(
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.num_key_value_heads,
+            kv_channels=self.head_dim,
+            add_qkv_bias=self.qkv_bias,
+            qk_layernorm=self.qk_norm,
+        )
+
+
+def _hidden_tail(at: LayerPlace, leaf: str) -> tuple[tuple[int, ...], Box]:
+    """Give the trailing axis that a weight has and a bias has not."""
+    return ((at.hidden,), ((0, at.hidden),)) if leaf == "weight" else ((), ())

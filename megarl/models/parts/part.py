@@ -1,0 +1,67 @@
+"""What every part of a layer tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
+
+from megarl.models.placements import LayerPlace, Placement
+from megarl.models.tensors import LogicalTensor
+
+
+class Part(Protocol):
+    """Describes attention or MLP of a layer, which reads the residual stream through a norm and adds to it.
+
+    Attributes:
+        fused_norm: name of the norm's weight within the layer where Transformer Engine keeps the norm in the linear
+            layer after it; None: it keeps the norm apart.
+    """
+
+    fused_norm: ClassVar[str | None]
+
+    def tensors(self, layer: str, hidden: int) -> Iterator[LogicalTensor]:
+        """List the part's weights; their names begin with `layer`."""
+        ...
+
+    def training(self, at: LayerPlace) -> Iterator[Placement]:
+        """List what a rank of the training layout holds, in the names of Megatron-Core's modules."""
+        ...
+
+    def engine(self, at: LayerPlace) -> Iterator[Placement]:
+        """List what a rank of a generation engine holds, in vLLM's names and shapes."""
+        ...
+
+    def check_split(self, tp: int, key: str) -> None:
+        """Raises ValueError if `tp` ranks cannot share the part; `key` is what asks for so many."""
+        ...
+
+    def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
+        """Raises ValueError if `tp` ranks cannot train the part."""
+        ...
+
+    def activations(self, hidden: int, tp: int) -> float:
+        """Count the elements per token that the part keeps for the backward pass."""
+        ...
+
+    def prefill_activations(self, hidden: int, tp: int) -> int:
+        """Count the elements per token that the part holds at once in the native engine."""
+        ...
+
+    def megatron_fields(self) -> dict[str, Any]:
+        """Set Megatron-Core's TransformerConfig, by field."""
+        ...
+
+
+def check_counts(part: object, *names: str, most: int = 2**31 - 1) -> None:
+    """Raises ValueError unless these attributes are whole numbers from 1 to `most`."""
+    for name in names:
+        if type(count := getattr(part, name)) is not int or not 1 <= count <= most:
+            raise ValueError(f"{name} must be a whole number from 1 to {most}, not {count!r:.40}")
+
+
+def check_numbers(part: object, *names: str) -> None:
+    """Raises ValueError unless these attributes are finite numbers from 0 on."""
+    for name in names:
+        number = getattr(part, name)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise ValueError(f"{name} must be a finite number from 0 on, not {number!r:.40}")

@@ -1,0 +1,129 @@
+"""Lists the weights of a whole model: once each, and where each layout holds them. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from megarl.models.architecture import Architecture
+from megarl.models.parameter_names import ParameterNames
+from megarl.models.placements import EVERY, LayerPlace, Placement, place_filled, place_whole
+from megarl.models.tensors import LogicalTensor, table
+from megarl.parallel.layout import TrainLayout
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+OUTPUT = "lm_head.weight"
+SCORE = "score.weight"
+
+INPUT_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
+
+_MEGATRON_CORE = ParameterNames()
+
+
+def layer_prefix(layer: int) -> str:
+    """Give what the names of a layer's weights begin with."""
+    return f"model.layers.{layer}."
+
+
+def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
+    """List every weight of the model once, by name."""
+    hidden = arch.hidden_size
+    tensors = [table(EMBEDDING, "matrix", vocab=arch.vocab_size, hidden=hidden)]
+    for number, layer in enumerate(arch.each_layer):
+        prefix = layer_prefix(number)
+        tensors.append(table(prefix + INPUT_NORM, "norm", hidden=hidden))
+        tensors += layer.attention.tensors(prefix, hidden)
+        tensors.append(table(prefix + MLP_NORM, "norm", hidden=hidden))
+        tensors += layer.mlp.tensors(prefix, hidden)
+    tensors.append(table(FINAL_NORM, "norm", hidden=hidden))
+    if arch.output == "lm":
+        tensors.append(table(OUTPUT, "matrix", vocab=arch.vocab_size, hidden=hidden))
+    elif arch.output == "scalar":
+        tensors.append(table(SCORE, "matrix", label=1, hidden=hidden))
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def training_placements(
+    arch: Architecture,
+    layout: TrainLayout,
+    rank: int,
+    *,
+    names: ParameterNames = _MEGATRON_CORE,
+    layers: Container[int] = EVERY,
+    experts: Container[int] = EVERY,
+) -> Iterator[Placement]:
+    """List what a rank of the training layout holds, in the names of its `GPTModel` chunks ("{chunk}.decoder...").
+
+    Args:
+        names: those of the model whose parameters these are.
+        layers, experts: leave the others out.
+    """
+    at = layout.coords(rank)
+    vocab_rows = arch.padded_vocab_size(layout.tp) // layout.tp
+    for chunk in range(layout.chunks):
+        first, last = layout.is_first(at.pp, chunk), layout.is_last(at.pp, chunk)
+        tied_copy = last and arch.tied and not first
+        if first:
+            yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", vocab_rows, at.tp)
+        for local, number in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
+            if number in layers:
+                layer, place = (
+                    arch.layer(number),
+                    LayerPlace(
+                        tensors=layer_prefix(number),
+                        params=f"{chunk}.decoder.layers.{local}.",
+                        hidden=arch.hidden_size,
+                        tp=layout.tp,
+                        rank=at.tp,
+                        experts=experts,
+                    ),
+                )
+                yield place.whole(INPUT_NORM, names.input_norm(layer), arch.hidden_size)
+                yield from layer.attention.training(place)
+                yield place.whole(MLP_NORM, names.mlp_norm(layer), arch.hidden_size)
+                yield from layer.mlp.training(place)
+        if last:
+            yield place_whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
+        if tied_copy or (last and arch.output == "lm"):
+            name = EMBEDDING if tied_copy else OUTPUT
+            yield from _vocab(arch, name, f"{chunk}.output_layer.weight", vocab_rows, at.tp)
+        elif last and arch.output == "scalar":
+            yield place_whole(SCORE, f"{chunk}.output_layer.weight", (1, arch.hidden_size))
+
+
+def engine_placements(
+    arch: Architecture,
+    tp: int,
+    r: int,
+    *,
+    vocab_rows: int | None = None,
+    layers: Container[int] = EVERY,
+    experts: Container[int] = EVERY,
+) -> Iterator[Placement]:
+    """List what tensor-parallel rank `r` of `tp` holds in a generation engine, in vLLM's names and shapes.
+
+    Args:
+        vocab_rows: rows of the embedding on each rank, of an engine that pads the vocabulary further than to a
+            multiple of `tp`.
+        layers, experts: leave the others out.
+    """
+    rows, hidden = vocab_rows or arch.padded_vocab_size(tp) // tp, arch.hidden_size
+    yield from _vocab(arch, EMBEDDING, EMBEDDING, rows, r)
+    for number, layer in enumerate(arch.each_layer):
+        if number in layers:
+            prefix = layer_prefix(number)
+            place = LayerPlace(tensors=prefix, params=prefix, hidden=hidden, tp=tp, rank=r, experts=experts)
+            yield place.whole(INPUT_NORM, INPUT_NORM, hidden)
+            yield from layer.attention.engine(place)
+            yield place.whole(MLP_NORM, MLP_NORM, hidden)
+            yield from layer.mlp.engine(place)
+    yield place_whole(FINAL_NORM, FINAL_NORM, (hidden,))
+    if not arch.tied:
+        yield from _vocab(arch, OUTPUT, OUTPUT, rows, r)
+
+
+def _vocab(arch: Architecture, tensor: str, param: str, rows: int, r: int) -> Iterator[Placement]:
+    """Place `rows` rows of the padded vocabulary on each rank; the padding belongs to no logical tensor."""
+    lo, hi = r * rows, min((r + 1) * rows, arch.vocab_size)
+    if lo < hi:
+        yield place_filled(tensor, param, ((lo, hi), (0, arch.hidden_size)))

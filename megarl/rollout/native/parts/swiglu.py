@@ -1,0 +1,32 @@
+"""A gated MLP in the native engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.models.parts.swiglu import SwiGLU
+from megarl.rollout.native.fused import silu_and_mul
+from megarl.rollout.native.parts.part import Attention, Weights
+
+
+class SwiGLUWeights(Weights):
+    """gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
+
+    def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
+        self._gate_up, self._down = weights["mlp.gate_up_proj.weight"], weights["mlp.down_proj.weight"]
+
+    @staticmethod
+    def shapes(kind: SwiGLU, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
+        ffn = kind.ffn_hidden_size // tp
+        return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
+
+    def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
+        return gated(x, self._gate_up, self._down)
+
+
+def gated(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Compute a gated MLP: x [T, hidden], gate_up [2 * ffn, hidden], down [hidden, ffn]."""
+    return F.linear(silu_and_mul(F.linear(x, gate_up)), down)
