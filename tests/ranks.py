@@ -100,9 +100,10 @@ class Ranks:
     def _start(self, world: int) -> None:
         os.environ.update(OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1")
         cpus = sorted(os.sched_getaffinity(0))
+        first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # else all workers' first ranks share a core
         for rank in range(len(self._pipes), world):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, cpus[rank % len(cpus)]), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs, cpus[(first + rank) % len(cpus)]), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -8,9 +8,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from megarl.models.parts.experts import Experts, MixtureOfExperts
-from megarl.models.parts.grouped_query import GroupedQuery
-from megarl.models.parts.part import check_counts, check_numbers
-from megarl.models.parts.swiglu import SwiGLU
+from megarl.models.parts.part import AttentionPart, Part, check_counts, check_numbers
 
 MOST_LAYERS = 10_000
 """Every tensor of a model is listed before it is read: a folder that says more would take the memory with the list."""
@@ -20,12 +18,13 @@ MOST_LAYERS = 10_000
 class Layer:
     """Describes a kind of layer: a norm and attention, a norm and an MLP, each added to the residual stream."""
 
-    attention: GroupedQuery
-    mlp: SwiGLU | Experts
+    attention: AttentionPart
+    mlp: Part
 
     def with_attention(self, **changes: Any) -> Layer:
         """Change some attributes of the attention."""
-        return replace(self, attention=replace(self.attention, **changes))
+        attention: Any = self.attention
+        return replace(self, attention=replace(attention, **changes))
 
 
 @dataclass(frozen=True, kw_only=True)

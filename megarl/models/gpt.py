@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.layer_spec import LayerSpec, torch_layers
+from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.rope import rope_frequencies
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.layout import TrainLayout
@@ -192,6 +193,7 @@ def build_chunks(
         if not layers.rotates:
             # Megatron-Core's own take an integer base, and only some of Llama's scaling
             (attention,) = {layer.attention for layer in arch.kinds}
+            assert isinstance(attention, GroupedQuery)
             model.rotary_pos_emb.inv_freq = rope_frequencies(attention, groups.world.device)
         for parameter in model.parameters():
             parameter.data.zero_()  # nothing fills the vocabulary's padding, and 0 x NaN in its gradient is NaN

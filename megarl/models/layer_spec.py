@@ -21,6 +21,7 @@ from megarl.models.attention import core_attention_for
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
 from megarl.models.parameter_names import ParameterNames
+from megarl.models.parts.grouped_query import GroupedQuery
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-Core 0.16 asks `is not None`, and forgets to define it where Transformer Engine is not installed
@@ -66,6 +67,7 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
     module = get_gpt_layer_local_spec(normalization="RMSNorm", **_spec_arguments(kind))
     parts = module.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    assert isinstance(kind.attention, GroupedQuery)
     attention = parts.self_attention.submodules
     attention.core_attention = core_attention_for(kind.attention)
     attention.q_layernorm = attention.k_layernorm = RMSNorm if kind.attention.qk_norm else IdentityOp

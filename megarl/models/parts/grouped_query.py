@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.models.parts.part import Part, check_counts, check_numbers
+from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, table
 
@@ -31,7 +31,7 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedQuery(Part):
+class GroupedQuery(AttentionPart):
     """Describes attention in which several query heads read the keys and values of one KV head.
 
     Attributes:
@@ -177,7 +177,7 @@ class GroupedQuery(Part):
         return (last - first) * (stop - start), last - first
 
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
-        """Give the shape of a token's place in the KV cache: keys and values, KV heads on each rank, head_dim."""
+        """Keys and values, KV heads on each rank, head_dim."""
         return 2, self.heads(tp)[1], self.head_dim
 
     def check_split(self, tp: int, key: str) -> None:
@@ -205,8 +205,7 @@ class GroupedQuery(Part):
         return 8 * (self.num_attention_heads // tp) * self.head_dim
 
     def flops(self, squares: float) -> float:
-        """Count a forward pass's FLOPs but for the projections: 2 x tokens^2 per query channel, half of what the full
-        matrix takes (arXiv 2205.05198, appendix A); `squares` adds up tokens^2 of the sequences."""
+        """2 x tokens^2 per query channel, half of what the full matrix takes (arXiv 2205.05198, appendix A)."""
         return 2 * squares * self.num_attention_heads * self.head_dim
 
     def megatron_fields(self) -> dict[str, Any]:

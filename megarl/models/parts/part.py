@@ -52,6 +52,18 @@ class Part(Protocol):
         ...
 
 
+class AttentionPart(Part, Protocol):
+    """Describes the attention of a layer, which keeps what it needs of earlier tokens in the KV cache."""
+
+    def cache_shape(self, tp: int) -> tuple[int, int, int]:
+        """Give the shape of a token's place in the KV cache of a rank: what is kept, heads, width of a head."""
+        ...
+
+    def flops(self, squares: float) -> float:
+        """Count a forward pass's FLOPs but for those of its weights; `squares` adds up tokens^2 of the sequences."""
+        ...
+
+
 def check_counts(part: object, *names: str, most: int = 2**31 - 1) -> None:
     """Raises ValueError unless these attributes are whole numbers from 1 to `most`."""
     for name in names:

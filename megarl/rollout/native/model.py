@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.parts.experts import Experts
-from megarl.models.parts.grouped_query import GroupedQuery
-from megarl.models.parts.swiglu import SwiGLU
+from megarl.models.parts.part import Part
 from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, MLP_NORM, OUTPUT, layer_prefix
 from megarl.rollout.native.fused import add_and_norm
-from megarl.rollout.native.parts import WEIGHTS
+from megarl.rollout.native.parts import module_of
 from megarl.rollout.native.parts.part import Attention, Weights
 
 
@@ -38,9 +36,9 @@ def _layer(arch: Architecture, number: int, tp: int) -> dict[str, tuple[int, ...
     layer, hidden = arch.layer(number), arch.hidden_size
     return {
         INPUT_NORM: (hidden,),
-        **WEIGHTS[type(layer.attention)].shapes(layer.attention, hidden, tp),
+        **module_of(layer.attention).Weights.shapes(layer.attention, hidden, tp),
         MLP_NORM: (hidden,),
-        **WEIGHTS[type(layer.mlp)].shapes(layer.mlp, hidden, tp),
+        **module_of(layer.mlp).Weights.shapes(layer.mlp, hidden, tp),
     }
 
 
@@ -59,14 +57,15 @@ class LayerWeights:
         layer, prefix = arch.layer(number), layer_prefix(number)
         weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, tp)}
 
-        def part(kind: GroupedQuery | SwiGLU | Experts) -> Weights:
-            return WEIGHTS[type(kind)](kind, weights, tp=tp, eps=arch.norm_eps)
+        def computed(part: Part) -> Weights:
+            held: Weights = module_of(part).Weights(part, weights, tp=tp, eps=arch.norm_eps)
+            return held
 
         return LayerWeights(
             input_norm=weights[INPUT_NORM],
-            attention=part(layer.attention),
+            attention=computed(layer.attention),
             mlp_norm=weights[MLP_NORM],
-            mlp=part(layer.mlp),
+            mlp=computed(layer.mlp),
         )
 
 

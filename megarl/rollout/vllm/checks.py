@@ -32,7 +32,8 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
         if "model_type" not in json.load(f):
             raise ValueError(f"rollout.name = vllm needs the field model_type in '{path}/config.json' (qwen2, say)")
     check_vllm_tp(arch, tp)
-    for width in () if on_gpu else {layer.attention.head_dim for layer in arch.kinds} - set(CPU_HEAD_DIMS):
+    widths = {layer.attention.cache_shape(tp)[-1] for layer in arch.kinds}
+    for width in () if on_gpu else widths - set(CPU_HEAD_DIMS):
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
         raise ValueError(
             f"vLLM has no attention with heads of {width} on CPU ranks, only of {sizes}; set rollout.name=native"

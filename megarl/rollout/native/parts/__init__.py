@@ -1,19 +1,16 @@
-"""The parts of a layer as the native engine computes them: one file here for each file of `megarl.models.parts`."""
+"""The parts of a layer as the native engine computes them: a module here has the name of one in `megarl.models.parts`.
+
+It has a class `Weights`, and for attention a class `Passes`, as `megarl.rollout.native.parts.part` describes them.
+"""
 
 from __future__ import annotations
 
-from megarl.models.parts import experts, grouped_query, swiglu
-from megarl.rollout.native.parts.experts import ExpertsWeights
-from megarl.rollout.native.parts.grouped_query import GroupedQueryPasses, GroupedQueryWeights
-from megarl.rollout.native.parts.part import Passes, Weights
-from megarl.rollout.native.parts.swiglu import SwiGLUWeights
+from importlib import import_module
+from typing import Any
 
-WEIGHTS: dict[type, type[Weights]] = {
-    grouped_query.GroupedQuery: GroupedQueryWeights,
-    swiglu.SwiGLU: SwiGLUWeights,
-    experts.Experts: ExpertsWeights,
-}
-"""By part, the weights of a layer that compute it."""
+from megarl.models.parts.part import Part
 
-PASSES: dict[type, type[Passes]] = {grouped_query.GroupedQuery: GroupedQueryPasses}
-"""By kind of attention, what gives each forward pass its attention."""
+
+def module_of(part: Part) -> Any:
+    """Import the module that computes a part."""
+    return import_module(f"{__name__}.{type(part).__module__.rpartition('.')[2]}")

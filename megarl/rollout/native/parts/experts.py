@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.experts import STACKED, Experts
-from megarl.rollout.native.parts.part import Attention, Weights
+from megarl.rollout.native.parts import part
+from megarl.rollout.native.parts.part import Attention
 from megarl.rollout.native.parts.swiglu import gated
 
 
-class ExpertsWeights(Weights):
+class Weights(part.Weights):
     """Every token goes through the most probable experts and takes their weighted sum.
 
     The router [experts, hidden] is the same on every rank, hence so is its choice; gate_up [experts, 2 * ffn / tp,

@@ -18,13 +18,14 @@ from megarl.models.rope import apply_rope, rope_table
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native import kernels
 from megarl.rollout.native.kv_cache import KVCache
-from megarl.rollout.native.parts.part import Attention, Passes, Weights
+from megarl.rollout.native.parts import part
+from megarl.rollout.native.parts.part import Attention
 
 _QKV, _BIAS, _O = "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"
 _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
-class GroupedQueryWeights(Weights):
+class Weights(part.Weights):
     """qkv [(heads + 2 kv_heads) * head_dim, hidden], o [hidden, heads * head_dim], of the heads on this rank."""
 
     def __init__(self, kind: GroupedQuery, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
@@ -54,7 +55,7 @@ class GroupedQueryWeights(Weights):
         return F.rms_norm(x, weight.shape, weight, self._eps)
 
 
-class GroupedQueryPasses(Passes):
+class Passes(part.Passes):
     """Whole prompts go through torch's kernels; new tokens do, too, or through Triton's on a GPU."""
 
     def __init__(self, kind: GroupedQuery, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from megarl.models.parts.swiglu import SwiGLU
 from megarl.rollout.native.fused import silu_and_mul
-from megarl.rollout.native.parts.part import Attention, Weights
+from megarl.rollout.native.parts import part
+from megarl.rollout.native.parts.part import Attention
 
 
-class SwiGLUWeights(Weights):
+class Weights(part.Weights):
     """gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
 
     def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
