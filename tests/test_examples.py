@@ -8,6 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +99,23 @@ def test_every_example_is_in_the_table() -> None:
     assert set(re.findall(r"^\| \[(\w+)\]", table, re.MULTILINE)) == folders == set(GAINS)
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Runs a command in a folder that all examples share, the first time that a README gives it."""
+    folder = _folder(tmp_path_factory.mktemp("commands"))
+
+    @cache
+    def run(command: str) -> Path:
+        _run(command, folder)
+        return folder
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(GAINS))
-def test_the_commands_of_the_readme_train(name: str, tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
+def test_the_commands_of_the_readme_train(name: str, prepared: Callable[[str], Path]) -> None:
     for command in _commands(name):
-        _run(command, folder)
+        folder = prepared(command)
     accuracy = [row["val/accuracy"] for row in _rows(folder / "runs" / "examples" / name) if "val/accuracy" in row]
     assert accuracy[-1] > accuracy[0] + GAINS[name], accuracy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -315,7 +316,7 @@ VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, gpu_memory_utilization=0.05, enforce_eager=True)
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, kv_cache_memory_bytes=2**26, enforce_eager=True)
     for made in llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0, max_tokens=9)):
         print("made", json.dumps([made.prompt_token_ids, list(made.outputs[0].token_ids)]))
 """
@@ -334,6 +335,7 @@ def test_vllm_answers_as_transformers(tmp_path: Path, kind: str) -> None:
         text=True,
         timeout=600,
         cwd=tmp_path,
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     made = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("made ")]

@@ -316,9 +316,8 @@ def test_a_killed_rank_takes_the_job_down(tmp_path: Path) -> None:
     assert job.returncode == 128 + signal.SIGKILL
     said = [line for line in out.splitlines() if not line.startswith("RL ")]
     killed = f"megarl: rank 1 (pid {ranks[1]} on {socket.gethostname()}) was killed by SIGKILL"
-    (line,) = [line for line in said if line.startswith(killed)]
-    others = [other for other in said if other != line]  # on a busy machine rank 0 may notice before it is ended
-    assert all("rank 0 lost its connection to another rank" in other for other in others), said
+    (line,) = [line for line in said if line.startswith(killed)]  # on a busy machine rank 0 may say so, too
+    assert not any("Traceback" in line for line in said), said
     held, whole = map(
         float, re.findall(r"(\d+\.\d) GiB", line.removeprefix(f"{killed}; if nobody sent it, memory ran "))
     )

@@ -246,8 +246,10 @@ def generated(vllm_ranks: Ranks, folders: dict[str, str]) -> Generated:
 
 
 @needs_vllm
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != ON_FOUR_RANKS])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [(name, "qwen3") for name in LAYOUTS if name != ON_FOUR_RANKS] + [("121-to-tp2", f) for f in ("llama", "qwen2")],
+)
 def test_greedy_equals_transformers_and_the_native_engine(
     generated: Generated, folders: dict[str, str], family: str, layout: str
 ) -> None:
