@@ -14,7 +14,7 @@ from tiny_run import write_run
 def test_a_run_that_is_killed_while_it_saves_ends_with_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = write_run(tmp_path, trainer__total_training_steps=60, trainer__val_before_train=False)
+    config = write_run(tmp_path, trainer__total_training_steps=24, trainer__val_before_train=False)
     out = tmp_path / "out"
     options = ["--moment", "save", "--moment", "between manifest and rename", "--kills", "2", "--out", str(out)]
     assert kill_and_resume.main([*options, str(config), "trainer.test_freq=0"]) == 0
