@@ -244,7 +244,7 @@ ELSEWHERE = {
     "models/logprobs.py": "over the vocabulary's shards",
     "rollout/native/model.py": "over the ranks of a replica",
     "rollout/native/cache_size.py": "over the ranks of a replica",
-    "environments/channel.py": "from the first rank of a replica",
+    "environments/broadcast.py": "from the first rank of a replica",
     "roles/optimizer_state.py": "over the optimizer's shards",
     "reshard/transport/agreement.py": "over the ranks that hold one model",
     "reshard/transport/collective.py": "over the ranks that hold one model",

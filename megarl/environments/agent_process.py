@@ -32,7 +32,7 @@ NO_AGENT, READY = -1, -2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class AgentTask:
     """An episode: the row of its prompt, and where the policy answers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class AgentResult:
     """What the agent returned, or why it returned nothing: a line, then where.
 
     Attributes:
@@ -87,10 +87,10 @@ def main(argv: list[str]) -> int:
     try:
         agent = AGENTS.load(argv[2])
     except ValueError as e:
-        connection.send(Outcome(number=NO_AGENT, error=str(e)))
+        connection.send(AgentResult(number=NO_AGENT, error=str(e)))
         return 1
     try:
-        connection.send(Outcome(number=READY))
+        connection.send(AgentResult(number=READY))
         asyncio.run(_serve(connection, agent))
     except (EOFError, OSError):
         return 0
@@ -120,24 +120,24 @@ async def _serve(connection: Connection, agent: Agent) -> None:
     os._exit(0)  # agents that are left have threads and sockets of any kind
 
 
-async def _play(agent: Agent, job: Job, connection: Connection) -> None:
+async def _play(agent: Agent, job: AgentTask, connection: Connection) -> None:
     task = asyncio.ensure_future(_guarded(agent, job))
     done, _ = await asyncio.wait({task}, timeout=job.timeout)
     if not done:
         task.cancel()
-    late = Outcome(number=job.number, error=f"took longer than environment.timeout = {job.timeout:g} s")
+    late = AgentResult(number=job.number, error=f"took longer than environment.timeout = {job.timeout:g} s")
     outcome = task.result() if done else late
     connection.send(outcome)
 
 
-async def _guarded(agent: Agent, job: Job) -> Outcome:
+async def _guarded(agent: Agent, job: AgentTask) -> AgentResult:
     try:
         reward = await agent(job.base_url, dict(job.row))
-        return Outcome(number=job.number, reward=None if reward is None else number(reward))
+        return AgentResult(number=job.number, reward=None if reward is None else number(reward))
     except NoScore as e:
-        return Outcome(number=job.number, error=str(e))
+        return AgentResult(number=job.number, error=str(e))
     except BaseException as e:  # an agent may let its own CancelledError out, and its episode would never end
-        return Outcome(number=job.number, error=described(e), raised=True)
+        return AgentResult(number=job.number, error=described(e), raised=True)
 
 
 if __name__ == "__main__":

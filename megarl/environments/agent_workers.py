@@ -13,10 +13,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from queue import SimpleQueue
 
-from megarl.environments.agent_process import READY, Job, Outcome
+from megarl.environments.agent_process import READY, AgentResult, AgentTask
 from megarl.processes import module_command
 
-Tell = Callable[["AgentWorker", Outcome | None], None]
+Tell = Callable[["AgentWorker", AgentResult | None], None]
 """(who, an outcome, or None where the process is gone); called in a thread."""
 
 GRACE = 5.0
@@ -42,13 +42,13 @@ class AgentWorker:
                 start_new_session=True,  # a terminal's Ctrl-C is the run's to act on
             )
         self._connection: Connection = ours
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[AgentTask | None] = SimpleQueue()
         self.numbers: set[int] = set()
         self.ready = math.inf
         threading.Thread(target=self._read, args=(tell,), daemon=True, name="megarl-agents-in").start()
         threading.Thread(target=self._write, daemon=True, name="megarl-agents-out").start()
 
-    def play(self, job: Job) -> None:
+    def play(self, job: AgentTask) -> None:
         """Begin an episode."""
         self.numbers.add(job.number)
         self._jobs.put(job)
@@ -81,7 +81,7 @@ class AgentWorker:
     def _read(self, tell: Tell) -> None:
         with suppress(EOFError, OSError):
             while True:
-                outcome: Outcome = self._connection.recv()
+                outcome: AgentResult = self._connection.recv()
                 if outcome.number == READY:
                     self.ready = time.monotonic()
                 else:
