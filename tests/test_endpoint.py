@@ -654,7 +654,7 @@ def test_a_run_that_is_killed_leaves_no_agent(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     command = [sys.executable, "-m", "megarl.cli.main", "train", str(config), "data.val_files=[]"]
     run = subprocess.Popen(command, env={**os.environ, "MARK": str(tmp_path)})
-    mark = f"{tmp_path / 'agents.py'}:misbehaves"
+    mark = str(tmp_path)
     until = time.monotonic() + 300
     while not _processes(mark) and time.monotonic() < until:
         time.sleep(0.2)
@@ -669,11 +669,13 @@ def test_a_run_that_is_killed_leaves_no_agent(tmp_path: Path) -> None:
 
 
 def _processes(mark: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if mark in (process.info["cmdline"] or []):
-            found.append(process.pid)
-    return found
+    """List the processes of agents that a run with this variable MARK started."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "megarl.environments.agent_process:main" in (process.info["cmdline"] or [])
+        and (process.info["environ"] or {}).get("MARK") == mark
+    ]
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ class Agents:
         """
         idle = min(self._workers, key=lambda worker: len(worker.numbers), default=None)
         if alone or idle is None or (idle.numbers and len(self._workers) < min(wanted, self.limits.threads)):
-            idle = AgentWorker(self._agent, lambda worker, outcome: self.events.put((worker, outcome)))
+            idle = AgentWorker(self._agent, lambda worker, result: self.events.put((worker, result)))
             (self._alone if alone else self._workers).append(idle)
         return idle
 
@@ -72,15 +72,15 @@ class Agents:
         for workers in (self._workers, self._alone):
             if worker in workers:
                 workers.remove(worker)
-                worker.kill()
+                worker.close(0.0)
 
     def close(self) -> None:
         """End the endpoint and the processes."""
         workers, by = [*self._workers, *self._alone], time.monotonic() + GRACE
         for worker in workers:
-            worker.dismiss()
+            worker.hang_up()
         for worker in workers:
-            worker.close(by)
+            worker.close(max(0.0, by - time.monotonic()))
         self._workers, self._alone = [], []
         if self._endpoint is not None:
             self._endpoint.close()
@@ -176,15 +176,15 @@ class WithAgents:
             self._waiting[event.request.key] = event
             self._requests.append(event.request)
             return
-        worker, outcome = event
-        if outcome is not None and outcome.number == NO_AGENT:
-            raise RewardError(str(outcome.error), everywhere=False)
-        if outcome is None:
-            self._lost(worker, f"its process {worker.how_it_ended()}")
-        elif (playing := self._playing.get(outcome.number)) is not None:
-            at_limit = outcome.raised and playing.session.at_limit  # agents make an error of what they are told there
-            error = None if at_limit else outcome.error and self._described(playing, outcome.error)
-            self._end(outcome.number, reward=outcome.reward, error=error)
+        worker, result = event
+        if result is not None and result.number == NO_AGENT:
+            raise RewardError(str(result.error), everywhere=False)
+        if result is None:
+            self._lost(worker, f"its process {worker.ending()}")
+        elif (playing := self._playing.get(result.number)) is not None:
+            at_limit = result.raised and playing.session.at_limit  # agents make an error of what they are told there
+            error = None if at_limit else result.error and self._described(playing, result.error)
+            self._end(result.number, reward=result.reward, error=error)
 
     def _end_late(self) -> None:
         """End processes of agents that neither end in time nor let the others run. Their time begins as the process's
