@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast
 from megarl.config.data import DataConfig
 from megarl.data.examples import Example, Turns, batch_of_examples, mismatched
 from megarl.data.load import load_examples
+from megarl.data.prompt_sampler import PromptSampler
 from megarl.data.prompts import load_prompts
 from megarl.data.readers import Row, require_column
-from megarl.data.sampler import PromptSampler
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.trainer.digests import digest
 from megarl.trainer.resuming.identity import examples_digest

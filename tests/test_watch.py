@@ -246,7 +246,7 @@ ELSEWHERE = {
     "rollout/native/cache_size.py": "over the ranks of a replica",
     "environments/broadcast.py": "from the first rank of a replica",
     "roles/optimizer_state.py": "over the optimizer's shards",
-    "reshard/transport/agreement.py": "over the ranks that hold one model",
+    "reshard/transport/direct_reads.py": "over the ranks that hold one model",
     "reshard/transport/collective.py": "over the ranks that hold one model",
     "reshard/transport/peer.py": "over the ranks that hold one model",
     "diagnosis/all_reduce.py": "measured",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.data import DataConfig
-from megarl.data.answers import answered
+from megarl.data.answer_tokens import answered
 from megarl.data.conversations import turns_of
 from megarl.data.encode import TooLong
 from megarl.data.examples import Example

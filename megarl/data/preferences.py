@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megarl.config.data import DataConfig
-from megarl.data.answers import answer_ids, fitting_answer
+from megarl.data.answer_tokens import answer_ids, fitting_answer
 from megarl.data.conversations import turns_of
 from megarl.data.encode import cut_prompt, prompt_ids
 from megarl.data.examples import Example, Turns
