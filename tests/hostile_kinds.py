@@ -236,11 +236,11 @@ KEYS = st.sampled_from(["messages", "calls", ""])
 
 
 def _read_rows(file: str, messages_key: str, tokenizer: Any) -> None:
-    from megarl.config.data import Data
+    from megarl.config.data import DataConfig
     from megarl.data.load import load_examples
     from megarl.data.prompts import load_prompts
 
-    data = Data(
+    data = DataConfig(
         messages_key=messages_key, prompt_key="calls" if messages_key == "calls" else "prompt", margin_key="margin"
     )
     with refused():

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.readers import Row, iterate_rows
 from megarl.data.tokenizer import load_tokenizer
@@ -38,7 +38,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> str:
 
 def read(tokenizer: str, files: list[str], what: str = "data.train_files", reward: str = "", **keys: Any) -> PromptSet:
     """`load_prompts`, with a tokenizer that its file names."""
-    data = Data.model_validate({"train_files": files, **keys})
+    data = DataConfig.model_validate({"train_files": files, **keys})
     return load_prompts(
         data,
         files,

@@ -18,7 +18,7 @@ from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.estimators.grpo import group_advantages
 from megarl.algorithms.kl import AdaptiveKlController, KlPenalty, kl_estimate
 from megarl.algorithms.loss import LossInput, LossOutput, columns_for
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch, batch_of
 
 
@@ -90,7 +90,7 @@ def test_a_sequence_without_trained_tokens_takes_no_part_in_its_group() -> None:
     batch = _batch()
     mask = batch.response_mask & (batch.sequence_of_token != 1)
     batch = batch.with_(response_mask=mask, rewards=torch.tensor([0.25, 77.0, 1.0, 0.0]))
-    out = compute_advantages(batch, Algorithm(norm_adv_by_std_in_grpo=False), 0.0).advantages
+    out = compute_advantages(batch, AlgorithmConfig(norm_adv_by_std_in_grpo=False), 0.0).advantages
     assert out is not None and out.tolist() == [0] * 9 + [0.5, 0.5, 0] + [-0.5] * 4
 
 
@@ -99,7 +99,7 @@ def test_kl_in_reward_lowers_the_score_of_its_sequence() -> None:
     old = torch.where(batch.response_mask, -1.0, 0.0)
     ref = torch.where(batch.response_mask & (batch.sequence_of_token == 1), -1.5, old)
     batch = batch.with_(old_logp=old, ref_logp=ref, rewards=torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    out = compute_advantages(batch, Algorithm(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False), 0.2)
+    out = compute_advantages(batch, AlgorithmConfig(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False), 0.2)
     assert out.kl_in_reward is not None and out.advantages is not None
     assert out.kl_in_reward.tolist() == pytest.approx([0, 1.5, 0, 0])
     # 0.2 x 1.5 nats off the second score: the pair is 0.15 above and below its mean; prompt tokens have none

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.formats import Format
 from megarl.data.load import Loaded, load_examples
 from megarl.data.prompts import load_prompts
@@ -75,7 +75,7 @@ def spelt(tokenizer: Tokenizer, ids: Any) -> str:
 
 def load(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], format: Format, **keys: Any) -> Loaded:
     files = [write_jsonl(tmp_path / "rows.jsonl", [row])]
-    return load_examples(Data.model_validate(keys), format, files, tokenizer)
+    return load_examples(DataConfig.model_validate(keys), format, files, tokenizer)
 
 
 def learnt(tmp_path: Path, tokenizer: Tokenizer, messages: Any) -> list[str]:
@@ -92,7 +92,7 @@ def test_parts_of_text_are_joined(tmp_path: Path, marks: Tokenizer) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     said = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts[:1]}]
     assert learnt(tmp_path, marks, said) == ["<user>ab<end><assistant>", "a<end>"]
-    prompts = load_prompts(Data(), [write_jsonl(tmp_path / "p.jsonl", [{"prompt": said[:1]}])], marks)
+    prompts = load_prompts(DataConfig(), [write_jsonl(tmp_path / "p.jsonl", [{"prompt": said[:1]}])], marks)
     assert spelt(marks, prompts[0].token_ids) == "<user>ab<end><assistant>"
     pair = {"prompt": said[:1], "chosen": said[1:], "rejected": [{"role": "assistant", "content": "c"}]}
     (example,) = load(tmp_path, marks, pair, "preferences").examples
@@ -147,7 +147,7 @@ def test_what_is_no_text_is_refused_by_its_row(tmp_path: Path, broken: dict[str,
     said = [{"role": "user", "content": "?"}, {"role": "assistant", **broken}, {"role": "assistant", "content": "y"}]
     rows = [{"messages": [said[0], said[2]], "prompt": said[:1]}, {"messages": said, "prompt": said}]
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
-    data = Data(messages_key="messages")
+    data = DataConfig(messages_key="messages")
     refusals = [message(lambda: load_examples(data, "demonstrations", [file], tokenizer))]
     refusals.append(message(lambda: load_prompts(data, [file], tokenizer)))
     for refusal in refusals:
@@ -199,7 +199,7 @@ def test_prompts_that_spell_special_tokens_are_counted(tmp_path: Path, folder: s
     said = [{"role": "user", "content": FORGED}]
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": FORGED}, {"prompt": said}, {"prompt": "hello"}])
     tokenizer = load_tokenizer(folder)
-    prompts = load_prompts(Data(), [file], tokenizer)
+    prompts = load_prompts(DataConfig(), [file], tokenizer)
     assert prompts.remarks[0].startswith("remark: data.train_files: 2 of 3 rows spell special tokens")
     assert tokenizer.decode(prompts[0].token_ids) == FORGED
     assert prompts[1].token_ids.count(tokenizer.special_tokens["<|im_end|>"]) == 1
@@ -283,7 +283,7 @@ def test_a_template_that_does_not_end_is_ended(
     write_byte_tokenizer(tmp_path, template)
     tokenizer = load_tokenizer(str(tmp_path))
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": [{"role": "user", "content": "?"}]}])
-    refusal = message(lambda: load_prompts(Data(), [file], tokenizer))
+    refusal = message(lambda: load_prompts(DataConfig(), [file], tokenizer))
     assert refusal.startswith(f"{file}:1: the chat template ")
     assert any(part in refusal for part in why.split("|")), refusal
 
@@ -321,21 +321,21 @@ def test_answers_that_are_no_text_are_refused(tmp_path: Path, marks: Tokenizer, 
     file = tmp_path / "rows.jsonl"
     file.write_text(f'{{"prompt": "a", "answer": {answer}, "label": 1}}\n')
     for format in ("demonstrations", "judged"):
-        refusal = message(lambda: load_examples(Data(), format, [str(file)], marks))  # noqa: B023
+        refusal = message(lambda: load_examples(DataConfig(), format, [str(file)], marks))  # noqa: B023
         assert refusal == f"{file}:1: the answer in column 'answer' must be text or a number, not {kind}"
 
 
 def test_rows_that_teach_nothing_together_are_remarked(tmp_path: Path, marks: Tokenizer) -> None:
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
     file = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    assert load_examples(Data(), "preferences", [file], marks).remarks == (
+    assert load_examples(DataConfig(), "preferences", [file], marks).remarks == (
         "remark: data.train_files: in 1 of 2 pairs chosen and rejected are the same",
     )
     judged = [{"prompt": "a", "answer": x, "label": True} for x in "bc"]
     file = write_jsonl(tmp_path / "judged.jsonl", judged)
-    assert load_examples(Data(), "judged", [file], marks).remarks == (
+    assert load_examples(DataConfig(), "judged", [file], marks).remarks == (
         "remark: data.train_files: all 2 answers have the label 1; the other one is missing",
     )
     judged[0]["label"] = False
     file = write_jsonl(tmp_path / "judged.jsonl", judged)
-    assert load_examples(Data(), "judged", [file], marks).remarks == ()
+    assert load_examples(DataConfig(), "judged", [file], marks).remarks == ()

@@ -337,7 +337,7 @@ def test_all_ranks_say_the_same_of_what_cannot_be_read(ranks: Ranks, tmp_path: P
 
 
 def _full_disk(run_dir: str) -> list[str]:
-    from megarl.checkpoint.agreement import on_every_rank
+    from megarl.checkpoint.rank_failures import on_every_rank
     from megarl.checkpoint.store import SaveFailed
 
     said = []
@@ -371,7 +371,7 @@ def _full_disk(run_dir: str) -> list[str]:
 
 def _little_room(folder: str) -> list[str]:
     """What attempts to write a small state end in, with more room each time."""
-    from megarl.checkpoint.agreement import on_every_rank
+    from megarl.checkpoint.rank_failures import on_every_rank
     from megarl.checkpoint.sharded_files import ShardedParts
     from megarl.parallel.world import World
 
@@ -393,7 +393,7 @@ def _little_room(folder: str) -> list[str]:
 
 def test_a_disk_that_is_full_in_any_file_is_said_as_such(ranks: Ranks, tmp_path: Path) -> None:
     """torch's own writing to a path gives an error in which the disk is not named."""
-    from megarl.checkpoint.agreement import RankFailed
+    from megarl.checkpoint.rank_failures import RankFailed
 
     with small_disk(tmp_path / "probe", 4):
         pass

@@ -18,12 +18,12 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.examples import Example, Turns, batch_of_examples, mismatched
 from megarl.data.load import load_examples
+from megarl.data.prompt_sampler import PromptSampler
 from megarl.data.prompts import load_prompts
 from megarl.data.readers import Row, require_column
-from megarl.data.sampler import PromptSampler
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.trainer.digests import digest
 from megarl.trainer.resuming.identity import examples_digest
@@ -169,13 +169,13 @@ def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     chat = [{"role": "user", "content": "7 + 7"}]
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": chat}])
-    (prompt,) = load_prompts(Data(), [file], tokenizer)
+    (prompt,) = load_prompts(DataConfig(), [file], tokenizer)
     assert prompt.token_ids == (1, 3, 4, 5, 4, 2, 3)
     whole = fast.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
     assert list(prompt.token_ids) == list(whole)
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": chat * 3}])
     assert "p.jsonl:1: the chat template refuses the messages: too long" in message(
-        lambda: load_prompts(Data(), [file], tokenizer)
+        lambda: load_prompts(DataConfig(), [file], tokenizer)
     )
 
 
@@ -184,7 +184,7 @@ def test_chat_prompts_go_through_the_template(tmp_path: Path) -> None:
 
 def test_prompts_keep_their_index_and_row(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"q": "1+2", "a": "3"}, {"q": "12+34", "a": "46"}, {"q": "4", "a": "4"}])
-    data = Data(prompt_key="q", answer_key="a", max_prompt_length=3, filter_overlong_prompts=True)
+    data = DataConfig(prompt_key="q", answer_key="a", max_prompt_length=3, filter_overlong_prompts=True)
     prompts = load_prompts(data, [file], tokenizer)
     assert [p.index for p in prompts] == [0, 2]
     assert tokenizer.decode(prompts[0].token_ids) == "1+2"
@@ -194,7 +194,7 @@ def test_prompts_keep_their_index_and_row(tmp_path: Path, tokenizer: Tokenizer) 
 @pytest.mark.parametrize(("truncation", "left"), [("left", "6789"), ("right", "1234"), ("middle", "1289")])
 def test_truncation(tmp_path: Path, tokenizer: Tokenizer, truncation: str, left: str) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "123456789"}])
-    data = Data.model_validate({"max_prompt_length": 4, "truncation": truncation})
+    data = DataConfig.model_validate({"max_prompt_length": 4, "truncation": truncation})
     (prompt,) = load_prompts(data, [file], tokenizer)
     assert tokenizer.decode(prompt.token_ids) == left
 
@@ -202,7 +202,7 @@ def test_truncation(tmp_path: Path, tokenizer: Tokenizer, truncation: str, left:
 def test_prompts_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> None:
     def load(*prompts: object, drop: bool = False) -> str:
         file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": prompt} for prompt in prompts])
-        data = Data(max_prompt_length=4, filter_overlong_prompts=drop)
+        data = DataConfig(max_prompt_length=4, filter_overlong_prompts=drop)
         return message(lambda: load_prompts(data, [file], tokenizer, "data.val_files"))
 
     first, second = f"{tmp_path}/p.jsonl:1", f"{tmp_path}/p.jsonl:2"
@@ -223,25 +223,25 @@ def test_prompts_that_cannot_be_used(tmp_path: Path, tokenizer: Tokenizer) -> No
 
 def test_a_misspelt_answer_key_does_not_mean_another_column(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1", "answer": "wrong", "solution": "2"}])
-    assert load_prompts(Data(answer_key="solution"), [file], tokenizer)[0].row["answer"] == "2"
+    assert load_prompts(DataConfig(answer_key="solution"), [file], tokenizer)[0].row["answer"] == "2"
     assert "data.answer_key = 'solutoin': no such column in" in message(
-        lambda: load_prompts(Data(answer_key="solutoin"), [file], tokenizer)
+        lambda: load_prompts(DataConfig(answer_key="solutoin"), [file], tokenizer)
     )
 
 
 def test_examples_end_with_the_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1+2", "answer": 3}, {"prompt": "4+5", "answer": "10"}])
-    prompts = load_prompts(Data(), [file], tokenizer)
-    examples = load_examples(Data(max_response_length=3), "demonstrations", [file], tokenizer).examples
+    prompts = load_prompts(DataConfig(), [file], tokenizer)
+    examples = load_examples(DataConfig(max_response_length=3), "demonstrations", [file], tokenizer).examples
     ((prompt_ids, response_ids),) = examples[0].sequences
     assert prompt_ids == prompts[0].token_ids
     assert response_ids == (*tokenizer.encode("3"), tokenizer.eos_id)
-    assert message(lambda: load_examples(Data(max_response_length=2), "demonstrations", [file], tokenizer)) == (
+    assert message(lambda: load_examples(DataConfig(max_response_length=2), "demonstrations", [file], tokenizer)) == (
         f"{file}:2: the answer in column 'answer' has 3 tokens with its end token, "
         "more than data.max_response_length = 2"
     )
     assert f"data.answer_key = 'solution': no such column in {file}:1; columns: prompt, answer" in message(
-        lambda: load_examples(Data(answer_key="solution"), "demonstrations", [file], tokenizer)
+        lambda: load_examples(DataConfig(answer_key="solution"), "demonstrations", [file], tokenizer)
     )
 
 
@@ -256,7 +256,7 @@ def test_answers_that_nothing_can_be_learnt_from(
     tmp_path: Path, tokenizer: Tokenizer, answer: object, said: str
 ) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1", "answer": 0.5}, {"prompt": "2", "answer": answer}])
-    assert message(lambda: load_examples(Data(), "demonstrations", [file], tokenizer)) == f"{file}:2: {said}"
+    assert message(lambda: load_examples(DataConfig(), "demonstrations", [file], tokenizer)) == f"{file}:2: {said}"
 
 
 # ---------------------------------------------------------------------------------------------------- examples
@@ -288,9 +288,9 @@ def chat(*contents: str, system: bool = False) -> list[dict[str, str]]:
 
 def test_examples_that_are_left_out_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"prompt": "1+2", "answer": "3"}, {"prompt": "1+2+3", "answer": "6"}, {"prompt": "1+1", "answer": "23456"}]
-    file, data = write_jsonl(tmp_path / "p.jsonl", rows), Data(max_prompt_length=4, max_response_length=3)
+    file, data = write_jsonl(tmp_path / "p.jsonl", rows), DataConfig(max_prompt_length=4, max_response_length=3)
     keep = data.model_copy(update={"filter_overlong_prompts": True})
-    assert load_examples(Data(), "demonstrations", [file], tokenizer).remarks == ()
+    assert load_examples(DataConfig(), "demonstrations", [file], tokenizer).remarks == ()
     assert "more than data.max_prompt_length = 4" in message(
         lambda: load_examples(data, "demonstrations", [file], tokenizer)
     )
@@ -309,7 +309,7 @@ def test_every_turn_of_the_assistant_is_learnt(tmp_path: Path) -> None:
         {"chat": chat("+", "7", "8", "7 7", system=True)},  # ends with the user, whom nobody answers
     ]
     file = write_jsonl(tmp_path / "c.jsonl", rows)
-    data = Data(messages_key="chat")
+    data = DataConfig(messages_key="chat")
     first, second = load_examples(data, "demonstrations", [file], tokenizer).examples
     assert spelled(first.sequences[0]) == ["u : 7 <e> / a :", "8 8 <e>", "/ u : 7 + 7 <e> / a :", "8 <e>"]
     assert spelled(second.sequences[0]) == ["s : + <e> / u : 7 <e> / a :", "8 <e>"]
@@ -351,7 +351,7 @@ def test_the_template_is_told_more_than_the_messages(tmp_path: Path) -> None:
 def test_conversations_that_cannot_be_learnt(tmp_path: Path, template: str, rows: object, said: str) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
     file = write_jsonl(tmp_path / "c.jsonl", [{"chat": rows}])
-    data = Data(messages_key="chat", max_prompt_length=10, max_response_length=10)
+    data = DataConfig(messages_key="chat", max_prompt_length=10, max_response_length=10)
     assert message(lambda: load_examples(data, "demonstrations", [file], tokenizer)).startswith(f"{file}:1: {said}")
 
 
@@ -363,10 +363,10 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
         {"prompt": before, "chosen": chat("", "8 8")[1:], "rejected": chat("", "+")[1:], "by": 0.5},
     ]
     file = write_jsonl(tmp_path / "p.jsonl", rows)
-    one, other = load_examples(Data(margin_key="by"), "preferences", [file], tokenizer).examples
+    one, other = load_examples(DataConfig(margin_key="by"), "preferences", [file], tokenizer).examples
     within = [{**rows[1], "prompt": {"messages": before}}]
     nested, _ = load_examples(
-        Data(prompt_key="prompt.messages"), "preferences", [write_jsonl(tmp_path / "n.jsonl", within)], tokenizer
+        DataConfig(prompt_key="prompt.messages"), "preferences", [write_jsonl(tmp_path / "n.jsonl", within)], tokenizer
     )
     assert nested[0].sequences == other.sequences
     assert one.sequences == other.sequences and (one.label, other.label) == (2.0, 0.5)
@@ -378,9 +378,11 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
     rows[1] = {"chosen": chat("7", "8"), "rejected": chat("8", "8")}
     assert (
         "p.jsonl:2: the conversations in columns 'chosen' and 'rejected' differ before their last message"
-        in message(lambda: load_examples(Data(), "preferences", [write_jsonl(tmp_path / "p.jsonl", rows)], tokenizer))
+        in message(
+            lambda: load_examples(DataConfig(), "preferences", [write_jsonl(tmp_path / "p.jsonl", rows)], tokenizer)
+        )
     )
-    cut = load_examples(Data(max_prompt_length=3, truncation="left"), "preferences", [file], tokenizer).examples
+    cut = load_examples(DataConfig(max_prompt_length=3, truncation="left"), "preferences", [file], tokenizer).examples
     assert spelled(cut[0].sequences[1]) == ["/ a :", "+ <e>"]
 
 
@@ -390,7 +392,7 @@ def test_judged_answers_and_mismatched_ones(tmp_path: Path, tokenizer: Tokenizer
         {"prompt": "4", "answer": "56", "label": 0},
         {"prompt": "78", "answer": "9", "label": 1.0},
     ]
-    examples = load_examples(Data(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer).examples
+    examples = load_examples(DataConfig(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer).examples
     assert [example.label for example in examples] == [1.0, 0.0, 1.0]
     others = mismatched(batch_of_examples(examples))
     lengths = others.lengths.tolist()

@@ -27,10 +27,10 @@ from tiny_run import FOUR_RANKS, megarl, metrics_of, train_in, write_run
 
 from megarl.environments.agent_episodes import Agents
 from megarl.environments.agent_process import check_agent
-from megarl.environments.channel import Channel
+from megarl.environments.broadcast import Broadcast
 from megarl.environments.chat_reply import reply_message
 from megarl.environments.chat_request import Asked
-from megarl.environments.environment_episodes import Rules
+from megarl.environments.environment_episodes import EpisodeLimits
 from megarl.environments.episodes import Orders, Played, serve
 from megarl.environments.parameters import CHAT
 from megarl.environments.sessions import Session
@@ -204,11 +204,11 @@ def rollouts_of(rows: list[dict[str, Any]]) -> dict[int, Rollout]:
 
 
 @contextmanager
-def agents_of(folder: Path, name: str, *, file: str = "agents.py", **rules: Any) -> Iterator[Agents]:
+def agents_of(folder: Path, name: str, *, file: str = "agents.py", **limits: Any) -> Iterator[Agents]:
     usual = {"max_turns": 8, "max_prompt_length": 130, "at_a_time": 64, "timeout": 60.0, "threads": 1}
     speech = Speech(tokenizer_in(str(folder)), stop_tokens=PARAMS.stop_token_ids, role="user", limit=9)
-    rules = {**usual, **rules}
-    agents = Agents(f"{folder}/{file}:{name}", speech=speech, rules=Rules(**rules), training=PARAMS)
+    limits = {**usual, **limits}
+    agents = Agents(f"{folder}/{file}:{name}", speech=speech, limits=EpisodeLimits(**limits), training=PARAMS)
     try:
         yield agents
     finally:
@@ -243,15 +243,15 @@ def engine_in(folder: Path, group: Any = None) -> tuple[Any, Record]:
 
 
 def play(
-    folder: Path, name: str, rows: list[dict[str, Any]], *, within: Any = lambda step: step(), **rules: Any
+    folder: Path, name: str, rows: list[dict[str, Any]], *, within: Any = lambda step: step(), **limits: Any
 ) -> tuple[dict[int, list[Played]], Record]:
     """`within`: gets each step of the engine, to take it or not."""
     engine, record = engine_in(folder)
     step = engine.step
     engine.step = lambda: within(step)
-    with agents_of(folder, name, **rules) as agents:
+    with agents_of(folder, name, **limits) as agents:
         source = agents.begin(rollouts_of(rows), PARAMS)
-        serve(engine, source, Channel(None))
+        serve(engine, source, Broadcast(None))
         return {place: list(parts) for place, parts in sorted(source.played.items())}, record
 
 
@@ -295,7 +295,7 @@ def test_what_is_trained_on_is_what_was_sampled(folder: Path) -> None:
 
 def _on_rank(folder: str) -> tuple[dict[int, list[Played]] | None, Record]:
     engine, record = engine_in(Path(folder), dist.group.WORLD)
-    channel = Channel[Orders](dist.group.WORLD)
+    channel = Broadcast[Orders](dist.group.WORLD)
     if not channel.leads:
         serve(engine, None, channel)
         return None, record
@@ -378,13 +378,13 @@ def _runs(part: Played) -> list[list[int]]:
     return turns
 
 
-@pytest.mark.parametrize("rules", [{"max_turns": 3}, {"max_turns": 99}], ids=["turns", "tokens"])
-def test_an_episode_at_its_limits_is_scored(folder: Path, rules: dict[str, Any]) -> None:
+@pytest.mark.parametrize("limits", [{"max_turns": 3}, {"max_turns": 99}], ids=["turns", "tokens"])
+def test_an_episode_at_its_limits_is_scored(folder: Path, limits: dict[str, Any]) -> None:
     """The agent makes an error of the refusal, as agents do; one that fails for another reason has failed."""
-    played, _ = play(folder, "asks_without_end", [{}, {"fails": True}], **rules)
+    played, _ = play(folder, "asks_without_end", [{}, {"fails": True}], **limits)
     (one,), (failed,) = played.values()
     assert (one.episode.error, one.reward, one.finish_reason, one.episode.limited) == (None, None, "length", True)
-    if rules["max_turns"] == 3:
+    if limits["max_turns"] == 3:
         assert one.episode.turns == 3
     else:
         assert PARAMS.max_tokens - 20 < len(one.token_ids) <= PARAMS.max_tokens
@@ -438,7 +438,7 @@ def test_a_file_that_cannot_be_imported_ends_the_run(folder: Path) -> None:
     with agents_of(folder, "agent", file="broken.py") as agents:
         source = agents.begin(rollouts_of([{}] * 5), PARAMS)
         with pytest.raises(RewardError, match=r"environment.agent: importing .* failed: ModuleNotFoundError"):
-            serve(engine, source, Channel(None))
+            serve(engine, source, Broadcast(None))
 
 
 @pytest.mark.slow
@@ -449,7 +449,7 @@ def test_importing_an_agent_is_no_part_of_its_time(folder: Path) -> None:
     engine, _ = engine_in(folder)
     with agents_of(folder, "two_turns", file="slow.py", timeout=15.0) as agents:
         source = agents.begin(rollouts_of(QUESTIONS), PARAMS)
-        serve(engine, source, Channel(None))
+        serve(engine, source, Broadcast(None))
         assert [one.episode.error for (one,) in source.played.values()] == [None] * len(QUESTIONS)
 
 
@@ -654,7 +654,7 @@ def test_a_run_that_is_killed_leaves_no_agent(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     command = [sys.executable, "-m", "megarl.cli.main", "train", str(config), "data.val_files=[]"]
     run = subprocess.Popen(command, env={**os.environ, "MARK": str(tmp_path)})
-    mark = f"{tmp_path / 'agents.py'}:misbehaves"
+    mark = str(tmp_path)
     until = time.monotonic() + 300
     while not _processes(mark) and time.monotonic() < until:
         time.sleep(0.2)
@@ -669,11 +669,13 @@ def test_a_run_that_is_killed_leaves_no_agent(tmp_path: Path) -> None:
 
 
 def _processes(mark: str) -> list[int]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if mark in (process.info["cmdline"] or []):
-            found.append(process.pid)
-    return found
+    """List the processes of agents that a run with this variable MARK started."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "megarl.environments.agent_process:main" in (process.info["cmdline"] or [])
+        and (process.info["environ"] or {}).get("MARK") == mark
+    ]
 
 
 @pytest.mark.slow

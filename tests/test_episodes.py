@@ -23,9 +23,9 @@ from tiny_families import ARCHITECTURES, VOCAB
 from tiny_run import FOUR_RANKS, megarl, metrics_of, numbers_of, train_in, write_run
 
 from megarl.config import load_config
-from megarl.environments.channel import Channel
+from megarl.environments.broadcast import Broadcast
 from megarl.environments.environment import Turn
-from megarl.environments.environment_episodes import Rules, WithEnvironments
+from megarl.environments.environment_episodes import EpisodeLimits, WithEnvironments
 from megarl.environments.episodes import Orders, Played, serve
 from megarl.environments.speech import Speech
 from megarl.rollout.engine import Request
@@ -98,7 +98,9 @@ def rollouts_of(rows: Sequence[dict[str, Any]], n: int = 1) -> dict[int, Rollout
     return made
 
 
-def source_of(rollouts: dict[int, Rollout], *, slow: float = 0.0, params: SamplingParams = PARAMS, **rules: Any) -> Any:
+def source_of(
+    rollouts: dict[int, Rollout], *, slow: float = 0.0, params: SamplingParams = PARAMS, **limits: Any
+) -> Any:
     usual = {"max_turns": 8, "max_prompt_length": 20, "at_a_time": 64, "timeout": 5.0, "threads": 4}
     words: Any = Words()
     return WithEnvironments(
@@ -106,14 +108,14 @@ def source_of(rollouts: dict[int, Rollout], *, slow: float = 0.0, params: Sampli
         params,
         make=lambda: Echo(slow=slow),
         speech=Speech(words, stop_tokens=PARAMS.stop_token_ids, role="user", limit=8),
-        rules=Rules(**{**usual, **rules}),
+        limits=EpisodeLimits(**{**usual, **limits}),
         prompt_key="prompt",
     )
 
 
 def play(rollouts: dict[int, Rollout], engine: Any = None, **settings: Any) -> dict[int, Played]:
     source = source_of(rollouts, **settings)
-    serve(engine or engine_of(ARCH, max_model_len=LENGTH), source, Channel(None))
+    serve(engine or engine_of(ARCH, max_model_len=LENGTH), source, Broadcast(None))
     return {place: played for place, (played,) in sorted(source.played.items())}
 
 
@@ -268,7 +270,7 @@ def test_an_environment_whose_reset_fails_is_closed(how: str, said: str) -> None
 
     source = source_of(rollouts_of([{}]), timeout=5 if how == "hangs" else 300)
     source._make = Taken
-    serve(engine_of(ARCH, max_model_len=LENGTH), source, Channel(None))
+    serve(engine_of(ARCH, max_model_len=LENGTH), source, Broadcast(None))
     over.set()
     ((one,),) = source.played.values()
     assert str(one.episode.error).startswith(said) and closed == [how]
@@ -303,7 +305,7 @@ def test_few_episodes_at_a_time() -> None:
 
     assert isinstance(begin(), Echo)
     source._make = Counted
-    serve(engine_of(ARCH, max_model_len=LENGTH), source, Channel(None))
+    serve(engine_of(ARCH, max_model_len=LENGTH), source, Broadcast(None))
     assert alive == 0 and 3 <= most <= 4  # one may be closing
     assert what_was_said({i: p for i, (p,) in sorted(source.played.items())}) == what_was_said(play(rollouts))
 
@@ -314,7 +316,7 @@ def test_few_episodes_at_a_time() -> None:
 def _on_rank(slow: float) -> tuple[list[tuple[Any, ...]] | None, list[tuple[int, Completion]], list[int]]:
     """What the first rank played, and what the engine of each rank was asked and made, in order."""
     assert dist.group.WORLD is not None
-    engine, channel = engine_of(ARCH, dist.group.WORLD, max_model_len=LENGTH), Channel[Orders](dist.group.WORLD)
+    engine, channel = engine_of(ARCH, dist.group.WORLD, max_model_len=LENGTH), Broadcast[Orders](dist.group.WORLD)
     asked: list[int] = []
     made: list[tuple[int, Completion]] = []
     submit, step = engine.submit, engine.step
@@ -349,10 +351,10 @@ def test_ranks_of_a_replica_stay_in_step_whenever_answers_arrive(ranks: Ranks) -
 
 def test_nothing_is_sent_while_nobody_can_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, steps = False, 0
-    share, engine = Channel.share, engine_of(ARCH, max_model_len=LENGTH)
+    share, engine = Broadcast.share, engine_of(ARCH, max_model_len=LENGTH)
     step = engine.step
 
-    def shared(self: Channel[Orders], word: Orders | None) -> Orders | None:
+    def shared(self: Broadcast[Orders], word: Orders | None) -> Orders | None:
         nonlocal quiet
         assert not quiet
         quiet = word is not None and word.quiet and not word.over
@@ -365,7 +367,7 @@ def test_nothing_is_sent_while_nobody_can_decide(monkeypatch: pytest.MonkeyPatch
         quiet = quiet and not finished
         return finished
 
-    monkeypatch.setattr(Channel, "share", shared)
+    monkeypatch.setattr(Broadcast, "share", shared)
     engine.step = stepped  # type: ignore[method-assign]
     play(rollouts_of([{"turns": 1}] * 2), engine, params=replace(PARAMS, stop_token_ids=()))
     assert 50 < steps <= PARAMS.max_tokens + 1

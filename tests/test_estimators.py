@@ -18,7 +18,7 @@ from megarl.algorithms.group_scores import GroupScores
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.algorithms.returns import value_targets
 from megarl.algorithms.whitening import whitened
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
@@ -77,7 +77,7 @@ def batch_of_responses(responses: list[Response]) -> Batch:
     )
 
 
-def estimate(name: str, responses: list[Response], config: Algorithm) -> list[list[float]]:
+def estimate(name: str, responses: list[Response], config: AlgorithmConfig) -> list[list[float]]:
     """The advantages of each response's trained tokens."""
     batch = batch_of_responses(responses)
     advantages = ESTIMATORS.load(name)(batch, config)
@@ -99,7 +99,7 @@ def rivals(responses: list[Response], of: Response) -> list[Response]:
 
 
 def per_response(value: Callable[[Response, list[Response]], float]) -> Callable[..., list[list[float]]]:
-    def reference(responses: list[Response], config: Algorithm) -> list[list[float]]:
+    def reference(responses: list[Response], config: AlgorithmConfig) -> list[list[float]]:
         return [[value(r, rivals(responses, r))] * r.length if r.length else [] for r in responses]
 
     return reference
@@ -143,7 +143,7 @@ def lost_without(r: Response, group: list[Response]) -> float:
 
 
 def by_spread(value: Callable[[Response, list[Response]], float]) -> Callable[..., list[list[float]]]:
-    def reference(responses: list[Response], config: Algorithm) -> list[list[float]]:
+    def reference(responses: list[Response], config: AlgorithmConfig) -> list[list[float]]:
         def scaled(r: Response, group: list[Response]) -> float:
             return value(r, group) / ((spread(group) + 1e-6) if config.norm_adv_by_std_in_grpo else 1.0)
 
@@ -173,7 +173,7 @@ def plain_returns(r: Response, gamma: float) -> list[float]:
     return [math.fsum(gamma**k * x for k, x in enumerate(rewards[t:])) for t in range(r.length)]
 
 
-REFERENCES: dict[str, Callable[[list[Response], Algorithm], list[list[float]]]] = {
+REFERENCES: dict[str, Callable[[list[Response], AlgorithmConfig], list[list[float]]]] = {
     "gae": lambda rs, config: white([plain_gae(r, config.gamma, config.lam) for r in rs]),
     "grpo": by_spread(from_mean),
     "dr_grpo": per_response(from_mean),
@@ -197,7 +197,7 @@ NUMBERS = st.one_of(
 )
 SCORES = st.one_of(NUMBERS, NUMBERS, st.sampled_from([1e30, -1e30, 3e29]))
 CONFIGS = st.builds(
-    Algorithm,
+    AlgorithmConfig,
     gamma=st.sampled_from([1.0, 0.99, 0.5]),
     lam=st.sampled_from([1.0, 0.95, 0.4, 0.0]),
     norm_adv_by_std_in_grpo=st.booleans(),
@@ -258,7 +258,7 @@ def test_every_estimator_has_a_reference() -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(responses=batches(), config=CONFIGS)
-def test_against_the_plain_formula(responses: list[Response], config: Algorithm) -> None:
+def test_against_the_plain_formula(responses: list[Response], config: AlgorithmConfig) -> None:
     for name, reference in REFERENCES.items():
         note(name)
         sizes = largest_scores(responses) if name in WITHIN_GROUPS else None
@@ -267,7 +267,7 @@ def test_against_the_plain_formula(responses: list[Response], config: Algorithm)
 
 @settings(deadline=None)
 @given(responses=batches(), config=CONFIGS)
-def test_value_targets(responses: list[Response], config: Algorithm) -> None:
+def test_value_targets(responses: list[Response], config: AlgorithmConfig) -> None:
     batch = batch_of_responses(responses)
     got = value_targets(batch, config.gamma, config.lam)
     assert not got[~batch.response_mask].any()
@@ -290,14 +290,14 @@ def test_equal_scores_teach_exactly_nothing(responses: list[Response], score: fl
             r.rewards[r.last] = r.score
     for name in [*WITHIN_GROUPS, "reinforce_plus_plus", "reinforce_plus_plus_baseline"]:
         note(name)
-        assert not any(x for row in estimate(name, responses, Algorithm()) for x in row)
+        assert not any(x for row in estimate(name, responses, AlgorithmConfig()) for x in row)
 
 
 @pytest.mark.parametrize("score", [0.7, 0.0, 1e30])
 def test_equal_errors_of_the_critic_teach_exactly_nothing(score: float) -> None:
     """Equal scores, values and lengths of one token; with longer responses the errors differ."""
     responses = [response(float32(score), i % 3) for i in range(33)]
-    assert estimate("gae", responses, Algorithm()) == [[0.0]] * 33
+    assert estimate("gae", responses, AlgorithmConfig()) == [[0.0]] * 33
 
 
 @pytest.mark.parametrize("number", [0.1, 1e30 / 3])
@@ -313,7 +313,7 @@ def test_equal_numbers_are_exactly_0_whatever_their_mean_rounds_to(number: float
 
 @settings(deadline=None, max_examples=30)
 @given(responses=batches(), config=CONFIGS, seed=st.integers(0, 1000))
-def test_sequences_in_another_order(responses: list[Response], config: Algorithm, seed: int) -> None:
+def test_sequences_in_another_order(responses: list[Response], config: AlgorithmConfig, seed: int) -> None:
     order = random.Random(seed).sample(range(len(responses)), len(responses))
     shuffled = [responses[i] for i in order]
     for name in REFERENCES:
@@ -325,7 +325,7 @@ def test_sequences_in_another_order(responses: list[Response], config: Algorithm
 
 @settings(deadline=None, max_examples=30)
 @given(responses=batches(), config=CONFIGS)
-def test_a_sequence_without_a_score_takes_no_part(responses: list[Response], config: Algorithm) -> None:
+def test_a_sequence_without_a_score_takes_no_part(responses: list[Response], config: AlgorithmConfig) -> None:
     scored = [r for r in responses if r.length]
     for name in REFERENCES if scored else ():
         note(name)
@@ -336,7 +336,9 @@ def test_a_sequence_without_a_score_takes_no_part(responses: list[Response], con
 
 @settings(deadline=None, max_examples=50)
 @given(responses=batches(), config=CONFIGS, seed=st.integers(0, 1000))
-def test_a_response_in_several_parts_is_compared_once(responses: list[Response], config: Algorithm, seed: int) -> None:
+def test_a_response_in_several_parts_is_compared_once(
+    responses: list[Response], config: AlgorithmConfig, seed: int
+) -> None:
     """Cut into sequences of one episode, its tokens have the advantages that they have in one piece."""
     whole, draw = batch_of_responses(responses), random.Random(seed)
     cuts, of = [0], list[int]()
@@ -359,7 +361,7 @@ def test_a_response_in_several_parts_is_compared_once(responses: list[Response],
 
 def test_kl_in_the_reward_is_that_of_all_parts() -> None:
     """Three tokens against a reference, in one piece and in two."""
-    config = Algorithm(use_kl_in_reward=True, kl_penalty="k1")
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="k1")
     whole = batch_of_responses([response(1.0, tokens=3), response(0.0, tokens=2)])
     whole = whole.with_(old_logp=torch.zeros(len(whole.tokens)), ref_logp=-torch.arange(len(whole.tokens)).float())
     parts = whole.with_(
@@ -395,13 +397,13 @@ def test_a_response_alone_in_its_group_has_advantage_0(name: str, score: float) 
     """Its prompt had one sample, or the others were not scored."""
     unscored = response(3.0)
     unscored.mask = [False]
-    got = estimate(name, [response(score, group=1), unscored, response(score), response(0.0, 2)], Algorithm())
+    got = estimate(name, [response(score, group=1), unscored, response(score), response(0.0, 2)], AlgorithmConfig())
     assert got == [[0.0], [], [0.0], [0.0]]
 
 
 def test_a_response_alone_in_its_group_is_an_average_one_before_whitening() -> None:
     """Centred scores 0, 1 and -1 of one token each have mean 0 and deviation 1."""
-    got = estimate("reinforce_plus_plus_baseline", [response(9.0, 1), response(2.0), response(0.0)], Algorithm())
+    got = estimate("reinforce_plus_plus_baseline", [response(9.0, 1), response(2.0), response(0.0)], AlgorithmConfig())
     assert got == [[0.0], [pytest.approx(1.0)], [pytest.approx(-1.0)]]
 
 
@@ -420,7 +422,7 @@ BY_HAND: dict[str, list[float]] = {
 def test_by_hand(name: str) -> None:
     """Scores 1, 0, 0, 0, the first response as long as the others together; the deviation is 0.5."""
     responses = [response(1.0, tokens=3), response(0.0), response(0.0), response(0.0)]
-    got = estimate(name, responses, Algorithm())
+    got = estimate(name, responses, AlgorithmConfig())
     assert [row[0] for row in got] == pytest.approx(BY_HAND[name], abs=1e-5)
     assert got[0] == [got[0][0]] * 3
 
@@ -428,8 +430,8 @@ def test_by_hand(name: str) -> None:
 def test_responses_that_share_the_best_score() -> None:
     """Either alone would do: none decides the group's best, and both are as good to learn."""
     responses = [response(1.0), response(0.0), response(1.0)]
-    assert estimate("grpo_passk", responses, Algorithm()) == [[0.0], [0.0], [0.0]]
-    assert estimate("raft", responses, Algorithm()) == [[1.0], [0.0], [1.0]]
+    assert estimate("grpo_passk", responses, AlgorithmConfig()) == [[0.0], [0.0], [0.0]]
+    assert estimate("raft", responses, AlgorithmConfig()) == [[1.0], [0.0], [1.0]]
 
 
 def test_gae_by_hand() -> None:
@@ -439,7 +441,7 @@ def test_gae_by_hand() -> None:
     batch = batch_of_responses([one])
     targets = value_targets(batch, 0.5, 0.25)
     assert targets.tolist() == [0.0, -3 - 0.125 + 4, 0.0, -1 + 2]
-    got = estimate("gae", [one], Algorithm(gamma=0.5, lam=0.25))
+    got = estimate("gae", [one], AlgorithmConfig(gamma=0.5, lam=0.25))
     assert got == [[pytest.approx(-math.sqrt(0.5)), pytest.approx(math.sqrt(0.5))]]
 
 
@@ -448,7 +450,7 @@ def test_the_reward_with_kl_reaches_the_tokens_before_it() -> None:
     a, b = response(1.0, tokens=2), response(1.0, 1, tokens=2)
     a.old = [0.0, 2.0]
     batch = batch_of_responses([a, b]).with_(ref_logp=torch.zeros(6))
-    config = Algorithm(adv_estimator="reinforce_plus_plus", use_kl_in_reward=True)
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", use_kl_in_reward=True)
     out = compute_advantages(batch, config, 0.5)
     assert out.advantages is not None
     x = math.sqrt(0.75)  # returns 0, 0, 1, 1
@@ -459,4 +461,4 @@ def test_the_reward_with_kl_reaches_the_tokens_before_it() -> None:
 def test_a_batch_in_which_nothing_is_trained(name: str) -> None:
     unscored = response(3.0)
     unscored.mask = [False]
-    assert estimate(name, [unscored, unscored], Algorithm()) == [[], []]
+    assert estimate(name, [unscored, unscored], AlgorithmConfig()) == [[], []]

@@ -19,8 +19,8 @@ from megarl.checkpoint.folder import read_state
 from megarl.checkpoint.manifest import checksum_problem, read_manifest
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.cli.main import main
+from megarl.data.prompt_sampler import PromptSampler
 from megarl.data.row_cache import entry
-from megarl.data.sampler import PromptSampler
 from megarl.processes import module_command
 from megarl.registry import Registry
 from megarl.telemetry.lines import LineFile, rewrite

@@ -19,7 +19,7 @@ from tiny_run import write_run
 from megarl.config import load_config
 from megarl.data.curriculum import as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
-from megarl.data.sampler import PromptSampler
+from megarl.data.prompt_sampler import PromptSampler
 from megarl.trainer.admission.checks import check_run
 from megarl.trainer.build import prompt_sampler
 

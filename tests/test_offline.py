@@ -43,11 +43,11 @@ def _loss(name: str) -> Any:
     from megarl.algorithms.bradley_terry import BradleyTerry
     from megarl.algorithms.kto import kto
     from megarl.algorithms.registry import PREFERENCES
-    from megarl.config.algorithm import Preference
+    from megarl.config.algorithm import PreferenceConfig
 
     if name == "bradley_terry":
         return BradleyTerry()
-    preference = Preference(beta=0.3, label_smoothing=0.1, sft_coef=0.2, undesirable_weight=0.7)
+    preference = PreferenceConfig(beta=0.3, label_smoothing=0.1, sft_coef=0.2, undesirable_weight=0.7)
     return kto(preference) if name == "kto" else PREFERENCES.load(name)(preference)
 
 

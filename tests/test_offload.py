@@ -49,7 +49,7 @@ def _held(*tensors: Tensor) -> int:
 def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
     """Two steps as the trainer makes them: what they computed, and the bytes that were there in each phase."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.config.algorithm import Algorithm
+    from megarl.config.algorithm import AlgorithmConfig
     from megarl.phases import Phase
     from megarl.types import Prompt, SamplingParams
 
@@ -91,7 +91,7 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
             ref = reference.log_probs(batch, mini_batch)
             enter(Phase.UPDATE)
             look("reference done")
-            batch = compute_advantages(batch.with_(old_logp=old, ref_logp=ref), Algorithm(), 0.0)
+            batch = compute_advantages(batch.with_(old_logp=old, ref_logp=ref), AlgorithmConfig(), 0.0)
             loss = policy_loss(entropy_coeff=0.01, kl_coef=0.1)
             seen += [old, ref, update(actor, batch, loss, size=4)]
             look("update")

@@ -28,7 +28,7 @@ OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_ga
 def _first_update(case: Case) -> tuple[dict[str, float], float]:
     """Metrics of the first mini-batch with a reference, and the largest |log p - log p_ref| before it."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.config.algorithm import Algorithm
+    from megarl.config.algorithm import AlgorithmConfig
 
     with actor_in(case, lr=1e-2) as actor:
         reference = reference_of(actor)
@@ -38,7 +38,7 @@ def _first_update(case: Case) -> tuple[dict[str, float], float]:
         )
         assert batch.old_logp is not None and batch.ref_logp is not None
         gap = float((batch.old_logp - batch.ref_logp).abs().max())
-        batch = compute_advantages(batch, Algorithm(use_kl_in_reward=True), 0.5)
+        batch = compute_advantages(batch, AlgorithmConfig(use_kl_in_reward=True), 0.5)
         loss = policy_loss(kl_coef=0.1)
         first, second = (update(actor, batch, loss, size=3) for _ in range(2))
         assert second["ratio_max_deviation"] > 1e-3  # the policy has moved

@@ -17,7 +17,7 @@ from selection import quick
 from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.config import load_config
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.load import load_examples
 from megarl.data.tokenizer import load_tokenizer
 from megarl.trainer.admission.checks import check_run
@@ -379,7 +379,7 @@ def test_a_reward_model_reads_a_reply_as_it_was_trained_to(ranks: Ranks, tmp_pat
             row["q"] = {"messages": [{"role": "user", "content": row.pop("prompt")}]}
             row |= {"chosen": reply, "rejected": reply}
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = Data(prompt_key="q.messages")
+    data = DataConfig(prompt_key="q.messages")
     trained, _ = load_examples(data, "preferences", [f"{tmp_path}/val.jsonl"], load_tokenizer(f"{tmp_path}/judge"))
     for got in ranks.run(2, _replies_encoded_anew, str(path), f"{tmp_path}/judge"):
         for i in range(3):

@@ -19,7 +19,7 @@ from megarl.algorithms.preferences.dpo import dpo
 from megarl.algorithms.preferences.ipo import ipo
 from megarl.algorithms.preferences.orpo import orpo
 from megarl.algorithms.preferences.simpo import simpo
-from megarl.config.algorithm import Preference
+from megarl.config.algorithm import PreferenceConfig
 
 LOGP = st.floats(-80, -(2.0**-13), width=32)
 
@@ -40,7 +40,7 @@ ANSWERS = st.lists(st.tuples(LOGP, LOGP), min_size=1, max_size=4).flatmap(
 )
 PAIRS = st.lists(st.tuples(ANSWERS, ANSWERS), min_size=1, max_size=4)
 PREFERENCES = st.builds(
-    Preference,
+    PreferenceConfig,
     beta=st.sampled_from([0.05, 0.1, 1.0, 3.0]),
     label_smoothing=st.sampled_from([0.0, 0.1, 0.4]),
     length_normalization=st.booleans(),
@@ -78,7 +78,7 @@ def _supervised(chosen: Answer, coef: float) -> Reference:
     return -coef * _mean(chosen), [_spread(chosen, -coef, True)]
 
 
-def reference_dpo(chosen: Answer, rejected: Answer, p: Preference) -> Reference:
+def reference_dpo(chosen: Answer, rejected: Answer, p: PreferenceConfig) -> Reference:
     mean, eps = p.length_normalization, p.label_smoothing
     margin = p.beta * (_ratio(chosen, mean) - _ratio(rejected, mean))
     loss = -(1 - eps) * _log_sigmoid(margin) - eps * _log_sigmoid(-margin)
@@ -88,7 +88,7 @@ def reference_dpo(chosen: Answer, rejected: Answer, p: Preference) -> Reference:
     return loss + nll, [own, _spread(rejected, -slope, mean)]
 
 
-def reference_ipo(chosen: Answer, rejected: Answer, p: Preference) -> Reference:
+def reference_ipo(chosen: Answer, rejected: Answer, p: PreferenceConfig) -> Reference:
     mean = p.length_normalization
     distance = _ratio(chosen, mean) - _ratio(rejected, mean) - 1 / (2 * p.beta)
     nll, (extra,) = _supervised(chosen, p.sft_coef)
@@ -96,7 +96,7 @@ def reference_ipo(chosen: Answer, rejected: Answer, p: Preference) -> Reference:
     return distance**2 + nll, [own, _spread(rejected, -2 * distance, mean)]
 
 
-def reference_simpo(chosen: Answer, rejected: Answer, p: Preference) -> Reference:
+def reference_simpo(chosen: Answer, rejected: Answer, p: PreferenceConfig) -> Reference:
     margin = p.beta * _mean(chosen) - p.beta * _mean(rejected) - p.gamma * p.beta
     eps = p.label_smoothing
     slope = p.beta * (eps * _sigmoid(margin) - (1 - eps) * _sigmoid(-margin))
@@ -106,7 +106,7 @@ def reference_simpo(chosen: Answer, rejected: Answer, p: Preference) -> Referenc
     return loss + nll, [own, _spread(rejected, -slope, True)]
 
 
-def reference_orpo(chosen: Answer, rejected: Answer, p: Preference) -> Reference:
+def reference_orpo(chosen: Answer, rejected: Answer, p: PreferenceConfig) -> Reference:
     odds = [_mean(a) - math.log(-math.expm1(_mean(a))) for a in (chosen, rejected)]
     ratio = odds[0] - odds[1]
     slope = -p.beta * _sigmoid(-ratio)
@@ -139,7 +139,7 @@ def _compare(out: LossOutput, logp: torch.Tensor, loss: float, gradient: list[fl
     torch.testing.assert_close(ours.double(), torch.tensor(gradient).double(), rtol=1e-3, atol=2e-5 * scale)
 
 
-CASES: dict[str, tuple[Callable[[Preference], Any], Callable[..., Reference]]] = {
+CASES: dict[str, tuple[Callable[[PreferenceConfig], Any], Callable[..., Reference]]] = {
     "dpo": (dpo, reference_dpo),
     "ipo": (ipo, reference_ipo),
     "simpo": (simpo, reference_simpo),
@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Callable[[Preference], Any], Callable[..., Reference]]] =
 @pytest.mark.parametrize("name", CASES)
 @settings(deadline=None, max_examples=150)
 @given(pairs=PAIRS, preference=PREFERENCES)
-def test_pairs(name: str, pairs: list[tuple[Answer, Answer]], preference: Preference) -> None:
+def test_pairs(name: str, pairs: list[tuple[Answer, Answer]], preference: PreferenceConfig) -> None:
     factory, reference = CASES[name]
     x, logp = _input([a for pair in pairs for a in pair], 2 * len(pairs))
     out = factory(preference)(x)
@@ -174,7 +174,7 @@ def test_pairs(name: str, pairs: list[tuple[Answer, Answer]], preference: Prefer
 
 @settings(deadline=None, max_examples=150)
 @given(answers=st.lists(ANSWERS, min_size=1, max_size=6), p=PREFERENCES, z=st.floats(0, 100, width=32))
-def test_kto(answers: list[Answer], p: Preference, z: float) -> None:
+def test_kto(answers: list[Answer], p: PreferenceConfig, z: float) -> None:
     x, logp = _input(answers, len(answers), z)
     loss, gradient, margins = [], [], []
     for a in answers:
@@ -215,7 +215,7 @@ def test_bradley_terry(pairs: list[tuple[float, float, float]]) -> None:
 @settings(deadline=None, max_examples=50)
 @given(pairs=PAIRS, preference=PREFERENCES, at=st.integers(0, 4))
 def test_the_parts_of_a_mini_batch_add_up(
-    name: str, pairs: list[tuple[Answer, Answer]], preference: Preference, at: int
+    name: str, pairs: list[tuple[Answer, Answer]], preference: PreferenceConfig, at: int
 ) -> None:
     """Also where a rank's part is empty."""
     loss: Loss = kto(preference) if name == "kto" else CASES[name][0](preference)
@@ -235,6 +235,6 @@ def test_extremes_are_finite(name: str) -> None:
             for n in (1, 3):
                 pair = [Answer([logp] * n, [other] * n, 1.0), Answer([other] * n, [logp] * n, 0.0)]
                 x, tokens = _input(pair, 2)
-                out = CASES[name][0](Preference(beta=0.1))(x)
+                out = CASES[name][0](PreferenceConfig(beta=0.1))(x)
                 (gradient,) = torch.autograd.grad(out.loss, tokens)
                 assert out.loss.isfinite() and gradient.isfinite().all(), (logp, other)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import megarl.data.prompt_index
 import megarl.data.prompts
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.prompts import PromptSet
 from megarl.data.row_files import RowsChanged
 from megarl.data.scan import Scan, bounded
@@ -253,12 +253,12 @@ def test_where_a_row_is_from(tmp_path: Path, tokenizer: str) -> None:
 
 def test_short_text_needs_no_tokens(tokenizer: str) -> None:
     """And what does: what may be too long, or nothing, or what a normalizer may lengthen."""
-    asked = Scan(what="", data=Data(max_prompt_length=8), bounded=bounded(load_tokenizer(tokenizer)))
+    asked = Scan(what="", data=DataConfig(max_prompt_length=8), bounded=bounded(load_tokenizer(tokenizer)))
     assert asked.bounded
     needed = {text: asked.needs_tokens(text) for text in ("1234567", "12345678", "  ", "", "é1", "+-+")}
     assert needed == {"1234567": False, "12345678": True, "  ": True, "": True, "é1": True, "+-+": True}
     assert asked.needs_tokens([{"role": "user", "content": "1"}])
-    cutting = Scan(what="", data=Data(max_prompt_length=8, truncation="left"), bounded=True)
+    cutting = Scan(what="", data=DataConfig(max_prompt_length=8, truncation="left"), bounded=True)
     assert not cutting.needs_tokens("1" * 999)
 
 

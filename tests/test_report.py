@@ -89,7 +89,7 @@ def test_what_a_run_took_back_is_left_out(tmp_path: Path) -> None:
 
 
 def test_chunks_stay_as_they_are_while_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.report.rollouts._BATCH_BYTES", 2000)  # two files or so
+    monkeypatch.setattr("megarl.report.rollout_index._BATCH_BYTES", 2000)  # two files or so
     run = write_folder(tmp_path / "run", steps=9)
     blocks = Blocks(runs_at([str(run)]))
     before = blocks.refresh()

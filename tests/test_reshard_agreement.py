@@ -11,7 +11,7 @@ from reshard_cases import architecture
 from test_reshard_execute import build
 
 from megarl.parallel.layout import TrainLayout
-from megarl.reshard.transport.agreement import Agreement, Offer, agree, first_in_job, host_identity
+from megarl.reshard.transport.direct_reads import Agreement, Offer, agree, first_in_job, host_identity
 
 HOSTS = ["a", "a", "a", "b"]
 

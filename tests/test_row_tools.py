@@ -15,7 +15,7 @@ from tiny_run import write_run
 from transformers import AutoTokenizer
 
 from megarl.config import load_config
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.conversations import conversation_ids
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -53,7 +53,7 @@ def reads(folders: list[str]) -> Tokenizer:
 
 
 def prompts(file: str, tokenizer: Tokenizer, **keys: Any) -> PromptSet:
-    return load_prompts(Data.model_validate({"max_prompt_length": 600, **keys}), [file], tokenizer)
+    return load_prompts(DataConfig.model_validate({"max_prompt_length": 600, **keys}), [file], tokenizer)
 
 
 def test_tools_go_into_the_template(tmp_path: Path, folders: list[str], reads: Tokenizer) -> None:

@@ -234,7 +234,7 @@ def policy_loss(*, entropy_coeff: float = 0.0, kl_coef: float = 0.0, **clip: Any
 def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step; `loss` is "supervised" or "policy" (clipped, with entropy and reference)."""
     from megarl.algorithms.advantages import compute_advantages
-    from megarl.config.algorithm import Algorithm
+    from megarl.config.algorithm import AlgorithmConfig
 
     size = 2 if case.pp > 1 or case.world == 1 else 4  # fewer leave a pipeline no steady state
     with actor_in(case, arch, lr=3e-3, total_steps=steps) as actor:
@@ -242,7 +242,7 @@ def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[
         if loss == "policy":
             old = actor.log_probs(batch, mini_batch_of(actor, size))
             batch = batch.with_(old_logp=old, ref_logp=old * 1.1)
-            batch = compute_advantages(batch, Algorithm(), 0.0)
+            batch = compute_advantages(batch, AlgorithmConfig(), 0.0)
             function = policy_loss(entropy_coeff=0.01, kl_coef=0.1)
         updates = [update(actor, batch, function, size) for _ in range(steps)]
         return [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]

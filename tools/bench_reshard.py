@@ -57,8 +57,6 @@ from megarl.rollout.kinds import engine_kind
 from megarl.trainer.admission.checks import check_layouts
 from megarl.trainer.layouts import generation_layout
 
-Job = Callable[[], object]
-
 WAYS = ("peer", "collective", "copy engine", "gather", "refit")
 WARM_UP = 3
 LONGEST = 32
@@ -210,7 +208,7 @@ class Bench:
 
     def measure(self, rounds: int, ways: Sequence[str], sweep: bool) -> Reshard:
         on_gpu = self.world.device.type == "cuda"
-        builders: dict[str, Callable[[], Job]] = {
+        builders: dict[str, Callable[[], Callable[[], object]]] = {
             "collective": lambda: self.reshard_of("collective").run,
             "peer": lambda: self._pulling().run,
             "copy engine": lambda: CopyEngines(self._pulling().peer.fused, self.world.device),
@@ -254,7 +252,7 @@ class Bench:
             raise NotImplementedError("needs Triton")
         return resharder
 
-    def _take(self, build: Callable[[], Job], rounds: int, bound: float | None) -> Way:
+    def _take(self, build: Callable[[], Callable[[], object]], rounds: int, bound: float | None) -> Way:
         for parameter in self.own:
             parameter.zero_()
         memory = ExtraMemory(self.world.device)

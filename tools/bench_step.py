@@ -150,7 +150,7 @@ def measure(inputs: Inputs, world: World, rounds: int, *, alone: bool, peer: boo
     taken, peaks = record.medians(), record.peaks()
     phases = {name: phase(world, s, peaks.get(name, 0.0), *work.get(name, (0, 0.0))) for name, s in taken.items()}
     predicted: dict[str, float] = {}
-    for stage in run.memory.predicted:
+    for stage in run.records.memory.predicted:
         for name in stage.phases:
             predicted[name] = max(predicted.get(name, 0.0), stage.total(name) / 2**30)
 
@@ -175,7 +175,7 @@ def measure(inputs: Inputs, world: World, rounds: int, *, alone: bool, peer: boo
 
 
 def _actor(run: Run) -> Actor:
-    actor = run.models["actor"]
+    actor = run.checkpoints.models["actor"]
     assert isinstance(actor, Actor)
     return actor
 
@@ -191,7 +191,7 @@ def train_alone(run: Run, lengths: Sequence[int], rounds: int) -> tuple[dict[str
 
 def vllm_alone(run: Run, rounds: int, *, peer: bool) -> float | None:
     """Seconds in which vLLM by itself generates the step's responses; None where there is none."""
-    inputs, world, (generation,) = run.inputs, run.world, run.generations
+    inputs, world, (generation,) = run.inputs, run.world, run.records.generations
     n, length = inputs.config.actor_rollout_ref.rollout.n, inputs.config.data.max_response_length
     taken: list[float] = []
     if isinstance(generation.engine, VLLMEngine):

@@ -12,9 +12,9 @@ from benchmark import milliseconds
 from megarl.models.kernels import TRITON
 from megarl.parallel.world import World, join
 from megarl.reshard.transport import cuda_ipc
-from megarl.reshard.transport.agreement import Offer, agree, host_identity
 from megarl.reshard.transport.collective import post_exchange
 from megarl.reshard.transport.copies import COPY
+from megarl.reshard.transport.direct_reads import Offer, agree, host_identity
 
 ROUNDS = 10
 

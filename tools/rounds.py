@@ -10,8 +10,6 @@ import torch
 
 from megarl.parallel.world import World
 
-Job = Callable[[], object]
-
 
 class Rounds:
     """Wall-clock seconds of jobs on all ranks, and the peak of allocated GPU memory (0 on CPUs)."""
@@ -19,7 +17,9 @@ class Rounds:
     def __init__(self, world: World) -> None:
         self._on_gpu, self._world = world.device.type == "cuda", world
 
-    def medians(self, jobs: Mapping[str, Job], rounds: int, *, warm_up: int) -> dict[str, tuple[float, float]]:
+    def medians(
+        self, jobs: Mapping[str, Callable[[], object]], rounds: int, *, warm_up: int
+    ) -> dict[str, tuple[float, float]]:
         """Seconds, median over the rounds after the warm-up, and peak GiB in the last one, of each job."""
         seconds: dict[str, list[float]] = {name: [] for name in jobs}
         peaks = {}
@@ -29,7 +29,7 @@ class Rounds:
                 seconds[name].append(taken)
         return {name: (statistics.median(taken[warm_up:]), peaks[name]) for name, taken in seconds.items()}
 
-    def once(self, job: Job) -> tuple[float, float]:
+    def once(self, job: Callable[[], object]) -> tuple[float, float]:
         """Seconds until the job is done on all ranks, and peak GiB on this one."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()

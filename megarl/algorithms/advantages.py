@@ -7,11 +7,11 @@ import torch
 from megarl.algorithms.group_scores import over_parts
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.registry import ESTIMATORS
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
-def compute_advantages(batch: Batch, config: Algorithm, kl_coef: float) -> Batch:
+def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> Batch:
     """The batch with `advantages`: those of the scores, less the KL to the reference if that is in the reward.
 
     A sequence without trained tokens (its response was not scored) has advantage 0. `token_rewards` are kept too.

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megarl.algorithms.declaration import Needs, about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput, Metric
 from megarl.algorithms.pairs import log_probs_of_sequences
-from megarl.config.algorithm import Preference
+from megarl.config.algorithm import PreferenceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,6 @@ class Kto:
     keys=option_keys("algorithm.preference", Kto),
     needs=Needs(reference=True),
 )
-def kto(preference: Preference) -> Kto:
+def kto(preference: PreferenceConfig) -> Kto:
     """A sigmoid of how far an answer's log-ratio to the reference is from the mean over mismatched answers."""
     return with_options(Kto, preference)

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algorithms.loss import Loss
-    from megarl.config.algorithm import Algorithm, Preference
+    from megarl.config.algorithm import AlgorithmConfig, PreferenceConfig
     from megarl.config.policy import ActorConfig
     from megarl.types import Batch
 
-ESTIMATORS: Registry[Callable[[Batch, Algorithm], Tensor]] = Registry(
+ESTIMATORS: Registry[Callable[[Batch, AlgorithmConfig], Tensor]] = Registry(
     "algorithm.adv_estimator", "function", package="megarl.algorithms.estimators"
 )
 
@@ -23,6 +23,6 @@ LOSSES: Registry[Callable[[ActorConfig], Loss]] = Registry(
     "actor.policy_loss.loss_mode", "function", package="megarl.algorithms.losses"
 )
 
-PREFERENCES: Registry[Callable[[Preference], Loss]] = Registry(
+PREFERENCES: Registry[Callable[[PreferenceConfig], Loss]] = Registry(
     "algorithm.preference.loss_mode", "function", package="megarl.algorithms.preferences"
 )

@@ -12,7 +12,6 @@ import psutil
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.agreement import os_error
 from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, prompts_of
 from megarl.checkpoint.folder import STATE_FILE, check_whole
@@ -27,6 +26,7 @@ from megarl.checkpoint.manifest import (
     write_manifest,
 )
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
+from megarl.checkpoint.rank_failures import os_error
 from megarl.checkpoint.verify import compare_answers
 from megarl.data.tokenizer import tokenizer_place
 from megarl.models.architecture import Architecture

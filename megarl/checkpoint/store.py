@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megarl.checkpoint.agreement import RankFailed, first_of, on_every_rank, on_first_rank
 from megarl.checkpoint.arrays import Array, write_arrays
 from megarl.checkpoint.folder import (
     Position,
@@ -41,6 +40,7 @@ from megarl.checkpoint.manifest import (
     record_files,
     write_manifest,
 )
+from megarl.checkpoint.rank_failures import RankFailed, first_of, on_every_rank, on_first_rank
 from megarl.checkpoint.sharded_files import ShardedParts, difference, read_sharded
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.parallel.world import World

@@ -62,7 +62,7 @@ class FilterGroupsConfig(Section):
     )
 
 
-class Preference(Section):
+class PreferenceConfig(Section):
     """The loss on pairs of answers, or on answers with a label."""
 
     loss_mode: NonEmpty = Field("dpo", description="a name of `megarl algorithms`, or path/to/file.py:function")
@@ -79,7 +79,7 @@ class Preference(Section):
     undesirable_weight: float = Field(1.0, gt=0, description="KTO: weight of undesirable answers")
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     """The computation of advantages from rewards."""
 
     adv_estimator: NonEmpty = Field(
@@ -92,7 +92,7 @@ class Algorithm(Section):
     overlong_filtering: bool = Field(
         False, description="leave responses that were cut off at max_response_length out of the loss"
     )
-    preference: Preference = Preference()
+    preference: PreferenceConfig = PreferenceConfig()
     norm_adv_by_std_in_grpo: bool = Field(
         True, description="divide by the group's standard deviation (false: Dr. GRPO)"
     )

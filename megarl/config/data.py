@@ -9,7 +9,7 @@ from pydantic import Field
 from megarl.config.fields import Section, Size, Whole
 
 
-class Data(Section):
+class DataConfig(Section):
     """Files of prompts and examples, their columns and their batches."""
 
     format: Literal["auto", "prompts", "demonstrations", "preferences", "judged"] = Field(

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megarl.config.algorithm import Algorithm
-from megarl.config.data import Data
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.data import DataConfig
 from megarl.config.environment import EnvironmentConfig
 from megarl.config.fields import Section
 from megarl.config.other_models import CriticConfig, RewardModelConfig, TeacherConfig
@@ -25,8 +25,8 @@ from megarl.config.trainer import CheckpointConfig, TrainerConfig, WarmupConfig
 class Config(Section):
     """The whole configuration of a run."""
 
-    data: Data = Data()
-    algorithm: Algorithm = Algorithm()
+    data: DataConfig = DataConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
     critic: CriticConfig = CriticConfig()
     reward_model: RewardModelConfig = RewardModelConfig()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.config.data import Data
-from megarl.data.answers import answered
+from megarl.config.data import DataConfig
+from megarl.data.answer_tokens import answered
 from megarl.data.conversations import turns_of
 from megarl.data.encode import TooLong
 from megarl.data.examples import Example
@@ -13,7 +13,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.data.tools import tools_of
 
 
-def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+def demonstration(row: Row, data: DataConfig, tokenizer: Tokenizer) -> Example:
     """Tokenise what is learnt of a row: its answer or, with `data.messages_key`, every message of the assistant.
 
     Raises:
@@ -24,7 +24,7 @@ def demonstration(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
     return Example(sequences=(answered(row, data, tokenizer),), source=row.source)
 
 
-def _conversation(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+def _conversation(row: Row, data: DataConfig, tokenizer: Tokenizer) -> Example:
     key = data.messages_key
     require_column([row], key, "data.messages_key")
     messages = value_at(row.columns, key)
@@ -46,7 +46,7 @@ def _conversation(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
     return example
 
 
-def judged(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+def judged(row: Row, data: DataConfig, tokenizer: Tokenizer) -> Example:
     """Tokenise an answer with the label 1 for desirable, 0 for not.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.messages import Message, Messages, are_messages, read_messages
 from megarl.data.readers import Row, require_column, value_at
 from megarl.data.tokenizer import Tokenizer
@@ -92,12 +92,12 @@ def _probed(call: Message, probe: Callable[[str], str], what: str) -> Message:
     return {**call, "function": {"name": probe(what), "arguments": arguments}}
 
 
-def prompt_ids(row: Row, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
+def prompt_ids(row: Row, data: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Tokenise the row's prompt, cut as the section says; raises ValueError for one that cannot be used."""
     return usable_ids(encode_prompt(prompt_of(row, data), row.source, tokenizer), row.source, data)
 
 
-def prompt_of(row: Row, data: Data) -> str | Conversation:
+def prompt_of(row: Row, data: DataConfig) -> str | Conversation:
     """Return the text or the messages in the prompt's column; raises ValueError where there are none."""
     key = data.prompt_key
     require_column([row], key, "data.prompt_key")
@@ -117,14 +117,14 @@ def prompt_of(row: Row, data: Data) -> str | Conversation:
     )
 
 
-def usable_ids(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
+def usable_ids(ids: Sequence[int], source: str, data: DataConfig) -> tuple[int, ...]:
     """Cut a prompt's tokens as the section says; raises ValueError if there are none, or TooLong."""
     if not ids:
         raise ValueError(f"{source}: the prompt in column '{data.prompt_key}' is empty")
     return cut_prompt(ids, source, data)
 
 
-def special_remark(what: str, rows: int, seen: int, data: Data) -> tuple[str, ...]:
+def special_remark(what: str, rows: int, seen: int, data: DataConfig) -> tuple[str, ...]:
     """Remark on rows whose texts spell special tokens, for the start of the run; empty if there are none."""
     if not rows:
         return ()
@@ -137,7 +137,7 @@ def _refused(source: str, error: Exception) -> ValueError:
     return ValueError(f"{source}: {kind}{' '.join(str(error).split())[:200]}")
 
 
-def cut_prompt(ids: Sequence[int], source: str, data: Data) -> tuple[int, ...]:
+def cut_prompt(ids: Sequence[int], source: str, data: DataConfig) -> tuple[int, ...]:
     """Keep at most `data.max_prompt_length` of a prompt's tokens; raises TooLong if none may be cut."""
     limit = data.max_prompt_length
     if len(ids) > limit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.demonstrations import demonstration, judged
 from megarl.data.encode import TooLong, special_remark
 from megarl.data.examples import Example
@@ -16,7 +16,7 @@ from megarl.data.readers import Row, iterate_rows, value_or_none
 from megarl.data.scan import finder_of
 from megarl.data.tokenizer import Tokenizer
 
-_OF_ROW: Mapping[Format, Callable[[Row, Data, Tokenizer], Example]] = {
+_OF_ROW: Mapping[Format, Callable[[Row, DataConfig, Tokenizer], Example]] = {
     "demonstrations": demonstration,
     "preferences": preference,
     "judged": judged,
@@ -31,7 +31,7 @@ class Loaded(NamedTuple):
 
 
 def load_examples(
-    data: Data, format: Format, files: Sequence[str], tokenizer: Tokenizer, what: str = "data.train_files"
+    data: DataConfig, format: Format, files: Sequence[str], tokenizer: Tokenizer, what: str = "data.train_files"
 ) -> Loaded:
     """Read and tokenise the examples of some files, one per row.
 

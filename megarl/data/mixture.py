@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.sampler import PromptSampler
+from megarl.data.prompt_sampler import PromptSampler
 
 
 class MixtureSampler(PromptSampler):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megarl.config.data import Data
-from megarl.data.answers import answer_ids, fitting_answer
+from megarl.config.data import DataConfig
+from megarl.data.answer_tokens import answer_ids, fitting_answer
 from megarl.data.conversations import turns_of
 from megarl.data.encode import cut_prompt, prompt_ids
 from megarl.data.examples import Example, Turns
@@ -15,7 +15,7 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.data.tools import tools_of
 
 
-def preference(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
+def preference(row: Row, data: DataConfig, tokenizer: Tokenizer) -> Example:
     """A pair, the chosen answer first, labelled with its margin (0 without `data.margin_key`).
 
     The answers are text behind the row's prompt; or conversations that differ in their last message alone, as
@@ -41,7 +41,7 @@ def preference(row: Row, data: Data, tokenizer: Tokenizer) -> Example:
     return Example(sequences=(chosen, rejected), label=margin, source=row.source)
 
 
-def _conversation(row: Row, key: str, data: Data, tokenizer: Tokenizer) -> Turns:
+def _conversation(row: Row, key: str, data: DataConfig, tokenizer: Tokenizer) -> Turns:
     messages: Messages = value_at(row.columns, key)
     if not are_messages(messages) or messages[-1]["role"] != "assistant":
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.curriculum import load_curriculum
 from megarl.data.encode import prompt_ids, special_remark
 from megarl.data.files import DataFile, data_files, stem_of
@@ -37,7 +37,7 @@ _FORMAT = 4  # of an index: those of another one are made again
 
 
 def load_prompts(
-    data: Data,
+    data: DataConfig,
     files: Sequence[str],
     tokenizer: Tokenizer,
     what: str = "data.train_files",

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.encode import Conversation, prompt_of
 from megarl.data.files import row_prefix
 from megarl.data.json_lines import next_line
@@ -69,7 +69,7 @@ class Scan:
     """
 
     what: str
-    data: Data
+    data: DataConfig
     bounded: bool
     special_tokens: tuple[str, ...] = ()
     scorers: Scorers = ()
@@ -277,7 +277,7 @@ def checks_of(rows: Any) -> Any:
     return (sums ^ sums >> np.uint64(32)).astype(np.uint32)
 
 
-def source_of(columns: Mapping[str, Any], data: Data, stem: str) -> str:
+def source_of(columns: Mapping[str, Any], data: DataConfig, stem: str) -> str:
     """The data source of a row, or its file's name."""
     named = value_or_none(columns, data.source_key)
     return stem if named is None else str(named)
@@ -287,7 +287,7 @@ def _look_at(row: Row, rules: Scan, source: str) -> tuple[str | Conversation, fl
     """Return its prompt and difficulty, and why no reward could score a response to it."""
     data = rules.data
     prompt = prompt_of(row, data)
-    if data.answer_key != Data().answer_key:  # misspelt, another column called "answer" would be taken for it
+    if data.answer_key != DataConfig().answer_key:  # misspelt, another column called "answer" would be taken for it
         require_column([row], data.answer_key, "data.answer_key")
     difficulty = _difficulty(row, rules.difficulty_key) if rules.difficulty_key else 0.0
     wrong = refusal_of(with_answer(row.columns, data.answer_key), source, rules.scorers)

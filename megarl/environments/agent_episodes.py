@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from megarl.environments.agent_process import NO_AGENT, Job, Outcome
+from megarl.environments.agent_process import NO_AGENT, AgentResult, AgentTask
 from megarl.environments.agent_workers import GRACE, AgentWorker
 from megarl.environments.endpoint import Endpoint, Waiting
-from megarl.environments.environment_episodes import Rules
+from megarl.environments.environment_episodes import EpisodeLimits
 from megarl.environments.episodes import Orders, Played
 from megarl.environments.sessions import Session
 from megarl.environments.speech import Speech
@@ -25,7 +25,7 @@ _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that n
 _STARTING = 300.0  # seconds that importing an agent may take, where files are slow and many begin at once
 _GRACE = 3.0  # seconds over its time until an agent that does not let its event loop run is ended with its process
 
-_Event = Waiting | tuple[AgentWorker, Outcome | None]
+_Event = Waiting | tuple[AgentWorker, AgentResult | None]
 
 
 class Agents:
@@ -36,8 +36,8 @@ class Agents:
         training: how tokens are drawn in training.
     """
 
-    def __init__(self, agent: str, *, speech: Speech, rules: Rules, training: SamplingParams) -> None:
-        self.speech, self.rules, self._agent, self._training = speech, rules, agent, training
+    def __init__(self, agent: str, *, speech: Speech, limits: EpisodeLimits, training: SamplingParams) -> None:
+        self.speech, self.limits, self._agent, self._training = speech, limits, agent, training
         self.events: SimpleQueue[_Event] = SimpleQueue()
         # of episodes and of requests, over the whole run: what is late belongs to nothing that came later
         self.numbers, self.keys = itertools.count(), itertools.count()
@@ -62,8 +62,8 @@ class Agents:
             alone: one that no other episode gets.
         """
         idle = min(self._workers, key=lambda worker: len(worker.numbers), default=None)
-        if alone or idle is None or (idle.numbers and len(self._workers) < min(wanted, self.rules.threads)):
-            idle = AgentWorker(self._agent, lambda worker, outcome: self.events.put((worker, outcome)))
+        if alone or idle is None or (idle.numbers and len(self._workers) < min(wanted, self.limits.threads)):
+            idle = AgentWorker(self._agent, lambda worker, result: self.events.put((worker, result)))
             (self._alone if alone else self._workers).append(idle)
         return idle
 
@@ -72,15 +72,15 @@ class Agents:
         for workers in (self._workers, self._alone):
             if worker in workers:
                 workers.remove(worker)
-                worker.kill()
+                worker.close(0.0)
 
     def close(self) -> None:
         """End the endpoint and the processes."""
         workers, by = [*self._workers, *self._alone], time.monotonic() + GRACE
         for worker in workers:
-            worker.dismiss()
+            worker.hang_up()
         for worker in workers:
-            worker.close(by)
+            worker.close(max(0.0, by - time.monotonic()))
         self._workers, self._alone = [], []
         if self._endpoint is not None:
             self._endpoint.close()
@@ -107,7 +107,7 @@ class WithAgents:
     """A `Source`: every rollout is an episode of an agent."""
 
     def __init__(self, agents: Agents, rollouts: Mapping[int, Rollout], params: SamplingParams) -> None:
-        self._agents, self._rules, self._params = agents, agents.rules, params
+        self._agents, self._limits, self._params = agents, agents.limits, params
         self._rollouts = rollouts
         self._to_begin = deque(rollouts)
         self._suspects: deque[int] = deque()
@@ -137,21 +137,21 @@ class WithAgents:
             waiting.answer(completion)
 
     def _begin_more(self) -> None:
-        most = self._rules.at_a_time
+        most = self._limits.at_a_time
         while self._to_begin and len(self._playing) < most:
             self._begin(self._to_begin.popleft(), alone=False)
-        processes = self._rules.threads
+        processes = self._limits.threads
         while self._suspects and sum(playing.alone for playing in self._playing.values()) < processes:
             self._begin(self._suspects.popleft(), alone=True)
 
     def _begin(self, place: int, *, alone: bool) -> None:
-        rollout, rules = self._rollouts[place], self._rules
+        rollout, limits = self._rollouts[place], self._limits
         session = Session(
             rollout,
             self._params,
             speech=self._agents.speech,
-            max_turns=rules.max_turns,
-            max_prompt_length=rules.max_prompt_length,
+            max_turns=limits.max_turns,
+            max_prompt_length=limits.max_prompt_length,
             new_key=self._agents.keys.__next__,
         )
         worker, number = self._agents.worker(len(self._rollouts), alone=alone), next(self._agents.numbers)
@@ -159,7 +159,7 @@ class WithAgents:
         self._playing[number] = _Playing(
             place=place, alone=alone, session=session, base_url=base_url, worker=worker, began=time.monotonic()
         )
-        worker.play(Job(number=number, base_url=base_url, row=dict(rollout.prompt.row), timeout=rules.timeout))
+        worker.play(AgentTask(number=number, base_url=base_url, row=dict(rollout.prompt.row), timeout=limits.timeout))
 
     def _take_events(self, wait: float) -> None:
         with suppress(Empty):
@@ -176,20 +176,20 @@ class WithAgents:
             self._waiting[event.request.key] = event
             self._requests.append(event.request)
             return
-        worker, outcome = event
-        if outcome is not None and outcome.number == NO_AGENT:
-            raise RewardError(str(outcome.error), everywhere=False)
-        if outcome is None:
-            self._lost(worker, f"its process {worker.how_it_ended()}")
-        elif (playing := self._playing.get(outcome.number)) is not None:
-            at_limit = outcome.raised and playing.session.at_limit  # agents make an error of what they are told there
-            error = None if at_limit else outcome.error and self._described(playing, outcome.error)
-            self._end(outcome.number, reward=outcome.reward, error=error)
+        worker, result = event
+        if result is not None and result.number == NO_AGENT:
+            raise RewardError(str(result.error), everywhere=False)
+        if result is None:
+            self._lost(worker, f"its process {worker.ending()}")
+        elif (playing := self._playing.get(result.number)) is not None:
+            at_limit = result.raised and playing.session.at_limit  # agents make an error of what they are told there
+            error = None if at_limit else result.error and self._described(playing, result.error)
+            self._end(result.number, reward=result.reward, error=error)
 
     def _end_late(self) -> None:
         """End processes of agents that neither end in time nor let the others run. Their time begins as the process's
         own does, once the agent is imported."""
-        now, limit = time.monotonic(), self._rules.timeout
+        now, limit = time.monotonic(), self._limits.timeout
         for worker in {id(playing.worker): playing.worker for playing in self._playing.values()}.values():
             began = min(playing.began for playing in self._playing.values() if playing.worker is worker)
             if worker.ready > now:

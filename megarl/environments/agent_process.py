@@ -1,26 +1,28 @@
 """A process that runs agents, many at a time on one event loop. It imports nothing of MegaRL that needs torch.
 
-    python -m megarl.environments.agent_process FILE_DESCRIPTOR path/to/file.py:function
-
-Reads `Job`s from the connection with that file descriptor, and writes an `Outcome` of each; before, once the file is
-imported, one whose number is `READY`.
+It reads path/to/file.py:function and then `AgentTask`s from its connection, and writes an `AgentResult` of each, as
+JSON; before, once the file is imported, one whose number is `READY`.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import os
+import pickle
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megarl.environments.calls import described
-from megarl.processes import die_with_parent
+from megarl.processes import end_with_descendants
 from megarl.registry import Registry
 from megarl.rewards.results import NoScore, number
+from megarl.workers.channel import read_message, write_message
 
 Agent = Callable[[str, dict[str, Any]], Awaitable[float | None]]
 """(base_url, row) -> the episode's reward; None: the reward function scores it."""
@@ -32,7 +34,7 @@ NO_AGENT, READY = -1, -2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class AgentTask:
     """An episode: the row of its prompt, and where the policy answers.
 
     Attributes:
@@ -46,11 +48,11 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class AgentResult:
     """What the agent returned, or why it returned nothing: a line, then where.
 
     Attributes:
-        number: of the job; `NO_AGENT` or `READY` where there is none.
+        number: of the task; `NO_AGENT` or `READY` where there is none.
         raised: whether the error is an exception of the agent's.
     """
 
@@ -80,68 +82,69 @@ def check_agent(value: str) -> None:
         raise ValueError(f"environment.agent: {path!r} has no function {name!r}; it has {there}")
 
 
-def main(argv: list[str]) -> int:
-    die_with_parent()
-    os.dup2(2, 1)  # what agents print must not get between the lines of the run's progress
-    connection = Connection(int(argv[1]))
-    try:
-        agent = AGENTS.load(argv[2])
-    except ValueError as e:
-        connection.send(Outcome(number=NO_AGENT, error=str(e)))
-        return 1
-    try:
-        connection.send(Outcome(number=READY))
+def main(connection: socket.socket) -> None:
+    """Play episodes until the other end hangs up."""
+    _set_environment()
+    with suppress(OSError):
+        path = (read_message(connection.fileno()) or b"").decode()
+        try:
+            agent = AGENTS.load(path)
+        except ValueError as e:
+            _send(connection, AgentResult(number=NO_AGENT, error=str(e)))
+            return
+        _send(connection, AgentResult(number=READY))
         asyncio.run(_serve(connection, agent))
-    except (EOFError, OSError):
-        return 0
-    return 0
 
 
-async def _serve(connection: Connection, agent: Agent) -> None:
-    """Until the other end says so, or is gone."""
+def _set_environment() -> None:
+    """Clients of OpenAI's want a key, and would ask a proxy for this machine's own address."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.setdefault("OPENAI_API_KEY", "megarl")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(
+        filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost"))
+    )
+
+
+def _send(connection: socket.socket, result: AgentResult) -> None:
+    write_message(connection.fileno(), json.dumps(asdict(result)).encode())
+
+
+async def _serve(connection: socket.socket, agent: Agent) -> None:
+    """Play what arrives, until the other end says so, or is gone."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     playing: set[asyncio.Task[None]] = set()
 
     def read() -> None:
-        try:
-            job = connection.recv()
-        except (EOFError, OSError):
-            job = None
-        if job is None:
-            loop.remove_reader(connection.fileno())
+        message = read_message(connection.fileno())
+        if message is None:
+            loop.remove_reader(connection)
             ended.set()
             return
-        task = loop.create_task(_play(agent, job, connection))
-        playing.add(task)
-        task.add_done_callback(playing.discard)
+        episode = loop.create_task(_play(agent, pickle.loads(message), connection))
+        playing.add(episode)
+        episode.add_done_callback(playing.discard)
 
-    loop.add_reader(connection.fileno(), read)
+    loop.add_reader(connection, read)
     await ended.wait()
-    os._exit(0)  # agents that are left have threads and sockets of any kind
+    end_with_descendants()  # agents that are left have threads and sockets of any kind
 
 
-async def _play(agent: Agent, job: Job, connection: Connection) -> None:
-    task = asyncio.ensure_future(_guarded(agent, job))
-    done, _ = await asyncio.wait({task}, timeout=job.timeout)
+async def _play(agent: Agent, task: AgentTask, connection: socket.socket) -> None:
+    guarded = asyncio.ensure_future(_guarded(agent, task))
+    done, _ = await asyncio.wait({guarded}, timeout=task.timeout)
     if not done:
-        task.cancel()
-    late = Outcome(number=job.number, error=f"took longer than environment.timeout = {job.timeout:g} s")
-    outcome = task.result() if done else late
-    connection.send(outcome)
+        guarded.cancel()
+    late = AgentResult(number=task.number, error=f"took longer than environment.timeout = {task.timeout:g} s")
+    _send(connection, guarded.result() if done else late)
 
 
-async def _guarded(agent: Agent, job: Job) -> Outcome:
+async def _guarded(agent: Agent, task: AgentTask) -> AgentResult:
     try:
-        reward = await agent(job.base_url, dict(job.row))
-        return Outcome(number=job.number, reward=None if reward is None else number(reward))
+        reward = await agent(task.base_url, dict(task.row))
+        return AgentResult(number=task.number, reward=None if reward is None else number(reward))
     except NoScore as e:
-        return Outcome(number=job.number, error=str(e))
+        return AgentResult(number=task.number, error=str(e))
     except BaseException as e:  # an agent may let its own CancelledError out, and its episode would never end
-        return Outcome(number=job.number, error=described(e), raised=True)
-
-
-if __name__ == "__main__":
-    # as the module that the other end knows, so that both have the same classes
-    from megarl.environments.agent_process import main as main_of_the_module
-
-    sys.exit(main_of_the_module(sys.argv))
+        return AgentResult(number=task.number, error=described(e, __file__), raised=True)

@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from megarl.rewards.results import RewardError
+from megarl.workers.frames import frames_of
 
-_FIRST_FRAMES, _LAST_FRAMES = 3, 4
 MOST_LEFT = 64
 """Threads of this process in calls that took too long and have not returned; with more of them something hangs for
 good, and the process would fill with threads."""
@@ -151,7 +151,7 @@ class Calls:
             try:
                 answer = Answer(key=call.key, value=call.function(), seconds=time.monotonic() - began)
             except BaseException as e:  # a thread that ends would be missing
-                answer = Answer(key=call.key, error=described(e), seconds=time.monotonic() - began)
+                answer = Answer(key=call.key, error=described(e, __file__), seconds=time.monotonic() - began)
             with call.lock:
                 if call.left:
                     _left.discard(call)
@@ -159,10 +159,11 @@ class Calls:
             self._answers.put((call, answer))
 
 
-def described(error: BaseException) -> str:
-    """What was raised, in a line, then where: the first frames, which are the user's, and the last ones."""
-    said = " ".join("".join(traceback.format_exception_only(error)).split())
-    frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[1:])
-    if (left_out := len(frames) - _FIRST_FRAMES - _LAST_FRAMES) > 0:
-        frames[_FIRST_FRAMES:-_LAST_FRAMES] = [f"  ... {left_out} more ...\n"]
-    return f"raised {said[:300]}\n{''.join(frames)}".rstrip()
+def described(error: BaseException, caller: str) -> str:
+    """Put what was raised into a line, and the user's frames below it.
+
+    Args:
+        caller: path of the file that called the user's function.
+    """
+    reason = " ".join("".join(traceback.format_exception_only(error)).split())
+    return f"raised {reason[:300]}\n{frames_of(error.__traceback__, {caller})}".rstrip()

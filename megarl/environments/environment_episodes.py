@@ -22,8 +22,8 @@ _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that n
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How long episodes may be.
+class EpisodeLimits:
+    """How long episodes may be, and how many run at a time.
 
     Attributes:
         max_turns: responses of the policy.
@@ -83,13 +83,13 @@ class WithEnvironments:
         *,
         make: MakeEnvironment,
         speech: Speech,
-        rules: Rules,
+        limits: EpisodeLimits,
         prompt_key: str,
         tools_key: str = "",
     ) -> None:
-        self._params, self._make, self._speech, self._rules = params, make, speech, rules
+        self._params, self._make, self._speech, self._limits = params, make, speech, limits
         self._prompt_key, self._tools_key = prompt_key, tools_key
-        self._calls = Calls(threads=rules.threads, timeout=rules.timeout)
+        self._calls = Calls(threads=limits.threads, timeout=limits.timeout)
         self._to_begin = deque(rollouts.items())
         self._open: dict[int, _Open] = {}
         self._requests: list[Request] = []
@@ -131,7 +131,7 @@ class WithEnvironments:
         self._calls.submit(("step", key), partial(environment.step, response))
 
     def _begin_more(self) -> None:
-        while self._to_begin and len(self._open) < self._rules.at_a_time:
+        while self._to_begin and len(self._open) < self._limits.at_a_time:
             place, rollout = self._to_begin.popleft()
             prompt = value_or_none(rollout.prompt.row, self._prompt_key)
             self._open[place] = _Open(rollout=rollout, chat=isinstance(prompt, list))
@@ -165,10 +165,10 @@ class WithEnvironments:
             asked = value_or_none(prompt.row, self._prompt_key)
             tools = tools_of(Row(prompt.source, prompt.row), self._tools_key)
             ids = self._speech.opening(asked, observation, prompt.token_ids, tools=tools)
-            if len(ids) > self._rules.max_prompt_length:
+            if len(ids) > self._limits.max_prompt_length:
                 raise ValueError(
                     f"begins with an observation that makes the prompt {len(ids)} tokens long, more than "
-                    f"data.max_prompt_length = {self._rules.max_prompt_length}"
+                    f"data.max_prompt_length = {self._limits.max_prompt_length}"
                 )
             episode.prompt_ids = tuple(ids)
         self._ask(place, episode)
@@ -184,7 +184,7 @@ class WithEnvironments:
             return
         _check_observation(turn.observation)
         ids = self._speech.answer(turn.observation, chat=episode.chat, last=episode.token_ids[-1])
-        if episode.turns >= self._rules.max_turns or len(episode.token_ids) + len(ids) >= self._params.max_tokens:
+        if episode.turns >= self._limits.max_turns or len(episode.token_ids) + len(ids) >= self._params.max_tokens:
             self._end(place, "length", limited=True)
             return
         episode.token_ids = episode.token_ids + array("i", ids)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from megarl.environments.channel import Channel
+from megarl.environments.broadcast import Broadcast
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
@@ -83,7 +83,7 @@ Begin = Callable[[Mapping[int, Rollout], SamplingParams], Source]
 """(a replica's rollouts by place, how their tokens are drawn) -> what answers them."""
 
 
-def serve(engine: Engine, source: Source | None, channel: Channel[Orders]) -> None:
+def serve(engine: Engine, source: Source | None, broadcast: Broadcast[Orders]) -> None:
     """The engine's work until the source says that it is over; every rank of the replica calls it.
 
     Args:
@@ -93,7 +93,7 @@ def serve(engine: Engine, source: Source | None, channel: Channel[Orders]) -> No
     quiet = False
     while True:
         if not quiet:
-            orders = channel.share(None if source is None else source.orders(wait=not engine.busy))
+            orders = broadcast.share(None if source is None else source.orders(wait=not engine.busy))
             if orders is not None:
                 engine.forget(orders.forget)
                 if orders.over:
@@ -122,7 +122,7 @@ class Episodes:
 
     def __init__(self, groups: GenerationGroups, begin: Begin, close: Callable[[], None] = lambda: None) -> None:
         self._groups, self._begin, self._close = groups, begin, close
-        self._channel: Channel[Orders] = Channel(groups.control)
+        self._broadcast: Broadcast[Orders] = Broadcast(groups.control)
 
     def play(
         self,
@@ -135,8 +135,8 @@ class Episodes:
     ) -> list[Rollout]:
         """The rollouts, finished; on every rank. A rollout whose conversation began anew has become several."""
         mine = share_of(self._groups, rollouts)
-        source = self._begin(mine, params) if self._channel.leads else None
-        serve(engine, source, self._channel)
+        source = self._begin(mine, params) if self._broadcast.leads else None
+        serve(engine, source, self._broadcast)
         played = None if source is None else {place: tuple(parts) for place, parts in source.played.items()}
         everyone = {
             place: parts

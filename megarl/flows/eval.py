@@ -25,7 +25,7 @@ def flow(run: Run) -> None:
     score = scorer(run)
     model, n = inputs.config.actor_rollout_ref.model, inputs.config.actor_rollout_ref.rollout.val_kwargs.n
     run.report.say(f"evaluating {model.checkpoint or model.path}: {n} x {len(inputs.val_prompts)} responses")
-    run.report.say(start_line(inputs, world, [], run.generations))
+    run.report.say(start_line(inputs, world, [], run.records.generations))
     replicas = generation_layout(inputs.config).replicas
     mine = n * len(inputs.val_prompts[::replicas])  # of the first replica, which speaks
     what = "responses" if replicas == 1 else f"responses of one of {replicas} replicas"

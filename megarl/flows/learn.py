@@ -50,7 +50,7 @@ def update_on(
     run.check_agreement(batch)
     run.log("", {"tokens": float(len(batch.tokens))})
     (mini_batch,) = plan.mini_batches
-    run.pace.passed(batch, 3)
+    run.records.pace.passed(batch, 3)
     with run.phase(Phase.UPDATE):
         return model.update(batch, mini_batch, loss)
 

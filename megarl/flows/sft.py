@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.algorithms.cross_entropy import cross_entropy
-from megarl.data.sampler import PromptSampler
+from megarl.data.prompt_sampler import PromptSampler
 from megarl.flows.learn import learn, policy, update_on
 from megarl.roles.trained import Actor
 from megarl.trainer.session.run import Run

@@ -23,7 +23,7 @@ import sys
 from megarl.isolation import names
 from megarl.isolation.contents import LOOKS, Contents
 from megarl.isolation.far import BINARY, CHANGEABLE, COMPARISONS, CONVERSIONS, SPECIAL, FarType, far_number
-from megarl.isolation.plain import YES_OR_NO, import_module, json_reader
+from megarl.isolation.plain_values import YES_OR_NO, import_module, json_reader
 from megarl.isolation.remote import Peer
 
 TYPE_CHECKING = False

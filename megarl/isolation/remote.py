@@ -1,6 +1,6 @@
 """Asks and answers about objects that live in another process, over a channel.
 
-Both sides are a `Peer`. What goes over the channel is plain data (`megarl.isolation.plain`), and marks for objects:
+Both sides are a `Peer`. Plain data (`megarl.isolation.plain_values`) go over the channel, and marks for objects:
 
     {"h": [number, class, base]}  an object of the sender, which keeps it; "base" is what it holds as plain data
     {"k": ...}, {"K": ...}        a class of the sender, an exception class
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 from megarl.isolation.far import CHANGEABLE, IMMUTABLE, MARKS, SPECIAL, FarTypes, far_number
-from megarl.isolation.plain import Reader, Writer, json_reader, json_writer
+from megarl.isolation.plain_values import Reader, Writer, json_reader, json_writer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # the module typing takes as long to import as Python to start

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from megarl.config.load import CONFIG_FILE
-from megarl.report.rollouts import Batch, Files, file_batches, index_of, read_batch
+from megarl.report.rollout_index import FileBatch, Files, file_batches, index_of, read_batch
 from megarl.report.runs import Run, curves
 from megarl.report.settings import settings
 from megarl.telemetry.lines import complete_lines
@@ -46,7 +46,7 @@ class Block:
 class _OfRollouts:
     """The content of some rollout files: the index columns, and the blocks of the chunks."""
 
-    batch: Batch
+    batch: FileBatch
     texts: list[Block]
     details: list[Block]
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from megarl.models.placements import Placement
 from megarl.reshard.plan import Piece, Plan, Transform
-from megarl.reshard.transport.agreement import Pair
 from megarl.reshard.transport.collective import CollectiveTransport
+from megarl.reshard.transport.direct_reads import Pair
 from megarl.reshard.transport.peer import PeerTransport
 from megarl.reshard.views import StridedView, copy_local, view_of
 

@@ -136,7 +136,7 @@ def run_tests(
 @cache
 def _answering() -> bytes:
     """`megarl.isolation.answer` and what it imports, compiled: the file that the program's process runs."""
-    names = [f"megarl.isolation.{name}" for name in ("plain", "far", "remote", "answer")]
+    names = [f"megarl.isolation.{name}" for name in ("plain_values", "far", "remote", "answer")]
     codes = []
     for name in names:
         spec = importlib.util.find_spec(name)

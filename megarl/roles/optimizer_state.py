@@ -16,7 +16,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megarl.checkpoint.agreement import first_of
+from megarl.checkpoint.rank_failures import first_of
 from megarl.parallel.megatron_internals import copy_main_params_to_model_params, model_param_range
 from megarl.parallel.world import World
 from megarl.roles.writers import parameters_in, replicas_of

@@ -60,7 +60,6 @@ class TrainedModel(MegatronModel):
         """
         super().__init__(arch, groups, model=model, megatron=megatron, batching=batching, balance=balance)
         self._overlaps_gather = megatron.overlap_param_gather
-        initial(self)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=megatron.use_distributed_optimizer,
@@ -89,6 +88,7 @@ class TrainedModel(MegatronModel):
         if megatron.param_offload:
             self.memory[Item.WEIGHTS] = (self._weights_that_leave(),)
         self.skipped: list[bool] = []
+        initial(self)
 
     @property
     def kernels(self) -> str:
@@ -180,7 +180,7 @@ class TrainedModel(MegatronModel):
         """
         super().gather_parameters()
         if self._overlaps_gather:
-            for chunk in getattr(self, "ddp", []):
+            for chunk in self.ddp:
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
 
@@ -195,8 +195,7 @@ class TrainedModel(MegatronModel):
 
     def _rewritten(self) -> None:
         super()._rewritten()
-        if hasattr(self, "optimizer"):  # else the next step would bring the old weights back
-            self.optimizer.take_weights()
+        self.optimizer.take_weights()  # else the next step would bring the old weights back
 
     def output_weight(self, model: Any) -> Tensor:
         weight = super().output_weight(model)

@@ -14,8 +14,8 @@ from megarl.config.other_models import OtherModelConfig, RewardModelConfig, Teac
 from megarl.config.policy import ModelConfig, OptimConfig
 from megarl.data.curriculum import Columns, Order, as_asked, easy_first
 from megarl.data.mixture import MixtureSampler
+from megarl.data.prompt_sampler import PromptSampler
 from megarl.data.prompts import PromptSet
-from megarl.data.sampler import PromptSampler
 from megarl.models.architecture import Architecture
 from megarl.models.fill import Source, random_source
 from megarl.parallel.train_groups import TrainGroups

@@ -51,7 +51,7 @@ def job_of(config: Config, arch: Architecture) -> Job:
 def _model_job(role: OtherRole, config: Config, policy: Architecture) -> ModelJob:
     """Return the job of a model beside the policy. Its forward pass goes through all sequences of a step in one
     plan."""
-    settings, arch = role.settings, architecture_of(role.model, policy)
+    settings, arch = role.settings, architecture_of(role.settings.model, policy)
     n, mini_batch, epochs = config.actor_rollout_ref.rollout.n, None, 1
     if isinstance(settings, CriticConfig):
         mini_batch, epochs = config.critic_mini_batch_size * n, settings.ppo_epochs
@@ -59,9 +59,9 @@ def _model_job(role: OtherRole, config: Config, policy: Architecture) -> ModelJo
         config=config,
         kind=role.kind,
         arch=arch.with_scalar_output() if role.kind.scalar else arch,
-        layout=train_layout(config, role.megatron),
-        megatron=role.megatron,
-        batching=role.batching,
+        layout=train_layout(config, settings.megatron),
+        megatron=settings.megatron,
+        batching=settings,
         forward_batch=config.data.train_batch_size * n,
         mini_batch=mini_batch,
         epochs=epochs,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megarl.algorithms.declaration import Needs
 from megarl.config import Config
 from megarl.config.other_models import CriticConfig, OtherModelConfig, RewardModelConfig, TeacherConfig
-from megarl.config.policy import BatchingConfig, MegatronConfig
 from megarl.config.reward import BY_MODEL
 from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
@@ -27,22 +26,6 @@ class OtherRole:
 
     kind: RoleKind
     settings: CriticConfig | RewardModelConfig | TeacherConfig
-
-    @property
-    def name(self) -> str:
-        return self.kind.name
-
-    @property
-    def model(self) -> OtherModelConfig:
-        return self.settings.model
-
-    @property
-    def megatron(self) -> MegatronConfig:
-        return self.settings.megatron
-
-    @property
-    def batching(self) -> BatchingConfig:
-        return self.settings
 
 
 def other_roles(config: Config, needs: Needs) -> Iterator[OtherRole]:

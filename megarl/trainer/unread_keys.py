@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config import Config
-from megarl.config.algorithm import Preference
+from megarl.config.algorithm import PreferenceConfig
 from megarl.flow_kinds import FlowKind, flow_kind
 
 
@@ -34,7 +34,7 @@ def unread(config: Config) -> Iterator[str]:
 
 def _check_preference(config: Config, kind: FlowKind) -> None:
     """Refuse keys of `algorithm.preference` that the loss does not declare to read."""
-    section, preference, usual = "algorithm.preference", config.algorithm.preference, Preference()
+    section, preference, usual = "algorithm.preference", config.algorithm.preference, PreferenceConfig()
     by, read = f"trainer.flow={config.trainer.flow}", {kind.loss_key}
     if kind.loss is not None:
         declared = getattr(kind.loss(config), "about", None)

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import at_tokens, group_scores
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("Dr. GRPO, arXiv 2503.20783, section 3.2", needs=Needs(samples=2))
-def dr_grpo(batch: Batch, config: Algorithm) -> Tensor:
+def dr_grpo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of its group.
 
     Its loss has actor.loss_agg_mode=seq-mean-token-sum-norm.

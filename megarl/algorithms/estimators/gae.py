@@ -7,7 +7,7 @@ from torch import Tensor
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.returns import gae_advantages
 from megarl.algorithms.whitening import whitened
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
@@ -16,7 +16,7 @@ from megarl.types import Batch
     keys=["algorithm.gamma", "algorithm.lam", "critic.lam"],
     needs=Needs(critic=True),
 )
-def gae(batch: Batch, config: Algorithm) -> Tensor:
+def gae(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Decaying sums of the critic's errors (temporal differences), whitened over the batch.
 
     Returns:

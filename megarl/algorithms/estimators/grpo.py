@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import GroupScores, at_tokens, group_scores
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("GRPO, arXiv 2402.03300, section 4.1.2", keys=["algorithm.norm_adv_by_std_in_grpo"], needs=Needs(samples=2))
-def grpo(batch: Batch, config: Algorithm) -> Tensor:
+def grpo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """(score - mean of its group) / standard deviation of its group.
 
     Returns:

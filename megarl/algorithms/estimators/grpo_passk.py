@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import at_tokens, group_scores
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
@@ -16,7 +16,7 @@ from megarl.types import Batch
     keys=["algorithm.norm_adv_by_std_in_grpo"],
     needs=Needs(samples=2),
 )
-def grpo_passk(batch: Batch, config: Algorithm) -> Tensor:
+def grpo_passk(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Best score - second best for the best response of a group, 0 for the others; over the group's deviation.
 
     It is what the group's best score loses without that response.

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("MiniLLM, arXiv 2306.08543, eq. 1; on-policy GKD, 2306.13649", needs=Needs(teacher=True, old_logp=True))
-def on_policy_distillation(batch: Batch, config: Algorithm) -> Tensor:
+def on_policy_distillation(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Log-probability by the teacher - by the policy, of each token.
 
     In expectation over the policy's responses it is minus the KL to the teacher. Scores play no part.

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import at_tokens, group_scores, over_parts, per_response
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("OPO, arXiv 2505.23585", needs=Needs(samples=2))
-def opo(batch: Batch, config: Algorithm) -> Tensor:
+def opo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of its group, in which responses count by their trained tokens.
 
     Returns:

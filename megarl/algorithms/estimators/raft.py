@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import at_tokens, group_scores
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("RAFT, arXiv 2304.06767, algorithm 1", needs=Needs(samples=2))
-def raft(batch: Batch, config: Algorithm) -> Tensor:
+def raft(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """1 for the best-scored responses of each group, 0 for the others.
 
     Returns:

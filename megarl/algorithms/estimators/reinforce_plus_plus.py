@@ -7,12 +7,12 @@ from torch import Tensor
 from megarl.algorithms.declaration import about
 from megarl.algorithms.returns import discounted_sums
 from megarl.algorithms.whitening import whitened
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("REINFORCE++, arXiv 2501.03262", keys=["algorithm.gamma"])
-def reinforce_plus_plus(batch: Batch, config: Algorithm) -> Tensor:
+def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Discounted rewards from each token on, whitened over the batch.
 
     Returns:

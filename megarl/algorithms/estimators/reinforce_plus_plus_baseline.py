@@ -7,12 +7,12 @@ from torch import Tensor
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import group_scores, response_of
 from megarl.algorithms.whitening import whitened
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("REINFORCE++-baseline, arXiv 2501.03262", needs=Needs(samples=2))
-def reinforce_plus_plus_baseline(batch: Batch, config: Algorithm) -> Tensor:
+def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of its group, whitened over the batch.
 
     Returns:

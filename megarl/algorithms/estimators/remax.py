@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import at_tokens, group_scores, per_response
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("ReMax, arXiv 2310.10505, algorithm 1", needs=Needs(greedy=True))
-def remax(batch: Batch, config: Algorithm) -> Tensor:
+def remax(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - score of the greedy response to the same prompt.
 
     Returns:

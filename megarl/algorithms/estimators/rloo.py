@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megarl.algorithms.declaration import Needs, about
 from megarl.algorithms.group_scores import at_tokens, group_scores
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.types import Batch
 
 
 @about("RLOO, arXiv 2402.14740", needs=Needs(samples=2))
-def rloo(batch: Batch, config: Algorithm) -> Tensor:
+def rloo(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """Score - mean of the other scores of its group.
 
     With n scores that is n / (n - 1) times the distance from the mean of all.

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megarl.algorithms.declaration import Needs, about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.pairs import log_probs_of_sequences, pair_output, pair_weights, preferred
-from megarl.config.algorithm import Preference
+from megarl.config.algorithm import PreferenceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,6 @@ class Dpo:
     keys=option_keys("algorithm.preference", Dpo),
     needs=Needs(reference=True),
 )
-def dpo(preference: Preference) -> Dpo:
+def dpo(preference: PreferenceConfig) -> Dpo:
     """A logistic loss on the difference of the pair's log-ratios to the reference."""
     return with_options(Dpo, preference)

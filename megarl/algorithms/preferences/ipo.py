@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megarl.algorithms.declaration import Needs, about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.pairs import log_probs_of_sequences, pair_output, pair_weights
-from megarl.config.algorithm import Preference
+from megarl.config.algorithm import PreferenceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,6 @@ class Ipo:
     keys=option_keys("algorithm.preference", Ipo),
     needs=Needs(reference=True),
 )
-def ipo(preference: Preference) -> Ipo:
+def ipo(preference: PreferenceConfig) -> Ipo:
     """The squared distance of the pair's difference of log-ratios from 1 / (2 beta): it has an end."""
     return with_options(Ipo, preference)

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from megarl.algorithms.declaration import about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput, Metric
 from megarl.algorithms.pairs import chosen_cross_entropy, log_probs_of_sequences, pair_metrics, pair_weights
-from megarl.config.algorithm import Preference
+from megarl.config.algorithm import PreferenceConfig
 
 NEAR_CERTAIN = -1e-6
 """nats. Odds of a probability nearer to 1 overflow; there they stay as they are, and give no gradient."""
@@ -40,7 +40,7 @@ class Orpo:
 
 
 @about("ORPO, arXiv 2403.07691, eq. 6 and 7; beta is its lambda", keys=option_keys("algorithm.preference", Orpo))
-def orpo(preference: Preference) -> Orpo:
+def orpo(preference: PreferenceConfig) -> Orpo:
     """Cross-entropy of the chosen answers, and a logistic loss on the pair's log odds ratio."""
     return with_options(Orpo, preference)
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from megarl.algorithms.declaration import about, option_keys, with_options
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.algorithms.pairs import log_probs_of_sequences, pair_output, pair_weights, preferred
-from megarl.config.algorithm import Preference
+from megarl.config.algorithm import PreferenceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,6 @@ class Simpo:
     "SimPO, arXiv 2405.14734, eq. 6; its margin is beta x gamma here",
     keys=option_keys("algorithm.preference", Simpo),
 )
-def simpo(preference: Preference) -> Simpo:
+def simpo(preference: PreferenceConfig) -> Simpo:
     """A logistic loss on the difference of the pair's mean log-probabilities, less a margin."""
     return with_options(Simpo, preference)

@@ -21,8 +21,8 @@ from megarl.models.kernels import TRITON
 from megarl.models.placements import geometry
 from megarl.reshard.plan import Piece
 from megarl.reshard.transport import cuda_ipc
-from megarl.reshard.transport.agreement import Agreement, Offer, agree, first_in_job, host_identity
 from megarl.reshard.transport.copies import COPY, rectangles
+from megarl.reshard.transport.direct_reads import Agreement, Offer, agree, first_in_job, host_identity
 from megarl.reshard.views import StridedView, copy_local
 
 if TYPE_CHECKING:

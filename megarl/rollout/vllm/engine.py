@@ -90,16 +90,8 @@ class VLLMEngine(Engine):
                     seed=0,
                     tensor_parallel_size=tp,
                     distributed_executor_backend="external_launcher",
-                    max_num_seqs=max_num_seqs,
-                    # vLLM's first pass puts a token at each of so many positions, and reads past a shorter rotary table
-                    max_num_batched_tokens=max(
-                        min(max_num_batched_tokens, arch.max_position_embeddings),
-                        max_num_seqs,
-                        max_model_len if on_cpu else 0,
-                    ),
                     # between two chunks of a prompt vLLM rewinds the request's generator, which a CPU's cannot do
                     enable_chunked_prefill=not on_cpu,
-                    max_model_len=max_model_len,
                     gpu_memory_utilization=gpu_memory_utilization,
                     kv_cache_memory_bytes=kv_cache_bytes if on_cpu else None,
                     enforce_eager=enforce_eager or on_cpu,
@@ -108,7 +100,7 @@ class VLLMEngine(Engine):
                     logprobs_mode="processed_logprobs",
                     # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
                     **({"moe_backend": "triton"} if arch.moe else {}),
-                    **_graphs(max_num_seqs),
+                    **_limits(arch, max_num_seqs, max_num_batched_tokens, max_model_len, on_cpu=on_cpu),
                 )
             self._parameters = internals.parameters_of(self.llm)
 
@@ -181,13 +173,18 @@ class VLLMEngine(Engine):
         del self.llm
 
 
-def _graphs(max_num_seqs: int) -> dict[str, Any]:
-    """Set the sizes of CUDA graphs. By itself vLLM captures none of more than 512 sequences, and decodes more
-    without."""
-    if max_num_seqs <= 512:
-        return {}
-    sizes = {1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32), max_num_seqs}
-    return {"compilation_config": {"cudagraph_capture_sizes": sorted(sizes)}}
+def _limits(
+    arch: Architecture, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, *, on_cpu: bool
+) -> dict[str, Any]:
+    """Set the most that vLLM computes at once, and the sizes of its CUDA graphs."""
+    limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    # vLLM's first pass puts a token at each of so many positions, and reads past a shorter rotary table
+    tokens = min(max_num_batched_tokens, arch.max_position_embeddings)
+    limits["max_num_batched_tokens"] = max(tokens, max_num_seqs, max_model_len if on_cpu else 0)
+    if max_num_seqs > 512:  # by itself vLLM captures no graph of more sequences, and decodes them without
+        sizes = {1, 2, 4, *range(8, 257, 8), *range(288, max_num_seqs, 32), max_num_seqs}
+        limits["compilation_config"] = {"cudagraph_capture_sizes": sorted(sizes)}
+    return limits
 
 
 def _sampling(request: Request) -> Any:

@@ -16,7 +16,7 @@ from megarl.config.secrets import for_records
 from megarl.telemetry.lines import Say, rewrite
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks.background import ROLLOUT_COLUMNS, Background, Row, rollout_cells
-from megarl.telemetry.sinks.names import Names
+from megarl.telemetry.sinks.metric_names import Names
 
 RUN_FILE = "mlflow_run.txt"
 """Name of the file in the run's folder that holds the run's id at MLflow. A resumed run continues under this id."""

@@ -26,7 +26,7 @@ from megarl.telemetry.lines import Say
 from megarl.telemetry.metrics import find
 from megarl.telemetry.samples import Sample
 from megarl.telemetry.sinks.background import Background, Row
-from megarl.telemetry.sinks.names import Names
+from megarl.telemetry.sinks.metric_names import Names
 from megarl.telemetry.sinks.sink import Sink
 
 JOB = "megarl"

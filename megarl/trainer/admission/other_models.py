@@ -15,7 +15,7 @@ from megarl.trainer.other_models import OtherRole, architecture_of, other_roles,
 
 def check_other_layouts(config: Config, policy: Architecture, needs: Needs) -> None:
     """Raise ValueError, with what to change, for a model whose keys or config.json do not fit, or that nothing uses."""
-    used = {role.name for role in other_roles(config, needs)}
+    used = {role.kind.name for role in other_roles(config, needs)}
     estimator = f"algorithm.adv_estimator = {config.algorithm.adv_estimator} needs none"
     others = {
         "critic": (config.critic.model, estimator),
@@ -41,13 +41,13 @@ def _check_each(config: Config, needs: Needs, check: Callable[[OtherRole], None]
         try:
             check(role)
         except ValueError as e:
-            raise ValueError(f"{role.name}: {str(e).removeprefix('actor_rollout_ref.')}") from e
+            raise ValueError(f"{role.kind.name}: {str(e).removeprefix('actor_rollout_ref.')}") from e
 
 
 def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None:
-    model, megatron, batching = role.model, role.megatron, role.batching
+    settings, model, megatron = role.settings, role.settings.model, role.settings.megatron
     if not (model.path or model.random_init or role.kind.from_actor):
-        raise ValueError(f"set {role.name}.model.path to the folder of its weights")
+        raise ValueError(f"set {role.kind.name}.model.path to the folder of its weights")
     arch = architecture_of(model, policy)
     if not role.kind.own_tokenizer:
         _check_vocabulary(arch, policy)
@@ -58,13 +58,13 @@ def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
         raise ValueError(f"{what} is more than its {arch.max_position_embeddings} positions")
-    if batching.use_dynamic_bsz and longest > batching.ppo_max_token_len_per_gpu:
-        limit = f"{role.name}.ppo_max_token_len_per_gpu = {batching.ppo_max_token_len_per_gpu}"
+    if settings.use_dynamic_bsz and longest > settings.ppo_max_token_len_per_gpu:
+        limit = f"{role.kind.name}.ppo_max_token_len_per_gpu = {settings.ppo_max_token_len_per_gpu}"
         raise ValueError(f"{what} is more than {limit}")
 
 
 def _check_files(role: OtherRole, config: Config, policy: Architecture) -> None:
-    model, arch = role.model, architecture_of(role.model, policy)
+    model, arch = role.settings.model, architecture_of(role.settings.model, policy)
     if role.kind.own_tokenizer and own_tokenizer(config) is None:
         _check_vocabulary(arch, policy)
     if model.path:

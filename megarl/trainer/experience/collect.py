@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 
 from megarl.algorithms.overlong import overlong_penalties
-from megarl.data.sampler import PromptSampler
+from megarl.data.prompt_sampler import PromptSampler
 from megarl.hybrid.generation import Generation
 from megarl.phases import Phase
 from megarl.rewards.results import RewardError

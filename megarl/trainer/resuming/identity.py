@@ -159,9 +159,9 @@ def _other_models(config: Config) -> dict[str, Any]:
     """Files of the critic, whose state is in the checkpoint, and of the models that give scores and targets."""
     files = {}
     for other in other_roles(config, needs_of(config)):
-        model = other.model
+        model = other.settings.model
         file = os.path.join(model.path, "config.json")
-        files[other.name] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
+        files[other.kind.name] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
     return files
 
 

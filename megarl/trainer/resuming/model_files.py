@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megarl.checkpoint.agreement import on_every_rank, on_first_rank
 from megarl.checkpoint.export_huggingface import export_weights
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
+from megarl.checkpoint.rank_failures import on_every_rank, on_first_rank
 from megarl.data.tokenizer import tokenizer_place
 from megarl.models.weights import logical_tensors
 from megarl.trainer.inputs import Inputs

@@ -125,7 +125,7 @@ def begin_in_folder(inputs: Inputs, world: World, start: Start) -> None:
     Raises:
         RunRefused: on every rank, if the folder cannot be written, or a rank does not see it.
     """
-    from megarl.checkpoint.agreement import RankFailed, on_first_rank
+    from megarl.checkpoint.rank_failures import RankFailed, on_first_rank
 
     run_dir = inputs.config.trainer.run_dir
     try:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megarl.config import Config
 from megarl.environments.environment import environment_of
-from megarl.environments.environment_episodes import Rules, WithEnvironments
+from megarl.environments.environment_episodes import EpisodeLimits, WithEnvironments
 from megarl.environments.episodes import Episodes, Source
 from megarl.environments.speech import Speech
 from megarl.parallel.generation_groups import GenerationGroups
@@ -26,7 +26,7 @@ def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
     speech = Speech(
         inputs.tokenizer, stop_tokens=inputs.stop_tokens, role=settings.role, limit=settings.max_observation_length
     )
-    rules = Rules(
+    limits = EpisodeLimits(
         max_turns=settings.max_turns,
         max_prompt_length=data.max_prompt_length,
         at_a_time=config.actor_rollout_ref.rollout.max_num_seqs,
@@ -36,13 +36,13 @@ def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
     if settings.agent:
         from megarl.environments.agent_episodes import Agents  # imports an HTTP server, which takes half a second
 
-        agents = Agents(settings.agent, speech=speech, rules=rules, training=inputs.sampling(validation=False))
+        agents = Agents(settings.agent, speech=speech, limits=limits, training=inputs.sampling(validation=False))
         return Episodes(groups, agents.begin, agents.close)
     make = environment_of(settings.name, settings.args)
 
     def begin(mine: Mapping[int, Rollout], params: SamplingParams) -> Source:
         keys = {"prompt_key": data.prompt_key, "tools_key": data.tools_key}
-        return WithEnvironments(mine, params, make=make, speech=speech, rules=rules, **keys)
+        return WithEnvironments(mine, params, make=make, speech=speech, limits=limits, **keys)
 
     return Episodes(groups, begin)
 

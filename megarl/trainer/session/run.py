@@ -49,8 +49,7 @@ class Run:
 
     Attributes:
         inputs: what the run reads: data, tokenizer, reward.
-        generations: the engines that were built.
-        pace: learns what the actor's model computes.
+        records: what is told of the run and of its steps, with its engines.
         resumes: whether the run goes on from a checkpoint, so that first weights need not be read.
     """
 
@@ -69,12 +68,9 @@ class Run:
             self.config.profiler, self.config.trainer.run_dir, rank=world.rank, device=world.device, warn=report.warn
         )
         self.timers, self.residency = PhaseTimers(world.device, self.profiler.phase), Residency()
-        self._records = RunRecords(inputs, world, report, self.timers, callbacks)
-        self.memory, self.pace, self.generations = self._records.memory, self._records.pace, self._records.generations
+        self.records = RunRecords(inputs, world, report, self.timers, callbacks)
         self.checkpoints = Checkpointing(inputs, world, start, report)
-        self._loops = Loops(
-            inputs, world, self._records, self.checkpoints, self.profiler, start, stop, phase=self.phase
-        )
+        self._loops = Loops(inputs, world, self.records, self.checkpoints, self.profiler, start, stop, phase=self.phase)
         self._start, self.resumes = start, start.folder is not None
         self._roles: dict[str, MegatronModel] = {}
         if trains(self.config):  # else a signal ends the process: there is no step to wait for
@@ -128,7 +124,7 @@ class Run:
             decode=self.inputs.tokenizer.decode,
             episodes=build_episodes(self.inputs, groups),
         )
-        self._records.add_engine(generation)
+        self.records.add_engine(generation)
         return generation
 
     def groups_of(self, megatron: MegatronConfig) -> TrainGroups:
@@ -155,7 +151,7 @@ class Run:
 
         A metric that is logged several times in a step becomes what its `reduce` says; of numbers, the mean.
         """
-        self._records.log(prefix, metrics)
+        self.records.log(prefix, metrics)
 
     def show(self, rollouts: Rollouts) -> None:
         """Write some of the step's rollouts as text into the run's folder, where the report shows them."""
@@ -262,11 +258,6 @@ class Run:
         """
         if self._scorer is not None:
             self._scorer.close()
-        self._records.close()
-        for generation in self.generations:
+        self.records.close()
+        for generation in self.records.generations:
             generation.close(engine=engines)
-
-    @property
-    def models(self) -> Mapping[str, MegatronModel]:
-        """The roles that are in checkpoints, by name."""
-        return self.checkpoints.models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.config.data import Data
+from megarl.config.data import DataConfig
 from megarl.data.conversations import turns_of
 from megarl.data.encode import TooLong, cut_prompt, encode_text, prompt_ids, prompt_of
 from megarl.data.examples import Turns
@@ -13,7 +13,7 @@ from megarl.data.readers import Row, require_column, value_at, value_or_none
 from megarl.data.tokenizer import Tokenizer
 
 
-def answered(row: Row, data: Data, tokenizer: Tokenizer) -> Turns:
+def answered(row: Row, data: DataConfig, tokenizer: Tokenizer) -> Turns:
     """Tokenise a prompt and its answer: text; or messages behind those of the prompt, of which the assistant's are
     learnt, as in TRL's columns prompt and completion.
 
@@ -39,7 +39,7 @@ def answered(row: Row, data: Data, tokenizer: Tokenizer) -> Turns:
     return (cut_prompt(first, row.source, data), *rest)
 
 
-def answer_ids(row: Row, key: str, section_key: str, data: Data, tokenizer: Tokenizer) -> tuple[int, ...]:
+def answer_ids(row: Row, key: str, section_key: str, data: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Tokenise the answer in a column, on its own and with the end-of-sequence token.
 
     Args:
@@ -59,7 +59,7 @@ def answer_ids(row: Row, key: str, section_key: str, data: Data, tokenizer: Toke
     return fitting_answer((*encode_text(str(answer), row.source, tokenizer), tokenizer.eos_id), key, row.source, data)
 
 
-def fitting_answer(ids: tuple[int, ...], key: str, source: str, data: Data) -> tuple[int, ...]:
+def fitting_answer(ids: tuple[int, ...], key: str, source: str, data: DataConfig) -> tuple[int, ...]:
     """Return the tokens of an answer; raises TooLong if it has more than `data.max_response_length` tokens."""
     if len(ids) > data.max_response_length:
         raise TooLong(

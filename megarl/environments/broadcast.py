@@ -11,7 +11,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-class Channel(Generic[T]):
+class Broadcast(Generic[T]):
     """A word from the first rank to all; nothing is sent where there is no other.
 
     Args:

@@ -53,7 +53,7 @@ def json_writer() -> Callable[[Any], str]:
         return json.JSONEncoder(check_circular=False).encode
 
 
-class _Rules:
+class _ScannerSettings:
     """The settings that `_json.make_scanner` asks for."""
 
     strict, object_hook, object_pairs_hook, parse_float, parse_int = True, None, None, float, int
@@ -65,8 +65,8 @@ def json_reader() -> Callable[[str], Any]:
     try:
         import _json
 
-        rules: Any = _Rules
-        scan = _json.make_scanner(rules)
+        settings: Any = _ScannerSettings
+        scan = _json.make_scanner(settings)
     except (ImportError, AttributeError, TypeError):
         import json
 

@@ -33,7 +33,7 @@ class Chunk:
 
 
 @dataclass(kw_only=True)
-class Batch:
+class FileBatch:
     """The index of some rollout files.
 
     Attributes:
@@ -80,9 +80,9 @@ def file_batches(run_dir: str, last_step: int | None) -> list[Files]:
     return [*batches, *([tuple(batch)] if batch else [])]
 
 
-def read_batch(files: Files) -> tuple[Batch, list[Chunk]]:
+def read_batch(files: Files) -> tuple[FileBatch, list[Chunk]]:
     """Read rollout files into an index and chunks. A file that was deleted meanwhile is skipped."""
-    batch, chunks = Batch(), list[Chunk]()
+    batch, chunks = FileBatch(), list[Chunk]()
     for path, _, _ in files:
         match = _FILE.fullmatch(os.path.basename(path))
         assert match is not None
@@ -107,7 +107,7 @@ def read_batch(files: Files) -> tuple[Batch, list[Chunk]]:
     return batch, chunks
 
 
-def index_of(batches: Sequence[Batch]) -> dict[str, Any]:
+def index_of(batches: Sequence[FileBatch]) -> dict[str, Any]:
     """Join the indexes of batches: columns, tables of sources and prompts, and the sizes of the chunks."""
     sources: dict[str, int] = {}
     prompts: dict[tuple[int, str], int] = {}
@@ -128,7 +128,7 @@ def index_of(batches: Sequence[Batch]) -> dict[str, Any]:
     }
 
 
-def _add(batch: Batch, step: int, record: Mapping[str, Any]) -> None:
+def _add(batch: FileBatch, step: int, record: Mapping[str, Any]) -> None:
     source, prompt = record.get("source") or "", (_whole(record.get("index"), -1), record["prompt"])
     turns = record.get("turns")
     values = {
