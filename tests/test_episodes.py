@@ -118,7 +118,7 @@ def play(rollouts: dict[int, Rollout], engine: Any = None, **settings: Any) -> d
 
 
 def what_was_said(played: Mapping[int, Played]) -> list[tuple[Any, ...]]:
-    return [(p.response, p.finish_reason, p.reward, p.episode.turns) for p in played.values()]
+    return [(p.response.ids, p.response.sampled, p.finish_reason, p.reward, p.episode.turns) for p in played.values()]
 
 
 ROWS = [{"turns": 1 + i % 4} for i in range(10)]
