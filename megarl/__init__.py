@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from megarl.types import Rollout as Rollout
     from megarl.types import Rollouts as Rollouts
     from megarl.types import SamplingParams as SamplingParams
+    from megarl.types import Tokens as Tokens
     from megarl.types import batch_of as batch_of
 
 __version__ = "0.1.0"
@@ -121,6 +122,7 @@ _PLACES = {
     "Simpo": "algorithms.preferences.simpo",
     "Sum": "algorithms.loss",
     "Teacher": "roles.frozen",
+    "Tokens": "types",
     "Turn": "environments.environment",
     "ValueLoss": "algorithms.value_loss",
     "about": "algorithms.declaration",

@@ -7,7 +7,6 @@ replies: what is tried here is what clients send and read.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,8 +67,8 @@ def served(folder: Path, replies: list[str]) -> Iterator[tuple[str, Session, lis
     def ask(waiting: Waiting) -> None:
         request = waiting.request
         drawn.append([*tokenizer.encode_template(left.pop(0)), 2])
-        ids = request.token_ids + array("i", drawn[-1])
-        waiting.answer(Completion(token_ids=ids, logp=array("f", [-0.5] * len(ids)), finish_reason="stop"))
+        response = request.response.drawn(drawn[-1], [-0.5] * len(drawn[-1]))
+        waiting.answer(Completion(response=response, finish_reason="stop"))
 
     endpoint = Endpoint(ask, PARAMS)
     rollout = Rollout(prompt=Prompt(index=0, token_ids=(5,), row={}), group=0, seed=1)
@@ -96,13 +95,6 @@ def test_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, client: str) 
     assert [ids for part in played for ids in _sampled(part)] == drawn
 
 
-def _sampled(part: Played) -> Iterator[list[int]]:
+def _sampled(part: Played) -> list[list[int]]:
     """Token ids of each turn of the policy's."""
-    ids = [token if sampled else -1 for token, sampled in zip(part.token_ids, part.sampled, strict=True)]
-    turn: list[int] = []
-    for token in [*ids, -1]:
-        if token >= 0:
-            turn.append(token)
-        elif turn:
-            yield turn
-            turn = []
+    return [list(ids) for drawn, ids in part.response.turns if drawn]

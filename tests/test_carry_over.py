@@ -6,7 +6,6 @@ import io
 import json
 import random
 import shutil
-from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from megarl.config import Config, build_config, load_config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
 from megarl.trainer.admission.checks import check_run
 from megarl.trainer.experience.carry_over import CarryOver, _digest
-from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
+from megarl.types import Prompt, Rollout, Rollouts, SamplingParams, Tokens
 
 PROMPTS = [Prompt(index=i, token_ids=(3 + i, 5, 7, *range(20, 20 + 3 * (i % 4))), row={}) for i in range(12)]
 
@@ -107,13 +106,9 @@ class _Simulated:
             while not self._reached([made[i] for i in mine], quota, replica):
                 for i in [i for i in mine if made[i].finish_reason is None][: self.most]:
                     r = made[i]
-                    ends = len(r.token_ids) + 1 == 1 + r.seed % 7 * (1 + r.seed % 5)
-                    completion = Completion(
-                        token_ids=r.token_ids + array("i", [1]),
-                        logp=r.logp + array("f", [-1]),
-                        finish_reason="stop" if ends else None,
-                    )
-                    made[i] = r.further(completion, version)
+                    ends = len(r.response) + 1 == 1 + r.seed % 7 * (1 + r.seed % 5)
+                    response = r.response.drawn([1], [-1.0]).with_version(version)
+                    made[i] = replace(r, response=response, finish_reason="stop" if ends else None)
         return Rollouts(items=tuple(made), version=version)
 
     def _reached(self, mine: list[Rollout], quota: Quota, replica: int) -> bool:
@@ -156,8 +151,9 @@ def test_nothing_is_lost_or_too_old(
     for version, made in enumerate(batches, start=1):
         assert len(made) == batch * n and made.version == version
         for r in made:
-            assert r.finish_reason == "stop" and len(r.token_ids) == sum(tokens for _, tokens in r.versions)
-            assert version - r.versions[0][0] <= staleness and r.versions[-1][0] <= version
+            assert r.finish_reason == "stop" and len(r.response) == sum(tokens for _, tokens in r.response.versions)
+            versions = [version for version, _ in r.response.versions]
+            assert version - versions[0] <= staleness and versions[-1] <= version
     under_way = set(whole.arrays()["group"].tolist())
     assert under_way | set(trained) == set(range(len(under_way) + len(trained)))  # none left out
     assert min(under_way) > max(trained) - 3 * batch * staleness
@@ -195,14 +191,15 @@ def test_what_undone_steps_have_drawn_is_drawn_anew() -> None:
 
     assert (carry_over.arrays()["spans"][:, 0] >= 2).any()
     carry_over.next_batch(lambda: [6, 7], look, 2)
-    assert all(version < 2 for r in seen for version, _ in r.versions)
-    assert all((not r.versions) == (len(r.token_ids) == 0) for r in seen)
+    assert all(version < 2 for r in seen for version, _ in r.response.versions)
+    assert all(bool(r.response.versions) == bool(r.response) for r in seen)
 
 
 def test_tokens_know_how_old_they_are() -> None:
-    logp = array("f", [-1.0] * 3)
-    old = Rollout(prompt=PROMPTS[0], token_ids=array("i", [1, 2, 3]), logp=logp, versions=((4, 1), (6, 2)))
-    said = replace(old, group=1, versions=((6, 3),), sampled=b"\x01\x00\x01", finish_reason="stop")
+    response = Tokens().drawn([1], [-1.0]).with_version(4).drawn([2, 3], [-1.0] * 2).with_version(6)
+    old = Rollout(prompt=PROMPTS[0], response=response)
+    response = Tokens().drawn([1], [-1.0]).observed([2]).drawn([3], [-1.0]).with_version(6)
+    said = replace(old, group=1, response=response, finish_reason="stop")
     batch = Rollouts(items=(old, said), version=6).to_batch()
     assert batch.staleness is not None
     assert batch.staleness[batch.staleness > 0].tolist() == [2]
@@ -231,7 +228,7 @@ def _in_parts(case: Case, parts: bool) -> list[tuple[list[int], list[float], tup
                 rollouts = list(hybrid.go_on(rollouts, params, version=rounds, quota=quota))
         hybrid.close()
         assert rounds > 2 if parts else rounds == 1
-        return [(list(r.token_ids), list(r.logp), r.versions) for r in rollouts]
+        return [(list(r.response.ids), list(r.response.logp), r.response.versions) for r in rollouts]
 
 
 @pytest.mark.parametrize("case", [Case(gen_tp=1), Case(tp=2, gen_tp=2), Case(dp=2, gen_tp=1)], ids=str)

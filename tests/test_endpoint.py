@@ -260,23 +260,22 @@ QUESTIONS = [{"question": f"{i} + {i}?", "slow": 0.01 * (i % 3)} for i in range(
 
 def check_is_what_was_sampled(played: dict[int, list[Played]], record: Record, tokenizer: Any) -> None:
     """Ids and log-probabilities of both turns are the engine's, and between them is what the template writes."""
-    finals = {(prompt, tuple(c.token_ids)): c for prompt, c in record}
     for place, (one,) in played.items():
-        whole = finals[one.prompt_ids, tuple(one.token_ids)]
-        assert one.logp == whole.logp
-        firsts = [c for prompt, c in record if prompt == one.prompt_ids and len(c.token_ids) < len(one.token_ids)]
-        first = next(c for c in firsts if c.token_ids == one.token_ids[: len(c.token_ids)])
-        begun = len(first.token_ids)
-        ended = first.token_ids[-1] == tokenizer.eos_id
+        response, drawn = one.response, [c.response for prompt, c in record if prompt == one.prompt_ids]
+        assert response in drawn
+        shorter = [tokens for tokens in drawn if len(tokens) < len(response)]
+        first = next(tokens for tokens in shorter if tokens.ids == response.ids[: len(tokens)])
+        begun = len(first)
+        ended = first.ids[-1] == tokenizer.eos_id
         observed = tokenizer.encode_template(("" if ended else "<end>") + "<tool>= 4<end><assistant>")
-        assert list(one.token_ids[begun : begun + len(observed)]) == observed
-        after = len(one.token_ids) - begun - len(observed)
-        assert one.sampled == b"\x01" * begun + b"\x00" * len(observed) + b"\x01" * after and after > 0
-        assert one.logp[:begun] == first.logp and not any(one.logp[begun : begun + len(observed)])
+        assert list(response.ids[begun : begun + len(observed)]) == observed
+        after = len(response) - begun - len(observed)
+        assert response.sampled == b"\x01" * begun + b"\x00" * len(observed) + b"\x01" * after and after > 0
+        assert response.logp[:begun] == first.logp and not any(response.logp[begun : begun + len(observed)])
         question = QUESTIONS[place]["question"]
         wanted = tokenizer.encode_template(f"add<end><system>Add.<end><user>{question}<end><assistant>")
         assert list(one.prompt_ids or ()) == wanted
-        text = tokenizer.decode(one.token_ids[begun + len(observed) :]).partition("?")[0]
+        text = tokenizer.decode(response.ids[begun + len(observed) :]).partition("?")[0]
         assert one.reward == 0.25 + len(text)
         assert (one.episode.turns, one.episode.error) == (2, None)
 
@@ -287,10 +286,10 @@ def test_what_is_trained_on_is_what_was_sampled(folder: Path) -> None:
     tokenizer = tokenizer_in(str(folder))
     check_is_what_was_sampled(played, record, tokenizer)
     again, _ = play(folder, "two_turns", QUESTIONS)
-    assert [p.token_ids for (p,) in again.values()] == [p.token_ids for (p,) in played.values()]
+    assert [p.response.ids for (p,) in again.values()] == [p.response.ids for (p,) in played.values()]
     # the texts would have been other tokens: the untrained policy spells <end> in characters, or says <pad>
-    spelled = [tokenizer.encode(tokenizer.decode(p.token_ids)) for (p,) in played.values()]
-    assert any(len(ids) != len(p.token_ids) for ids, (p,) in zip(spelled, played.values(), strict=True))
+    spelled = [tokenizer.encode(tokenizer.decode(p.response.ids)) for (p,) in played.values()]
+    assert any(len(ids) != len(p.response) for ids, (p,) in zip(spelled, played.values(), strict=True))
 
 
 def _on_rank(folder: str) -> tuple[dict[int, list[Played]] | None, Record]:
@@ -310,7 +309,7 @@ def test_ranks_of_a_replica_are_told_what_was_asked(ranks: Ranks, folder: Path) 
     (played, record), (nothing, also) = ranks.run(2, _on_rank, str(folder))
     assert nothing is None and record == also  # bit for bit
     check_is_what_was_sampled(played, record, tokenizer_in(str(folder)))
-    assert [p.token_ids for (p,) in played.values()] == [p.token_ids for (p,) in want.values()]
+    assert [p.response.ids for (p,) in played.values()] == [p.response.ids for (p,) in want.values()]
 
 
 def test_a_history_that_was_rewritten_begins_a_new_segment(folder: Path) -> None:
@@ -321,7 +320,7 @@ def test_a_history_that_was_rewritten_begins_a_new_segment(folder: Path) -> None
         text = tokenizer_in(str(folder)).decode
         assert text(before.prompt_ids or ()) == "a"
         assert text(after.prompt_ids or ()).endswith("I never said soc")
-        assert all((p.prompt_ids, p.token_ids) in [(a, c.token_ids) for a, c in record] for p in parts)
+        assert all((p.prompt_ids, p.response) in [(a, c.response) for a, c in record] for p in parts)
 
 
 def test_what_the_run_cannot_do_is_refused_in_openais_form(folder: Path, tmp_path: Path) -> None:
@@ -347,19 +346,19 @@ def test_what_is_asked_for_is_what_was_sampled(folder: Path, tmp_path: Path) -> 
     played, record = play(folder, "asks_in_every_way", [{"file": str(file)}])
     assert [part.episode.error for part in played[0]] == [None] * 3
     said = json.loads(file.read_text())
-    assert all((p.prompt_ids, p.token_ids, p.logp) in [(a, c.token_ids, c.logp) for a, c in record] for p in played[0])
+    assert all((p.prompt_ids, p.response) in [(a, c.response) for a, c in record] for p in played[0])
     first, second, third = sorted(played[0], key=lambda part: part.episode.turns)
     assert [part.episode.turns for part in (first, second, third)] == [1, 2, 3]
     one, two = said["two"]
-    assert one == text(first.token_ids) and len({one, two}) == 2
+    assert one == text(first.response.ids) and len({one, two}) == 2
     assert [[logp for _, logp in of_one] for of_one in said["logprobs"]] == [
-        pytest.approx(list(first.logp)),
-        pytest.approx(list(second.logp[: len(said["logprobs"][1])])),
+        pytest.approx(list(first.response.logp)),
+        pytest.approx(list(second.response.logp[: len(said["logprobs"][1])])),
     ]
     assert "".join(token for token, _ in said["logprobs"][1]) == two
     assert text(third.prompt_ids or ()) == "Add.a" and text(second.prompt_ids or ()) == "a"
-    runs = [part.sampled.replace(b"\x00", b" ").split() for part in (second, third)]
-    drawn = [[text(ids) for ids in _runs(part)] for part in (second, third)]
+    runs = [_runs(part) for part in (second, third)]
+    drawn = [[text(ids) for ids in of_one] for of_one in runs]
     assert drawn == [[two, said["streamed"]], said["responses"]]
     assert said["usage"] == len(runs[0][1]) and said["ended"] == ("length" if said["usage"] == 6 else "stop")
     assert said["status"] in (["incomplete", "max_output_tokens"], ["completed", None])
@@ -369,13 +368,7 @@ def test_what_is_asked_for_is_what_was_sampled(folder: Path, tmp_path: Path) -> 
 
 def _runs(part: Played) -> list[list[int]]:
     """Token ids of each turn of the policy's."""
-    turns: list[list[int]] = []
-    for i, (token, sampled) in enumerate(zip(part.token_ids, part.sampled, strict=True)):
-        if sampled and (i == 0 or not part.sampled[i - 1]):
-            turns.append([])
-        if sampled:
-            turns[-1].append(token)
-    return turns
+    return [list(ids) for drawn, ids in part.response.turns if drawn]
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 3}, {"max_turns": 99}], ids=["turns", "tokens"])
@@ -387,7 +380,7 @@ def test_an_episode_at_its_limits_is_scored(folder: Path, limits: dict[str, Any]
     if limits["max_turns"] == 3:
         assert one.episode.turns == 3
     else:
-        assert PARAMS.max_tokens - 20 < len(one.token_ids) <= PARAMS.max_tokens
+        assert PARAMS.max_tokens - 20 < len(one.response) <= PARAMS.max_tokens
     assert str(failed.episode.error).startswith("agent: raised ValueError: not today")
 
 
@@ -456,7 +449,7 @@ def test_importing_an_agent_is_no_part_of_its_time(folder: Path) -> None:
 def test_an_agent_that_asks_for_nothing_fails(folder: Path) -> None:
     played, _ = play(folder, "silent", [{}])
     (one,) = played[0]
-    assert one.episode.error == "agent: asked for no response" and len(one.token_ids) == 0
+    assert one.episode.error == "agent: asked for no response" and not one.response
 
 
 @pytest.mark.slow
@@ -480,7 +473,7 @@ def test_a_request_that_was_given_up_is_not_trained_on(
     played, _ = play(folder, "impatient", [{"all speak": str(all_speak)}] * 3, within=within)
     assert len(given_up) == 3
     for (one,) in played.values():
-        assert one.reward == len(one.token_ids) <= 7
+        assert one.reward == len(one.response) <= 7
 
 
 def test_nonsense_is_answered_in_openais_form(folder: Path) -> None:

@@ -32,7 +32,7 @@ from megarl.rollout.engine import Request
 from megarl.rollout.native import engine as native
 from megarl.rollout.native.scheduler import Admission, Scheduler
 from megarl.trainer.admission.checks import check_run
-from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams
+from megarl.types import Completion, Prompt, Rollout, Rollouts, SamplingParams, Tokens
 
 ARCH = ARCHITECTURES["qwen3"]
 PARAMS = SamplingParams(temperature=0.9, max_tokens=60, stop_token_ids=(3, 7, 11))
@@ -120,7 +120,7 @@ def play(rollouts: dict[int, Rollout], engine: Any = None, **settings: Any) -> d
 
 
 def what_was_said(played: Mapping[int, Played]) -> list[tuple[Any, ...]]:
-    return [(tuple(p.token_ids), p.sampled, p.finish_reason, p.reward, p.episode.turns) for p in played.values()]
+    return [(p.response.ids, p.response.sampled, p.finish_reason, p.reward, p.episode.turns) for p in played.values()]
 
 
 ROWS = [{"turns": 1 + i % 4} for i in range(10)]
@@ -132,23 +132,24 @@ def _afresh(rollouts: Mapping[int, Rollout], played: Mapping[int, Played]) -> No
     """Every turn of the policy again, each from a prefill of all that came before it."""
     engine = engine_of(ARCH, max_model_len=LENGTH)
     for place, one in played.items():
-        begins = [i for i, own in enumerate(one.sampled) if own and (i == 0 or not one.sampled[i - 1])]
-        for begin in begins:
+        end = 0
+        for own, ids in one.response.turns:
+            begin, end = end, end + len(ids)
+            if not own:
+                continue
             request = Request(
                 key=0,
                 prompt=one.prompt_ids or rollouts[place].prompt.token_ids,
                 params=PARAMS,
                 seed=rollouts[place].seed,
-                token_ids=one.token_ids[:begin],
-                logp=one.logp[:begin],
+                response=Tokens(ids=one.response.ids[:begin], logp=one.response.logp[:begin]),
             )
             engine.submit([request])
             made: dict[int, Completion] = {}
             while engine.busy:
                 made |= engine.step()
-            end = len(made[0].token_ids)
-            assert made[0].token_ids == one.token_ids[:end]
-            assert made[0].logp == pytest.approx(one.logp[:end], abs=1e-5)
+            assert made[0].response.ids == one.response.ids[:end]
+            assert made[0].response.logp == pytest.approx(one.response.logp[:end], abs=1e-5)
 
 
 @pytest.mark.parametrize("blocks", [None, 12])
@@ -191,14 +192,15 @@ def test_what_the_environment_said_is_not_trained_on() -> None:
     made = Rollouts(items=tuple(played[i].of(rollouts[i], version=4) for i in rollouts), version=4)
     batch = made.to_batch()
     for i, rollout in enumerate(made):
-        turns = rollout.turns
+        response, turns = rollout.response, rollout.response.turns
         assert [own for own, _ in turns] == [True, False] * (rollout.episode.turns - 1) + [True]
         for (_, said), (_, observed) in zip(turns[::2], turns[1::2], strict=False):
             assert list(observed) == [sum(said) % VOCAB, len(said), (7 * said[0]) % VOCAB]
         start, end = batch.cu_seqlens[i] + len(rollout.prompt.token_ids), batch.cu_seqlens[i + 1]
-        assert batch.response_mask[start:end].tolist() == [bool(own) for own in rollout.sampled]
-        assert batch.rollout_logp[start:end].bool().tolist() == [bool(own) for own in rollout.sampled]
-        assert rollout.reward == 0.5 * rollout.episode.turns and rollout.versions == ((4, len(rollout.token_ids)),)
+        mask = [own for own, ids in turns for _ in ids]
+        assert batch.response_mask[start:end].tolist() == mask
+        assert batch.rollout_logp[start:end].bool().tolist() == mask
+        assert rollout.reward == 0.5 * rollout.episode.turns and response.versions == ((4, len(response)),)
     ended = [r for r in made if r.finish_reason == "stop"]
     assert len(ended) > 5 and all(r.episode.turns == ROWS[r.prompt.index]["turns"] for r in ended)
 
@@ -206,13 +208,14 @@ def test_what_the_environment_said_is_not_trained_on() -> None:
 def test_limits_end_an_episode() -> None:
     rollouts = rollouts_of([{"turns": 99}] * 4)
     by_turns = play(rollouts, max_turns=2, params=replace(PARAMS, max_tokens=50))
-    assert {(p.finish_reason, p.episode.limited, p.sampled[-1]) for p in by_turns.values()} == {("length", True, 1)}
+    assert {(p.finish_reason, p.episode.limited) for p in by_turns.values()} == {("length", True)}
+    assert all(p.response.turns[-1][0] for p in by_turns.values())
     assert max(p.episode.turns for p in by_turns.values()) == 2
     by_tokens = play(rollouts, max_turns=99)
     for one in by_tokens.values():
-        assert one.finish_reason == "length" and one.episode.limited and len(one.token_ids) <= PARAMS.max_tokens
+        assert one.finish_reason == "length" and one.episode.limited and len(one.response) <= PARAMS.max_tokens
         assert one.reward == 0.5 * one.episode.turns  # the environment judges what was cut off too
-        assert len(one.token_ids) + 3 >= PARAMS.max_tokens
+        assert len(one.response) + 3 >= PARAMS.max_tokens
 
 
 def test_an_opening_becomes_part_of_the_prompt() -> None:

@@ -107,10 +107,10 @@ def _leave_after(path: str, prompt: str, tokens: int) -> tuple[int, str | None, 
     seen: list[int] = []
     (left,) = answering.ask([ids], watch=lambda i, so_far: seen.append(len(so_far)), leaves=lambda: len(seen) >= tokens)
     (whole,) = answering.ask([ids])
-    same = whole.token_ids[: len(left.token_ids)] == left.token_ids
+    same = whole.response.ids[: len(left.response)] == left.response.ids
     answering.close()
     leave_groups(world)
-    return len(left.token_ids), left.finish_reason, len(whole.token_ids) if same else -1
+    return len(left.response), left.finish_reason, len(whole.response) if same else -1
 
 
 def test_an_answer_is_left_in_its_middle(ranks: Ranks, small: TrainedRun) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import time
-from array import array
 from pathlib import Path
 from statistics import fmean
 
@@ -26,7 +25,7 @@ from megarl.telemetry.gpu import GpuReading, GpuSampler, gpu_metrics
 from megarl.telemetry.metrics import METRICS, PLACEHOLDERS, find
 from megarl.trainer.records.pace import stragglers
 from megarl.trainer.records.step_metrics import spread_metrics
-from megarl.types import Prompt, Rollout, Rollouts
+from megarl.types import Prompt, Rollout, Rollouts, Tokens
 
 PACKAGE = Path(__file__).parents[1] / "megarl"
 FREE = "{own}"
@@ -167,9 +166,13 @@ def test_waiting_for_others_is_no_work() -> None:
 
 def test_speed_counts_what_the_policy_drew() -> None:
     prompt, speed = Prompt(index=0, token_ids=(1,), row={}), Speed()
-    begun = Rollout(prompt=prompt, token_ids=array("i", [5, 6]))
-    done = Rollout(prompt=prompt, token_ids=array("i", [5, 6, 7, 8, 9]))
-    answered = Rollout(prompt=prompt, token_ids=array("i", [1, 2, 3]), sampled=bytes([1, 0, 1]))
+
+    def drawn(ids: list[int]) -> Tokens:
+        return Tokens().drawn(ids, [-1.0] * len(ids))
+
+    begun = Rollout(prompt=prompt, response=drawn([5, 6]))
+    done = Rollout(prompt=prompt, response=drawn([5, 6, 7, 8, 9]))
+    answered = Rollout(prompt=prompt, response=drawn([1]).observed([2]).drawn([3], [-1.0]))
     with speed.measured():
         time.sleep(0.02)
         speed.finished()

@@ -52,8 +52,8 @@ def test_bfloat16_is_finite_and_close() -> None:
     exact = engine_of(arch).generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
     rounded = engine_of(arch, device="cuda", dtype=torch.bfloat16).generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
     for a, b in zip(exact, rounded, strict=True):
-        assert torch.tensor(b.logp).isfinite().all()
-        assert b.logp[0] == pytest.approx(a.logp[0], abs=0.1)
+        assert torch.tensor(b.response.logp).isfinite().all()
+        assert b.response.logp[0] == pytest.approx(a.response.logp[0], abs=0.1)
 
 
 @pytest.mark.parametrize("release_weights", [False, True])

@@ -89,7 +89,7 @@ def test_placements_cover_the_parameters(family: str, tp: int) -> None:
 def test_batching_does_not_change_completions(limits: dict[str, Any]) -> None:
     arch = ARCHITECTURES["qwen3"]
     want = engine_of(arch).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS)))
-    assert len({len(c.token_ids) for c in want}) > 5  # sequences do leave at different times
+    assert len({len(c.response) for c in want}) > 5  # sequences do leave at different times
     assert len(set(tokens_of(want))) > 20  # and the samples of a prompt differ
     assert_same(engine_of(arch, **limits).generate(GROUPS, SAMPLED, seeds=range(len(GROUPS))), want)
 
@@ -116,13 +116,13 @@ def test_second_call_starts_afresh() -> None:
 def test_stop_strings() -> None:
     engine = engine_of(ARCHITECTURES["qwen2"])
     free = engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
-    a, b = free[0].token_ids[3:5]
+    a, b = free[0].response.ids[3:5]
     stop = (f"{a}><{b}", "never")  # begins within a token, ends within the next
     stopped = engine.generate(MIXED, replace(GREEDY, stop=stop), seeds=[0] * len(MIXED))
     for one, whole in zip(stopped, free, strict=True):
-        ends = [n for n in range(1, 13) if stop[0] in text_of(whole.token_ids[:n])]
-        assert one.token_ids == whole.token_ids[: ends[0] if ends else 12]
-        assert one.logp == pytest.approx(whole.logp[: len(one.logp)], abs=1e-5)
+        ends = [n for n in range(1, 13) if stop[0] in text_of(whole.response.ids[:n])]
+        assert one.response.ids == whole.response.ids[: ends[0] if ends else 12]
+        assert one.response.logp == pytest.approx(whole.response.logp[: len(one.response)], abs=1e-5)
         assert one.finish_reason == ("stop" if ends else "length")
     assert stopped[0].finish_reason == "stop"
 
@@ -130,24 +130,24 @@ def test_stop_strings() -> None:
 def test_stop_tokens_and_max_tokens() -> None:
     engine = engine_of(ARCHITECTURES["qwen2"])
     free = engine.generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
-    assert all(c.finish_reason == "length" and len(c.token_ids) == 12 for c in free)
-    stops = (free[0].token_ids[4], free[4].token_ids[7])
+    assert all(c.finish_reason == "length" and len(c.response) == 12 for c in free)
+    stops = (free[0].response.ids[4], free[4].response.ids[7])
     stopped = engine.generate(MIXED, replace(GREEDY, stop_token_ids=stops), seeds=[0] * len(MIXED))
     reasons = set()
     for a, b in zip(stopped, free, strict=True):
-        end = next((i + 1 for i, t in enumerate(b.token_ids) if t in stops), None)
-        assert a.token_ids == b.token_ids[:end]
+        end = next((i + 1 for i, t in enumerate(b.response.ids) if t in stops), None)
+        assert a.response.ids == b.response.ids[:end]
         assert a.finish_reason == ("length" if end is None else "stop")
-        assert len(a.logp) == len(a.token_ids)
+        assert len(a.response.logp) == len(a.response)
         reasons.add(a.finish_reason)
     assert reasons == {"stop", "length"}
 
 
 def test_stop_token_in_last_place_is_a_stop() -> None:
     engine = engine_of(ARCHITECTURES["qwen2"])
-    token = engine.generate([MIXED[0]], replace(GREEDY, max_tokens=1), seeds=[0])[0].token_ids[0]
+    token = engine.generate([MIXED[0]], replace(GREEDY, max_tokens=1), seeds=[0])[0].response.ids[0]
     out = engine.generate([MIXED[0]], replace(GREEDY, max_tokens=1, stop_token_ids=(token,)), seeds=[0])[0]
-    assert (list(out.token_ids), out.finish_reason) == ([token], "stop")
+    assert (list(out.response.ids), out.finish_reason) == ([token], "stop")
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,9 @@ def test_greedy_equals_hugging_face(family: str) -> None:
     out = engine_of(ARCHITECTURES[family]).generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
     for prompt, completion in zip(MIXED, out, strict=True):
         want = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, len(prompt) :]
-        assert list(completion.token_ids) == want.tolist()
+        assert list(completion.response.ids) == want.tolist()
         torch.testing.assert_close(
-            torch.tensor(completion.logp), hf_logp(model, prompt, want.tolist()), atol=1e-5, rtol=0
+            torch.tensor(completion.response.logp), hf_logp(model, prompt, want.tolist()), atol=1e-5, rtol=0
         )
 
 
@@ -43,11 +43,11 @@ def test_greedy_equals_hugging_face(family: str) -> None:
 def test_samples_are_drawn_from_hugging_faces_logits(family: str) -> None:
     out = engine_of(ARCHITECTURES[family]).generate(GROUPS, SAMPLED, seeds=range(100, 100 + len(GROUPS)))
     for i, (prompt, completion) in enumerate(zip(GROUPS, out, strict=True)):
-        positions = torch.arange(len(completion.token_ids))
-        logits = hf_logits(hugging_face(family), prompt, completion.token_ids)
+        positions = torch.arange(len(completion.response))
+        logits = hf_logits(hugging_face(family), prompt, completion.response.ids)
         want = sample(logits, SAMPLED, seeds=torch.full_like(positions, 100 + i), positions=positions)
-        assert list(completion.token_ids) == want.token_ids.tolist()
-        torch.testing.assert_close(torch.tensor(completion.logp), want.logp, atol=1e-5, rtol=0)
+        assert list(completion.response.ids) == want.token_ids.tolist()
+        torch.testing.assert_close(torch.tensor(completion.response.logp), want.logp, atol=1e-5, rtol=0)
 
 
 def test_bfloat16_is_as_close_to_float32_as_hugging_face_is() -> None:
@@ -57,7 +57,7 @@ def test_bfloat16_is_as_close_to_float32_as_hugging_face_is() -> None:
     rounded = hugging_face("qwen3", dtype=torch.bfloat16)
     ours, theirs = [], []
     for prompt, completion in zip(GROUPS, out, strict=True):
-        exact = hf_logp(hugging_face("qwen3"), prompt, completion.token_ids)
-        ours.append(torch.tensor(completion.logp) - exact)
-        theirs.append(hf_logp(rounded, prompt, completion.token_ids) - exact)
+        exact = hf_logp(hugging_face("qwen3"), prompt, completion.response.ids)
+        ours.append(torch.tensor(completion.response.logp) - exact)
+        theirs.append(hf_logp(rounded, prompt, completion.response.ids) - exact)
     assert torch.cat(ours).abs().mean() < 1.3 * torch.cat(theirs).abs().mean()

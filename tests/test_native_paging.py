@@ -108,7 +108,7 @@ def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
     while scheduler.busy:
         made |= draw(scheduler)
         scheduler.admit()
-    assert {key: len(c.token_ids) for key, c in made.items()} == {1: 20, 2: 20}
+    assert {key: len(c.response) for key, c in made.items()} == {1: 20, 2: 20}
 
 
 @pytest.mark.parametrize("blocks", [7, 10, 16])

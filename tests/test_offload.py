@@ -82,7 +82,7 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
                 rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=6), seed=1, round_=step)
             with hybrid.phase():  # as validation does, with no update in between
                 pass
-            seen.append([list(rollout.token_ids) for rollout in rollouts])
+            seen.append([list(rollout.response.ids) for rollout in rollouts])
             batch, mini_batch = fixed_batch().with_(temperature=0.9), mini_batch_of(actor, 4)
             enter(Phase.LOG_PROBS)
             old = actor.log_probs(batch, mini_batch)

@@ -80,7 +80,7 @@ def _generate_and_compare(
         logp = actor.log_probs(made, actor.plan(made))
         assert made.rollout_logp is not None
         gap = float((logp - made.rollout_logp).abs().max())
-        return [tuple(rollout.token_ids) for rollout in rollouts], gap
+        return [tuple(rollout.response.ids) for rollout in rollouts], gap
 
 
 def _engine_config(gen_tp: int) -> dict[str, Any]:

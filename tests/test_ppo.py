@@ -310,19 +310,17 @@ def _other_tokenizer(folder: Path) -> Path:
 
 def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], list[list[int]]]:
     """Right answers, every second of them cut off: in the other tokenizer's ids by the run's code, and directly."""
-    from array import array
-
     from megarl.parallel.world import World
     from megarl.trainer.experience.judging import encoded_anew
-    from megarl.types import Rollout, Rollouts
+    from megarl.types import Rollout, Rollouts, Tokens
 
     inputs, theirs = check_run(load_config(config)), load_tokenizer(other)
     ours, prompts = inputs.tokenizer, inputs.val_prompts[:5]
     items = []
     for i, prompt in enumerate(prompts):
-        ids = array("i", [*ours.encode(prompt.row["answer"]), *[ours.eos_id] * (i % 2)])
+        ids = [*ours.encode(prompt.row["answer"]), *[ours.eos_id] * (i % 2)]
         finish: Any = "stop" if i % 2 else "length"
-        items.append(Rollout(prompt=prompt, group=i, token_ids=ids, logp=array("f", ids), finish_reason=finish))
+        items.append(Rollout(prompt=prompt, group=i, response=Tokens().drawn(ids, ids), finish_reason=finish))
     world = World()
     try:
         batch = encoded_anew(Rollouts(items=tuple(items)), inputs, world, theirs)
@@ -337,18 +335,16 @@ def _answers_encoded_anew(config: str, other: str) -> tuple[list[list[int]], lis
 
 def _replies_encoded_anew(config: str, other: str) -> list[list[int]]:
     """Two replies to each held-out conversation: one that ended, one that was cut off."""
-    from array import array
-
     from megarl.parallel.world import World
     from megarl.trainer.experience.judging import encoded_anew
-    from megarl.types import Rollout, Rollouts
+    from megarl.types import Rollout, Rollouts, Tokens
 
     inputs = check_run(load_config(config))
-    ids, items = array("i", inputs.tokenizer.encode(REPLY)), []
-    ended = array("i", [*ids, inputs.tokenizer.eos_id])
+    ids, items = inputs.tokenizer.encode(REPLY), []
+    whole, ended = (Tokens().drawn(tokens, [0.0] * len(tokens)) for tokens in (ids, [*ids, inputs.tokenizer.eos_id]))
     for i, prompt in enumerate(inputs.val_prompts[:3]):
-        items.append(Rollout(prompt=prompt, group=i, token_ids=ended, finish_reason="stop"))
-        items.append(Rollout(prompt=prompt, group=i, sample=1, token_ids=ids, finish_reason="length"))
+        items.append(Rollout(prompt=prompt, group=i, response=ended, finish_reason="stop"))
+        items.append(Rollout(prompt=prompt, group=i, sample=1, response=whole, finish_reason="length"))
     world = World()
     try:
         batch = encoded_anew(Rollouts(items=tuple(items)), inputs, world, load_tokenizer(other))

@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 import time
-from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,7 @@ from megarl.trainer.admission.checks import check_run
 from megarl.trainer.records.step_metrics import reward_metrics
 from megarl.trainer.resuming.identity import Identity, differences, identity_of
 from megarl.trainer.scoring.scorer import Scorer
-from megarl.types import Prompt, Rollout, Rollouts
+from megarl.types import Prompt, Rollout, Rollouts, Tokens
 from megarl.workers.deadline import DeadlinePassed, call_within
 
 PROMPT = Prompt(index=3, token_ids=(1, 2), row={"answer": "4"}, source="train.jsonl:17")
@@ -183,8 +182,12 @@ def score_on_a_rank(function: str, on_error: str) -> tuple[Rollouts, list[str]] 
         tokenizer=SimpleNamespace(decode=lambda ids: "".join(map(str, ids))),
     )
     prompts = [Prompt(index=i, token_ids=(7, 8), row={}, source=f"train.jsonl:{i + 1}") for i in range(2)]
-    made = {"logp": array("f", [-1]), "finish_reason": "stop"}
-    items = [Rollout(prompt=prompts[i // 3], group=i // 3, seed=i, token_ids=array("i", [i]), **made) for i in range(6)]
+    items = [
+        Rollout(
+            prompt=prompts[i // 3], group=i // 3, seed=i, response=Tokens().drawn([i], [-1.0]), finish_reason="stop"
+        )
+        for i in range(6)
+    ]
     lines: list[str] = []
     try:
         scorer = Scorer(inputs, world, lines.append)

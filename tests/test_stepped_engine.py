@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from megarl.rollout.engine import Request
 from megarl.rollout.native import engine as native_engine
 from megarl.rollout.native.engine import NativeEngine
 from megarl.rollout.native.scheduler import Scheduler
-from megarl.types import Completion, SamplingParams
+from megarl.types import Completion, SamplingParams, Tokens
 
 LONG = replace(SAMPLED, max_tokens=30, stop_token_ids=(3,))
 
@@ -38,7 +37,7 @@ def _requests(prompts: list[list[int]], params: SamplingParams = LONG, **fields:
 
 
 def _going_on(requests: list[Request], made: dict[int, Completion]) -> list[Request]:
-    return [replace(r, token_ids=made[r.key].token_ids, logp=made[r.key].logp) for r in requests if r.key in made]
+    return [replace(r, response=made[r.key].response) for r in requests if r.key in made]
 
 
 # --------------------------------------------------------------------------------------------------------- interrupted
@@ -110,15 +109,15 @@ def test_each_request_is_sampled_in_its_own_way() -> None:
         alone.submit(requests[i::5])
         for key, want in _finish(alone).items():
             assert_same([made[key]], [want])
-            assert len(want.token_ids) <= way.max_tokens
+            assert len(want.response) <= way.max_tokens
     assert len({made[i].finish_reason for i in made}) == 2
 
 
 def test_a_response_that_is_long_enough_is_refused() -> None:
     engine = engine_of(ARCHITECTURES["llama"])
-    begun = array("i", [1] * 30)
+    begun = Tokens().observed([1] * 30)
     with pytest.raises(ValueError, match="prompt 1 has a response of 30 tokens already, of 30 at most"):
-        engine.submit([*_requests(MIXED[:1]), Request(key=9, prompt=[1], params=LONG, seed=0, token_ids=begun)])
+        engine.submit([*_requests(MIXED[:1]), Request(key=9, prompt=[1], params=LONG, seed=0, response=begun)])
     assert not engine.busy
 
 
@@ -134,15 +133,7 @@ def _turns(engine: NativeEngine, prompts: list[list[int]], *, keep: bool, turns:
         made = _finish(engine)
         yield [made[i] for i in range(len(prompts))]
         params = replace(LONG, max_tokens=9 + 17 * (turn + 1))
-        requests = [
-            replace(
-                r,
-                params=params,
-                token_ids=made[r.key].token_ids + array("i", said[r.key]),
-                logp=made[r.key].logp + array("f", [0.0] * 8),
-            )
-            for r in requests
-        ]
+        requests = [replace(r, params=params, response=made[r.key].response.observed(said[r.key])) for r in requests]
         engine.submit(requests)
     engine.interrupt()
 
@@ -182,13 +173,13 @@ def test_another_response_under_the_same_key_shares_nothing() -> None:
     engine = engine_of(arch, max_model_len=90)
     engine.submit(_requests(MIXED, replace(LONG, max_tokens=9), keep=True))
     made = _finish(engine)
-    other = [replace(r, token_ids=array("i", [5, 6, 7, 8]), logp=array("f", [0.0] * 4)) for r in _requests(MIXED)]
+    other = [replace(r, response=Tokens().observed([5, 6, 7, 8])) for r in _requests(MIXED)]
     fresh = engine_of(arch, max_model_len=90)
     for e in (engine, fresh):
         e.submit(other)
     got, want = _finish(engine), _finish(fresh)
     assert_same([got[i] for i in sorted(got)], [want[i] for i in sorted(want)])
-    assert all(list(made[i].token_ids[:4]) != [5, 6, 7, 8] for i in made)
+    assert all(list(made[i].response.ids[:4]) != [5, 6, 7, 8] for i in made)
 
 
 def _turns_on_rank(keep: bool) -> list[list[Completion]]:
@@ -228,14 +219,14 @@ def test_no_block_is_lost_over_turns_interruptions_and_evictions(seed: int) -> N
         for key, completion in made.items():
             request = requests[key]
             turn = params.index(request.params)
-            ids, logp = completion.token_ids, completion.logp
+            response = completion.response
             if completion.finish_reason is not None:
                 if turn == 2 or rng.random() < 0.2:
                     scheduler.forget([key])
                     finished += 1
                     continue
-                ids, logp, turn = ids + array("i", [2, 0]), logp + array("f", [0, 0]), turn + 1
-            requests[key] = replace(request, token_ids=ids, logp=logp, params=params[turn])
+                response, turn = response.observed([2, 0]), turn + 1
+            requests[key] = replace(request, response=response, params=params[turn])
             again.append(requests[key])
         scheduler.submit(again)
     assert finished == 30 and not scheduler.busy

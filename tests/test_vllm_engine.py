@@ -142,7 +142,7 @@ def _generate(case: Case, folder: str, name: str, asked: dict[str, SamplingParam
                 logp = actor.log_probs(made, actor.plan(made))
                 assert made.rollout_logp is not None
                 gap = float((logp - made.rollout_logp).abs().max())
-                pairs = ((tuple(r.token_ids), r.finish_reason) for r in rollouts)
+                pairs = ((tuple(r.response.ids), r.finish_reason) for r in rollouts)
                 tokens, reasons = zip(*pairs, strict=True)
                 out[what].append((list(tokens), list(reasons), gap))
         hybrid.close()
@@ -342,7 +342,7 @@ def _answers(case: Case, folder: str, name: str, prompts: list[tuple[int, ...]],
             asked = [Prompt(index=i, token_ids=tokens, row={}) for i, tokens in enumerate(prompts)]
             rollouts = hybrid.rollouts(asked, 1, params, seed=1, round_=1)
         hybrid.close()
-        return [tuple(rollout.token_ids) for rollout in rollouts]
+        return [tuple(rollout.response.ids) for rollout in rollouts]
 
 
 @needs_vllm

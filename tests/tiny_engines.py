@@ -54,7 +54,7 @@ def engine_of(arch: Architecture, group: dist.ProcessGroup | None = None, **sett
 
 
 def tokens_of(completions: Sequence[Completion]) -> list[tuple[int, ...]]:
-    return [tuple(c.token_ids) for c in completions]
+    return [tuple(c.response.ids) for c in completions]
 
 
 def assert_same(got: Sequence[Completion], want: Sequence[Completion], tolerance: float = 1e-5) -> None:
@@ -62,4 +62,4 @@ def assert_same(got: Sequence[Completion], want: Sequence[Completion], tolerance
     assert tokens_of(got) == tokens_of(want)
     for a, b in zip(got, want, strict=True):
         assert a.finish_reason == b.finish_reason
-        assert a.logp == pytest.approx(b.logp, abs=tolerance)
+        assert a.response.logp == pytest.approx(b.response.logp, abs=tolerance)

@@ -129,7 +129,7 @@ def measure(inputs: Inputs, world: World, rounds: int) -> Figures:
             began = time.perf_counter()
             with generation.phase():
                 made = make()
-            drawn_tokens = sum(len(rollout.token_ids) for rollout in made)
+            drawn_tokens = sum(len(rollout.response) for rollout in made)
             if way == "carry-over":
                 left, before = carried.metrics()["tokens"], left
                 drawn_tokens += int(left - before)
@@ -140,7 +140,7 @@ def measure(inputs: Inputs, world: World, rounds: int) -> Figures:
                 seconds.setdefault(way, []).append(time.perf_counter() - began)
                 tokens[way] = tokens.get(way, 0) + drawn_tokens
                 assert made.version is not None
-                staleness = max(staleness, *(made.version - rollout.versions[0][0] for rollout in made))
+                staleness = max(staleness, *(made.version - rollout.response.versions[0][0] for rollout in made))
         steps[way] = decoded[0] / rounds
     run.close()
     rates = {way: tokens[way] / sum(taken) for way, taken in seconds.items()}

@@ -33,7 +33,7 @@ def overlong_penalties(rollouts: Rollouts, config: Config) -> list[float]:
     penalties = [0.0] * len(rollouts)
     for places in rollouts.episodes if buffer.enable else []:
         penalty = soft_overlong_penalty(
-            max(len(rollouts[i].token_ids) for i in places),
+            max(len(rollouts[i].response) for i in places),
             max_response_length=config.data.max_response_length,
             buffer_len=buffer.len,
             penalty_factor=buffer.penalty_factor,

@@ -210,7 +210,7 @@ def say(answering: Answering, words: Words, prompt: str) -> int:
     printed = Printed(words.decode)
     token_ids = words.token_ids([Turn("user", prompt)])
     (completion,) = answering.ask([token_ids], watch=lambda i, tokens: printed.show(tokens))
-    printed.end(completion.token_ids)
+    printed.end(completion.response.ids)
     return 0
 
 
@@ -232,7 +232,7 @@ def write_answers(answering: Answering, words: Words, prompts: Sequence[str]) ->
 
 
 def _line(prompt: str, completion: Completion, words: Words) -> dict[str, object]:
-    response, tokens = words.decode(completion.token_ids), len(completion.token_ids)
+    response, tokens = words.decode(completion.response.ids), len(completion.response)
     return {"prompt": prompt, "response": response, "finish": completion.finish_reason, "tokens": tokens}
 
 
@@ -269,7 +269,7 @@ def converse(answering: Answering, words: Words) -> int:
             turns.pop()
             print(f"megarl: {plain(str(e))}, or /clear", file=sys.stderr)
             continue
-        turns.append(Turn("assistant", printed.end(completion.token_ids)))
+        turns.append(Turn("assistant", printed.end(completion.response.ids)))
         number += 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from megarl.environments.episodes import Orders, Played
 from megarl.environments.speech import Speech
 from megarl.rewards.results import NoScore, finite, number, shown
 from megarl.rollout.engine import Request
-from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams
+from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams, Tokens
 
 _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that nothing was decided
 
@@ -48,9 +47,7 @@ class _Open:
     chat: bool
     environment: Environment | None = None
     prompt_ids: tuple[int, ...] | None = None
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logp: array[float] = field(default_factory=lambda: array("f"))
-    sampled: bytearray = field(default_factory=bytearray)
+    response: Tokens = field(default_factory=Tokens)
     turns: int = 0
     seconds: float = 0.0
     reward: float | None = None
@@ -59,9 +56,7 @@ class _Open:
     def played(self, finish_reason: FinishReason, *, limited: bool = False, error: str | None = None) -> Played:
         return Played(
             prompt_ids=self.prompt_ids,
-            token_ids=self.token_ids,
-            logp=self.logp,
-            sampled=bytes(self.sampled),
+            response=self.response,
             finish_reason=finish_reason,
             reward=None if error else self.reward,
             episode=Episode(turns=self.turns, seconds=self.seconds, limited=limited, error=error),
@@ -121,9 +116,8 @@ class WithEnvironments:
 
     def take(self, key: int, completion: Completion) -> None:
         episode = self._open[key]
-        said = completion.token_ids[len(episode.token_ids) :]
-        episode.token_ids, episode.logp = completion.token_ids, completion.logp
-        episode.sampled += b"\x01" * len(said)
+        said = completion.response.ids[len(episode.response) :]
+        episode.response = completion.response
         episode.turns += 1
         episode.cut_off = completion.finish_reason == "length"
         environment, response = episode.environment, self._speech.tokenizer.decode(said)
@@ -183,13 +177,11 @@ class WithEnvironments:
             self._end(place, "length" if episode.cut_off else "stop", limited=episode.cut_off)
             return
         _check_observation(turn.observation)
-        ids = self._speech.answer(turn.observation, chat=episode.chat, last=episode.token_ids[-1])
-        if episode.turns >= self._limits.max_turns or len(episode.token_ids) + len(ids) >= self._params.max_tokens:
+        ids = self._speech.answer(turn.observation, chat=episode.chat, last=episode.response.ids[-1])
+        if episode.turns >= self._limits.max_turns or len(episode.response) + len(ids) >= self._params.max_tokens:
             self._end(place, "length", limited=True)
             return
-        episode.token_ids = episode.token_ids + array("i", ids)
-        episode.logp = episode.logp + array("f", [0.0] * len(ids))
-        episode.sampled += b"\x00" * len(ids)
+        episode.response = episode.response.observed(ids)
         self._ask(place, episode)
 
     def _ask(self, place: int, episode: _Open) -> None:
@@ -200,9 +192,8 @@ class WithEnvironments:
                 prompt=episode.prompt_ids or rollout.prompt.token_ids,
                 params=self._params,
                 seed=rollout.seed,
-                token_ids=episode.token_ids,
-                logp=episode.logp,
-                turn_start=len(episode.token_ids),
+                response=episode.response,
+                turn_start=len(episode.response),
                 keep=True,
             )
         )

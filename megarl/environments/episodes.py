@@ -5,7 +5,6 @@ Within a replica the first rank decides what the engine is asked next, and the o
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -14,7 +13,7 @@ from megarl.environments.broadcast import Broadcast
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
 from megarl.rollout.replicas import OnFinished, sample_seed, share_of
-from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams
+from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingParams, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +42,22 @@ class Played:
     """
 
     prompt_ids: tuple[int, ...] | None = None
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logp: array[float] = field(default_factory=lambda: array("f"))
-    sampled: bytes = b""
+    response: Tokens = field(default_factory=Tokens)
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     episode: Episode
 
     def of(self, rollout: Rollout, version: int) -> Rollout:
         """The rollout that was begun, as it is now."""
-        prompt = rollout.prompt
-        if self.prompt_ids is not None:
-            prompt = replace(prompt, token_ids=self.prompt_ids)
-        done = Completion(token_ids=self.token_ids, logp=self.logp, finish_reason=self.finish_reason)
-        made = replace(rollout, prompt=prompt).further(done, version)
-        return replace(made, sampled=self.sampled, reward=self.reward, episode=self.episode)
+        prompt = rollout.prompt if self.prompt_ids is None else replace(rollout.prompt, token_ids=self.prompt_ids)
+        return replace(
+            rollout,
+            prompt=prompt,
+            response=self.response.with_version(version),
+            finish_reason=self.finish_reason,
+            reward=self.reward,
+            episode=self.episode,
+        )
 
 
 class Source(Protocol):

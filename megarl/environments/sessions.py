@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from megarl.environments.episodes import Played, seed_of
 from megarl.environments.speech import Speech
 from megarl.rollout.engine import Request
 from megarl.rollout.replicas import sample_seed
-from megarl.types import Completion, Episode, Rollout, SamplingParams
+from megarl.types import Completion, Episode, Rollout, SamplingParams, Tokens
 
 _TOO_LONG = "context_length_exceeded"
 
@@ -38,9 +37,7 @@ class Segment:
     tools: str
     prompt_ids: tuple[int, ...]
     messages: tuple[Message, ...] = ()
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logp: array[float] = field(default_factory=lambda: array("f"))
-    sampled: bytes = b""
+    response: Tokens = field(default_factory=Tokens)
     busy: bool = False
     turns: int = 0
     at_limit: bool = False
@@ -55,15 +52,10 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """A reply that is being drawn.
-
-    Attributes:
-        observed: token ids between the segment's end and the reply.
-    """
+    """A reply that is being drawn."""
 
     segment: Segment
     asked: Asked
-    observed: tuple[int, ...]
     request: Request
     began: float
 
@@ -120,15 +112,16 @@ class Session:
         segment = None if anew else next(goes_on, None)
         try:
             if segment is None:
-                segment, observed = self._begin(asked), []
+                segment = self._begin(asked)
+                response = segment.response
             else:
-                new = asked.messages[len(segment.messages) :]
-                observed = self._speech.messages(new, last=segment.token_ids[-1], tools=asked.tools)
+                new, last = asked.messages[len(segment.messages) :], segment.response.ids[-1]
+                response = segment.response.observed(self._speech.messages(new, last=last, tools=asked.tools))
         except Refused:
             raise
         except ValueError as e:
             raise Refused(str(e), param="messages") from e
-        begun = len(segment.token_ids) + len(observed)
+        begun = len(response)
         if begun >= self.params.max_tokens:
             segment.at_limit = True
             raise self._limit(
@@ -143,12 +136,11 @@ class Session:
             prompt=segment.prompt_ids,
             params=sampling(self.params, asked, begun),
             seed=segment.seed if asked.seed is None else sample_seed(segment.seed, asked.seed, 0, 0),
-            token_ids=segment.token_ids + array("i", observed),
-            logp=segment.logp + array("f", [0.0] * len(observed)),
+            response=response,
             turn_start=begun,
             keep=True,
         )
-        return Ticket(segment=segment, asked=asked, observed=tuple(observed), request=request, began=time.monotonic())
+        return Ticket(segment=segment, asked=asked, request=request, began=time.monotonic())
 
     def reply(self, ticket: Ticket, completion: Completion) -> Said:
         """What the client is told; the tokens become the segment's.
@@ -157,14 +149,13 @@ class Session:
             Refused: the episode is over.
         """
         self._check_open()
-        segment, begun = ticket.segment, ticket.request.turn_start
-        said = completion.token_ids[begun:]
+        segment, begun, response = ticket.segment, ticket.request.turn_start, completion.response
+        said = response.ids[begun:]
         self.waited += time.monotonic() - ticket.began
-        segment.sampled += b"\x00" * len(ticket.observed) + b"\x01" * len(said)
-        segment.token_ids, segment.logp = completion.token_ids, completion.logp
+        segment.response = response
         segment.turns += 1
         segment.busy = False
-        segment.at_limit = completion.finish_reason == "length" and len(segment.token_ids) >= self.params.max_tokens
+        segment.at_limit = completion.finish_reason == "length" and len(response) >= self.params.max_tokens
         self._segments.remove(segment)  # the newest is the last: it is the one that is scored
         self._segments.append(segment)
         self.at_limit = segment.at_limit
@@ -172,7 +163,7 @@ class Session:
         message = reply_message(decode(said), ticket.asked, number)
         segment.messages = (*ticket.asked.messages, *read_messages([message], "the reply"))
         self.earlier[number] = segment.messages
-        drawn = zip(said, completion.logp[begun:], strict=True)
+        drawn = zip(said, response.logp[begun:], strict=True)
         return Said(
             number=number,
             message=message,
@@ -207,9 +198,7 @@ class Session:
         return [
             Played(
                 prompt_ids=segment.prompt_ids,
-                token_ids=segment.token_ids,
-                logp=segment.logp,
-                sampled=segment.sampled,
+                response=segment.response,
                 finish_reason="length" if self._is_limited(segment, segments[-1]) else "stop",
                 reward=None if error else reward,
                 episode=Episode(

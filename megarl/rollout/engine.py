@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,7 +13,7 @@ from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.stop_strings import Decode
-from megarl.types import Completion, SamplingParams
+from megarl.types import Completion, SamplingParams, Tokens
 
 Share = Callable[[Mapping[str, Sequence[int]]], Mapping[str, Tensor]]
 """Given the shapes of an engine's parameters by name, the tensors that some of them are to be.
@@ -62,8 +61,8 @@ class Request:
         key: tells the requests apart that an engine holds at a time.
         prompt: token ids.
         seed: int64. The same seed, prompt, response so far and weights give the same tokens.
-        token_ids, logp: the response so far, as of `Completion`. Seed and place in the whole response make a token's
-            random number, so that a response that was interrupted goes on as if it had not been.
+        response: so far. Seed and place in the whole response make a token's random number, so that a response that
+            was interrupted goes on as if it had not been.
         turn_start: place in the response from which on stop strings count: they do not end a turn that was said before.
         keep: hold what the KV cache has of the response when it ends: a request with the same key whose response begins
             with it goes on without computing it again. Until then, or until `Engine.forget`.
@@ -73,8 +72,7 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logp: array[float] = field(default_factory=lambda: array("f"))
+    response: Tokens = field(default_factory=Tokens)
     turn_start: int = 0
     keep: bool = False
 

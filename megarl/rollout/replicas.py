@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rollout.engine import Engine, Request
@@ -85,10 +85,10 @@ def generate_rollouts(
     for i, completion in _generate(engine, mine, params, share):
         made[i] = completion
         if on_finished is not None and groups.tp_rank == 0 and completion.finish_reason is not None:
-            on_finished(i, mine[i].further(completion, version))
+            on_finished(i, _continued(mine[i], completion, version))
     gathered = groups.world.all_gather(made if groups.tp_rank == 0 else None, "all completions")
     everyone = {i: completion for part in gathered if part is not None for i, completion in part.items()}
-    return [r.further(everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
+    return [_continued(r, everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
 
 
 def share_of(groups: GenerationGroups, rollouts: Sequence[Rollout]) -> dict[int, Rollout]:
@@ -130,14 +130,7 @@ def _generate(
     """Place and completion of each response as it is finished, then of those that are left under way."""
     engine.submit(
         [
-            Request(
-                key=i,
-                prompt=rollout.prompt.token_ids,
-                params=params,
-                seed=rollout.seed,
-                token_ids=rollout.token_ids,
-                logp=rollout.logp,
-            )
+            Request(key=i, prompt=rollout.prompt.token_ids, params=params, seed=rollout.seed, response=rollout.response)
             for i, rollout in mine.items()
             if rollout.finish_reason is None
         ]
@@ -150,6 +143,11 @@ def _generate(
             if share is not None:
                 share.finish(i)
             yield i, completion
+
+
+def _continued(rollout: Rollout, completion: Completion, version: int) -> Rollout:
+    response = completion.response.with_version(version)
+    return replace(rollout, response=response, finish_reason=completion.finish_reason)
 
 
 def sample_seed(seed: int, round_: int, prompt: int, sample: int, draw: int = 0) -> int:

@@ -10,7 +10,7 @@ from megarl.rollout.engine import Request
 def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_size: int) -> None:
     """Raises ValueError for the first request that cannot be served, with what to change."""
     for i, request in enumerate(requests):
-        prompt, most = request.prompt, request.params.max_tokens
+        prompt, response, most = request.prompt, request.response, request.params.max_tokens
         if not prompt:
             raise ValueError(f"prompt {i} is empty; give it at least one token (a BOS token, say)")
         if len(prompt) + most > max_model_len:
@@ -18,10 +18,10 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_siz
                 f"prompt {i} has {len(prompt)} tokens; with max_tokens = {most} that exceeds "
                 f"max_model_len = {max_model_len}: shorten it, or raise max_model_len"
             )
-        if len(request.token_ids) >= most:
-            raise ValueError(f"prompt {i} has a response of {len(request.token_ids)} tokens already, of {most} at most")
+        if len(response) >= most:
+            raise ValueError(f"prompt {i} has a response of {len(response)} tokens already, of {most} at most")
         # A rank looks up only its own rows, so such a token would silently count as a zero embedding.
-        said = (prompt, request.token_ids) if request.token_ids else (prompt,)
+        said = (prompt, response.ids) if response else (prompt,)
         if max(map(max, said)) >= vocab_size or min(map(min, said)) < 0:
             raise ValueError(
                 f"prompt {i} has token ids outside the model's vocabulary of {vocab_size}; "

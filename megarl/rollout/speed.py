@@ -50,4 +50,5 @@ class Speed:
 
 
 def _drawn(rollout: Rollout) -> int:
-    return len(rollout.token_ids) if rollout.sampled is None else rollout.sampled.count(1)
+    response = rollout.response
+    return len(response) - (response.sampled or b"").count(0)

@@ -80,7 +80,7 @@ class Answering:
         while engine.busy:
             for i, completion in engine.step().items():
                 completions[i] = completion
-                watch(i, completion.token_ids)
+                watch(i, completion.response.ids)
                 finished(i, completion)
             for i, tokens in engine.under_way().items():
                 watch(i, tokens)

@@ -2,6 +2,7 @@
 
 from megarl.types.batch import Batch, batch_of
 from megarl.types.rollouts import Completion, Episode, FinishReason, Prompt, Rollout, Rollouts, SamplingParams
+from megarl.types.tokens import Tokens
 
 __all__ = [
     "Batch",
@@ -12,5 +13,6 @@ __all__ = [
     "Rollout",
     "Rollouts",
     "SamplingParams",
+    "Tokens",
     "batch_of",
 ]

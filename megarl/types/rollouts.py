@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.types.batch import Batch, batch_of
+from megarl.types.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +57,14 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The response of an engine to a request, in arrays: a step may have 10^8 tokens.
+    """The response of an engine to a request.
 
     Attributes:
-        token_ids: int32 ("i"), response tokens, the stop token included when there is one.
-        logp: float32 ("f"), log-probability of each token under the distribution it was drawn from (temperature and
-            filters applied), nats. Greedy: the distribution at temperature 1, unfiltered.
+        response: that of the request with the tokens that were drawn, the stop token included when there is one.
         finish_reason: "stop" after a stop token or string, "length" after `max_tokens`; None: not finished.
     """
 
-    token_ids: array[int]
-    logp: array[float]
+    response: Tokens
     finish_reason: FinishReason | None
 
 
@@ -97,10 +94,7 @@ class Rollout:
         group: which drawing of a prompt it belongs to: the responses to one drawing are compared with each other.
         sample: its number in the group.
         seed: with the place of a token in the response it makes that token's random number.
-        token_ids: int32 ("i"), the response so far.
-        logp: float32 ("f"), log-probability of each token as of `Completion`; 0 where an environment said it.
-        sampled: a byte for each token, 1 where the policy drew it and 0 where an environment said it; None: all drawn.
-        versions: (version, tokens) one after another: how many tokens were added with which version of the weights.
+        response: the tokens so far.
         finish_reason: None until it is finished.
         reward: its score; None until it is scored, and where scoring failed.
         parts: of the score, and what reward functions returned beside theirs, by name.
@@ -111,37 +105,11 @@ class Rollout:
     group: int = 0
     sample: int = 0
     seed: int = 0
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logp: array[float] = field(default_factory=lambda: array("f"))
-    sampled: bytes | None = None
-    versions: tuple[tuple[int, int], ...] = ()
+    response: Tokens = field(default_factory=Tokens)
     finish_reason: FinishReason | None = None
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     episode: Episode | None = None
-
-    @property
-    def turns(self) -> list[tuple[bool, array[int]]]:
-        """Split the response into turns: whether the policy spoke, and the token ids."""
-        if self.sampled is None:
-            return [(True, self.token_ids)]
-        places = [0, *(i for i in range(1, len(self.sampled)) if self.sampled[i] != self.sampled[i - 1])]
-        ends = [*places[1:], len(self.sampled)]
-        return [(bool(self.sampled[a]), self.token_ids[a:b]) for a, b in zip(places, ends, strict=True) if a < b]
-
-    def further(self, completion: Completion, version: int) -> Rollout:
-        """Return the rollout with the tokens that an engine has added under a version of the weights."""
-        earlier = self.versions
-        added = len(completion.token_ids) - sum(tokens for _, tokens in earlier)
-        if added and earlier and earlier[-1][0] == version:
-            earlier, added = earlier[:-1], added + earlier[-1][1]
-        return replace(
-            self,
-            token_ids=completion.token_ids,
-            logp=completion.logp,
-            versions=(*earlier, (version, added)) if added else earlier,
-            finish_reason=completion.finish_reason,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,17 +194,17 @@ class Rollouts(Sequence[Rollout]):
         """
         numbers: dict[int, int] = {}
         groups = [numbers.setdefault(rollout.group, len(numbers)) for rollout in self.items]
-        batch = batch_of([r.prompt.token_ids for r in self.items], [r.token_ids for r in self.items], groups)
+        batch = batch_of([r.prompt.token_ids for r in self.items], [r.response.ids for r in self.items], groups)
         logp = torch.zeros(len(batch.tokens))
-        logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(r.logp) for r in self.items]))
+        logp[batch.response_mask] = torch.from_numpy(np.concatenate([np.asarray(r.response.logp) for r in self.items]))
         batch = batch.with_(staleness=self._staleness(batch.response_mask))
         if len(episodes := self.episodes) < len(self):
             part_of = torch.zeros(len(self), dtype=torch.int64)
             for number, places in enumerate(episodes):
                 part_of[places] = number
             batch = batch.with_(episodes=part_of)
-        if any(rollout.sampled is not None for rollout in self.items):
-            drawn = b"".join(b"\x01" * len(r.token_ids) if r.sampled is None else r.sampled for r in self.items)
+        if any(rollout.response.sampled is not None for rollout in self.items):
+            drawn = b"".join(r.response.sampled or b"\x01" * len(r.response) for r in self.items)
             mask = batch.response_mask.clone()
             mask[batch.response_mask] = torch.frombuffer(bytearray(drawn), dtype=torch.uint8).bool()
             batch = batch.with_(response_mask=mask)
@@ -257,7 +225,7 @@ class Rollouts(Sequence[Rollout]):
         Args:
             of_responses: bool [T], all tokens of responses.
         """
-        spans = [span for rollout in self.items for span in rollout.versions]
+        spans = [span for rollout in self.items for span in rollout.response.versions]
         if self.version is None or all(version == self.version for version, _ in spans):
             return None
         versions, counts = torch.tensor(spans, dtype=torch.int64).unbind(1)

@@ -75,7 +75,9 @@ class Running:
         return [*self.request.prompt, *self.token_ids][:-1]
 
     def completion(self, finish_reason: FinishReason | None) -> Completion:
-        return Completion(token_ids=self.token_ids, logp=self.logp, finish_reason=finish_reason)
+        begun = self.request.response
+        drawn = begun.drawn(self.token_ids[len(begun) :], self.logp[len(begun) :])
+        return Completion(response=drawn, finish_reason=finish_reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +142,8 @@ class Scheduler:
                 request=request,
                 rules=self._rules.setdefault(request.params, Rules(request.params, self._decode)),
                 same_prompt=self._prompts.setdefault(tuple(request.prompt), len(self._prompts)),
-                token_ids=array("i", request.token_ids),
-                logp=array("f", request.logp),
+                token_ids=array("i", request.response.ids),
+                logp=array("f", request.response.logp),
             )
             if earlier := self._kept.pop(request.key, None):
                 self._take_over(entering, earlier)

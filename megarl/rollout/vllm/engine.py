@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -139,7 +138,7 @@ class VLLMEngine(Engine):
                 if request.params.stop:
                     stop_at = partial(StopStrings(request.params.stop, self._decode).found, since=request.turn_start)
                 internals.add_request(
-                    self.llm, str(request.key), request.prompt, request.token_ids, _sampling(request), stop_at
+                    self.llm, str(request.key), request.prompt, request.response.ids, _sampling(request), stop_at
                 )
                 self._requests[request.key] = request
 
@@ -150,7 +149,8 @@ class VLLMEngine(Engine):
         for output in outputs:
             drawn, request = output.outputs[0], self._requests.pop(int(output.request_id))
             reason: FinishReason = "stop" if drawn.finish_reason == "stop" else "length"
-            completions[request.key] = _completion(request, drawn.token_ids, drawn.logprobs, reason)
+            response = request.response.drawn(drawn.token_ids, drawn.logprobs)
+            completions[request.key] = Completion(response=response, finish_reason=reason)
         if not self._requests:
             self._decoding.close()
         return completions
@@ -162,7 +162,8 @@ class VLLMEngine(Engine):
             drawn = internals.interrupt(self.llm)
         self._decoding.close()
         everyone, self._requests = self._requests, {}
-        return {key: _completion(request, *drawn[str(key)], None) for key, request in everyone.items()}
+        responses = {key: request.response.drawn(*drawn[str(key)]) for key, request in everyone.items()}
+        return {key: Completion(response=response, finish_reason=None) for key, response in responses.items()}
 
     def forget(self, keys: Iterable[int]) -> None:
         """vLLM forgets by itself what it has not used for longest."""
@@ -191,7 +192,7 @@ def _sampling(request: Request) -> Any:
     """vLLM's parameters of one request. With a seed of its own a request is drawn alike on every rank of a replica."""
     import vllm
 
-    params, begun = request.params, len(request.token_ids)
+    params, begun = request.params, len(request.response)
     return vllm.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -208,14 +209,3 @@ def _sampling(request: Request) -> Any:
 def _seed_at(seed: int, place: int) -> int:
     """A seed for the rest of a response: vLLM's generators cannot be wound forward."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{place}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _completion(
-    request: Request, token_ids: Sequence[int], logp: Sequence[float], finish_reason: FinishReason | None
-) -> Completion:
-    assert len(token_ids) == len(logp), "vLLM returned log-probabilities of other tokens than the sampled ones"
-    return Completion(
-        token_ids=request.token_ids + array("i", token_ids),
-        logp=request.logp + array("f", logp),
-        finish_reason=finish_reason,
-    )

@@ -20,7 +20,7 @@ from megarl.checkpoint.arrays import Array
 from megarl.config import Config
 from megarl.rollout.replicas import Quota, begin_rollouts, replicas_of_groups
 from megarl.trainer.layouts import generation_layout
-from megarl.types import FinishReason, Prompt, Rollout, Rollouts
+from megarl.types import FinishReason, Prompt, Rollout, Rollouts, Tokens
 
 _FINISHES: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
 _OF_EACH = ("prompt", "prompt_digest", "group", "sample", "seed", "finish_reason", "length", "span_count")
@@ -69,7 +69,8 @@ class CarryOver:
         chosen = set(sorted(self._places)[: self._at_a_time])
         waiting = [rollout for rollout in self._under_way if rollout.group not in chosen]
         begun = [rollout for rollout in self._under_way if rollout.group in chosen]
-        required = {r.group for r in begun if r.versions and version - r.versions[0][0] >= self._max_staleness}
+        oldest = version - self._max_staleness
+        required = {r.group for r in begun for first, _ in r.response.versions[:1] if first <= oldest}
         quota = Quota(groups=self._batch_size, required=frozenset(required))
         rollouts = go_on(begun, quota)
         taken = self._take(rollouts, quota)
@@ -84,7 +85,7 @@ class CarryOver:
         return {
             "groups": float(len(self._places)),
             "finished": float(len(self._places) - len(unfinished)),
-            "tokens": float(sum(len(rollout.token_ids) for rollout in self._under_way)),
+            "tokens": float(sum(len(rollout.response) for rollout in self._under_way)),
         }
 
     def state(self) -> dict[str, Any]:
@@ -106,7 +107,7 @@ class CarryOver:
         """Return the groups under way: numbers of each of R responses, [R] int64, and one after another their tokens
         and the spans of the versions that drew them."""
         under_way = self._under_way
-        spans = [span for rollout in under_way for span in rollout.versions]
+        spans = [span for rollout in under_way for span in rollout.response.versions]
         return {
             "prompt": _numbers(self._places[rollout.group] for rollout in under_way),
             "prompt_digest": _numbers(_digest(rollout.prompt) for rollout in under_way),
@@ -114,11 +115,11 @@ class CarryOver:
             "sample": _numbers(rollout.sample for rollout in under_way),
             "seed": _numbers(rollout.seed for rollout in under_way),
             "finish_reason": _numbers(_FINISHES.index(rollout.finish_reason) for rollout in under_way),
-            "length": _numbers(len(rollout.token_ids) for rollout in under_way),
-            "span_count": _numbers(len(rollout.versions) for rollout in under_way),
+            "length": _numbers(len(rollout.response) for rollout in under_way),
+            "span_count": _numbers(len(rollout.response.versions) for rollout in under_way),
             "spans": np.array(spans, np.int64).reshape(-1, 2),
-            "token_ids": _joined((rollout.token_ids for rollout in under_way), np.int32),
-            "logp": _joined((rollout.logp for rollout in under_way), np.float32),
+            "token_ids": _joined((rollout.response.ids for rollout in under_way), np.int32),
+            "logp": _joined((rollout.response.logp for rollout in under_way), np.float32),
         }
 
     def load_arrays(self, arrays: Mapping[str, Array]) -> None:
@@ -156,9 +157,11 @@ class CarryOver:
                     group=row["group"],
                     sample=row["sample"],
                     seed=row["seed"],
-                    token_ids=array("i", arrays["token_ids"][tokens_of_row].tobytes()),
-                    logp=array("f", arrays["logp"][tokens_of_row].tobytes()),
-                    versions=tuple((version, count) for version, count in versions),
+                    response=Tokens(
+                        ids=array("i", arrays["token_ids"][tokens_of_row].tobytes()),
+                        logp=array("f", arrays["logp"][tokens_of_row].tobytes()),
+                        versions=tuple((version, count) for version, count in versions),
+                    ),
                     finish_reason=_FINISHES[row["finish_reason"]],
                 )
             )
@@ -172,10 +175,9 @@ class CarryOver:
 
     def _start_over(self, version: int) -> None:
         """Begin groups anew that later weights have drawn: the run went back to an earlier step."""
-        undone = {r.group for r in self._under_way if any(drawn_with >= version for drawn_with, _ in r.versions)}
-        nothing: dict[str, Any] = {"versions": (), "finish_reason": None, "reward": None, "sampled": None}
+        undone = {r.group for r in self._under_way for drawn_with, _ in r.response.versions if drawn_with >= version}
         self._under_way = [
-            replace(r, token_ids=array("i"), logp=array("f"), **nothing) if r.group in undone else r
+            replace(r, response=Tokens(), finish_reason=None, reward=None) if r.group in undone else r
             for r in self._under_way
         ]
 

@@ -107,7 +107,7 @@ def encoded_anew(rollouts: Rollouts, inputs: Inputs, world: World, tokenizer: To
     mine: list[list[int]] = []
     for rollout in rollouts[world.rank :: world.size]:
         prompt, source = value_at(rollout.prompt.row, data.prompt_key), rollout.prompt.source
-        response, ended = inputs.tokenizer.decode(rollout.token_ids), rollout.finish_reason == "stop"
+        response, ended = inputs.tokenizer.decode(rollout.response.ids), rollout.finish_reason == "stop"
         if are_messages(prompt):
             tools = tools_of(Row(source, rollout.prompt.row), data.tools_key)
             mine.append(conversation_ids(prompt, response, source, tokenizer, ended=ended, tools=tools))

@@ -52,11 +52,11 @@ class ShownRollouts:
     def _sample(self, rollout: Rollout, prompt: str) -> Sample:
         decode, turns, turn_lengths, error = self._tokenizer.decode, None, None, None
         if rollout.episode is not None:
-            turns = tuple(("policy" if drawn else "environment", decode(ids)) for drawn, ids in rollout.turns)
-            turn_lengths, error = tuple(len(ids) for _, ids in rollout.turns), rollout.episode.error
+            turns = tuple(("policy" if drawn else "environment", decode(ids)) for drawn, ids in rollout.response.turns)
+            turn_lengths, error = tuple(len(ids) for _, ids in rollout.response.turns), rollout.episode.error
         return Sample(
             prompt=prompt,
-            response=decode(rollout.token_ids),
+            response=decode(rollout.response.ids),
             answer=str(rollout.prompt.row.get("answer", "")),
             reward=rollout.reward,
             turns=turns,
@@ -66,20 +66,20 @@ class ShownRollouts:
             sample=rollout.sample,
             source=rollout.prompt.data_source,
             finish=rollout.finish_reason,
-            length=len(rollout.token_ids),
+            length=len(rollout.response),
             turn_lengths=turn_lengths,
             parts=_finite(rollout.parts) or None,
         )
 
     def _tokens(self, place: int, rollout: Rollout, batch: Batch) -> TokenColumns:
         stop = int(batch.cu_seqlens[place + 1])
-        response = slice(stop - len(rollout.token_ids), stop)
+        response = slice(stop - len(rollout.response), stop)
         trained, drawn = batch.old_logp, batch.rollout_logp
         logp, gap = drawn if trained is None else trained, None
         if trained is not None and drawn is not None:
             gap = torch.where(batch.response_mask[response], trained[response] - drawn[response], 0.0)
         return TokenColumns(
-            texts=self._pieces.of(rollout.token_ids),
+            texts=self._pieces.of(rollout.response.ids),
             logp=None if logp is None else _numbers(logp[response]),
             advantage=None if batch.advantages is None else _numbers(batch.advantages[response]),
             gap=None if gap is None else _numbers(gap),

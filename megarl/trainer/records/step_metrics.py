@@ -41,7 +41,7 @@ def quantile(in_order: Sequence[float], share: float) -> float:
 
 def response_metrics(rollouts: Rollouts) -> dict[str, float]:
     """length_mean, length_max: tokens per response; truncated: share that was cut off at max_response_length."""
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [len(rollout.response) for rollout in rollouts]
     return {
         "length_mean": _mean(lengths),
         "length_max": float(max(lengths)),
@@ -88,14 +88,14 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     episodes = [of_one for of_one in parts if of_one]
     if not episodes:
         return {}
-    masks = [rollout.sampled for rollout in rollouts if rollout.sampled is not None]
-    tokens = sum(len(mask) for mask in masks)
+    responses = [rollout.response for rollout in rollouts if rollout.episode is not None]
     turns = [sum(part.turns for part in of_one) for of_one in episodes]
     return {
         "turns_mean": _mean(turns),
         "turns_max": float(max(turns)),
         "tool_s": _mean([sum(part.seconds for part in of_one) for of_one in episodes]),
-        "observed": sum(mask.count(0) for mask in masks) / max(1, tokens),
+        "observed": sum((response.sampled or b"").count(0) for response in responses)
+        / max(1, sum(map(len, responses))),
         "limited": _mean([any(part.limited for part in of_one) for of_one in episodes]),
     }
 

@@ -14,7 +14,7 @@ from megarl.parallel.generation_groups import GenerationGroups
 from megarl.rewards.results import RewardError
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.scoring.scorer import Score
-from megarl.types import Rollout, Rollouts, SamplingParams
+from megarl.types import Rollout, Rollouts, SamplingParams, Tokens
 
 
 def build_episodes(inputs: Inputs, groups: GenerationGroups) -> Episodes | None:
@@ -96,7 +96,6 @@ def _itself(rollout: Rollout) -> Rollout:
 
 def _last_turn(rollout: Rollout) -> Rollout:
     """Return the rollout with its last turn of the policy as its response."""
-    drawn, token_ids = rollout.turns[-1] if rollout.token_ids else (True, rollout.token_ids)
-    last = token_ids if drawn else token_ids[:0]
-    logp = rollout.logp[len(rollout.logp) - len(last) :]
-    return replace(rollout, token_ids=last, logp=logp, sampled=None, versions=())
+    response = rollout.response
+    drawn, ids = response.turns[-1] if response else (False, response.ids)
+    return replace(rollout, response=Tokens(ids=ids, logp=response.logp[-len(ids) :]) if drawn else Tokens())

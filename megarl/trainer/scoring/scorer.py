@@ -59,10 +59,10 @@ class Scorer:
         if not self._reads(rollout):
             return
         assert rollout.finish_reason is not None
-        text = self._inputs.tokenizer.decode(rollout.token_ids)
+        text = self._inputs.tokenizer.decode(rollout.response.ids)
         response = Response(
             text=text,
-            tokens=len(rollout.token_ids),
+            tokens=len(rollout.response),
             finish_reason=rollout.finish_reason,
             prompt=value_or_none(rollout.prompt.row, self._inputs.config.data.prompt_key),
         )
@@ -144,4 +144,4 @@ class Scorer:
 
 def _key(rollout: Rollout) -> tuple[int, int]:
     """Return what tells responses apart between two collections: equal tokens to one prompt have the same score."""
-    return rollout.seed, crc32(rollout.token_ids.tobytes())
+    return rollout.seed, crc32(rollout.response.ids.tobytes())

@@ -1,0 +1,57 @@
+"""The tokens of a response: what the policy drew, and what was said between."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Tokens one after another, in arrays: a step may have 10^8.
+
+    Attributes:
+        ids: int32 ("i").
+        logp: float32 ("f"), log-probability of each token under the distribution it was drawn from (temperature and
+            filters applied), nats. Greedy: the distribution at temperature 1, unfiltered. 0: an environment said it.
+        sampled: a byte for each token, 1 where the policy drew it and 0 where an environment said it; None: all drawn.
+        versions: (version, tokens) one after another: how many tokens were added with which version of the weights.
+    """
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    logp: array[float] = field(default_factory=lambda: array("f"))
+    sampled: bytes | None = None
+    versions: tuple[tuple[int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def drawn(self, ids: Iterable[int], logp: Sequence[float]) -> Tokens:
+        """Append tokens that an engine has drawn."""
+        added = array("i", ids)
+        assert len(added) == len(logp), f"{len(added)} tokens came with {len(logp)} log-probabilities"
+        sampled = None if self.sampled is None else self.sampled + b"\x01" * len(added)
+        return replace(self, ids=self.ids + added, logp=self.logp + array("f", logp), sampled=sampled)
+
+    def observed(self, ids: Iterable[int]) -> Tokens:
+        """Append tokens that an environment has said."""
+        added = array("i", ids)
+        sampled = (self.sampled or b"\x01" * len(self)) + b"\x00" * len(added)
+        return replace(self, ids=self.ids + added, logp=self.logp + array("f", [0.0]) * len(added), sampled=sampled)
+
+    def with_version(self, version: int) -> Tokens:
+        """Write down the version of the weights with which the newest tokens were added, those that have none."""
+        earlier = self.versions
+        added = len(self) - sum(tokens for _, tokens in earlier)
+        if added and earlier and earlier[-1][0] == version:
+            earlier, added = earlier[:-1], added + earlier[-1][1]
+        return replace(self, versions=(*earlier, (version, added)) if added else earlier)
+
+    @property
+    def turns(self) -> list[tuple[bool, array[int]]]:
+        """Split the tokens into turns: whether the policy spoke, and the token ids."""
+        sampled = self.sampled or b"\x01" * len(self)
+        places = [0, *(i for i in range(1, len(self)) if sampled[i] != sampled[i - 1]), len(self)]
+        return [(bool(sampled[a]), self.ids[a:b]) for a, b in pairwise(places) if a < b]
