@@ -3,8 +3,8 @@
     python tools/kill_and_resume.py --out runs/kills configs/quickstart.yaml trainer.total_training_steps=12 ...
 
 Both runs save a checkpoint at every step and have trainer.resume_mode=auto. The moments take turns: while the engine
-decodes, in the reshard, while log-probabilities are computed, in the update, while a checkpoint is written, and between
-its manifest and its rename. So do the victims: a rank drawn at random, all of them, the launcher. How long a process
+decodes, in the reshard, while log-probabilities are computed, in the update, while a checkpoint is copied, while it is
+written behind the next steps, and between its manifest and its rename. So do the victims: a rank drawn at random, all of them, the launcher. How long a process
 trains before its moment may come is drawn at random, and leaves steps for the other kills.
 
 Written to --out: straight/ and killed/, the two runs; kills.json, what was killed where; and a table on the console.
@@ -35,12 +35,13 @@ from rich.table import Table
 from megarl.telemetry.metrics import TIMED
 
 ROOT = Path(__file__).parents[1]
-MOMENTS = {  # name -> file and function that the main thread is in
+MOMENTS = {  # name -> file and function that a thread is in
     "generate": ("rollout/native/engine.py", "_decode"),
     "reshard": ("reshard/execute.py", "run"),
     "log-probabilities": ("roles/model.py", "forward"),
     "update": ("roles/trained.py", "accumulate_gradients"),
-    "save": ("checkpoint/store.py", "save_checkpoint"),
+    "save": ("checkpoint/store.py", "take_snapshot"),
+    "write": ("checkpoint/store.py", "write"),
     "between manifest and rename": ("os.rename", ".partial"),  # an event of the interpreter, not a function
 }
 VICTIMS = ("one rank", "all ranks", "launcher")
@@ -68,11 +69,11 @@ def _victims(kind):
     return [int(pid) for pid in children if int(pid) != os.getpid()]
 
 def _within(file, function):
-    frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame is not None:
-        if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):
-            return True
-        frame = frame.f_back
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):
+                return True
+            frame = frame.f_back
     return False
 
 def _newest(folder):

@@ -7,10 +7,12 @@ on one rank would not reach the other ranks. Megatron-Core's reader runs code th
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from megarl.checkpoint.plan_items import (
     stored_shape,
     tensor_item,
 )
+from megarl.checkpoint.staging import Staging
 from megarl.checkpoint.stored_objects import COMMON_FILE, CheckpointReader, read_common, read_object
 from megarl.data.balance import karmarkar_karp
 from megarl.parallel.world import World
@@ -53,16 +56,23 @@ FILE_BYTES = 2**26
 
 
 class ShardedParts:
-    """This rank's share of a sharded state dict. The ranks plan the shares together; each then writes on any thread.
+    """Holds this rank's share of a sharded state dict. The ranks plan the shares together; each writes on any thread.
 
-    Tensors are not copied: where the state dict refers to those of a model or an optimizer, they must not change before
-    `write` returns. A thread holds one tensor in host memory at a time.
+    Without a staging nothing is copied: the tensors of models and optimizers must not change before `write` returns. A
+    thread holds one tensor in host memory at a time then.
     """
 
-    def __init__(self, sharded: dict[str, Any], world: World) -> None:
-        """Every rank calls it."""
+    def __init__(self, sharded: dict[str, Any], world: World, staging: Staging | None = None) -> None:
+        """Every rank calls it.
+
+        Args:
+            staging: takes a copy of everything.
+        """
         parts, self._common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
-        self._planner = _Planner([part for part in nested_values(parts) if is_main_replica(part.replica_id)])
+        mine = [part for part in nested_values(parts) if is_main_replica(part.replica_id)]
+        if staging is not None:
+            self._common, mine = copy.deepcopy(self._common), _copied(mine, staging)
+        self._planner = _Planner(mine)
         self._plans = world.gather(self._planner.items, "the plan of a checkpoint")
         self._rank = world.rank
 
@@ -141,6 +151,14 @@ def _writer(folder: str) -> FileSystemWriter:
     return FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
 
 
+def _copied(parts: Sequence[ShardedTensor | ShardedObject], staging: Staging) -> list[ShardedTensor | ShardedObject]:
+    tensors = iter(staging.copy(part.data for part in parts if isinstance(part, ShardedTensor)))
+    return [
+        replace(part, data=next(tensors) if isinstance(part, ShardedTensor) else copy.deepcopy(part.data))
+        for part in parts
+    ]
+
+
 class _Planner(DefaultSavePlanner):
     """Lists this rank's items, and gives the writer their data."""
 
@@ -151,7 +169,7 @@ class _Planner(DefaultSavePlanner):
         for part in parts:
             item = object_item(part.unique_key) if isinstance(part, ShardedObject) else tensor_item(part)
             self.items.append(item)
-            self._parts[item.index] = part  # not copied: a writer behind the next steps needs a copy on the host here
+            self._parts[item.index] = part
 
     def nbytes(self, item: WriteItem) -> int:
         """0 for an object, which is small."""

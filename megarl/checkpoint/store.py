@@ -1,7 +1,8 @@
 """Writes and reads checkpoint folders in Megatron-Core's `dist_checkpointing` format: whole or not at all.
 
 A save is three calls: `take_snapshot`, which the ranks make together between two steps; `Snapshot.write`, in which each
-rank writes its files and waits for no other; `commit`, together again, after which the checkpoint has its name.
+rank writes its files and waits for no other, while the next steps run if the snapshot is a copy; `commit`, together
+again, after which the checkpoint has its name.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.arrays import Array, write_arrays
@@ -33,6 +34,7 @@ from megarl.checkpoint.folder import (
 )
 from megarl.checkpoint.manifest import (
     FORMAT,
+    FileRecord,
     checksum_problem,
     files_of,
     one_line,
@@ -42,6 +44,7 @@ from megarl.checkpoint.manifest import (
 )
 from megarl.checkpoint.rank_failures import RankFailed, first_of, on_every_rank, on_first_rank
 from megarl.checkpoint.sharded_files import ShardedParts, difference, read_sharded
+from megarl.checkpoint.staging import Staging
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.parallel.world import World
 
@@ -59,6 +62,19 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Written:
+    """A rank's part of a checkpoint on the disk.
+
+    Attributes:
+        results: of the writer of tensors and objects.
+        records: of the rank's files, by name.
+    """
+
+    results: list[WriteResult]
+    records: dict[str, FileRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The state of a run between two steps, as far as this rank writes it.
 
@@ -66,6 +82,7 @@ class Snapshot:
         run_dir: of the run.
         position: where in the run it was taken.
         parts: tensors and objects; see `ShardedParts` for which of them are live.
+        rank: of this process.
         state: small state, which the first rank writes.
         arrays: large state by name, which the first rank writes.
     """
@@ -73,18 +90,27 @@ class Snapshot:
     run_dir: str
     position: Position
     parts: ShardedParts
+    rank: int
     state: Mapping[str, Any]
     arrays: Mapping[str, Mapping[str, Array]]
 
-    def write(self) -> list[WriteResult]:
-        """Write this rank's files into the partial folder; any thread may do it. Raises OSError."""
+    def write(self) -> Written:
+        """Write this rank's files into the partial folder, to the disk; any thread may do it. Raises OSError.
+
+        The first rank's are also those that the snapshot has left there.
+        """
         partial = partial_folder(checkpoint_folder(self.run_dir, self.position))
-        if dist.get_rank() == 0:
+        if self.rank == 0:
             write_state(partial, self.state)
             for name, arrays in self.arrays.items():
                 write_arrays(partial, name, arrays)
         with _without_warnings():
-            return self.parts.write(partial)
+            results = self.parts.write(partial)
+        names = {result.storage_data.relative_path for result in results}
+        if self.rank == 0:
+            # all but the parts of other ranks
+            names |= {name for name in files_of(partial) if not name.endswith(DEFAULT_SUFFIX)}
+        return Written(results=results, records=record_files(partial, sorted(names), sync=True))
 
 
 def take_snapshot(
@@ -96,6 +122,7 @@ def take_snapshot(
     arrays: Mapping[str, Mapping[str, Array]] | None = None,
     rng: Mapping[str, Tensor] | None = None,
     write_model: Callable[[str], None],
+    staging: Staging | None = None,
     world: World,
 ) -> Snapshot:
     """Plan a checkpoint, and begin its partial folder. Every rank calls it.
@@ -107,6 +134,7 @@ def take_snapshot(
         rng: as `rng_state` gave it; default: the generators as they are now.
         write_model: called on every rank with the partial folder, to add the model's Hugging Face files. They are
             written at once: a copy of the weights would cost a model's memory. An OSError must reach every rank.
+        staging: takes a copy of all tensors, so that they may change before they are written.
 
     Raises:
         SaveFailed: on every rank, if any of them could not write; nothing is left of the attempt.
@@ -116,14 +144,14 @@ def take_snapshot(
     with _or_give_up(run_dir, position, world):
         on_first_rank(world, lambda: _make_empty(partial))
         with _without_warnings():
-            parts = ShardedParts({**sharded, "rng": generators}, world)
+            parts = ShardedParts({**sharded, "rng": generators}, world, staging)
         write_model(partial)
     of_position = {"format": FORMAT, "loop": position.loop, "order": position.order, "step": position.step}
     state = {**trainer_state, **of_position, "world_size": world.size}
-    return Snapshot(run_dir=run_dir, position=position, parts=parts, state=state, arrays=arrays or {})
+    return Snapshot(run_dir=run_dir, position=position, parts=parts, rank=world.rank, state=state, arrays=arrays or {})
 
 
-def commit(snapshot: Snapshot, written: Callable[[], list[WriteResult]], world: World) -> Saved:
+def commit(snapshot: Snapshot, written: Callable[[], Written], world: World) -> Saved:
     """Make a checkpoint of what all ranks have written. Every rank calls it.
 
     The partial folder gets its name when it is whole and on the disk: a job that dies before leaves the earlier
@@ -138,10 +166,8 @@ def commit(snapshot: Snapshot, written: Callable[[], list[WriteResult]], world: 
     final = checkpoint_folder(snapshot.run_dir, snapshot.position)
     partial = partial_folder(final)
     with _or_give_up(snapshot.run_dir, snapshot.position, world):
-        results = world.gather(on_every_rank(world, written), "all parts of a checkpoint")
-        on_first_rank(world, lambda: snapshot.parts.finish(partial, results))
-        _write_manifest(partial, world)
-        on_first_rank(world, lambda: take_place(partial, final))
+        everyone = world.gather(on_every_rank(world, written), "all parts of a checkpoint")
+        on_first_rank(world, lambda: _finish(snapshot, partial, final, everyone))
     return Saved(folder=final, position=snapshot.position)
 
 
@@ -213,13 +239,13 @@ def _make_empty(folder: str) -> None:
     os.makedirs(folder)
 
 
-def _write_manifest(folder: str, world: World) -> None:
-    """Hash all files, each rank every world-th of them, and wait until they are on the disk."""
-    names = world.broadcast(on_first_rank(world, lambda: files_of(folder)), "a checkpoint's files")
-    mine = on_every_rank(world, lambda: record_files(folder, names[world.rank :: world.size], sync=True))
-    everyone = world.gather(mine, "the checksums of a checkpoint")
-    records = {name: record for part in everyone for name, record in part.items()}
-    on_first_rank(world, lambda: write_manifest(folder, records))
+def _finish(snapshot: Snapshot, partial: str, final: str, everyone: list[Written]) -> None:
+    """Describe all parts, list all files, and give the folder its name."""
+    snapshot.parts.finish(partial, [written.results for written in everyone])
+    records = {name: record for written in everyone for name, record in written.records.items()}
+    rest = [name for name in files_of(partial) if name not in records]
+    write_manifest(partial, records | record_files(partial, rest, sync=True))
+    take_place(partial, final)
 
 
 @contextmanager

@@ -100,7 +100,13 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Contents of checkpoints beyond the state for resuming, and their verification."""
+    """Contents of checkpoints beyond the state for resuming, how they are written, and their verification."""
+
+    async_save: bool = Field(
+        True,
+        description="copy what is saved into host memory (pinned, where there is a GPU) and write it while the next "
+        "steps run; otherwise training stops until the files are on the disk",
+    )
 
     save_hf: bool = Field(
         False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -12,7 +13,17 @@ from torch import Tensor
 
 from megarl.checkpoint.arrays import Array, read_arrays
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
-from megarl.checkpoint.store import Saved, SaveFailed, load_checkpoint, rng_state, save_checkpoint
+from megarl.checkpoint.staging import Staging
+from megarl.checkpoint.store import (
+    Saved,
+    SaveFailed,
+    Snapshot,
+    Written,
+    commit,
+    load_checkpoint,
+    rng_state,
+    take_snapshot,
+)
 from megarl.parallel.world import World
 from megarl.roles.frozen import Reference
 from megarl.roles.model import MegatronModel
@@ -79,8 +90,20 @@ class Kept:
     rng: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Writing:
+    """A checkpoint between its snapshot and its commit."""
+
+    snapshot: Snapshot
+    written: Future[Written]
+    validation: Mapping[str, float]
+
+
 class Checkpointing:
     """Knows what is saved, and the latest checkpoint.
+
+    A checkpoint may still be written while the next steps run. It is the latest one, and the best one, once it has its
+    name; earlier ones are not deleted before.
 
     Attributes:
         models: models that have joined, by name.
@@ -98,6 +121,9 @@ class Checkpointing:
         self.failure: str | None = None
         self.best = BestCheckpoint(self._config, world, start.position)
         self._identity = start.identity
+        self._staging = Staging() if self._config.checkpoint.async_save else None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: _Writing | None = None
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
@@ -118,21 +144,26 @@ class Checkpointing:
         )
 
     def save(
-        self, position: Position, row: int, validation: Mapping[str, float], kept: Kept | None = None
-    ) -> Saved | None:
-        """Save a checkpoint; every rank calls it.
+        self,
+        position: Position,
+        row: int,
+        validation: Mapping[str, float],
+        kept: Kept | None = None,
+        *,
+        wait: bool = True,
+    ) -> None:
+        """Save a checkpoint; every rank calls it. If it cannot be written, a warning says so, and earlier ones stay.
 
         Args:
             row: the metric files' number of the step.
             validation: metrics of the validation after it; empty if there was none.
             kept: at the end of that step, if another one has begun.
-
-        Returns:
-            the checkpoint; None if it could not be written. A warning says so then, and the earlier ones stay.
+            wait: return when it is on the disk; otherwise it may be written until `settle`.
 
         Raises:
             RunStopped: a value to save is not finite.
         """
+        self.settle()
         kept = kept or self.keep()
         try:
             sharded = {name: self._sharded(name, loading=False) for name in self.models}
@@ -150,7 +181,7 @@ class Checkpointing:
         large = kept.large if self._world.rank == 0 else {}
         exported = self.models.get(ACTOR, self.models.get(REWARD_MODEL))
         try:
-            saved = save_checkpoint(
+            snapshot = take_snapshot(
                 self._config.trainer.run_dir,
                 position,
                 sharded,
@@ -158,14 +189,37 @@ class Checkpointing:
                 arrays={name: joined.arrays() for name, joined in large.items()},
                 rng=kept.rng,
                 write_model=partial(write_model_files, self._inputs, exported),
+                staging=None if wait else self._staging,
                 world=self._world,
             )
         except SaveFailed as e:
-            self.failure = str(e)
-            self._report.warn(self.failure)
-            return None
-        self._after(saved, validation)
-        return saved
+            self._failed(e)
+            return
+        written = self._writer.submit(snapshot.write)
+        self._writing = _Writing(snapshot=snapshot, written=written, validation=validation)
+        if wait or self._staging is None:
+            self.settle()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Commit the checkpoint that is being written, if one is; every rank calls it.
+
+        Args:
+            wait: until it is written; otherwise only if all ranks have written it.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        if not wait and not all(self._world.all_gather(writing.written.done(), "a look at a checkpoint's files")):
+            return
+        self._writing = None
+        try:
+            self._after(commit(writing.snapshot, writing.written.result, self._world), writing.validation)
+        except SaveFailed as e:
+            self._failed(e)
+
+    def _failed(self, error: SaveFailed) -> None:
+        self.failure = str(error)
+        self._report.warn(self.failure)
 
     def _after(self, saved: Saved, validation: Mapping[str, float]) -> None:
         """Take note of a new checkpoint, and delete old ones."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from megarl.checkpoint.folder import LOOP, Position
-from megarl.checkpoint.store import Saved
 from megarl.parallel.world import World
 from megarl.phases import Phase
 from megarl.roles.trained import TrainedModel
@@ -106,6 +105,7 @@ class Loops:
         with self._report.progress(title_of(loop), total, done=done):
             while done < total:
                 self._leave_if_asked(order)
+                self._checkpoints.settle(wait=False)
                 self._keep()
                 self.position, self._validation = Position(order, done + 1, loop), {}
                 with self._profiler.step(self.row):
@@ -124,7 +124,8 @@ class Loops:
 
     def finish(self) -> None:
         """Save the last step, unless it is saved: see `Run.finish`."""
-        if self._config.trainer.save_freq and self._unsaved and not self._save():
+        self._save_if_new()
+        if self._config.trainer.save_freq and self._unsaved:
             raise RunStopped(
                 f"all {self.position.step} steps are done, but not saved; make room and start again to repeat those "
                 f"since {self._checkpoints.latest or 'the beginning'}"
@@ -132,6 +133,7 @@ class Loops:
 
     def save_whole_steps(self) -> None:
         """Save the last whole step: see `Run.save_whole_steps`."""
+        self._checkpoints.settle()
         if self._last_whole is None:
             return
         position, validation, updates, kept = self._last_whole
@@ -175,6 +177,7 @@ class Loops:
         signal = self._stop.agreed(self._world)
         if signal is None:
             return
+        self._checkpoints.settle()
         if self.position.order == order:
             self._save_if_new()
         elif self._config.trainer.save_freq and self._unsaved:
@@ -193,6 +196,7 @@ class Loops:
         return sum(len(model.skipped) for model in self._trained)
 
     def _save_if_new(self, kept: Kept | None = None) -> None:
+        self._checkpoints.settle()
         if self._config.trainer.save_freq and self._unsaved:
             self._save(kept)
 
@@ -219,7 +223,7 @@ class Loops:
         problem = best.problem_with(self._validation) if self._validation else None
         improved = best.improved_by(self._validation) or problem is not None
         if improved or _due(every, self.position.step, total, at_end=every > 0):  # -1: once, when the flow is over
-            self._save()
+            self._save(wait=problem is not None)
         if problem is not None:
             raise RunStopped(f"{problem}; {self._checkpoints.latest} holds the steps so far")
         return self.position.step
@@ -228,13 +232,15 @@ class Loops:
         with self._records.timers(Phase.VALIDATE):
             return dict(validate())
 
-    def _save(self, kept: Kept | None = None) -> Saved | None:
-        """Save everything on which the next step depends; None if it could not be written."""
+    def _save(self, kept: Kept | None = None, *, wait: bool = True) -> None:
+        """Save everything on which the next step depends."""
         with self._phase(Phase.SAVE):
-            return self._checkpoints.save(self.position, self._before + self.position.step, self._validation, kept)
+            row = self._before + self.position.step
+            self._checkpoints.save(self.position, row, self._validation, kept, wait=wait)
 
     def _recover(self, event: str, nonfinite: NonFiniteUpdates) -> None:
         """Go on from the last checkpoint, with the batches after the bad one, or stop."""
+        self._checkpoints.settle()
         folder, saved = self._checkpoints.latest, self._checkpoints.position
         if self._config.trainer.on_nonfinite == "rollback" and saved is not None and saved.order == self.position.order:
             assert folder is not None
@@ -247,7 +253,8 @@ class Loops:
             event += f"; rolled back to {folder} too often"
         holds = "trainer.save_freq=0, so nothing is saved"
         if self._config.trainer.save_freq:
-            holds = f"{self._checkpoints.latest} holds them" if self._save() else f"the last checkpoint is {folder}"
+            self._save()
+            holds = f"the last checkpoint is {folder}" if self._unsaved else f"{self._checkpoints.latest} holds them"
         raise RunStopped(f"{event}; {holds}; look at this step's rollouts and rewards, and at the learning rate")
 
 
