@@ -288,6 +288,7 @@ def test_a_run_repeats_itself_and_goes_on_with_unfinished_responses(ranks: Ranks
     assert numbers_of(resumed) == numbers_of(one) and same(_checkpoint(resumed, 6), _checkpoint(one, 6))
 
 
+@pytest.mark.slow
 def test_responses_under_way_lie_in_a_file_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
     """Sent from one rank to the others; a checkpoint that has them in another form is refused in one line."""
     _run(ranks, tmp_path / "one", 2, "trainer.total_training_steps=2")

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from selection import quick
 from tiny_run import ROOT, megarl, metrics_of, write_run
 
 COMMAND = [sys.executable, "-m", "megarl.cli.main"]
@@ -18,8 +17,9 @@ ARROW = (
 )
 
 
-@pytest.mark.parametrize("lost", quick(["stdout", "both"], 1))
-@pytest.mark.parametrize("by", quick(["a full disk", "a reader that left"], 0))
+@pytest.mark.parametrize("lost", ["stdout", "both"])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["a full disk", "a reader that left"])
 def test_a_run_goes_on_when_its_output_cannot_be_written(tmp_path: Path, by: str, lost: str) -> None:
     config = write_run(tmp_path, trainer__save_freq=2)
     read, write = os.pipe()

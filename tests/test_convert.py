@@ -23,18 +23,27 @@ from training_cases import Case
 from megarl.checkpoint.convert import new_folder
 from tools.convert import main
 
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 2)]
 
-@pytest.mark.parametrize(("tp", "pp"), quick([(1, 1), (2, 1), (1, 2), (4, 2)], 1))
-def test_bits_survive_both_ways(tmp_path: Path, tp: int, pp: int) -> None:
-    for i, name in enumerate(CONFIGS):
-        dtype = torch.bfloat16 if i % 2 else torch.float32
-        source = write_folder(tmp_path / name, name, dtype=dtype, files=1 + i % 2)
-        megatron, back = tmp_path / f"{name}-megatron", tmp_path / f"{name}-back"
-        cut = [f"--tp={tp}", f"--pp={pp}", "--max-shard-bytes=20000"]
-        assert main(["hf-to-megatron", str(source), str(megatron), *cut, "--verify"]) == 0
-        assert main(["megatron-to-hf", str(megatron), str(back), "--max-shard-bytes=20000", "--verify"]) == 0
-        assert_same_weights(read_weights(source), read_weights(back))
-        assert json.loads((back / "config.json").read_text()).items() >= CONFIGS[name].items()
+
+@pytest.mark.parametrize(
+    ("name", "tp", "pp"),
+    quick(
+        [*((name, *LAYOUTS[i % 4]) for i, name in enumerate(CONFIGS)), *(("qwen3_moe", *at) for at in LAYOUTS[:3])],
+        0,
+        1,
+        2,
+    ),
+)
+def test_bits_survive_both_ways(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    dtype = torch.bfloat16 if pp > 1 else torch.float32
+    source = write_folder(tmp_path / name, name, dtype=dtype, files=tp)
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    cut = [f"--tp={tp}", f"--pp={pp}", "--max-shard-bytes=20000"]
+    assert main(["hf-to-megatron", str(source), str(megatron), *cut, "--verify"]) == 0
+    assert main(["megatron-to-hf", str(megatron), str(back), "--max-shard-bytes=20000", "--verify"]) == 0
+    assert_same_weights(read_weights(source), read_weights(back))
+    assert json.loads((back / "config.json").read_text()).items() >= CONFIGS[name].items()
 
 
 @pytest.mark.slow

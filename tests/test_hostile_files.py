@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hostile_kinds import KINDS
 from huggingface_cases import write_folder as write_model
 from prompt_rows import read_rows
 from report_runs import rollout, write_folder, write_rollouts
+from selection import quick
 from test_data import message
 
 from megarl.checkpoint.safetensors_file import read_header
@@ -116,8 +118,7 @@ def test_yaml_that_is_more_than_it_looks(
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("begin", ["a0: [x, y]", f"a0: {'x' * 100}"])
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(("begin", "listed"), quick(product(["a0: [x, y]", f"a0: {'x' * 100}"], [True, False]), 0))
 def test_interpolations_that_multiply(tmp_path: Path, begin: str, listed: bool) -> None:
     """In any order: 900 letters stand for a million million."""
     lines = [begin]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import changed
 from ranks import Ranks
 from torch import Tensor
 from training_cases import (
@@ -25,7 +26,7 @@ from megarl.parallel.deterministic import deterministic
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 
-LARGER = replace(
+LARGER = changed(
     ARCH,
     num_layers=8,
     hidden_size=1024,

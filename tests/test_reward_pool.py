@@ -241,6 +241,7 @@ def test_what_a_verifier_does_costs_its_own_response_only(file: str) -> None:
         until(lambda: sum(worker.status() != "zombie" for worker in workers_under(pool)) == 4)
 
 
+@pytest.mark.slow
 def test_runs_of_a_response_end_before_the_response_is_ended() -> None:
     """Each of its tests keeps to `wall`; together they would take longer than `reward.timeout`, and end a run."""
     rows = {"tests": [{"input": "3\n", "output": "9"}] * 20}
@@ -421,6 +422,7 @@ def test_no_worker_outlives_its_rank(file: str, tmp_path: Path, how: signal.Sign
 # ------------------------------------------------------------------------------------------------ kinds of functions
 
 
+@pytest.mark.slow
 def test_lists_of_responses(file: str, tmp_path: Path) -> None:
     """A list that fails is tried again one by one, so that nobody fails for the company it was in."""
     note = {"note": str(tmp_path / "sizes")}

@@ -179,7 +179,8 @@ def _one_oversleeps(store: str, phase: str, folder: str) -> str:
     return "done"
 
 
-@pytest.mark.parametrize("phase", quick(WORK, 0))
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", WORK)
 def test_a_rank_that_is_late_for_a_pass_or_a_save_is_named(ranks: Ranks, tmp_path: Path, phase: str) -> None:
     """Not those that wait for it, wherever they do: in a tensor-parallel group, or in that of all ranks."""
     said = ranks.run(4, _one_oversleeps, os.path.join(tmp_path, "store"), phase, str(tmp_path))
