@@ -180,6 +180,26 @@ def test_commands_are_read_as_the_shell_runs_them(text: str, tmp_path: Path) -> 
     assert _written(tmp_path, text) == {"trainer.nnodes": 2, "data.seed": 3}
 
 
+def test_a_quotation_that_does_not_end_hides_no_setting(tmp_path: Path) -> None:
+    written = _written(tmp_path, f"{PPO} data.seed=3 \\\n trainer.logger=['console','wandb] \\\n trainer.nnodes=2\n")
+    assert written == {"data.seed": 3, "trainer.logger": "['console','wandb]", "trainer.nnodes": 2}
+    assert "tensorboard, csv" in _refused(written)["trainer.logger"]
+
+
+def test_of_two_settings_with_one_counterpart_both_show_what_counts() -> None:
+    words = "trainer.max_actor_ckpt_to_keep=3 trainer.max_critic_ckpt_to_keep=5"
+    first, second = convert(read_written(words.split())).changes
+    assert first.values == second.values == {"trainer.max_ckpt_to_keep": 5}
+    assert first.why.endswith("stay; trainer.max_critic_ckpt_to_keep counts") and second.why.endswith("stay")
+
+
+def test_a_reward_model_s_micro_batches_have_tokens_where_they_are_dynamic() -> None:
+    words = "reward_model.forward_max_token_len_per_gpu=98304 reward_model.micro_batch_size_per_gpu=32"
+    for dynamic, tokens in (("true", 98304), ("false", 32 * 1024)):
+        made = convert(read_written([*words.split(), f"reward_model.use_dynamic_bsz={dynamic}"]))
+        assert made.tree["reward_model"]["ppo_max_token_len_per_gpu"] == tokens
+
+
 def test_a_job_of_slurm_with_paths_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     job = tmp_path / "job.slurm"

@@ -209,8 +209,8 @@ def _holds(test: str, variables: Mapping[str, str]) -> bool | None:
 def _words(text: str) -> list[str]:
     try:
         return shlex.split(text, comments=True)
-    except ValueError:  # a quotation over several lines, which no command that starts a run has
-        return []
+    except ValueError:  # a quotation that does not end
+        return text.split()
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:

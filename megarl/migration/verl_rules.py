@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.migration.entry import Made, Settings
-from megarl.migration.verl import A, C, F, J, M, R, budget, experts_over, is_sft, layout, needs_critic, updates
+from megarl.migration.verl import (
+    A,
+    C,
+    F,
+    J,
+    M,
+    R,
+    budget,
+    experts_over,
+    is_dynamic,
+    is_sft,
+    layout,
+    needs_critic,
+    updates,
+)
 
 KL = {"kl": "k1", "low_var_kl": "k3", "mse": "k2", "low_var_kl+": "k3+", "kl+": "k1+"}
 """verl's older names of KL estimators."""
@@ -61,7 +75,9 @@ def tokens(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def judged_tokens(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    rows = value if isinstance(value, int) and value > 0 else 1
+    rows, tokens = value if isinstance(value, int) and value > 0 else 1, f"{J}.forward_max_token_len_per_gpu"
+    if is_dynamic(settings, J) and tokens in settings:
+        return {f"{J}.ppo_max_token_len_per_gpu": settings[tokens]}
     return {f"{J}.ppo_max_token_len_per_gpu": max(rows * budget(settings, J), budget(settings, J))}
 
 
