@@ -153,7 +153,7 @@ def test_a_command_in_one_word_and_an_account(tmp_path: Path) -> None:
 def test_trainers_without_a_counterpart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"OpenRLHF's train_kd has no counterpart here; those that have: ppo, sft"):
         _migrated("openrlhf.cli.train_kd --pretrain m")
-    with pytest.raises(ValueError, match="names none of OpenRLHF's trainers .*; it runs serve_rm, which trains"):
+    with pytest.raises(ValueError, match=r"names none of OpenRLHF's trainers .*; it runs serve_rm, which trains"):
         _converted(tmp_path, "python -m openrlhf.cli.serve_rm --port 5000\n")
 
 

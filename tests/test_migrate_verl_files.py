@@ -10,6 +10,7 @@ import pytest
 from megarl.config import Config, build_config
 from megarl.migration import convert, read_written
 
+A = "actor_rollout_ref.actor"
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 PPO = "python3 -m verl.trainer.main_ppo"
 
@@ -184,6 +185,38 @@ def test_a_quotation_that_does_not_end_hides_no_setting(tmp_path: Path) -> None:
     written = _written(tmp_path, f"{PPO} data.seed=3 \\\n trainer.logger=['console','wandb] \\\n trainer.nnodes=2\n")
     assert written == {"data.seed": 3, "trainer.logger": "['console','wandb]", "trainer.nnodes": 2}
     assert "tensorboard, csv" in _refused(written)["trainer.logger"]
+
+
+def test_comments_between_settings_hide_none(tmp_path: Path) -> None:
+    text = f"""{PPO} trainer.experiment_name=run#1 data.seed=3 \\
+    \\
+    `# a batch's size: don't change it` \\
+    data.train_batch_size=8 # an answer's tokens \\
+    trainer.project_name=`date +%s` data.max_prompt_length=$(((1+2))) \\
+    trainer.nnodes=2 # the last one's comment
+"""
+    assert _written(tmp_path, text) == {
+        "trainer.experiment_name": "run#1",
+        "data.seed": 3,
+        "data.train_batch_size": 8,
+        "trainer.project_name": "$(date+%s)",
+        "data.max_prompt_length": 3,
+        "trainer.nnodes": 2,
+    }
+
+
+def test_what_verl_does_not_read_or_has_and_nothing_here_is() -> None:
+    words = f"algorithm.adv_estimator=mine {A}.policy_loss.loss_mode=dppo_tv algorithm.rollout_is=true"
+    words += " trainer.resume_mode=auto trainer.resume_from_path=a trainer.save_freq=after_each_epoch"
+    made = convert(read_written(words.split()))
+    assert build_config(made.tree).trainer.resume_from_path == ""
+    assert [change.why.partition(":")[0] for change in made.of("refused")] == [
+        "there is no 'mine' here",
+        "there is no 'dppo_tv' here",
+        "algorithm.rollout_correction has rollout_is, which weighs, and rollout_rs",
+        "steps are counted; -1 is one at the end of the run",
+    ]
+    assert _migrated("trainer.resume_mode=resume_path", "trainer.resume_from_path=a").trainer.resume_from_path == "a"
 
 
 def test_of_two_settings_with_one_counterpart_both_show_what_counts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.algorithms.registry import ESTIMATORS, LOSSES
 from megarl.migration.entry import Made, Settings
 from megarl.migration.verl import (
     A,
@@ -21,6 +22,8 @@ from megarl.migration.verl import (
     needs_critic,
     updates,
 )
+
+__all__ = ["ESTIMATORS", "LOSSES"]
 
 KL = {"kl": "k1", "low_var_kl": "k3", "mse": "k2", "low_var_kl+": "k3+", "kl+": "k1+"}
 """verl's older names of KL estimators."""
@@ -62,6 +65,8 @@ def argument(key: str, value: Any, settings: Settings) -> Made:
 def frequency(key: str, value: Any, settings: Settings) -> Made:
     if value is None:
         return Made(kind="translated", why="asks for nothing")
+    if isinstance(value, str):
+        return Made(kind="refused", why="steps are counted; -1 is one at the end of the run")
     return Made(kind="carried", values={key: value}, why="at the end of the run only" if value == -1 else "")
 
 
@@ -146,8 +151,8 @@ def judge(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"reward.name": "model"} if value else {}
 
 
-def folder(value: Any) -> Any:
-    return value or ""
+def folder(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
+    return {key: value or ""} if settings.of("trainer.resume_mode") == "resume_path" else {}
 
 
 def megabytes(value: float) -> int:
