@@ -207,6 +207,7 @@ def test_comments_between_settings_hide_none(tmp_path: Path) -> None:
 
 def test_what_verl_does_not_read_or_has_and_nothing_here_is() -> None:
     words = f"algorithm.adv_estimator=mine {A}.policy_loss.loss_mode=dppo_tv algorithm.rollout_is=true"
+    words += " actor_rollout_ref.rollout.load_format=flash_rl"
     words += " trainer.resume_mode=auto trainer.resume_from_path=a trainer.save_freq=after_each_epoch"
     made = convert(read_written(words.split()))
     assert build_config(made.tree).trainer.resume_from_path == ""
@@ -214,9 +215,23 @@ def test_what_verl_does_not_read_or_has_and_nothing_here_is() -> None:
         "there is no 'mine' here",
         "there is no 'dppo_tv' here",
         "algorithm.rollout_correction has rollout_is, which weighs, and rollout_rs",
+        "the engine's weights are the actor's, bit for bit",
         "steps are counted; -1 is one at the end of the run",
     ]
     assert _migrated("trainer.resume_mode=resume_path", "trainer.resume_from_path=a").trainer.resume_from_path == "a"
+
+
+def test_older_profiles_are_of_all_roles_ranks() -> None:
+    words = f"{A}.profile_ranks=[0,2] critic.profile_ranks=[0,1] critic.profile_ranks_all=false"
+    config = _migrated(*words.split(), "trainer.profile_steps=[2,4]")
+    assert (config.profiler.tool, config.profiler.steps, config.profiler.ranks) == ("nsight", [2, 4], [0, 1, 2])
+    assert _migrated(*words.split()).profiler.tool == "none"
+
+
+def test_a_critic_s_folder_without_a_critic() -> None:
+    words = ["critic.model.path=m", "algorithm.adv_estimator=grpo"]
+    assert "critic" not in convert(read_written(words)).tree
+    assert _migrated(words[0]).critic.model.path == "m"
 
 
 def test_of_two_settings_with_one_counterpart_both_show_what_counts() -> None:

@@ -131,6 +131,8 @@ def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[A
                 added[f"{C}.{key}"] = (result[f"{A}.{key}"], f"{default}: the policy's")
     if settings.under(f"{A}.megatron") and result.get(f"{A}.megatron.tensor_model_parallel_size", 1) > 1:
         added[f"{A}.megatron.sequence_parallel"] = (True, default)
+    if "profiler.steps" in result and settings.of("trainer.profile_steps"):
+        added["profiler.tool"] = ("nsight", "verl's trainer.profile_steps are for nsys")
     if "profiler.tool" in result:
         added["profiler.steps"] = ([3], "verl's global_profiler.steps names none")
     if result.get(f"{R}.top_p", 1) < 1 or result.get(f"{R}.top_k", -1) > 0:

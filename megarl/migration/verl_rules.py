@@ -129,14 +129,14 @@ def profile(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def profiled_ranks(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    section = key.removesuffix(".ranks")
-    profiled = settings.of(f"{section}.enable") and not settings.of(f"{section}.all_ranks")
-    return {"profiler.ranks": value} if profiled and value else {}
-
-
-def all_ranks(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    profiled = settings.of(f"{key.removesuffix('.all_ranks')}.enable")
-    return {"profiler.ranks": "all"} if value and profiled else {}
+    """All ranks on which a role is profiled: one that is enabled, or any with the older trainer.profile_steps."""
+    older = settings.of("trainer.profile_steps")
+    enabled = {role: settings.of(f"{role}.profiler.enable") for role in (A, F, C, J)}
+    roles = [role for role, enable in enabled.items() if (older if enable is None else enable)]
+    if any(settings.of(f"{role}.profiler.all_ranks") for role in roles):
+        return {"profiler.ranks": "all"}
+    ranks = {rank for role in roles for rank in settings.of(f"{role}.profiler.ranks") or ()}
+    return {"profiler.ranks": sorted(ranks)} if ranks else {}
 
 
 def top_k(key: str, value: Any, settings: Settings) -> Made:
@@ -231,10 +231,10 @@ def target_kl(key: str, value: Any, settings: Settings) -> Made:
     return Made(kind="refused", why=why + "much as a response has tokens")
 
 
-def critic_warmup(key: str, value: Any, settings: Settings) -> Made:
+def of_critic(key: str, value: Any, settings: Settings) -> Made:
     if value and not needs_critic(settings):
-        return Made(kind="translated", why="the estimator has no critic to warm up")
-    return Made(kind="carried", values={} if value is None else {"trainer.critic_warmup": value})
+        return Made(kind="translated", why="the estimator has no critic")
+    return Made(kind="carried", values={} if value is None else {key: value})
 
 
 def function(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
