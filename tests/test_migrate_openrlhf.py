@@ -186,7 +186,7 @@ def test_options_that_begin_a_line_are_named(tmp_path: Path) -> None:
     written = read_written([str(tmp_path / "run.sh")], "openrlhf")
     assert written == {"trainer": "ppo", "pretrain": "m"}
     (remark,) = written.remarks
-    assert "--use_wandb begins a command of its own, and is left out: end the line before it with" in remark
+    assert remark.endswith("run.sh leaves --use_wandb out: end the line before these with \\")
 
 
 def test_a_command_in_quotation_marks(tmp_path: Path) -> None:

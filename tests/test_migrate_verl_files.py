@@ -221,6 +221,11 @@ def test_what_verl_does_not_read_or_has_and_nothing_here_is() -> None:
     assert _migrated("trainer.resume_mode=resume_path", "trainer.resume_from_path=a").trainer.resume_from_path == "a"
 
 
+def test_the_smaller_number_of_turns_counts() -> None:
+    for words in (("max_user_turns=4", "max_assistant_turns=9"), ("max_assistant_turns=5", "max_user_turns=8")):
+        assert _migrated(*(f"{TURNS}.{word}" for word in words)).environment.max_turns == 5
+
+
 def test_older_profiles_are_of_all_roles_ranks() -> None:
     words = f"{A}.profile_ranks=[0,2] critic.profile_ranks=[0,1] critic.profile_ranks_all=false"
     config = _migrated(*words.split(), "trainer.profile_steps=[2,4]")

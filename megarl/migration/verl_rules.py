@@ -159,10 +159,6 @@ def megabytes(value: float) -> int:
     return int(value * 2**20)
 
 
-def one_more(value: int) -> int:
-    return value + 1
-
-
 def tokens_of_characters(value: int) -> int:
     return max(1, value // 4)
 
@@ -260,6 +256,13 @@ def arguments(key: str, value: Any, settings: Settings) -> Made | Mapping[str, A
 
 def save_contents(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"checkpoint.save_hf": True} if "hf_model" in (value or []) else {}
+
+
+def turns(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
+    section = key.rpartition(".")[0]
+    more = {"max_turns": 0, "max_assistant_turns": 0, "max_user_turns": 1}
+    bounds = [count + n for name, n in more.items() if (count := settings.of(f"{section}.{name}"))]
+    return {"environment.max_turns": min(bounds)} if bounds else {}
 
 
 def over_sample(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:

@@ -131,11 +131,9 @@ def _of_script(text: str, path: str, source: str) -> Written:
             raise ValueError(f"'{path}' names none of {reader.NAME}'s trainers in a command that it runs{also}")
         if len(started) > 1:
             raise ValueError(f"'{path}' starts {len(started)} of {reader.NAME}'s trainers: leave one command in it")
-        remarks += [
-            f"{path}: {words[0]} begins a command of its own, and is left out: end the line before it with \\"
-            for words in split
-            if words and words[0].startswith("--")
-        ]
+        apart = [word.partition("=")[0] for words in split if words and words[0][:2] == "--" for word in words]
+        if options := [word for word in apart if word.startswith("--")]:
+            remarks.append(f"{path} leaves {', '.join(options)} out: end the line before these with \\")
         return Written(reader.of_command(started[0]), remarks)
     values = Written({}, remarks)
     for command in commands:
