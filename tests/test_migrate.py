@@ -663,3 +663,18 @@ def test_what_trl_has_and_nothing_here_is() -> None:
     assert _of_trl("trl grpo --scale_rewards mean")[1] == ["scale_rewards"]
     assert _of_trl("trl cpo --learning_rate 1e-6")[1] == ["trainer"]
     assert _of_trl("trl cpo --loss_type simpo")[1] == []
+    assert _of_trl("trl ppo --batch_size 8 --optim_args x")[1] == ["batch_size", "optim_args"]
+    made = convert(
+        read_written(["trl", "dpo", "--loss_type", "sigmoid", "sft", "--loss_weights", "0.8", "0.2"], "trl"), "trl"
+    )
+    assert [change.why.partition(":")[0] for change in made.of("refused")] == [
+        "megarl algorithms lists the losses on pairs",
+        "one loss on pairs; algorithm.preference.sft_coef adds cross-entropy",
+    ]
+
+
+def test_newer_names_of_trl_and_variables_of_the_environment() -> None:
+    config, refused = _of_trl("OMP_NUM_THREADS=1 python grpo.py --activation_checkpointing --trackio_space_id me/x")
+    assert config.actor_rollout_ref.model.enable_gradient_checkpointing and refused == []
+    with pytest.raises(ValueError, match="no configuration"):
+        read_written(["CUDA_VISIBLE_DEVICES=1", "python", "absent.py"], "trl")

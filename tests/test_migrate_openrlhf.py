@@ -153,7 +153,7 @@ def test_a_command_in_one_word_and_an_account(tmp_path: Path) -> None:
 def test_trainers_without_a_counterpart(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"OpenRLHF's train_kd has no counterpart here; those that have: ppo, sft"):
         _migrated("openrlhf.cli.train_kd --pretrain m")
-    with pytest.raises(ValueError, match="starts 0 of OpenRLHF's trainers: leave one command in it"):
+    with pytest.raises(ValueError, match=r"names none of OpenRLHF's trainers .*; it runs serve_rm, which trains"):
         _converted(tmp_path, "python -m openrlhf.cli.serve_rm --port 5000\n")
 
 
@@ -181,6 +181,14 @@ deepspeed --num_gpus 4 $commands
     assert "also runs batch_inference, which trains nothing" in remark
 
 
+def test_options_that_begin_a_line_are_named(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"python -m {PPO} \\\n  --pretrain m\n  --use_wandb x\n")
+    written = read_written([str(tmp_path / "run.sh")], "openrlhf")
+    assert written == {"trainer": "ppo", "pretrain": "m"}
+    (remark,) = written.remarks
+    assert remark.endswith("run.sh leaves --use_wandb out: end the line before these with \\")
+
+
 def test_a_command_in_quotation_marks(tmp_path: Path) -> None:
     text = (
         'srun bash -c "pip install ray \\\n&& ray job submit -- python3 examples/train_ppo_ray.py --pretrain m" &>> log'
@@ -192,6 +200,11 @@ def test_older_and_other_options() -> None:
     config = _migrated(f"{PPO} --init_kl_coef 1e-3 --use_kl_loss --use_kl_estimator_k3 --backend fsdp2")
     assert config.actor_rollout_ref.actor.kl_loss_type == "k3"
     assert "backend" in _refused(f"{PPO} --backend other")
+    assert _migrated(f"{PPO} --max_len 96 --max_new_tokens 32").data.max_response_length == 32
+    assert _refused(f"{PPO} --ptx_coef 0.05 --use_ds_universal_ckpt --pretrain_split train").keys() == {
+        "use_ds_universal_ckpt"
+    }
+    assert _refused(f"{PPO} --ptx_coef 0.05 --pretrain_data a.jsonl").keys() == {"ptx_coef", "pretrain_data"}
 
 
 def test_a_default_in_place_of_a_refused_option_says_so() -> None:

@@ -10,6 +10,7 @@ import pytest
 from megarl.config import Config, build_config
 from megarl.migration import convert, read_written
 
+A = "actor_rollout_ref.actor"
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 PPO = "python3 -m verl.trainer.main_ppo"
 
@@ -178,6 +179,78 @@ def test_newer_places_of_rewards() -> None:
 )  # fmt: skip
 def test_commands_are_read_as_the_shell_runs_them(text: str, tmp_path: Path) -> None:
     assert _written(tmp_path, text) == {"trainer.nnodes": 2, "data.seed": 3}
+
+
+def test_a_quotation_that_does_not_end_hides_no_setting(tmp_path: Path) -> None:
+    written = _written(tmp_path, f"{PPO} data.seed=3 \\\n trainer.logger=['console','wandb] \\\n trainer.nnodes=2\n")
+    assert written == {"data.seed": 3, "trainer.logger": "['console','wandb]", "trainer.nnodes": 2}
+    assert "tensorboard, csv" in _refused(written)["trainer.logger"]
+
+
+def test_comments_between_settings_hide_none(tmp_path: Path) -> None:
+    text = f"""{PPO} trainer.experiment_name=run#1 data.seed=3 \\
+    \\
+    `# a batch's size: don't change it` \\
+    data.train_batch_size=8 # an answer's tokens \\
+    trainer.project_name=`date +%s` data.max_prompt_length=$(((1+2))) \\
+    trainer.nnodes=2 # the last one's comment
+"""
+    assert _written(tmp_path, text) == {
+        "trainer.experiment_name": "run#1",
+        "data.seed": 3,
+        "data.train_batch_size": 8,
+        "trainer.project_name": "$(date+%s)",
+        "data.max_prompt_length": 3,
+        "trainer.nnodes": 2,
+    }
+
+
+def test_what_verl_does_not_read_or_has_and_nothing_here_is() -> None:
+    words = f"algorithm.adv_estimator=mine {A}.policy_loss.loss_mode=dppo_tv algorithm.rollout_is=true"
+    words += " actor_rollout_ref.rollout.load_format=flash_rl"
+    words += " trainer.resume_mode=auto trainer.resume_from_path=a trainer.save_freq=after_each_epoch"
+    made = convert(read_written(words.split()))
+    assert build_config(made.tree).trainer.resume_from_path == ""
+    assert [change.why.partition(":")[0] for change in made.of("refused")] == [
+        "there is no 'mine' here",
+        "there is no 'dppo_tv' here",
+        "algorithm.rollout_correction has rollout_is, which weighs, and rollout_rs",
+        "the engine's weights are the actor's, bit for bit",
+        "steps are counted; -1 is one at the end of the run",
+    ]
+    assert _migrated("trainer.resume_mode=resume_path", "trainer.resume_from_path=a").trainer.resume_from_path == "a"
+
+
+def test_the_smaller_number_of_turns_counts() -> None:
+    for words in (("max_user_turns=4", "max_assistant_turns=9"), ("max_assistant_turns=5", "max_user_turns=8")):
+        assert _migrated(*(f"{TURNS}.{word}" for word in words)).environment.max_turns == 5
+
+
+def test_older_profiles_are_of_all_roles_ranks() -> None:
+    words = f"{A}.profile_ranks=[0,2] critic.profile_ranks=[0,1] critic.profile_ranks_all=false"
+    config = _migrated(*words.split(), "trainer.profile_steps=[2,4]")
+    assert (config.profiler.tool, config.profiler.steps, config.profiler.ranks) == ("nsight", [2, 4], [0, 1, 2])
+    assert _migrated(*words.split()).profiler.tool == "none"
+
+
+def test_a_critic_s_folder_without_a_critic() -> None:
+    words = ["critic.model.path=m", "algorithm.adv_estimator=grpo"]
+    assert "critic" not in convert(read_written(words)).tree
+    assert _migrated(words[0]).critic.model.path == "m"
+
+
+def test_of_two_settings_with_one_counterpart_both_show_what_counts() -> None:
+    words = "trainer.max_actor_ckpt_to_keep=3 trainer.max_critic_ckpt_to_keep=5"
+    first, second = convert(read_written(words.split())).changes
+    assert first.values == second.values == {"trainer.max_ckpt_to_keep": 5}
+    assert first.why.endswith("stay; trainer.max_critic_ckpt_to_keep counts") and second.why.endswith("stay")
+
+
+def test_a_reward_model_s_micro_batches_have_tokens_where_they_are_dynamic() -> None:
+    words = "reward_model.forward_max_token_len_per_gpu=98304 reward_model.micro_batch_size_per_gpu=32"
+    for dynamic, tokens in (("true", 98304), ("false", 32 * 1024)):
+        made = convert(read_written([*words.split(), f"reward_model.use_dynamic_bsz={dynamic}"]))
+        assert made.tree["reward_model"]["ppo_max_token_len_per_gpu"] == tokens
 
 
 def test_a_job_of_slurm_with_paths_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequenc
     result: dict[str, Any] = {}
     for change in changes:
         result |= change.values
+    changes = [_in_force(change, changes, result) for change in changes]
     wrong = _impossible(result)  # a value of the wrong type, say: what is left loads
     added = {key: pair for key, pair in table.complete(settings, result).items() if key not in result}
     result |= {key: value for key, (value, _) in added.items()}
@@ -128,6 +129,17 @@ def _excused(change: Change, settings: Settings, source: str) -> Change:
     else:
         return change
     return replace(change, kind="translated", why=why)
+
+
+def _in_force(change: Change, changes: Sequence[Change], result: Mapping[str, Any]) -> Change:
+    """A change with the values that count, of which a later setting may give another."""
+    values = {key: result[key] for key in change.values}
+    overruled = next((key for key in values if values[key] != change.values[key]), None)
+    if overruled is None:
+        return change
+    last = [other.key for other in changes if overruled in other.values][-1]
+    kind: Kind = "translated" if change.kind == "carried" else change.kind
+    return replace(change, kind=kind, values=values, why=f"{change.why}; {last} counts".removeprefix("; "))
 
 
 def _without(change: Change, key: str, why: str) -> Change:

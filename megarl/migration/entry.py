@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.registry import Registry
+
 Kind = Literal["carried", "translated", "refused"]
 NOTHING: tuple[Any, ...] = (None, False, "", 0, 0.0, -1, [], {})
 """Values that ask for nothing."""
@@ -178,15 +180,15 @@ def switch(key: str, to: str, why: str) -> Entry:
     return ruled(key, to, why, lambda _, value, __: {to: True} if value else {})
 
 
-def worded(key: str, to: str, words: Mapping[Any, Any], why: str) -> Entry:
-    """A key whose values have other names here; those that have none are taken as they are."""
+def worded(key: str, to: str, words: Mapping[Any, Any], why: str, known: Registry[Any] | None = None) -> Entry:
+    """A key whose values have other names here; those that have none are taken as they are, if they are known."""
 
     def rule(_: str, value: Any, settings: Settings) -> Made:
         if value is None:
             return Made(kind="translated", why="asks for nothing")
-        if value in words and words[value] is None:
-            return Made(kind="refused", why=f"there is no {value!r} here: {why}")
         new = words.get(value, value)
+        if new is None or (known is not None and new not in known.names() and ".py:" not in str(new)):
+            return Made(kind="refused", why=f"there is no {value!r} here: {why}")
         changed = new != value or to != key
         return Made(kind="translated" if changed else "carried", values={to: new}, why=why if changed else "")
 

@@ -68,8 +68,8 @@ def _entries(tree: Mapping[str, Any], rules: ModuleType) -> Iterator[Entry]:
         yield from (part_of(key, of, row["why"]) for key, of in _placed(row["keys"], row["of"], sections))
     for key, (to, why, *convert) in rows("renamed"):
         yield renamed(key, to, why, *(getattr(rules, name) for name in convert))
-    for key, (to, why, words) in rows("worded"):
-        yield worded(key, to, words, why)
+    for key, (to, why, words, *known) in rows("worded"):
+        yield worded(key, to, words, why, *(getattr(rules, name) for name in known))
     for key, (to, why) in rows("switch"):
         yield switch(key, to, why)
     for key, (to, why, name) in rows("rules"):

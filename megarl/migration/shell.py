@@ -26,7 +26,10 @@ _EXPORTED = re.compile(r"(?m)^\s*export\s+(.*)$")
 _LONGEST_QUOTATION = 400
 """Lines of one."""
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)")
-_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
+_BACKQUOTED = re.compile(r"`([^`\n]*)`")
+_COMMENT_OVER_LINES = re.compile(r"(?m)(?<=\s)#\s[^\n]*\\$")
+"""A comment behind a word, whose last letter makes the next line no part of it."""
 _ALL_OF = re.compile(r"^\$\{(\w+)\[@\]\}$")
 VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _REPLACED = re.compile(r"\$\{(\w+)(//?)([^/{}*?\[]+)/([^{}]*)\}")
@@ -65,7 +68,9 @@ def split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
 def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str]]:
     """The words of each of its commands; its variables and those of the environment; names that got several values in
     branches of which it is not known which is run."""
-    text = re.sub(r"\\(?:\r?\n|$)", " ", re.sub(r"(?m)^\s*#.*$", "", text))
+    text = _COMMENT_OVER_LINES.sub(r"\\", re.sub(r"(?m)^\s*#.*$", "", text.replace("\r\n", "\n")))
+    text = _BACKQUOTED.sub(lambda match: "" if match[1].startswith("#") else f"$({match[1]})", text)
+    text = re.sub(r"\\(?:\n|$)", " ", text)
     text = _DOCUMENT.sub(lambda match: f"{match[1]}={shlex.quote(' '.join(match[4].split()))}", text)
     for one_word in (_ARITHMETIC, _COMMAND):
         text = one_word.sub(lambda match: "".join(match[0].split()), text)
@@ -135,7 +140,7 @@ def _lines(text: str) -> Iterator[str]:
     lines_so_far: list[str] = []
     quote = ""
     for line in text.splitlines():
-        quote = _open_after(line, quote)
+        _, quote = _end(line, quote)
         lines_so_far.append(line)
         if not quote:
             yield " ".join(lines_so_far)
@@ -147,17 +152,18 @@ def _lines(text: str) -> Iterator[str]:
     yield from lines_so_far
 
 
-def _open_after(line: str, quote: str) -> str:
-    """The quotation mark that is open behind a line, given the one before it."""
+def _end(line: str, quote: str = "") -> tuple[int, str]:
+    """The place where a comment begins, or a line ends, and the quotation mark that is open there, given the one before
+    the line."""
     letters = enumerate(line)
     for i, letter in letters:
         if letter == "\\" and quote != "'":
             next(letters, None)
         elif letter == "#" and not quote and (i == 0 or line[i - 1].isspace()):
-            break
+            return i, quote
         elif letter in "'\"" and quote in ("", letter):
             quote = "" if quote else letter
-    return quote
+    return len(line), quote
 
 
 class _Branches:
@@ -208,9 +214,9 @@ def _holds(test: str, variables: Mapping[str, str]) -> bool | None:
 
 def _words(text: str) -> list[str]:
     try:
-        return shlex.split(text, comments=True)
-    except ValueError:  # a quotation over several lines, which no command that starts a run has
-        return []
+        return shlex.split(text[: _end(text)[0]])
+    except ValueError:  # a quotation that does not end
+        return text.split()
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:

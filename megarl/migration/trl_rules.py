@@ -164,7 +164,7 @@ def loss(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
         value = value[0]
     if TRAINERS[name].flow == "preference":
         losses = {"sigmoid": "dpo", "ipo": "ipo", "dpo": "dpo", "simpo": "simpo", "orpo": "orpo"}
-        if value not in losses or (name == "cpo" and value != "simpo"):
+        if not isinstance(value, str) or value not in losses or (name == "cpo" and value != "simpo"):
             return Made(kind="refused", why="megarl algorithms lists the losses on pairs: dpo, ipo, simpo, orpo")
         return {"algorithm.preference.loss_mode": losses[value]}
     if name == "kto" and value == "kto":

@@ -87,13 +87,16 @@ def layout(settings: Settings, model: str) -> dict[str, Any]:
     return {f"{own}.tensor_model_parallel_size": tp, f"{own}.sequence_parallel": tp > 1}
 
 
+def is_dynamic(settings: Settings, model: str) -> bool:
+    """Whether micro-batches have a number of tokens, not one of sequences."""
+    dynamic = settings.of(f"{model}.use_dynamic_bsz")
+    return bool(settings.of(f"{A}.use_dynamic_bsz") if dynamic is None else dynamic)
+
+
 def budget(settings: Settings, model: str) -> int:
     """Tokens of a micro-batch: those that verl's keys allow at most, and one whole sequence at least."""
     ranks = prod(settings.number(f"{model}.{name}") for name in _SPREAD)
-    dynamic = settings.of(f"{model}.use_dynamic_bsz")
-    if dynamic is None:
-        dynamic = settings.of(f"{A}.use_dynamic_bsz")
-    if dynamic:
+    if is_dynamic(settings, model):
         tokens = settings.number(f"{model}.ppo_max_token_len_per_gpu", 16_384) * ranks
     else:
         rows = settings.number(f"{model}.ppo_micro_batch_size_per_gpu", 0)
@@ -128,6 +131,8 @@ def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[A
                 added[f"{C}.{key}"] = (result[f"{A}.{key}"], f"{default}: the policy's")
     if settings.under(f"{A}.megatron") and result.get(f"{A}.megatron.tensor_model_parallel_size", 1) > 1:
         added[f"{A}.megatron.sequence_parallel"] = (True, default)
+    if "profiler.steps" in result and settings.of("trainer.profile_steps"):
+        added["profiler.tool"] = ("nsight", "verl's trainer.profile_steps are for nsys")
     if "profiler.tool" in result:
         added["profiler.steps"] = ([3], "verl's global_profiler.steps names none")
     if result.get(f"{R}.top_p", 1) < 1 or result.get(f"{R}.top_k", -1) > 0:

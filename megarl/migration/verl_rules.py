@@ -5,8 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.algorithms.registry import ESTIMATORS, LOSSES
 from megarl.migration.entry import Made, Settings
-from megarl.migration.verl import A, C, F, J, M, R, budget, experts_over, is_sft, layout, needs_critic, updates
+from megarl.migration.verl import (
+    A,
+    C,
+    F,
+    J,
+    M,
+    R,
+    budget,
+    experts_over,
+    is_dynamic,
+    is_sft,
+    layout,
+    needs_critic,
+    updates,
+)
+
+__all__ = ["ESTIMATORS", "LOSSES"]
 
 KL = {"kl": "k1", "low_var_kl": "k3", "mse": "k2", "low_var_kl+": "k3+", "kl+": "k1+"}
 """verl's older names of KL estimators."""
@@ -48,6 +65,8 @@ def argument(key: str, value: Any, settings: Settings) -> Made:
 def frequency(key: str, value: Any, settings: Settings) -> Made:
     if value is None:
         return Made(kind="translated", why="asks for nothing")
+    if isinstance(value, str):
+        return Made(kind="refused", why="steps are counted; -1 is one at the end of the run")
     return Made(kind="carried", values={key: value}, why="at the end of the run only" if value == -1 else "")
 
 
@@ -61,7 +80,9 @@ def tokens(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def judged_tokens(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    rows = value if isinstance(value, int) and value > 0 else 1
+    rows, tokens = value if isinstance(value, int) and value > 0 else 1, f"{J}.forward_max_token_len_per_gpu"
+    if is_dynamic(settings, J) and tokens in settings:
+        return {f"{J}.ppo_max_token_len_per_gpu": settings[tokens]}
     return {f"{J}.ppo_max_token_len_per_gpu": max(rows * budget(settings, J), budget(settings, J))}
 
 
@@ -108,14 +129,14 @@ def profile(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def profiled_ranks(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    section = key.removesuffix(".ranks")
-    profiled = settings.of(f"{section}.enable") and not settings.of(f"{section}.all_ranks")
-    return {"profiler.ranks": value} if profiled and value else {}
-
-
-def all_ranks(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    profiled = settings.of(f"{key.removesuffix('.all_ranks')}.enable")
-    return {"profiler.ranks": "all"} if value and profiled else {}
+    """All ranks on which a role is profiled: one that is enabled, or any with the older trainer.profile_steps."""
+    older = settings.of("trainer.profile_steps")
+    enabled = {role: settings.of(f"{role}.profiler.enable") for role in (A, F, C, J)}
+    roles = [role for role, enable in enabled.items() if (older if enable is None else enable)]
+    if any(settings.of(f"{role}.profiler.all_ranks") for role in roles):
+        return {"profiler.ranks": "all"}
+    ranks = {rank for role in roles for rank in settings.of(f"{role}.profiler.ranks") or ()}
+    return {"profiler.ranks": sorted(ranks)} if ranks else {}
 
 
 def top_k(key: str, value: Any, settings: Settings) -> Made:
@@ -130,16 +151,12 @@ def judge(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"reward.name": "model"} if value else {}
 
 
-def folder(value: Any) -> Any:
-    return value or ""
+def folder(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
+    return {key: value or ""} if settings.of("trainer.resume_mode") == "resume_path" else {}
 
 
 def megabytes(value: float) -> int:
     return int(value * 2**20)
-
-
-def one_more(value: int) -> int:
-    return value + 1
 
 
 def tokens_of_characters(value: int) -> int:
@@ -210,10 +227,10 @@ def target_kl(key: str, value: Any, settings: Settings) -> Made:
     return Made(kind="refused", why=why + "much as a response has tokens")
 
 
-def critic_warmup(key: str, value: Any, settings: Settings) -> Made:
+def of_critic(key: str, value: Any, settings: Settings) -> Made:
     if value and not needs_critic(settings):
-        return Made(kind="translated", why="the estimator has no critic to warm up")
-    return Made(kind="carried", values={} if value is None else {"trainer.critic_warmup": value})
+        return Made(kind="translated", why="the estimator has no critic")
+    return Made(kind="carried", values={} if value is None else {key: value})
 
 
 def function(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -239,6 +256,13 @@ def arguments(key: str, value: Any, settings: Settings) -> Made | Mapping[str, A
 
 def save_contents(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"checkpoint.save_hf": True} if "hf_model" in (value or []) else {}
+
+
+def turns(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
+    section = key.rpartition(".")[0]
+    more = {"max_turns": 0, "max_assistant_turns": 0, "max_user_turns": 1}
+    bounds = [count + n for name, n in more.items() if (count := settings.of(f"{section}.{name}"))]
+    return {"environment.max_turns": min(bounds)} if bounds else {}
 
 
 def over_sample(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:

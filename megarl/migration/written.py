@@ -61,7 +61,7 @@ def read_written(words: Sequence[str], source: str = "verl") -> Written:
             read = _of_file(word, source)
             values |= read
             values.remarks += read.remarks
-        elif _KEY.match(word) or ("=" in word and not word.startswith("-")):
+        elif _KEY.match(word) or _BARE.match(word):
             _override(values, word)
     values |= options
     if not values:
@@ -126,8 +126,14 @@ def _of_script(text: str, path: str, source: str) -> Written:
         started = [words for words in split if words and words[0][0:1] != "-" and reader.is_command(words)]
         others = dict.fromkeys(name for words in split if (name := reader.other(words)))
         remarks += [f"{path} also runs {name}, which trains nothing: its options are left out" for name in others]
-        if len(started) != 1:
+        if not started:
+            also = f"; it runs {', '.join(others)}, which trains nothing" if others else ""
+            raise ValueError(f"'{path}' names none of {reader.NAME}'s trainers in a command that it runs{also}")
+        if len(started) > 1:
             raise ValueError(f"'{path}' starts {len(started)} of {reader.NAME}'s trainers: leave one command in it")
+        apart = [word.partition("=")[0] for words in split if words and words[0][:2] == "--" for word in words]
+        if options := [word for word in apart if word.startswith("--")]:
+            remarks.append(f"{path} leaves {', '.join(options)} out: end the line before these with \\")
         return Written(reader.of_command(started[0]), remarks)
     values = Written({}, remarks)
     for command in commands:
