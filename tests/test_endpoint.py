@@ -29,7 +29,7 @@ from megarl.environments.agent_episodes import Agents
 from megarl.environments.agent_process import check_agent
 from megarl.environments.broadcast import Broadcast
 from megarl.environments.chat_reply import reply_message
-from megarl.environments.chat_request import Asked
+from megarl.environments.chat_request import ChatRequest
 from megarl.environments.environment_episodes import EpisodeLimits
 from megarl.environments.episodes import Orders, Played, serve
 from megarl.environments.parameters import CHAT
@@ -557,7 +557,8 @@ def test_a_stranger_s_connection_is_closed_after_a_while(folder: Path, monkeypat
 def test_a_tool_call_of_brackets_is_text() -> None:
     """A policy that has collapsed may say any number of them."""
     text = f'<tool_call>{{"name": "add", "arguments": {"[" * 100_000}}}</tool_call>'
-    assert reply_message(text, Asked(messages=(), reads_calls=True), "1") == {"role": "assistant", "content": text}
+    request = ChatRequest(messages=(), reads_calls=True)
+    assert reply_message(text, request, "1") == {"role": "assistant", "content": text}
 
 
 def test_few_agents_at_a_time(folder: Path) -> None:

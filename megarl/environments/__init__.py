@@ -1,1 +1,1 @@
-"""Conversations with the policy: episodes with environments, tools and agents, and the endpoint that agents ask."""
+"""Holds conversations with the policy: episodes with environments, tools and agents, and the agents' endpoint."""

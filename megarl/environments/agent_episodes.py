@@ -1,4 +1,4 @@
-"""Episodes of agents: programs with a loop of their own, which ask an endpoint for what the policy says."""
+"""Plays episodes of agents: programs with a loop of their own, which ask an endpoint for the policy's replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Event = Waiting | tuple[AgentWorker, AgentResult | None]
 
 
 class Agents:
-    """Owns the endpoint and the processes of a replica, on its first rank; both begin with the first episode.
+    """Owns the endpoint and the processes of a replica, on its first rank; both start with the first episode.
 
     Args:
         agent: path/to/file.py:function.
@@ -39,14 +39,14 @@ class Agents:
     def __init__(self, agent: str, *, speech: Speech, limits: EpisodeLimits, training: SamplingParams) -> None:
         self.speech, self.limits, self._agent, self._training = speech, limits, agent, training
         self.events: SimpleQueue[_Event] = SimpleQueue()
-        # of episodes and of requests, over the whole run: what is late belongs to nothing that came later
+        # of episodes and of requests, over the whole run: a late message matches no later episode or request
         self.numbers, self.keys = itertools.count(), itertools.count()
         self._endpoint: Endpoint | None = None
         self._workers: list[AgentWorker] = []
         self._alone: list[AgentWorker] = []
 
     def begin(self, mine: Mapping[int, Rollout], params: SamplingParams) -> WithAgents:
-        """A `Source` of these rollouts' episodes."""
+        """Make the `Source` of these rollouts' episodes."""
         return WithAgents(self, mine, params)
 
     @property
@@ -55,20 +55,20 @@ class Agents:
             self._endpoint = Endpoint(self.events.put, self._training)
         return self._endpoint
 
-    def worker(self, wanted: int, *, alone: bool = False) -> AgentWorker:
-        """The one with the fewest episodes; a new one, while there are fewer than are wanted and allowed.
+    def worker(self, episodes: int, *, alone: bool = False) -> AgentWorker:
+        """Choose the process with the fewest episodes, or start one, up to `episodes` processes and the limit.
 
         Args:
-            alone: one that no other episode gets.
+            alone: start a process that no other episode gets.
         """
         idle = min(self._workers, key=lambda worker: len(worker.numbers), default=None)
-        if alone or idle is None or (idle.numbers and len(self._workers) < min(wanted, self.limits.threads)):
+        if alone or idle is None or (idle.numbers and len(self._workers) < min(episodes, self.limits.threads)):
             idle = AgentWorker(self._agent, lambda worker, result: self.events.put((worker, result)))
             (self._alone if alone else self._workers).append(idle)
         return idle
 
     def remove(self, worker: AgentWorker) -> None:
-        """It is gone, or has to go."""
+        """End a process, which may have ended by itself."""
         for workers in (self._workers, self._alone):
             if worker in workers:
                 workers.remove(worker)
@@ -88,11 +88,11 @@ class Agents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Playing:
-    """An episode that is under way.
+class _OpenEpisode:
+    """Holds an episode that is under way.
 
     Attributes:
-        alone: in a process of its own: it was in one that ended, and may be the reason.
+        alone: it runs in a process of its own, since it may be the reason why an earlier process ended.
     """
 
     place: int
@@ -104,14 +104,14 @@ class _Playing:
 
 
 class WithAgents:
-    """A `Source`: every rollout is an episode of an agent."""
+    """Implements `Source`: every rollout is an episode of an agent."""
 
     def __init__(self, agents: Agents, rollouts: Mapping[int, Rollout], params: SamplingParams) -> None:
         self._agents, self._limits, self._params = agents, agents.limits, params
         self._rollouts = rollouts
         self._to_begin = deque(rollouts)
         self._suspects: deque[int] = deque()
-        self._playing: dict[int, _Playing] = {}
+        self._open: dict[int, _OpenEpisode] = {}
         self._waiting: dict[int, Waiting] = {}
         self._requests: list[Request] = []
         self._forget: list[int] = []
@@ -119,10 +119,10 @@ class WithAgents:
 
     def orders(self, *, wait: bool) -> Orders | None:
         self._begin_more()
-        self._take_events(_WAIT if wait and self._playing else 0.0)
+        self._take_events(_WAIT if wait and self._open else 0.0)
         self._end_late()
         self._begin_more()
-        over = not (self._to_begin or self._suspects or self._playing)
+        over = not (self._to_begin or self._suspects or self._open)
         if not (self._requests or self._forget or over):
             return None
         orders = Orders(requests=tuple(self._requests), forget=tuple(self._forget), over=over)
@@ -138,10 +138,10 @@ class WithAgents:
 
     def _begin_more(self) -> None:
         most = self._limits.at_a_time
-        while self._to_begin and len(self._playing) < most:
+        while self._to_begin and len(self._open) < most:
             self._begin(self._to_begin.popleft(), alone=False)
         processes = self._limits.threads
-        while self._suspects and sum(playing.alone for playing in self._playing.values()) < processes:
+        while self._suspects and sum(episode.alone for episode in self._open.values()) < processes:
             self._begin(self._suspects.popleft(), alone=True)
 
     def _begin(self, place: int, *, alone: bool) -> None:
@@ -156,7 +156,7 @@ class WithAgents:
         )
         worker, number = self._agents.worker(len(self._rollouts), alone=alone), next(self._agents.numbers)
         base_url = self._agents.endpoint.open(session)
-        self._playing[number] = _Playing(
+        self._open[number] = _OpenEpisode(
             place=place, alone=alone, session=session, base_url=base_url, worker=worker, began=time.monotonic()
         )
         worker.play(AgentTask(number=number, base_url=base_url, row=dict(rollout.prompt.row), timeout=limits.timeout))
@@ -181,17 +181,17 @@ class WithAgents:
             raise RewardError(str(result.error), everywhere=False)
         if result is None:
             self._lost(worker, f"its process {worker.ending()}")
-        elif (playing := self._playing.get(result.number)) is not None:
-            at_limit = result.raised and playing.session.at_limit  # agents make an error of what they are told there
-            error = None if at_limit else result.error and self._described(playing, result.error)
+        elif (episode := self._open.get(result.number)) is not None:
+            at_limit = result.raised and episode.session.at_limit  # agents raise an error when they read of a limit
+            error = None if at_limit else result.error and self._described(episode, result.error)
             self._end(result.number, reward=result.reward, error=error)
 
     def _end_late(self) -> None:
-        """End processes of agents that neither end in time nor let the others run. Their time begins as the process's
-        own does, once the agent is imported."""
+        """End processes whose agents neither end in time nor let the others run. The time of an episode begins once its
+        process has imported the agent."""
         now, limit = time.monotonic(), self._limits.timeout
-        for worker in {id(playing.worker): playing.worker for playing in self._playing.values()}.values():
-            began = min(playing.began for playing in self._playing.values() if playing.worker is worker)
+        for worker in {id(episode.worker): episode.worker for episode in self._open.values()}.values():
+            began = min(episode.began for episode in self._open.values() if episode.worker is worker)
             if worker.ready > now:
                 if now - began > _STARTING:
                     self._lost(worker, f"importing it took longer than {_STARTING:g} s")
@@ -199,39 +199,39 @@ class WithAgents:
                 self._lost(worker, f"took longer than environment.timeout = {limit:g} s, and let nothing else run")
 
     def _lost(self, worker: AgentWorker, error: str) -> None:
-        """A process is gone, for one of its episodes: each begins again alone, where it can harm no other."""
+        """Remove a process and begin its episodes again, each alone: one of them may be the reason."""
         self._agents.remove(worker)
-        for number, playing in tuple(self._playing.items()):
-            if playing.worker is not worker:
+        for number, episode in tuple(self._open.items()):
+            if episode.worker is not worker:
                 continue
-            if playing.alone:
-                self._end(number, error=self._described(playing, error))
+            if episode.alone:
+                self._end(number, error=self._described(episode, error))
             else:
                 self._close(number, error=error)
-                self._suspects.append(playing.place)
+                self._suspects.append(episode.place)
 
     def _end(self, number: int, *, reward: float | None = None, error: str | None = None) -> None:
-        playing = self._playing[number]
-        self.played[playing.place] = self._close(number, reward=reward, error=error)
-        if playing.alone:
-            self._agents.remove(playing.worker)
+        episode = self._open[number]
+        self.played[episode.place] = self._close(number, reward=reward, error=error)
+        if episode.alone:
+            self._agents.remove(episode.worker)
 
     def _close(self, number: int, *, reward: float | None = None, error: str | None = None) -> list[Played]:
-        playing = self._playing.pop(number)
-        playing.worker.numbers.discard(number)
+        episode = self._open.pop(number)
+        episode.worker.numbers.discard(number)
         endpoint = self._agents.endpoint
         with endpoint.lock:
-            keys = playing.session.keys
-            seconds = time.monotonic() - playing.began
-            played = playing.session.close(reward=reward, error=error, seconds=seconds)
-        endpoint.drop(playing.base_url)
+            keys = episode.session.keys
+            seconds = time.monotonic() - episode.began
+            played = episode.session.close(reward=reward, error=error, seconds=seconds)
+        endpoint.drop(episode.base_url)
         self._forget += keys
         for key in keys:
             if (waiting := self._waiting.pop(key, None)) is not None:
                 waiting.answer(None)
         return played
 
-    def _described(self, playing: _Playing, error: str) -> str:
-        prompt = self._rollouts[playing.place].prompt
+    def _described(self, episode: _OpenEpisode, error: str) -> str:
+        prompt = self._rollouts[episode.place].prompt
         reason, _, frames = error.partition("\n")
         return f"agent: {reason}; row {prompt.source or prompt.index}\n{frames}".rstrip()

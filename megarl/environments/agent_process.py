@@ -1,7 +1,7 @@
-"""A process that runs agents, many at a time on one event loop. It imports nothing of MegaRL that needs torch.
+"""Runs agents in a process, many at a time on one event loop. Imports nothing of MegaRL that needs torch.
 
-It reads path/to/file.py:function and then `AgentTask`s from its connection, and writes an `AgentResult` of each, as
-JSON; before, once the file is imported, one whose number is `READY`.
+The process reads path/to/file.py:function and then `AgentTask`s from its connection. It writes an `AgentResult` whose
+number is `READY` once it has imported the file, and then one for each task, as JSON.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from megarl.rewards.results import NoScore, number
 from megarl.workers.channel import read_message, write_message
 
 Agent = Callable[[str, dict[str, Any]], Awaitable[float | None]]
-"""(base_url, row) -> the episode's reward; None: the reward function scores it."""
+"""(base_url, row) -> the episode's reward; None: the reward function scores the episode."""
 
 AGENTS: Registry[Agent] = Registry("environment.agent", "function")
 
 NO_AGENT, READY = -1, -2
-"""Numbers of the outcome of a process that found no agent, and of one that did."""
+"""Numbers of the first result of a process: it could not import the agent, or it could."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentTask:
-    """An episode: the row of its prompt, and where the policy answers.
+    """Describes an episode: the row of its prompt, and the address at which the policy answers.
 
     Attributes:
-        timeout: seconds.
+        timeout: seconds that the episode may take.
     """
 
     number: int
@@ -49,11 +49,11 @@ class AgentTask:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentResult:
-    """What the agent returned, or why it returned nothing: a line, then where.
+    """Holds the agent's reward, or the reason why there is none: a line, then the frames.
 
     Attributes:
-        number: of the task; `NO_AGENT` or `READY` where there is none.
-        raised: whether the error is an exception of the agent's.
+        number: of the task; `NO_AGENT` or `READY` where there is no task.
+        raised: whether the agent raised an exception.
     """
 
     number: int
@@ -63,8 +63,8 @@ class AgentResult:
 
 
 def check_agent(value: str) -> None:
-    """Raises ValueError, in one line, where a file does not define the function. It is read, and not executed: it may
-    need what only the processes of agents have."""
+    """Raises ValueError, in one line, if a file does not define the function. The file is read and not executed: it may
+    need modules that only the processes of agents have."""
     path, _, name = value.rpartition(":")
     if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"environment.agent = {value!r} must be path/to/file.py:function, of a file that is there")
@@ -97,7 +97,7 @@ def main(connection: socket.socket) -> None:
 
 
 def _set_environment() -> None:
-    """Clients of OpenAI's want a key, and would ask a proxy for this machine's own address."""
+    """Set a key, which OpenAI's clients demand, and keep them from asking a proxy for this machine's address."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     os.environ.setdefault("OPENAI_API_KEY", "megarl")
@@ -112,9 +112,9 @@ def _send(connection: socket.socket, result: AgentResult) -> None:
 
 
 async def _serve(connection: socket.socket, agent: Agent) -> None:
-    """Play what arrives, until the other end says so, or is gone."""
+    """Play the tasks that arrive, until the other end hangs up."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    playing: set[asyncio.Task[None]] = set()
+    episodes: set[asyncio.Task[None]] = set()
 
     def read() -> None:
         message = read_message(connection.fileno())
@@ -123,24 +123,24 @@ async def _serve(connection: socket.socket, agent: Agent) -> None:
             ended.set()
             return
         episode = loop.create_task(_play(agent, pickle.loads(message), connection))
-        playing.add(episode)
-        episode.add_done_callback(playing.discard)
+        episodes.add(episode)
+        episode.add_done_callback(episodes.discard)
 
     loop.add_reader(connection, read)
     await ended.wait()
-    end_with_descendants()  # agents that are left have threads and sockets of any kind
+    end_with_descendants()  # unfinished agents have threads and sockets of any kind
 
 
 async def _play(agent: Agent, task: AgentTask, connection: socket.socket) -> None:
-    guarded = asyncio.ensure_future(_guarded(agent, task))
-    done, _ = await asyncio.wait({guarded}, timeout=task.timeout)
+    call = asyncio.ensure_future(_call(agent, task))
+    done, _ = await asyncio.wait({call}, timeout=task.timeout)
     if not done:
-        guarded.cancel()
+        call.cancel()
     late = AgentResult(number=task.number, error=f"took longer than environment.timeout = {task.timeout:g} s")
-    _send(connection, guarded.result() if done else late)
+    _send(connection, call.result() if done else late)
 
 
-async def _guarded(agent: Agent, task: AgentTask) -> AgentResult:
+async def _call(agent: Agent, task: AgentTask) -> AgentResult:
     try:
         reward = await agent(task.base_url, dict(task.row))
         return AgentResult(number=task.number, reward=None if reward is None else number(reward))

@@ -1,4 +1,4 @@
-"""The processes that agents run in, from the side of the rank that started them."""
+"""Starts the processes that agents run in, and talks to them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megarl.processes import how_it_ended
 from megarl.workers.threaded import ThreadedInterpreter
 
 Tell = Callable[["AgentWorker", AgentResult | None], None]
-"""(who, a result, or None where the process is gone); called in a thread."""
+"""(worker, a result, or None where the process is gone); called in a thread."""
 
 GRACE = 5.0
 """Seconds that a process has to end by itself."""
 
 
 class AgentWorker(ThreadedInterpreter):
-    """Plays episodes of an agent.
+    """Plays episodes of an agent in a process.
 
     Attributes:
-        numbers: of the tasks that it has.
-        ready: when it had imported the agent, by `time.monotonic`; inf: it has not.
+        numbers: of the tasks that the process works on.
+        ready: when the process had imported the agent, by `time.monotonic`; inf: it has not.
     """
 
     def __init__(self, agent: str, tell: Tell) -> None:
@@ -40,7 +40,7 @@ class AgentWorker(ThreadedInterpreter):
         self.post(pickle.dumps(task))
 
     def ending(self) -> str:
-        """Wait for the end of a process that is going, and put it into words."""
+        """Wait for the end of a process that is ending, and put it into words."""
         try:
             self.process.wait(timeout=GRACE)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""What a replica's first rank decides, told to its other ranks."""
+"""Tells the decisions of a replica's first rank to its other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Broadcast(Generic[T]):
-    """A word from the first rank to all; nothing is sent where there is no other.
+    """Sends a value from the first rank to all; sends nothing where there is no other.
 
     Args:
         group: the replica's ranks, over gloo; None: one rank alone.
@@ -24,18 +24,18 @@ class Broadcast(Generic[T]):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank decides."""
+        """Return whether this rank decides."""
         return self._group is None or self._group.rank() == 0
 
-    def share(self, word: T | None) -> T | None:
-        """The first rank's word, on every rank; None, which takes eight bytes, says that nothing was decided.
+    def share(self, value: T | None) -> T | None:
+        """Return the first rank's value, on every rank. None says that nothing was decided, and takes eight bytes.
 
         Args:
-            word: of the first rank; the others' is not looked at.
+            value: of the first rank; the others' values are ignored.
         """
         if self._group is None:
-            return word
-        content = b"" if word is None or not self.leads else pickle.dumps(word)
+            return value
+        content = b"" if value is None or not self.leads else pickle.dumps(value)
         size = torch.tensor([len(content)], dtype=torch.int64)
         dist.broadcast(size, self._first, group=self._group)
         if not int(size):
@@ -43,9 +43,9 @@ class Broadcast(Generic[T]):
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8) if self.leads else _room(int(size))
         dist.broadcast(data, self._first, group=self._group)
         if self.leads:
-            return word
-        told: T = pickle.loads(data.numpy().tobytes())
-        return told
+            return value
+        received: T = pickle.loads(data.numpy().tobytes())
+        return received
 
 
 def _room(size: int) -> torch.Tensor:

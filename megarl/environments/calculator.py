@@ -1,4 +1,4 @@
-"""A calculator: <calc>12*7</calc> is answered by 84."""
+"""Answers <calc>12*7</calc> by 84."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
-_LONGEST, _LARGEST = 200, 10**30  # characters; what products of few digits do not reach
+_LONGEST, _LARGEST = 200, 10**30  # characters; above the products of short numbers
 
 
 class Calculator:
-    """Answers the last <calc> of a response; a response without any ends the episode.
+    """Answers the last <calc> of a response; a response without one ends the episode.
 
     Args:
         answer: the observation, with the result for {result}.
@@ -53,10 +53,10 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Number:
-    """The value of numbers with + - * / // % and brackets.
+    """Compute the value of an expression of numbers, + - * / // % and brackets.
 
     Raises:
-        ValueError: anything else, a division by zero, or too large a number.
+        ValueError: the expression is anything else, divides by zero, or has too large a value.
     """
     if len(expression) > _LONGEST:
         raise ValueError("error: too long")

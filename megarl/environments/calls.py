@@ -1,4 +1,4 @@
-"""Calls of code that may take long, or never return, in threads."""
+"""Calls code that may take long, or never return, in threads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megarl.rewards.results import RewardError
 from megarl.workers.frames import frames_of
 
 MOST_LEFT = 64
-"""Threads of this process in calls that took too long and have not returned; with more of them something hangs for
-good, and the process would fill with threads."""
+"""Most threads of this process that may hang in calls that took too long; with more, the process would fill with
+threads."""
 
 _left: set[_Call] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call gave.
+    """Holds the result of a call.
 
     Attributes:
-        key: as the call was given.
-        value: that it returned.
-        error: why it returned nothing; None: it did.
-        seconds: that it took.
+        key: names the call.
+        value: the function's return value.
+        error: why the function returned nothing; None: it returned.
+        seconds: that the call took.
     """
 
     key: Any
@@ -48,13 +48,13 @@ class _Call:
 
 
 class Calls:
-    """Runs calls in daemon threads, several at a time, in the order in which they were given.
+    """Runs calls in daemon threads, several at a time, in the order of `submit`.
 
     A call that takes too long is left behind with its thread, and another thread takes its place, up to `MOST_LEFT`
     of them: no thread can be ended from outside.
 
     Args:
-        threads: at most.
+        threads: how many run calls at most.
         timeout: seconds of a call, from its start.
     """
 
@@ -67,11 +67,11 @@ class Calls:
 
     @property
     def open(self) -> int:
-        """Calls without an answer."""
+        """Count the calls without an answer."""
         return len(self._open)
 
     def submit(self, key: Any, function: Callable[[], Any]) -> None:
-        """Call it soon; `answers` has the answer under the key."""
+        """Call a function soon; `answers` returns its answer under the key."""
         call = _Call(key=key, function=function)
         self._open[call] = None
         self._waiting.put(call)
@@ -79,43 +79,43 @@ class Calls:
             self._start()
 
     def answers(self, wait: float) -> list[Answer]:
-        """What has been answered since the last time.
+        """Return the answers since the last time.
 
         Args:
-            wait: seconds to wait for a first one, if there is none and a call is open.
+            wait: seconds to wait for an answer, if there is none and a call is open.
 
         Raises:
             RewardError: too many calls hang.
         """
-        found = self._take(0.0)
+        answers = self._take(0.0)
         until = time.monotonic() + wait
-        while not found and self._open and (left := until - time.monotonic()) > 0:
-            found = self._take(min(left, self._next_end())) + self._late()
-        return found or self._late()
+        while not answers and self._open and (left := until - time.monotonic()) > 0:
+            answers = self._take(min(left, self._next_end())) + self._late()
+        return answers or self._late()
 
     def close(self) -> None:
-        """End the threads that wait; those that work end after their call."""
+        """End the threads: idle ones at once, the others after their call."""
         for _ in range(self._threads):
             self._waiting.put(None)
 
     def _take(self, wait: float) -> list[Answer]:
-        found: list[Answer] = []
+        answers: list[Answer] = []
         with suppress(Empty):
             while True:
-                call, answer = self._answers.get(timeout=wait) if wait and not found else self._answers.get_nowait()
+                call, answer = self._answers.get(timeout=wait) if wait and not answers else self._answers.get_nowait()
                 if self._open.pop(call, call) is None:
-                    found.append(answer)
-        return found
+                    answers.append(answer)
+        return answers
 
     def _next_end(self) -> float:
-        """Seconds until a call may have taken too long; at least a moment, at most one."""
+        """Compute the seconds until a call may have taken too long: from 0.01 to 1."""
         now = time.monotonic()
         ends = [call.began + self._timeout - now for call in self._open if call.began is not None]
         return min(1.0, max(0.01, min(ends, default=1.0)))
 
     def _late(self) -> list[Answer]:
-        """Leaves calls behind that took too long."""
-        found, now = [], time.monotonic()
+        """Give up calls that took too long."""
+        answers, now = [], time.monotonic()
         for call in tuple(self._open):
             if call.began is None or now - call.began <= self._timeout:
                 continue
@@ -130,7 +130,7 @@ class Calls:
                     everywhere=False,
                 )
             del self._open[call]
-            found.append(
+            answers.append(
                 Answer(
                     key=call.key,
                     error=f"took longer than environment.timeout = {self._timeout:g} s",
@@ -139,7 +139,7 @@ class Calls:
             )
             self._threads -= 1
             self._start()
-        return found
+        return answers
 
     def _start(self) -> None:
         self._threads += 1
@@ -150,7 +150,7 @@ class Calls:
             call.began = began = time.monotonic()
             try:
                 answer = Answer(key=call.key, value=call.function(), seconds=time.monotonic() - began)
-            except BaseException as e:  # a thread that ends would be missing
+            except BaseException as e:  # the pool would lose a thread that ends here
                 answer = Answer(key=call.key, error=described(e, __file__), seconds=time.monotonic() - began)
             with call.lock:
                 if call.left:
@@ -160,7 +160,7 @@ class Calls:
 
 
 def described(error: BaseException, caller: str) -> str:
-    """Put what was raised into a line, and the user's frames below it.
+    """Put an exception into a line, and the user's frames below it.
 
     Args:
         caller: path of the file that called the user's function.

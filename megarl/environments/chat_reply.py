@@ -1,4 +1,4 @@
-"""A reply of the policy as OpenAI's clients read it: whole, or as a stream of events."""
+"""Writes replies of the policy as OpenAI's clients read them: whole, or as a stream of events."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.environments.chat_request import Asked
+from megarl.environments.chat_request import ChatRequest
 
 MODEL = "policy"
-"""What the endpoint calls the model; a request may call it anything."""
+"""The endpoint's name for the model; a request may name any."""
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """A reply.
+class ChatReply:
+    """Holds a reply of the policy.
 
     Attributes:
         number: tells the replies of an episode apart.
         message: of the assistant, in OpenAI's form.
-        cut_off: whether it ended at a limit of tokens.
-        prompt, reply: tokens.
-        tokens: text and log-probability of each that was drawn, if they are wanted.
+        cut_off: whether the reply ended at a limit of tokens.
+        prompt_tokens, reply_tokens: their counts.
+        tokens: text and log-probability of each drawn token, if the client wants them.
     """
 
     number: str
     message: Message
     cut_off: bool
-    prompt: int
-    reply: int
+    prompt_tokens: int
+    reply_tokens: int
     tokens: Sequence[tuple[str, float]] | None = None
 
 
-def reply_message(text: str, asked: Asked, number: str) -> Message:
-    """The assistant's message; with tools, calls in <tool_call> tags (Hermes, Qwen) become `tool_calls`."""
-    cut = min((place for stop in asked.stop if (place := text.find(stop)) >= 0), default=len(text))
+def reply_message(text: str, request: ChatRequest, number: str) -> Message:
+    """Make the assistant's message; with tools, calls in <tool_call> tags (Hermes, Qwen) become `tool_calls`."""
+    cut = min((place for stop in request.stop if (place := text.find(stop)) >= 0), default=len(text))
     text = text[:cut]
-    calls = _calls_in(text, number) if asked.reads_calls else []
+    calls = _calls_in(text, number) if request.reads_calls else []
     if not calls:
         return {"role": "assistant", "content": text}
     return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip(), "tool_calls": calls}
@@ -50,9 +50,9 @@ def reply_message(text: str, asked: Asked, number: str) -> Message:
 
 def _calls_in(text: str, number: str) -> list[Message]:
     calls: list[Message] = []
-    for found in _TOOL_CALL.finditer(text):
+    for match in _TOOL_CALL.finditer(text):
         try:
-            call = json.loads(found.group(1))
+            call = json.loads(match.group(1))
             name, arguments = call["name"], call.get("arguments", {})
         except (ValueError, KeyError, RecursionError):  # a policy says "[[[[" as often as it likes
             return []
@@ -63,54 +63,54 @@ def _calls_in(text: str, number: str) -> list[Message]:
     return calls
 
 
-def completion_body(replies: Sequence[Said]) -> dict[str, Any]:
-    """The answer to a request for chat completions."""
+def completion_body(replies: Sequence[ChatReply]) -> dict[str, Any]:
+    """Write the answer to a request for chat completions."""
     choices = [
-        {"index": i, "message": said.message, "finish_reason": _reason(said), "logprobs": _logprobs(said)}
-        for i, said in enumerate(replies)
+        {"index": i, "message": reply.message, "finish_reason": _reason(reply), "logprobs": _logprobs(reply)}
+        for i, reply in enumerate(replies)
     ]
     return {**_head(replies, "chat.completion"), "choices": choices, "usage": _usage(replies)}
 
 
-def completion_events(replies: Sequence[Said], asked: Asked) -> Iterator[str]:
-    """The same as server-sent events: each reply, its end, the tokens' counts if they are wanted, and the end."""
+def completion_events(replies: Sequence[ChatReply], request: ChatRequest) -> Iterator[str]:
+    """Write server-sent events: each reply, its end, the tokens' counts if the client wants them, and the end."""
     head = _head(replies, "chat.completion.chunk")
-    for i, said in enumerate(replies):
-        delta = dict(said.message)
+    for i, reply in enumerate(replies):
+        delta = dict(reply.message)
         if "tool_calls" in delta:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta["tool_calls"])]
-        choice = {"index": i, "delta": delta, "finish_reason": None, "logprobs": _logprobs(said)}
+        choice = {"index": i, "delta": delta, "finish_reason": None, "logprobs": _logprobs(reply)}
         yield event({**head, "choices": [choice]})
-        yield event({**head, "choices": [{"index": i, "delta": {}, "finish_reason": _reason(said), "logprobs": None}]})
-    if asked.usage:
+        yield event({**head, "choices": [{"index": i, "delta": {}, "finish_reason": _reason(reply), "logprobs": None}]})
+    if request.usage:
         yield event({**head, "choices": [], "usage": _usage(replies)})
     yield "data: [DONE]\n\n"
 
 
 def event(content: dict[str, Any], name: str = "") -> str:
-    """A server-sent event."""
+    """Write a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(content)}\n\n"
 
 
-def _head(replies: Sequence[Said], kind: str) -> dict[str, Any]:
+def _head(replies: Sequence[ChatReply], kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{replies[0].number}", "object": kind, "created": int(time.time()), "model": MODEL}
 
 
-def _reason(said: Said) -> str:
-    return "tool_calls" if said.message.get("tool_calls") else "length" if said.cut_off else "stop"
+def _reason(reply: ChatReply) -> str:
+    return "tool_calls" if reply.message.get("tool_calls") else "length" if reply.cut_off else "stop"
 
 
-def _usage(replies: Sequence[Said]) -> dict[str, int]:
-    prompt, reply = replies[0].prompt, sum(said.reply for said in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": reply, "total_tokens": prompt + reply}
+def _usage(replies: Sequence[ChatReply]) -> dict[str, int]:
+    prompt, drawn = replies[0].prompt_tokens, sum(reply.reply_tokens for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
 
 
-def _logprobs(said: Said) -> dict[str, Any] | None:
-    if said.tokens is None:
+def _logprobs(reply: ChatReply) -> dict[str, Any] | None:
+    if reply.tokens is None:
         return None
     content = [
         {"token": token, "logprob": logp, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logp in said.tokens
+        for token, logp in reply.tokens
     ]
     return {"content": content, "refusal": None}

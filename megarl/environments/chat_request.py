@@ -1,4 +1,4 @@
-"""A request for a chat completion, as OpenAI's clients send it: read, and checked."""
+"""Reads and checks requests for chat completions, as OpenAI's clients send them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_CHOICES = 128  # as OpenAI
 
 
 class Refused(ValueError):
-    """A request that is not served.
+    """Says why a request is not served.
 
     Attributes:
         param: the parameter that is wrong.
@@ -28,24 +28,24 @@ class Refused(ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """Write the error in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request that can be served.
+class ChatRequest:
+    """Holds the parameters of a request that can be served.
 
     Attributes:
         messages: as the chat template reads them.
         tools: JSON schemas.
         reads_calls: whether calls in the reply become `tool_calls`.
-        max_tokens: of the reply; None: as many as there is room for.
-        stop: strings that end it, and are no part of its text.
+        max_tokens: greatest length of the reply; None: as many as there is room for.
+        stop: strings that end the reply, and are no part of its text.
         seed: of the client; None: none.
         choices: how many replies.
-        logprobs, stream, usage: whether log-probabilities, events, and the last event's counts of tokens are wanted.
+        logprobs, stream, usage: the client wants log-probabilities, events, and counts of tokens in the last event.
     """
 
     messages: tuple[Message, ...]
@@ -60,72 +60,72 @@ class Asked:
     usage: bool = False
 
 
-def read_request(body: object, *drawn: SamplingParams) -> Asked:
-    """What a request asks for.
+def read_request(body: object, *params: SamplingParams) -> ChatRequest:
+    """Check the body of a request and read it.
 
     Args:
-        drawn: how the run draws tokens, now and in training: what a request may say about it.
+        params: how the run draws tokens, now and in training; a request may name these values, and no others.
 
     Raises:
         Refused: a parameter that would change how tokens are drawn, or that cannot be read.
     """
-    given = check_parameters(body, CHAT, drawn)
-    limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
-    choices = _count(given, "n", _MOST_CHOICES) if "n" in given else 1
-    options = given.get("stream_options", {})
+    parameters = check_parameters(body, CHAT, params)
+    limits = [_count(parameters, name) for name in ("max_tokens", "max_completion_tokens") if name in parameters]
+    choices = _count(parameters, "n", _MOST_CHOICES) if "n" in parameters else 1
+    options = parameters.get("stream_options", {})
     if not isinstance(options, dict):
         raise Refused("stream_options must be an object", param="stream_options")
-    tools = _tools(given.get("tools", []))
-    return Asked(
-        messages=_messages(given.get("messages")),
+    tools = _tools(parameters.get("tools", []))
+    return ChatRequest(
+        messages=_messages(parameters.get("messages")),
         tools=tools,
-        reads_calls=bool(tools) and _reads_calls(given.get("tool_choice", "auto"), tools),
+        reads_calls=bool(tools) and _reads_calls(parameters.get("tool_choice", "auto"), tools),
         max_tokens=min(limits) if limits else None,
-        stop=_stop(given.get("stop", [])),
-        seed=_seed(given.get("seed")),
+        stop=_stop(parameters.get("stop", [])),
+        seed=_seed(parameters.get("seed")),
         choices=choices,
-        logprobs=_flag(given, "logprobs"),
-        stream=_flag(given, "stream"),
+        logprobs=_flag(parameters, "logprobs"),
+        stream=_flag(parameters, "stream"),
         usage=options.get("include_usage") is True,
     )
 
 
-def check_parameters(body: object, known: Mapping[str, Parameter], drawn: Sequence[SamplingParams]) -> dict[str, Any]:
-    """The parameters that say something; raises Refused for one that cannot be served."""
+def check_parameters(body: object, known: Mapping[str, Parameter], params: Sequence[SamplingParams]) -> dict[str, Any]:
+    """Return the parameters that are not null; raises Refused for one that cannot be served."""
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name, value in given.items():
+    parameters = {name: value for name, value in body.items() if value is not None}
+    for name, value in parameters.items():
         parameter = known.get(name)
         if parameter is None:
             raise _unsupported(name, UNKNOWN)
         if parameter.fate == "refused" and not any(value == neutral for neutral in parameter.neutral):
             raise _unsupported(name, parameter.says)
         if parameter.fate == "as the run draws":
-            wanted = [getattr(params, name) for params in drawn]
-            if value not in wanted:
+            allowed = [getattr(run, name) for run in params]
+            if value not in allowed:
                 raise Refused(
-                    f"{name} = {value!r:.40}: the run draws tokens with {name} = {wanted[0]:g}, and trains on what it "
+                    f"{name} = {value!r:.40}: the run draws tokens with {name} = {allowed[0]:g}, and trains on what it "
                     f"drew; leave {name} out",
                     param=name,
                 )
-    return given
+    return parameters
 
 
 def _unsupported(name: str, why: str) -> Refused:
     return Refused(f"{name:.40}: {why}", param=name, code="unsupported_parameter")
 
 
-def _count(given: Mapping[str, Any], name: str, most: int | None = None) -> int:
-    value = given[name]
+def _count(parameters: Mapping[str, Any], name: str, most: int | None = None) -> int:
+    value = parameters[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most is not None and value > most):
         upper = "on" if most is None else f"to {most}"
         raise Refused(f"{name} must be a whole number from 1 {upper}", param=name)
     return value
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name, False)
+def _flag(parameters: Mapping[str, Any], name: str) -> bool:
+    value = parameters.get(name, False)
     if not isinstance(value, bool):
         raise Refused(f"{name} must be true or false", param=name)
     return value
@@ -149,7 +149,7 @@ def _seed(seed: object) -> int | None:
 
 
 def _messages(messages: object) -> tuple[Message, ...]:
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise Refused("messages must be a list of one message or more", param="messages")
     for i, message in enumerate(messages):
         if are_messages(message.get("content")):
@@ -160,7 +160,7 @@ def _messages(messages: object) -> tuple[Message, ...]:
             )
     try:
         # some clients leave an empty reply out
-        return tuple(read_messages([{"content": "", **_without_null(one)} for one in messages], "messages"))
+        return tuple(read_messages([{"content": "", **_without_null(message)} for message in messages], "messages"))
     except ValueError as e:
         raise Refused(str(e), param="messages") from e
 
@@ -182,7 +182,7 @@ def _tools(tools: object) -> tuple[Message, ...]:
 
 
 def _reads_calls(choice: object, tools: Sequence[Message]) -> bool:
-    """Whether calls in the reply are told apart from its text."""
+    """Return whether calls in the reply are told apart from its text."""
     if isinstance(choice, str) and choice in ("none", "auto", "required"):
         return choice != "none"
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -194,17 +194,17 @@ def _reads_calls(choice: object, tools: Sequence[Message]) -> bool:
     return True
 
 
-def same_message(one: Message, other: Message) -> bool:
-    """Whether they say the same; clients change what is beside that, and leave empty fields out."""
-    return _said(one) == _said(other)
+def same_message(a: Message, b: Message) -> bool:
+    """Return whether two messages say the same; clients change their other fields, and leave empty ones out."""
+    return _words(a) == _words(b)
 
 
-def _said(message: Message) -> tuple[Any, ...]:
+def _words(message: Message) -> tuple[Any, ...]:
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     return message["role"], message["content"], calls
 
 
-def sampling(params: SamplingParams, asked: Asked, begun: int) -> SamplingParams:
-    """How a reply is drawn whose conversation has so many tokens after the prompt."""
-    most = params.max_tokens if asked.max_tokens is None else min(params.max_tokens, begun + asked.max_tokens)
-    return replace(params, max_tokens=most, stop=(*params.stop, *(s for s in asked.stop if s not in params.stop)))
+def sampling(params: SamplingParams, request: ChatRequest, begun: int) -> SamplingParams:
+    """Make the settings of a reply in a conversation that has `begun` tokens after its prompt."""
+    most = params.max_tokens if request.max_tokens is None else min(params.max_tokens, begun + request.max_tokens)
+    return replace(params, max_tokens=most, stop=(*params.stop, *(s for s in request.stop if s not in params.stop)))

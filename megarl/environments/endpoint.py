@@ -1,4 +1,4 @@
-"""The HTTP server that answers OpenAI's clients, on this machine alone: what it is asked, the engine's loop takes."""
+"""Answers OpenAI's clients over HTTP, on this machine alone; passes their requests to the engine's loop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.environments.chat_reply import MODEL, Said, completion_body, completion_events
-from megarl.environments.chat_request import Asked, Refused, read_request
+from megarl.environments.chat_reply import MODEL, ChatReply, completion_body, completion_events
+from megarl.environments.chat_request import ChatRequest, Refused, read_request
 from megarl.environments.responses_api import read_response_request, response_body, response_events
 from megarl.environments.sessions import Session, Ticket
 from megarl.loopback import Loopback
@@ -28,11 +28,11 @@ _SHOWN = 200  # characters of what a client sent, in the answer
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """A request whose client waits.
+    """Holds a request whose client waits.
 
     Attributes:
         session: of the episode.
-        answer: gives it the engine's completion, or None where there will be none; from any thread.
+        answer: gives the client the engine's completion, or None where there will be none; from any thread.
         gone: whether the client has stopped waiting.
     """
 
@@ -47,7 +47,7 @@ class Endpoint:
 
     Args:
         ask: takes a request to the engine's loop; called in that thread.
-        training: how tokens are drawn in training, which requests may say though a phase draws them in another way.
+        training: how tokens are drawn in training; requests may name these values though a phase uses others.
 
     Attributes:
         lock: held while a session is read or changed.
@@ -65,14 +65,14 @@ class Endpoint:
         self._thread.start()
 
     def open(self, session: Session) -> str:
-        """Serve a session; returns its base_url."""
+        """Serve a session from now on; returns its base_url."""
         number = secrets.token_hex(16)
         with self.lock:
             self._sessions[number] = session
         return f"http://127.0.0.1:{self._port}/sessions/{number}/v1"
 
     def drop(self, base_url: str) -> None:
-        """Serve it no longer."""
+        """Stop serving a session."""
         with self.lock:
             del self._sessions[base_url.split("/")[-2]]
 
@@ -103,28 +103,28 @@ class Endpoint:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await _body(request), session.params, self._training)
-        replies = await self._replies(session, asked)
-        if asked.stream:
-            return await _streamed(request, completion_events(replies, asked))
+        chat = read_request(await _body(request), session.params, self._training)
+        replies = await self._replies(session, chat)
+        if chat.stream:
+            return await _streamed(request, completion_events(replies, chat))
         return web.json_response(completion_body(replies))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_response_request(await _body(request), session.earlier, session.params, self._training)
-        (said,) = await self._replies(session, asked)
-        if asked.stream:
-            return await _streamed(request, response_events(said))
-        return web.json_response(response_body(said))
+        chat = read_response_request(await _body(request), session.earlier, session.params, self._training)
+        (reply,) = await self._replies(session, chat)
+        if chat.stream:
+            return await _streamed(request, response_events(reply))
+        return web.json_response(response_body(reply))
 
-    async def _replies(self, session: Session, asked: Asked) -> list[Said]:
-        """What the policy says, once it has said all of it."""
+    async def _replies(self, session: Session, chat: ChatRequest) -> list[ChatReply]:
+        """Wait for all the replies that a request asks for."""
         waiting: list[tuple[Ticket, asyncio.Future[Completion | None]]] = []
-        said: list[Said] = []
+        replies: list[ChatReply] = []
         try:
             with self.lock:
-                for i in range(asked.choices):
-                    ticket = session.ask(asked, anew=i > 0)
+                for i in range(chat.choices):
+                    ticket = session.ask(chat, anew=i > 0)
                     waiting.append((ticket, self._loop.create_future()))
                 for ticket, future in waiting:
                     self._ask(
@@ -135,16 +135,16 @@ class Endpoint:
                 if completion is None:
                     raise Refused("the episode is over", status=410)
                 with self.lock:
-                    said.append(session.reply(ticket, completion))
+                    replies.append(session.reply(ticket, completion))
         finally:
             with self.lock:  # the client is gone, or one of several choices was refused
-                for ticket, future in waiting[len(said) :]:
+                for ticket, future in waiting[len(replies) :]:
                     future.cancel()
                     session.abandon(ticket)
-        return said
+        return replies
 
     def _to(self, future: asyncio.Future[Completion | None]) -> Callable[[Completion | None], None]:
-        """Gives it a result, from any thread."""
+        """Return a function that sets the future's result, from any thread."""
 
         def arrive(completion: Completion | None) -> None:
             if not future.done():

@@ -1,4 +1,4 @@
-"""What an environment is: it hears what the policy says, and answers."""
+"""Defines environments, which answer the responses of the policy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megarl.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """An environment's answer.
+    """Holds an environment's answer to a response.
 
     Attributes:
-        observation: what the policy is told next: text, or token ids that are taken as they are.
-        done: whether the episode is over; the observation is then told to nobody.
-        reward: a number, numpy's too, added up over the episode; None: none. An episode without any is scored by the
-            reward function.
+        observation: the policy reads it next: text, or token ids that are taken as they are.
+        done: whether the episode is over; the policy then reads no observation.
+        reward: a number, numpy's too, added up over the episode; None: none. The reward function scores episodes
+            without rewards.
     """
 
     observation: str | Sequence[int] = ""
@@ -28,24 +28,24 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One episode. It is made, used and closed in threads of the rank, one call at a time, unless one takes too long.
+    """Plays one episode. The rank makes, calls and closes it in threads, one call at a time, unless one takes too long.
 
-    What takes memory or processes is taken in `reset`, not when it is made. Code that nobody trusts, or that could hang
-    in C, belongs in a process of its own: a thread cannot be ended, only left behind.
+    `reset`, not the constructor, takes memory and starts processes. Code that nobody trusts, or that could hang in C,
+    belongs in a process of its own: a thread cannot be ended, only left behind.
     """
 
     def reset(self, row: Mapping[str, Any]) -> str | Sequence[int] | None:
-        """Begin the episode of a row of the data; what the policy is told at first, after the row's prompt."""
+        """Begin the episode of a row of the data; returns what the policy reads at first, after the row's prompt."""
 
     def step(self, response: str) -> Turn:
-        """The answer to what the policy said. Also asked about a response that a limit has cut off."""
+        """Answer a response of the policy, which a limit may have cut off."""
 
     def close(self) -> None:
-        """Give back what the episode took; called once, however it ended: also after a `reset` that raised or hangs."""
+        """Give back what the episode took. Called once, also after a `reset` that raised or hangs."""
 
 
 def blocks(response: str, tag: str) -> list[str]:
-    """What stands between <tag> and </tag>, each time."""
+    """Find the texts between <tag> and </tag>."""
     end = f"</{tag}>"
     # for every <tag> behind the last end, a search would go through the rest of the text: quadratic, in a rank's thread
     closed = response[: response.rfind(end) + len(end)] if end in response else ""
@@ -65,23 +65,23 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
 
 
 def environment_of(name: str, args: Mapping[str, Any]) -> MakeEnvironment:
-    """Makes environments as a configuration names them.
+    """Return a function that makes the environments of a configuration; makes and closes one as a check.
 
     Raises:
-        ValueError: unknown, or it cannot be made with these arguments; one is made and closed to see.
+        ValueError: the name is unknown, or the environment cannot be made with these arguments.
     """
     make = partial(ENVIRONMENTS.load(name), **args)
     what = "made"
     try:
-        made = make()
-        missing = [call for call in ("reset", "step", "close") if not callable(getattr(made, call, None))]
+        environment = make()
+        missing = [name for name in ("reset", "step", "close") if not callable(getattr(environment, name, None))]
         if missing:
             raise TypeError(f"it has no method {', '.join(missing)}")
         what = "closed before an episode has begun"
-        made.close()
+        environment.close()
     except (Exception, SystemExit) as e:  # a user's class can fail in any way
-        said = " ".join(f"{type(e).__name__}: {e}".split())
+        error = " ".join(f"{type(e).__name__}: {e}".split())
         raise ValueError(
-            f"environment.name = {name!r} cannot be {what} with environment.args = {dict(args)}: {said}"
+            f"environment.name = {name!r} cannot be {what} with environment.args = {dict(args)}: {error}"
         ) from e
     return make

@@ -1,4 +1,4 @@
-"""Episodes with environments: the engine decodes others while one of them works."""
+"""Plays episodes with environments: while one of them works, the engine decodes the others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _WAIT = 1.0  # seconds that the other ranks wait at most before they hear that n
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """How long episodes may be, and how many run at a time.
+    """Bounds the length of episodes, and the number of those that run at a time.
 
     Attributes:
         max_turns: responses of the policy.
-        max_prompt_length: tokens of a prompt with what an environment says at first.
+        max_prompt_length: tokens of a prompt with an environment's first observation.
         at_a_time: episodes of a replica.
         timeout: seconds of a step.
-        threads: in which steps run.
+        threads: how many run steps.
     """
 
     max_turns: int
@@ -40,8 +40,8 @@ class EpisodeLimits:
 
 
 @dataclass(kw_only=True)
-class _Open:
-    """An episode that is under way."""
+class _OpenEpisode:
+    """Holds an episode that is under way."""
 
     rollout: Rollout
     chat: bool
@@ -64,7 +64,7 @@ class _Open:
 
 
 class WithEnvironments:
-    """A `Source`: every rollout is an episode of an environment of its own.
+    """Implements `Source`: every rollout is an episode of an environment of its own.
 
     Args:
         prompt_key: column of the prompts, which says whether they are chats.
@@ -86,7 +86,7 @@ class WithEnvironments:
         self._prompt_key, self._tools_key = prompt_key, tools_key
         self._calls = Calls(threads=limits.threads, timeout=limits.timeout)
         self._to_begin = deque(rollouts.items())
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenEpisode] = {}
         self._requests: list[Request] = []
         self._forget: list[int] = []
         self.played: dict[int, Sequence[Played]] = {}
@@ -116,11 +116,11 @@ class WithEnvironments:
 
     def take(self, key: int, completion: Completion) -> None:
         episode = self._open[key]
-        said = completion.response.ids[len(episode.response) :]
+        ids = completion.response.ids[len(episode.response) :]
         episode.response = completion.response
         episode.turns += 1
         episode.cut_off = completion.finish_reason == "length"
-        environment, response = episode.environment, self._speech.tokenizer.decode(said)
+        environment, response = episode.environment, self._speech.tokenizer.decode(ids)
         assert environment is not None
         self._calls.submit(("step", key), partial(environment.step, response))
 
@@ -128,12 +128,11 @@ class WithEnvironments:
         while self._to_begin and len(self._open) < self._limits.at_a_time:
             place, rollout = self._to_begin.popleft()
             prompt = value_or_none(rollout.prompt.row, self._prompt_key)
-            self._open[place] = _Open(rollout=rollout, chat=isinstance(prompt, list))
+            self._open[place] = _OpenEpisode(rollout=rollout, chat=isinstance(prompt, list))
             self._calls.submit(("reset", place), partial(self._reset, self._open[place]))
 
-    def _reset(self, episode: _Open) -> str | Sequence[int] | None:
-        """In a thread."""
-        # known before it begins: one whose reset fails or hangs has taken something, and is closed too
+    def _reset(self, episode: _OpenEpisode) -> str | Sequence[int] | None:
+        """Make and reset an environment, in a thread. Record it first: it is closed even if `reset` fails."""
         episode.environment = self._make()
         return episode.environment.reset(episode.rollout.prompt.row)
 
@@ -151,14 +150,14 @@ class WithEnvironments:
         except (ValueError, TypeError, NoScore) as e:
             self._end(place, "stop", error=self._described(episode, what, str(e)))
 
-    def _opened(self, place: int, episode: _Open, observation: str | Sequence[int] | None) -> None:
+    def _opened(self, place: int, episode: _OpenEpisode, observation: str | Sequence[int] | None) -> None:
         prompt = episode.rollout.prompt
         if observation is not None:
             _check_observation(observation)
         if observation:
-            asked = value_or_none(prompt.row, self._prompt_key)
+            content = value_or_none(prompt.row, self._prompt_key)
             tools = tools_of(Row(prompt.source, prompt.row), self._tools_key)
-            ids = self._speech.opening(asked, observation, prompt.token_ids, tools=tools)
+            ids = self._speech.opening(content, observation, prompt.token_ids, tools=tools)
             if len(ids) > self._limits.max_prompt_length:
                 raise ValueError(
                     f"begins with an observation that makes the prompt {len(ids)} tokens long, more than "
@@ -167,7 +166,7 @@ class WithEnvironments:
             episode.prompt_ids = tuple(ids)
         self._ask(place, episode)
 
-    def _stepped(self, place: int, episode: _Open, turn: object) -> None:
+    def _stepped(self, place: int, episode: _OpenEpisode, turn: object) -> None:
         if not isinstance(turn, Turn):
             raise ValueError(f"returned {shown(turn)}, and no Turn")
         if turn.reward is not None:
@@ -184,7 +183,7 @@ class WithEnvironments:
         episode.response = episode.response.observed(ids)
         self._ask(place, episode)
 
-    def _ask(self, place: int, episode: _Open) -> None:
+    def _ask(self, place: int, episode: _OpenEpisode) -> None:
         rollout = episode.rollout
         self._requests.append(
             Request(
@@ -206,13 +205,13 @@ class WithEnvironments:
             self._calls.submit(("close", place), episode.environment.close)
 
     def _closed(self, place: int, answer: Answer) -> None:
-        """An environment that cannot be closed has gone wrong, whatever it gave before."""
+        """Fail the episode of an environment whose `close` failed, and drop its reward."""
         (played,) = self.played[place]
         if answer.error is not None and played.episode.error is None:
             error = f"environment: close {answer.error}"
             self.played[place] = [replace(played, reward=None, episode=replace(played.episode, error=error))]
 
-    def _described(self, episode: _Open, what: str, error: str) -> str:
+    def _described(self, episode: _OpenEpisode, what: str, error: str) -> str:
         prompt = episode.rollout.prompt
         reason, _, frames = error.partition("\n")
         where = f"row {prompt.source or prompt.index}, turn {episode.turns}"

@@ -1,6 +1,6 @@
-"""Generation of responses that somebody answers: environments and agents, each in its own time.
+"""Generates responses that environments and agents answer, each in its own time.
 
-Within a replica the first rank decides what the engine is asked next, and the others are told: see `Engine`.
+Within a replica the first rank decides on the engine's next requests and tells the others: see `Engine`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from megarl.types import Completion, Episode, FinishReason, Rollout, SamplingPar
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What the engine does next.
+    """Tells the engine what to do next.
 
     Attributes:
         requests: to be served.
-        forget: keys of what will not be gone on with.
-        over: nothing more will come, and what is still in the engine is not wanted.
-        quiet: nobody will decide anything before one of the requests is finished.
+        forget: keys of requests that will not be continued.
+        over: no more orders will come, and nobody wants what is still in the engine.
+        quiet: no more orders will come before one of the requests is finished.
     """
 
     requests: tuple[Request, ...] = ()
@@ -35,10 +35,10 @@ class Orders:
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """A response as an episode left it: `Rollout` without what all ranks know.
+    """Holds a response of an episode: a `Rollout` without the fields that all ranks know.
 
     Attributes:
-        prompt_ids: what it answers, where that is not the row's prompt.
+        prompt_ids: the prompt that it answers, where that is not the row's.
     """
 
     prompt_ids: tuple[int, ...] | None = None
@@ -48,7 +48,7 @@ class Played:
     episode: Episode
 
     def of(self, rollout: Rollout, version: int) -> Rollout:
-        """The rollout that was begun, as it is now."""
+        """Complete a rollout with this response."""
         prompt = rollout.prompt if self.prompt_ids is None else replace(rollout.prompt, token_ids=self.prompt_ids)
         return replace(
             rollout,
@@ -61,30 +61,30 @@ class Played:
 
 
 class Source(Protocol):
-    """What answers the policy, on a replica's first rank."""
+    """Answers the policy, on a replica's first rank."""
 
     def orders(self, *, wait: bool) -> Orders | None:
-        """What was decided since the last time; None: nothing.
+        """Return the orders since the last time; None: there are none.
 
         Args:
-            wait: the engine has nothing to do: something may be waited for, for a second or so.
+            wait: the engine has nothing to do, so that this may wait for orders, for a second or so.
         """
 
     def take(self, key: int, completion: Completion) -> None:
-        """A request that the engine has finished."""
+        """Take the completion of a request from the engine."""
 
     @property
     def played(self) -> Mapping[int, Sequence[Played]]:
-        """What came of each rollout, by place, once it is over: one response or, where a conversation was begun anew,
-        several, of which the last is the one that is scored."""
+        """Return the responses of finished episodes, by the rollout's place: one or, where a conversation began anew,
+        several, of which the last is scored."""
 
 
 Begin = Callable[[Mapping[int, Rollout], SamplingParams], Source]
-"""(a replica's rollouts by place, how their tokens are drawn) -> what answers them."""
+"""(a replica's rollouts by place, how their tokens are drawn) -> the source that answers them."""
 
 
 def serve(engine: Engine, source: Source | None, broadcast: Broadcast[Orders]) -> None:
-    """The engine's work until the source says that it is over; every rank of the replica calls it.
+    """Run the engine until the source says that all is over; every rank of the replica calls it.
 
     Args:
         source: None on all ranks but the first.
@@ -113,10 +113,10 @@ def serve(engine: Engine, source: Source | None, broadcast: Broadcast[Orders]) -
 
 
 class Episodes:
-    """Plays the episodes of rollouts, over all replicas. Every rank builds one, and makes the same calls.
+    """Plays the episodes of rollouts, over all replicas. Every rank builds an instance, and makes the same calls.
 
     Args:
-        begin: what answers a replica's rollouts; called on its first rank.
+        begin: makes the source that answers a replica's rollouts; called on its first rank.
         close: gives back what `begin` took.
     """
 
@@ -133,30 +133,30 @@ class Episodes:
         version: int,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """The rollouts, finished; on every rank. A rollout whose conversation began anew has become several."""
+        """Finish the rollouts, on every rank. A rollout whose conversation began anew becomes several."""
         mine = share_of(self._groups, rollouts)
         source = self._begin(mine, params) if self._broadcast.leads else None
         serve(engine, source, self._broadcast)
         played = None if source is None else {place: tuple(parts) for place, parts in source.played.items()}
-        everyone = {
+        everywhere = {
             place: parts
             for part in self._groups.world.all_gather(played, "all episodes")
             if part is not None
             for place, parts in part.items()
         }
-        made = []
+        results = []
         for place, rollout in enumerate(rollouts):
-            parts = [one.of(rollout, version) for one in everyone[place]]
-            made += parts
+            parts = [response.of(rollout, version) for response in everywhere[place]]
+            results += parts
             if on_finished is not None and played is not None and place in played:
                 on_finished(place, parts[-1])
-        return made
+        return results
 
     def close(self) -> None:
-        """End what works for it."""
+        """Give back what the sources took."""
         self._close()
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of a rollout's `number`-th part; the first one's is the rollout's."""
+    """Compute the seed of a rollout's part; part 0 has the rollout's own."""
     return seed if number == 0 else sample_seed(seed, number, 0, 0)

@@ -1,4 +1,4 @@
-"""What a request to the endpoint may say, and what becomes of it: one table for the code and for the documentation."""
+"""Lists the parameters of requests to the endpoint and their effects, in a table for code and documentation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Fate = Literal["served", "ignored", "as the run draws", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of a request.
+    """Says what the endpoint does with a parameter of a request.
 
     Attributes:
-        fate: "served"; "ignored", where it changes nothing here; "as the run draws": only the run's own value; or
-            "refused", unless it says nothing (`neutral`).
-        says: what is done with it, or what to use instead.
+        fate: "served"; "ignored", where it changes nothing here; "as the run draws": only the run's own value is
+            served; or "refused", unless the value is `neutral`.
+        says: the effect, or what to use instead.
         neutral: values that ask for nothing, beside null.
     """
 
@@ -69,7 +69,7 @@ CHAT: Mapping[str, Parameter] = {
     **_many("audio web_search_options", "refused", _NO_SERVICE),
     **_many("verbosity", "refused", "say it in the messages"),
 }  # fmt: skip
-"""Of POST /chat/completions."""
+"""The parameters of POST /chat/completions."""
 
 RESPONSES: Mapping[str, Parameter] = {
     **_BOTH,
@@ -84,6 +84,6 @@ RESPONSES: Mapping[str, Parameter] = {
     **_many("conversation prompt", "refused", _NO_SERVICE),
     **_many("max_tool_calls", "refused", "of OpenAI's own tools, which are not here"),
 }
-"""Of POST /responses."""
+"""The parameters of POST /responses."""
 
 UNKNOWN = "not known here, and it might change how tokens are drawn: leave it out"

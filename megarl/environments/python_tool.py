@@ -1,4 +1,4 @@
-"""A Python interpreter: the program in <python>...</python> runs in the sandbox and is answered by what it printed."""
+"""Runs the program in <python>...</python> in the sandbox, and answers it by its output."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megarl.rewards.sandbox import Isolation, Limits, check_isolation, run_pytho
 
 
 class PythonTool:
-    """Answers the last program of a response; a response without any ends the episode.
+    """Answers the last program of a response; a response without one ends the episode.
 
     Args:
-        answer: the observation, with what the program printed for {output}.
+        answer: the observation; {output} stands for the output of the program.
         isolation: see `run_python`.
-        limits: of `Limits`, for each program.
+        limits: fields of `Limits`, for each program.
     """
 
     def __init__(self, *, answer: str = "{output}", isolation: Isolation = "namespaces", **limits: Any) -> None:

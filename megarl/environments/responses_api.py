@@ -1,4 +1,4 @@
-"""OpenAI's Responses API in terms of chat completions: the same conversations, written in another way."""
+"""Translates OpenAI's Responses API from and to chat completions: the same conversations, written in another way."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.data.messages import Message
-from megarl.environments.chat_reply import MODEL, Said, event
-from megarl.environments.chat_request import Asked, Refused, check_parameters, read_request
+from megarl.environments.chat_reply import MODEL, ChatReply, event
+from megarl.environments.chat_request import ChatRequest, Refused, check_parameters, read_request
 from megarl.environments.parameters import RESPONSES
 from megarl.types import SamplingParams
 
@@ -17,39 +17,41 @@ _PARTS = ("input_text", "output_text", "text")
 _AS_IN_CHAT = {"max_output_tokens": "max_tokens", "stream": "stream"}
 
 
-def read_response_request(body: object, earlier: Mapping[str, Sequence[Message]], *drawn: SamplingParams) -> Asked:
-    """What a request asks for.
+def read_response_request(
+    body: object, earlier: Mapping[str, Sequence[Message]], *params: SamplingParams
+) -> ChatRequest:
+    """Check the body of a request and read it.
 
     Args:
         earlier: messages of the episode's conversations up to each of its replies, by the replies' numbers.
-        drawn: as of `read_request`.
+        params: as of `read_request`.
 
     Raises:
         Refused: as `read_request`.
     """
-    given = check_parameters(body, RESPONSES, drawn)
+    parameters = check_parameters(body, RESPONSES, params)
     messages: list[Any] = []
-    if previous := given.get("previous_response_id"):
+    if previous := parameters.get("previous_response_id"):
         number = str(previous).removeprefix(_ID)
         if number not in earlier:
             raise Refused(
                 f"previous_response_id: the episode has no response {previous!r:.60}", param="previous_response_id"
             )
         messages += earlier[number]
-    if instructions := given.get("instructions"):
+    if instructions := parameters.get("instructions"):
         messages = [{"role": "system", "content": instructions}, *(m for m in messages if m["role"] != "system")]
-    messages += _messages(given.get("input", []))
-    asked: dict[str, Any] = {"messages": messages}
-    if "tools" in given:
-        asked["tools"] = _tools(given["tools"])
-    if "tool_choice" in given:
-        asked["tool_choice"] = _choice(given["tool_choice"])
-    asked |= {there: given[name] for name, there in _AS_IN_CHAT.items() if name in given}
-    return read_request(asked, *drawn)
+    messages += _messages(parameters.get("input", []))
+    chat: dict[str, Any] = {"messages": messages}
+    if "tools" in parameters:
+        chat["tools"] = _tools(parameters["tools"])
+    if "tool_choice" in parameters:
+        chat["tool_choice"] = _choice(parameters["tool_choice"])
+    chat |= {chat_name: parameters[name] for name, chat_name in _AS_IN_CHAT.items() if name in parameters}
+    return read_request(chat, *params)
 
 
 def _messages(items: object) -> list[Any]:
-    """A call of a function is a part of the assistant's message before it."""
+    """Turn items into messages; a call of a function becomes a part of the assistant's message before it."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -74,7 +76,7 @@ def _messages(items: object) -> list[Any]:
 
 
 def _content(content: object) -> object:
-    """With parts of text in the form of chat completions."""
+    """Rewrite parts of text in the form of chat completions."""
     if not isinstance(content, list):
         return content
     return [
@@ -101,18 +103,18 @@ def _choice(choice: object) -> object:
     return choice
 
 
-def response_id(said: Said) -> str:
-    return f"{_ID}{said.number}"
+def response_id(reply: ChatReply) -> str:
+    return f"{_ID}{reply.number}"
 
 
-def response_body(said: Said) -> dict[str, Any]:
-    """The answer to a request for a response."""
-    why = {"reason": "max_output_tokens"} if said.cut_off else None
-    return _body(said, "incomplete" if said.cut_off else "completed", _items(said)) | {"incomplete_details": why}
+def response_body(reply: ChatReply) -> dict[str, Any]:
+    """Write the answer to a request for a response."""
+    why = {"reason": "max_output_tokens"} if reply.cut_off else None
+    return _body(reply, "incomplete" if reply.cut_off else "completed", _items(reply)) | {"incomplete_details": why}
 
 
-def response_events(said: Said) -> Iterator[str]:
-    """The same as server-sent events, in the order in which OpenAI sends them."""
+def response_events(reply: ChatReply) -> Iterator[str]:
+    """Write the reply as server-sent events, in the order in which OpenAI sends them."""
     number = 0
 
     def send(kind: str, /, **content: Any) -> str:
@@ -120,10 +122,10 @@ def response_events(said: Said) -> Iterator[str]:
         number += 1
         return event({"type": kind, "sequence_number": number - 1, **content}, kind)
 
-    begun = _body(said, "in_progress", [])
+    begun = _body(reply, "in_progress", [])
     yield send("response.created", response=begun)
     yield send("response.in_progress", response=begun)
-    for i, item in enumerate(_items(said)):
+    for i, item in enumerate(_items(reply)):
         nothing: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
         empty = {**item, "status": "in_progress", **nothing}
         yield send("response.output_item.added", output_index=i, item=empty)
@@ -139,17 +141,17 @@ def response_events(said: Said) -> Iterator[str]:
             yield send("response.function_call_arguments.delta", **place, delta=item["arguments"])
             yield send("response.function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"])
         yield send("response.output_item.done", output_index=i, item=item)
-    whole = response_body(said)
+    whole = response_body(reply)
     yield send(f"response.{whole['status']}", response=whole)
 
 
-def _items(said: Said) -> list[dict[str, Any]]:
+def _items(reply: ChatReply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    calls = said.message.get("tool_calls") or []
-    if said.message["content"] or not calls:
-        part = {"type": "output_text", "text": said.message["content"], "annotations": [], "logprobs": []}
-        head = {"id": f"msg_{said.number}", "type": "message", "role": "assistant"}
-        items.append({**head, "status": "incomplete" if said.cut_off else "completed", "content": [part]})
+    calls = reply.message.get("tool_calls") or []
+    if reply.message["content"] or not calls:
+        part = {"type": "output_text", "text": reply.message["content"], "annotations": [], "logprobs": []}
+        head = {"id": f"msg_{reply.number}", "type": "message", "role": "assistant"}
+        items.append({**head, "status": "incomplete" if reply.cut_off else "completed", "content": [part]})
     for call in calls:
         items.append(
             {
@@ -164,9 +166,9 @@ def _items(said: Said) -> list[dict[str, Any]]:
     return items
 
 
-def _body(said: Said, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _body(reply: ChatReply, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        "id": response_id(said),
+        "id": response_id(reply),
         "object": "response",
         "created_at": int(time.time()),
         "status": status,
@@ -186,10 +188,10 @@ def _body(said: Said, status: str, output: list[dict[str, Any]]) -> dict[str, An
         "usage": None
         if status == "in_progress"
         else {
-            "input_tokens": said.prompt,
+            "input_tokens": reply.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0},
-            "output_tokens": said.reply,
+            "output_tokens": reply.reply_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": said.prompt + said.reply,
+            "total_tokens": reply.prompt_tokens + reply.reply_tokens,
         },
     }

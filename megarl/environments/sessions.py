@@ -1,4 +1,4 @@
-"""Conversations with the policy as token ids: what it sampled stays as it was, whatever a client makes of the text."""
+"""Keeps conversations with the policy as token ids: sampled tokens stay as they are, however a client changes texts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.data.messages import Message, read_messages
-from megarl.environments.chat_reply import Said, reply_message
-from megarl.environments.chat_request import Asked, Refused, same_message, sampling
+from megarl.environments.chat_reply import ChatReply, reply_message
+from megarl.environments.chat_request import ChatRequest, Refused, same_message, sampling
 from megarl.environments.episodes import Played, seed_of
 from megarl.environments.speech import Speech
 from megarl.rollout.engine import Request
@@ -21,15 +21,15 @@ _TOO_LONG = "context_length_exceeded"
 
 @dataclass(kw_only=True, eq=False)
 class Segment:
-    """A conversation that only grew: one response to train on.
+    """Holds a conversation that only grew: one response to train on.
 
     Attributes:
-        key: of its requests.
+        key: of its requests to the engine.
         messages: so far, with the policy's.
-        tools: that were offered, as JSON.
+        tools: the tools that the client offered, as JSON.
         busy: whether a reply is being drawn.
-        turns: replies.
-        at_limit: whether the newest reply, or what should have followed it, met the length of a response.
+        turns: how many replies it has.
+        at_limit: whether the newest reply, or the messages after it, reached the greatest length of a response.
     """
 
     key: int
@@ -42,36 +42,36 @@ class Segment:
     turns: int = 0
     at_limit: bool = False
 
-    def continued_by(self, asked: Asked) -> bool:
-        """Whether a request goes on with it."""
+    def continued_by(self, chat: ChatRequest) -> bool:
+        """Return whether a request goes on with this conversation."""
         known = len(self.messages)
-        if self.busy or not self.turns or len(asked.messages) <= known or self.tools != _json(asked.tools):
+        if self.busy or not self.turns or len(chat.messages) <= known or self.tools != _json(chat.tools):
             return False
-        return all(same_message(a, b) for a, b in zip(self.messages, asked.messages[:known], strict=True))
+        return all(same_message(a, b) for a, b in zip(self.messages, chat.messages[:known], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """A reply that is being drawn."""
+    """Holds a reply that is being drawn."""
 
     segment: Segment
-    asked: Asked
+    chat: ChatRequest
     request: Request
     began: float
 
 
 class Session:
-    """The conversations of one episode. Not for several threads at a time.
+    """Holds the conversations of one episode. Only one thread may use it at a time.
 
     Args:
         params: how the run draws tokens; `max_tokens` bounds a segment's response.
-        max_turns: replies of the episode.
-        new_key: a number for a segment's requests.
+        max_turns: most replies of the episode.
+        new_key: makes a number for a segment's requests.
 
     Attributes:
-        waited: seconds in which the policy spoke.
+        waited: seconds for which clients waited for the policy.
         closed: whether the episode is over.
-        at_limit: whether the last thing that the client heard is that a limit of the episode is met.
+        at_limit: whether the client's last answer says that a limit of the episode is met.
         earlier: messages up to each reply, by the reply's number.
     """
 
@@ -88,17 +88,17 @@ class Session:
         self._rollout, self.params, self._speech = rollout, params, speech
         self._max_turns, self._max_prompt_length, self._new_key = max_turns, max_prompt_length, new_key
         self._segments: list[Segment] = []
-        self._made = self._replies = 0
+        self._begun = self._replies = 0
         self._limited = False
         self.waited = 0.0
         self.closed = self.at_limit = False
         self.earlier: dict[str, Sequence[Message]] = {}
 
-    def ask(self, asked: Asked, *, anew: bool = False) -> Ticket:
-        """What the engine is to be asked.
+    def ask(self, chat: ChatRequest, *, anew: bool = False) -> Ticket:
+        """Make the engine's request for a reply.
 
         Args:
-            anew: with a segment of its own, even if the messages go on with one.
+            anew: begin a segment, even if the messages go on with one.
 
         Raises:
             Refused: a limit is met, or the chat template refuses the messages.
@@ -108,15 +108,15 @@ class Session:
             raise self._limit(
                 f"the episode has had its environment.max_turns = {self._max_turns} replies", code="max_turns"
             )
-        goes_on = (segment for segment in reversed(self._segments) if segment.continued_by(asked))
+        goes_on = (segment for segment in reversed(self._segments) if segment.continued_by(chat))
         segment = None if anew else next(goes_on, None)
         try:
             if segment is None:
-                segment = self._begin(asked)
+                segment = self._begin(chat)
                 response = segment.response
             else:
-                new, last = asked.messages[len(segment.messages) :], segment.response.ids[-1]
-                response = segment.response.observed(self._speech.messages(new, last=last, tools=asked.tools))
+                new, last = chat.messages[len(segment.messages) :], segment.response.ids[-1]
+                response = segment.response.observed(self._speech.messages(new, last=last, tools=chat.tools))
         except Refused:
             raise
         except ValueError as e:
@@ -134,47 +134,47 @@ class Session:
         request = Request(
             key=segment.key,
             prompt=segment.prompt_ids,
-            params=sampling(self.params, asked, begun),
-            seed=segment.seed if asked.seed is None else sample_seed(segment.seed, asked.seed, 0, 0),
+            params=sampling(self.params, chat, begun),
+            seed=segment.seed if chat.seed is None else sample_seed(segment.seed, chat.seed, 0, 0),
             response=response,
             turn_start=begun,
             keep=True,
         )
-        return Ticket(segment=segment, asked=asked, request=request, began=time.monotonic())
+        return Ticket(segment=segment, chat=chat, request=request, began=time.monotonic())
 
-    def reply(self, ticket: Ticket, completion: Completion) -> Said:
-        """What the client is told; the tokens become the segment's.
+    def reply(self, ticket: Ticket, completion: Completion) -> ChatReply:
+        """Make the client's answer of a completion, whose tokens become the segment's.
 
         Raises:
             Refused: the episode is over.
         """
         self._check_open()
         segment, begun, response = ticket.segment, ticket.request.turn_start, completion.response
-        said = response.ids[begun:]
+        ids = response.ids[begun:]
         self.waited += time.monotonic() - ticket.began
         segment.response = response
         segment.turns += 1
         segment.busy = False
         segment.at_limit = completion.finish_reason == "length" and len(response) >= self.params.max_tokens
-        self._segments.remove(segment)  # the newest is the last: it is the one that is scored
+        self._segments.remove(segment)  # the newest is the last, which is scored
         self._segments.append(segment)
         self.at_limit = segment.at_limit
         number, decode = f"{segment.key}-{segment.turns}", self._speech.tokenizer.decode
-        message = reply_message(decode(said), ticket.asked, number)
-        segment.messages = (*ticket.asked.messages, *read_messages([message], "the reply"))
+        message = reply_message(decode(ids), ticket.chat, number)
+        segment.messages = (*ticket.chat.messages, *read_messages([message], "the reply"))
         self.earlier[number] = segment.messages
-        drawn = zip(said, response.logp[begun:], strict=True)
-        return Said(
+        drawn = zip(ids, response.logp[begun:], strict=True)
+        return ChatReply(
             number=number,
             message=message,
             cut_off=completion.finish_reason == "length",
-            prompt=len(segment.prompt_ids) + begun,
-            reply=len(said),
-            tokens=[(decode([token]), logp) for token, logp in drawn] if ticket.asked.logprobs else None,
+            prompt_tokens=len(segment.prompt_ids) + begun,
+            reply_tokens=len(ids),
+            tokens=[(decode([token]), logp) for token, logp in drawn] if ticket.chat.logprobs else None,
         )
 
     def abandon(self, ticket: Ticket) -> None:
-        """Nobody waits for the reply any more: the segment stays as it was before, and it counts as none."""
+        """Give up a reply that nobody waits for: the segment stays as it was before, and the reply does not count."""
         self.waited += time.monotonic() - ticket.began
         self._replies -= 1
         segment = ticket.segment
@@ -183,12 +183,12 @@ class Session:
             self._segments.remove(segment)
 
     def close(self, *, reward: float | None, error: str | None, seconds: float) -> list[Played]:
-        """What there is to train on; nothing is added to it any more.
+        """End the episode and return its responses to train on.
 
         Args:
-            reward: of the episode; None: it is scored later.
+            reward: of the episode; None: the episode is scored later.
             error: why the episode failed; None: it did not.
-            seconds: that it took, of which the policy took `waited`.
+            seconds: duration of the episode, of which the policy took `waited`.
         """
         self.closed = True
         segments = [segment for segment in self._segments if segment.turns]
@@ -216,19 +216,19 @@ class Session:
 
     @property
     def keys(self) -> list[int]:
-        """Of its segments."""
+        """List the keys of the segments."""
         return [segment.key for segment in self._segments]
 
-    def _begin(self, asked: Asked) -> Segment:
-        ids = tuple(self._speech.conversation(asked.messages, tools=asked.tools))
+    def _begin(self, chat: ChatRequest) -> Segment:
+        ids = tuple(self._speech.conversation(chat.messages, tools=chat.tools))
         if len(ids) > self._max_prompt_length:
             text = f"the messages have {len(ids)} tokens, more than data.max_prompt_length = {self._max_prompt_length}"
             if not self.earlier:
                 raise Refused(text, param="messages", code=_TOO_LONG)
-            raise self._limit(text)  # the policy has spoken, and what it said, or was told, has grown
-        seed = seed_of(self._rollout.seed, self._made)
-        self._made += 1
-        self._segments.append(Segment(key=self._new_key(), seed=seed, tools=_json(asked.tools), prompt_ids=ids))
+            raise self._limit(text)  # the policy has spoken: its replies, or the answers to them, have grown
+        seed = seed_of(self._rollout.seed, self._begun)
+        self._begun += 1
+        self._segments.append(Segment(key=self._new_key(), seed=seed, tools=_json(chat.tools), prompt_ids=ids))
         return self._segments[-1]
 
     def _limit(self, text: str, code: str = _TOO_LONG) -> Refused:

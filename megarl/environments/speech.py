@@ -1,4 +1,4 @@
-"""What is said to the policy, as token ids. What it said itself is never tokenised again."""
+"""Turns texts for the policy into token ids. The policy's own replies are never tokenised again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.data.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 
 _CUT = " [cut]"
-_LONGEST_TOKEN = 128  # characters of a text that are looked at for each token that is wanted
+_LONGEST_TOKEN = 128  # characters of a text that are tokenised for each token that is kept
 
 
 class Speech:
-    """Tokenises what follows a reply of the policy.
+    """Tokenises observations and messages for the policy.
 
     Args:
-        stop_tokens: that can end a reply.
+        stop_tokens: those that can end a reply.
         role: of an observation, in a chat.
         limit: tokens of an observation.
     """
@@ -38,10 +38,10 @@ class Speech:
         *,
         tools: Sequence[Message] = (),
     ) -> list[int]:
-        """Token ids of a prompt with what an environment says at first behind it.
+        """Tokenise a prompt and an environment's first observation after it.
 
         Args:
-            prompt: the row's: text or messages.
+            prompt: the row's, text or messages.
             tools: that the row offers.
         """
         if are_messages(prompt) and isinstance(observation, str):
@@ -51,7 +51,7 @@ class Speech:
         return [*prompt_ids, *self._plain(observation)]
 
     def answer(self, observation: str | Sequence[int], *, chat: bool, last: int) -> list[int]:
-        """Token ids of an observation, and of what the chat template puts around it, up to where the reply begins.
+        """Tokenise an observation with the chat template's text around it, up to where the reply begins.
 
         Args:
             last: the last token of the policy's reply.
@@ -61,7 +61,7 @@ class Speech:
         return self._plain(observation)
 
     def conversation(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
-        """Token ids of messages up to where the policy's reply begins.
+        """Tokenise messages up to where the policy's reply begins.
 
         Raises:
             ValueError: the chat template refuses them, or leaves something out.
@@ -70,7 +70,7 @@ class Speech:
         return self.tokenizer.encode_chat(messages, tools=tools)
 
     def messages(self, messages: Sequence[Message], *, last: int, tools: Sequence[Message] = ()) -> list[int]:
-        """Token ids of the messages after a reply, from its end up to where the next one begins.
+        """Tokenise the messages after a reply, from its end up to where the next reply begins.
 
         Raises:
             ValueError: the chat template refuses them, leaves something out, or does not write the reply down.
@@ -78,8 +78,8 @@ class Speech:
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
         check_nothing_is_left_out([*before, *messages], self.tokenizer)
         text = self.tokenizer.chat_text([*before, *messages], tools=tools)
-        _, found, rest = text.partition(REPLY)
-        if not found:
+        _, reply, rest = text.partition(REPLY)
+        if not reply:
             raise ValueError("the chat template does not write down what the assistant said before: use plain prompts")
         ids = self.tokenizer.encode_template(rest)
         # a reply that ended by itself has its end token already; one that was cut off, or ended by a string, has not

@@ -11,7 +11,7 @@ from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.models.parts.part import AttentionPart, Part, check_counts, check_numbers
 
 MOST_LAYERS = 10_000
-"""Every tensor of a model is listed before it is read: a folder that says more would take the memory with the list."""
+"""Every tensor of a model is listed before it is read: with more layers the list would fill the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Architecture:
 
     Attributes:
         family: name of the module in `megarl.models.families` that described it.
-        layers: kinds of layers, each with the number of those in a row: ((dense, 3), (experts, 58)).
+        layers: kinds of layers, each with its number of consecutive layers: ((dense, 3), (experts, 58)).
         hidden_size: residual width.
         vocab_size: rows of the embedding that mean something (no padding).
         max_position_embeddings: longest sequence the model was made for, tokens.
-        output: what stands on the last layer: `tied` is the embedding, `lm` a matrix of its own over the vocabulary,
+        output: the matrix on the last layer: `tied` is the embedding, `lm` a matrix of its own over the vocabulary,
             `scalar` a vector (a value or a score).
         norm_eps: epsilon of every RMSNorm.
         init_std: standard deviation of random initial weights.
@@ -66,7 +66,7 @@ class Architecture:
 
     @cached_property
     def each_layer(self) -> tuple[Layer, ...]:
-        """The kind of each layer, in order."""
+        """List the kind of each layer, in order."""
         return tuple(layer for layer, count in self.layers for _ in range(count))
 
     def layer(self, number: int) -> Layer:
@@ -75,30 +75,30 @@ class Architecture:
 
     @property
     def kinds(self) -> tuple[Layer, ...]:
-        """Every kind of layer once."""
+        """List every kind of layer once."""
         return tuple(dict.fromkeys(layer for layer, _ in self.layers))
 
     @property
     def firsts(self) -> list[int]:
-        """The numbers of the first layers of each stretch that is alike."""
+        """List the number of the first layer in each run of equal layers."""
         return [0, *accumulate(count for _, count in self.layers[:-1])]
 
     @property
     def moe(self) -> MixtureOfExperts | None:
-        """How experts are chosen, the same in all layers that have some; None: no layer has."""
+        """Return the mixture of experts, the same in all layers that have experts; None: no layer has."""
         return next((layer.mlp.moe for layer in self.kinds if isinstance(layer.mlp, Experts)), None)
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """Return whether the output layer is the embedding."""
         return self.output == "tied"
 
     def with_scalar_output(self) -> Architecture:
-        """The same layers under a single output."""
+        """Copy the architecture, with a single output on its layers."""
         return replace(self, output="scalar")
 
     def padded_vocab_size(self, tp: int) -> int:
-        """Rows of the embedding once every tensor-parallel rank holds the same number of them."""
+        """Count the rows of the embedding, padded so that every tensor-parallel rank holds the same number."""
         return -(-self.vocab_size // tp) * tp
 
     def check_training(self, *, tp: int, pp: int, chunks: int, sequence_parallel: bool) -> None:

@@ -76,8 +76,8 @@ def place_filled(tensor: str, param: str, box: Box, first_row: int = 0, rows: in
     """Place a box that fills its rows of the parameter.
 
     Args:
-        first_row: where it begins.
-        rows: how many it takes; by default one for each along the box's first axis.
+        first_row: first row of the parameter that the box fills.
+        rows: how many it fills; by default one for each along the box's first axis.
     """
     view = tuple(hi - lo for lo, hi in box)
     last = first_row + (view[0] if rows is None else rows)
@@ -87,14 +87,14 @@ def place_filled(tensor: str, param: str, box: Box, first_row: int = 0, rows: in
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:
-    """Says which layer of which tensor-parallel rank is meant.
+    """Names a layer and a tensor-parallel rank.
 
     Attributes:
-        tensors: what the names of its tensors begin with: "model.layers.3.".
-        params: what the names of its parameters begin with: "0.decoder.layers.1.".
+        tensors: prefix of the names of its tensors: "model.layers.3.".
+        params: prefix of the names of its parameters: "0.decoder.layers.1.".
         hidden: residual width.
         tp, rank: size of the tensor-parallel group, and the rank in it.
-        experts: those that are looked at.
+        experts: place these alone.
     """
 
     tensors: str

@@ -1,6 +1,6 @@
-"""Counts what follows from an architecture's shape. Torch-free.
+"""Counts elements, bytes and FLOPs that follow from an architecture's shape. Torch-free.
 
-The log-probabilities and the engines, which take the memory, and `megarl.estimate`, which predicts it, count alike.
+The log-probabilities and the engines, which take the memory, and `megarl.estimate`, which predicts it, use these.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by `actor_rollout_ref.model.dtype`."""
 
 LOGITS_CHUNK_BYTES = 2**29
-"""Logits of the training layout alive at once; their gradient takes their place. Smaller chunks would add to the output
-weight's gradient, all of it, more often."""
+"""Bytes of the training layout's logits alive at once; their gradient takes their place. With smaller chunks each pass
+would add to the whole gradient of the output weight more often."""
 
 BLOCK_SIZE = 16
 """Tokens in a block of the native engine's KV cache."""
@@ -26,9 +26,8 @@ def blocks_for(tokens: int, block_size: int = BLOCK_SIZE) -> int:
 
 
 def most_blocks(*, max_num_seqs: int, max_model_len: int, block_size: int = BLOCK_SIZE) -> int:
-    """Count the blocks of KV cache that an engine can use: for all its sequences at their greatest length, and one that
-    the engine keeps for itself. 10 sequences of 100 tokens in blocks of 16: 10 x 7 + 1.
-    """
+    """Count the blocks of KV cache that an engine can use: those of all its sequences at their greatest length, and its
+    scratch block. 10 sequences of 100 tokens in blocks of 16: 10 x 7 + 1."""
     return max_num_seqs * blocks_for(max_model_len, block_size) + 1
 
 
@@ -38,7 +37,7 @@ def kv_bytes_per_token(arch: Architecture, *, tp: int, itemsize: int) -> int:
 
 
 def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
-    """Count the elements per token that a layer of the training layout keeps for the backward pass: the most of any.
+    """Count the elements per token that the largest layer of the training layout keeps for the backward pass.
 
     After arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention matrix,
     SwiGLU, grouped queries), t = TP:
@@ -64,9 +63,9 @@ def attention_flops(arch: Architecture, squares: float) -> float:
 
 
 def prefill_activations(arch: Architecture, *, tp: int) -> int:
-    """Count the elements per token that the native engine holds at once within a layer: the most of any.
+    """Count the elements per token that the native engine holds at once within its largest layer.
 
-    They are no fewer than `layer_activations`. In the terms used there: 6 h of residuals, norms and sums over ranks;
+    They are no fewer than `layer_activations`. In its terms: 6 h of residuals, norms and sums over ranks;
     8 q / t of queries, keys and values before and after their rotation, and the attention's output; 4 ffn / t of gate,
     up and their product, with experts k (2 h + 4 ffn / t).
     """
@@ -79,8 +78,7 @@ def prefill_activations(arch: Architecture, *, tp: int) -> int:
 
 def sampler_bytes(arch: Architecture, *, max_num_seqs: int, itemsize: int) -> int:
     """Count the bytes of logits [max_num_seqs, vocab_size] in the model's dtype and in fp32, twice: CUDA graphs of
-    several batch sizes hold theirs, and top-k and top-p sort a copy.
-    """
+    several batch sizes hold their own, and top-k and top-p sort a copy."""
     return 2 * max_num_seqs * arch.vocab_size * (itemsize + 4)
 
 

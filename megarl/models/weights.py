@@ -1,4 +1,4 @@
-"""Lists the weights of a whole model: once each, and where each layout holds them. Torch-free."""
+"""Lists the weights of a whole model, and the places where each layout holds them. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEGATRON_CORE = ParameterNames()
 
 
 def layer_prefix(layer: int) -> str:
-    """Give what the names of a layer's weights begin with."""
+    """Give the prefix of the names of a layer's weights."""
     return f"model.layers.{layer}."
 
 
@@ -55,8 +55,8 @@ def training_placements(
     """List what a rank of the training layout holds, in the names of its `GPTModel` chunks ("{chunk}.decoder...").
 
     Args:
-        names: those of the model whose parameters these are.
-        layers, experts: leave the others out.
+        names: of the parameters of the training layout's model.
+        layers, experts: list these alone.
     """
     at = layout.coords(rank)
     vocab_rows = arch.padded_vocab_size(layout.tp) // layout.tp
@@ -67,16 +67,14 @@ def training_placements(
             yield from _vocab(arch, EMBEDDING, f"{chunk}.embedding.word_embeddings.weight", vocab_rows, at.tp)
         for local, number in enumerate(layout.layers(arch.num_layers, at.pp, chunk)):
             if number in layers:
-                layer, place = (
-                    arch.layer(number),
-                    LayerPlace(
-                        tensors=layer_prefix(number),
-                        params=f"{chunk}.decoder.layers.{local}.",
-                        hidden=arch.hidden_size,
-                        tp=layout.tp,
-                        rank=at.tp,
-                        experts=experts,
-                    ),
+                layer = arch.layer(number)
+                place = LayerPlace(
+                    tensors=layer_prefix(number),
+                    params=f"{chunk}.decoder.layers.{local}.",
+                    hidden=arch.hidden_size,
+                    tp=layout.tp,
+                    rank=at.tp,
+                    experts=experts,
                 )
                 yield place.whole(INPUT_NORM, names.input_norm(layer), arch.hidden_size)
                 yield from layer.attention.training(place)
@@ -105,7 +103,7 @@ def engine_placements(
     Args:
         vocab_rows: rows of the embedding on each rank, of an engine that pads the vocabulary further than to a
             multiple of `tp`.
-        layers, experts: leave the others out.
+        layers, experts: list these alone.
     """
     rows, hidden = vocab_rows or arch.padded_vocab_size(tp) // tp, arch.hidden_size
     yield from _vocab(arch, EMBEDDING, EMBEDDING, rows, r)

@@ -1,4 +1,4 @@
-"""The values that travel between packages: prompts, completions, rollouts, batches."""
+"""Defines the values that travel between packages: prompts, completions, rollouts, batches."""
 
 from megarl.types.batch import Batch, batch_of
 from megarl.types.rollouts import Completion, Episode, FinishReason, Prompt, Rollout, Rollouts, SamplingParams

@@ -1,8 +1,8 @@
-"""The tensors of a step, jagged instead of padded. They are frozen.
+"""Holds the tensors of a step, jagged instead of padded, in frozen classes.
 
 `SequenceTable` holds the columns of sequences, `TokenShard` those of tokens, and a `Batch` is both. Every rank holds
 all of it, so advantages, denominators and packing are the same everywhere without communication. Only this module
-depends on that: other code gets from tokens to sequences, and to a step's trained tokens, by the methods of `Batch`.
+depends on that: other code goes from tokens to sequences, and to a step's trained tokens, by the methods of `Batch`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTable:
-    """Columns with one value for each of a step's N sequences; some 40 bytes a sequence.
+    """Holds columns with one value for each of a step's N sequences; some 40 bytes a sequence.
 
     Attributes:
         cu_seqlens: int64 [N + 1], sequence i is tokens[cu_seqlens[i]:cu_seqlens[i + 1]].
@@ -50,22 +50,22 @@ class SequenceTable:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [N], tokens per sequence."""
+        """Count the tokens of each sequence: int64 [N]."""
         return self.cu_seqlens.diff()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """Columns with one value for each of T tokens, those of all sequences; some 40 bytes a token.
+    """Holds columns with one value for each of T tokens, those of all sequences; some 40 bytes a token.
 
-    They are aligned with `tokens`: `old_logp[t]` belongs to token t. They are 0 at prompt tokens.
+    The columns are aligned with `tokens`: `old_logp[t]` belongs to token t. They are 0 at prompt tokens.
 
     Attributes:
         tokens: int64 [T], sequences one after another.
         response_mask: bool [T], the tokens that are trained on.
-        token_rewards: float32 [T], the score at the last trained token, less the KL at each if that is in the reward.
-        staleness: int64 [T], by how many versions the weights that drew a token are older than the newest ones; None:
-            by none.
+        token_rewards: float32 [T], the score at the last trained token, less the KL at each if it is in the reward.
+        staleness: int64 [T], by how many versions the weights that drew a token are older than the newest; None: 0
+            everywhere.
         rollout_logp: float32 [T], as the generation engine recorded it.
         importance: float32 [T], importance weights of the tokens, 0 for rejected ones; None: all 1.
         old_logp: float32 [T], by the training layout before the first update.
@@ -96,41 +96,41 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(SequenceTable, TokenShard):
-    """Sequences (prompt + response) of one step, the same on every rank: a `SequenceTable` and a `TokenShard`.
+    """Holds the sequences (prompt + response) of a step, the same on every rank: a `SequenceTable` and a `TokenShard`.
 
     R of its T tokens are trained on.
 
     Attributes:
-        temperature: that the responses were sampled at; log-probabilities are those of the distribution at it.
+        temperature: at which the responses were sampled; log-probabilities are those of the distribution at it.
     """
 
     temperature: float = 1.0
 
     @cached_property
     def sequence_of_token(self) -> Tensor:
-        """int64 [T], which sequence a token belongs to."""
+        """Number the sequence of each token: int64 [T]."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
     @cached_property
     def response_lengths(self) -> Tensor:
-        """int64 [N], trained tokens per sequence."""
+        """Count the trained tokens of each sequence: int64 [N]."""
         return self.sum_per_sequence(self.response_mask.long())
 
     def sum_per_sequence(self, per_token: Tensor) -> Tensor:
-        """[T] -> [N], sums over the tokens of each sequence."""
+        """Sum over the tokens of each sequence: [T] -> [N]."""
         out = torch.zeros(len(self), dtype=per_token.dtype)
         return out.index_add_(0, self.sequence_of_token, per_token)
 
     def spread(self, per_sequence: Tensor) -> Tensor:
-        """[N] -> [T], each sequence's value at all of its tokens."""
+        """Copy each sequence's value to all of its tokens: [N] -> [T]."""
         return per_sequence[self.sequence_of_token]
 
     def trained(self, per_token: Tensor) -> Tensor:
-        """[T] -> [R], the values at the step's trained tokens, sequence after sequence."""
+        """Pick the values at the step's trained tokens, sequence after sequence: [T] -> [R]."""
         return per_token[self.response_mask]
 
     def at_trained(self, x: Tensor) -> Tensor:
-        """[R] -> float32 [T], 0 where nothing is trained."""
+        """Put values at the trained tokens, and 0 at the others: [R] -> float32 [T]."""
         return torch.zeros(len(self.tokens)).masked_scatter_(self.response_mask, x.float())
 
     def with_(self, **values: Any) -> Batch:
@@ -159,26 +159,26 @@ class Batch(SequenceTable, TokenShard):
                     f"batch.with_columns: {name!r} has the shape {list(column.shape)}; give it one value per sequence, "
                     f"[{len(self)}], or one per token, [{len(self.tokens)}]"
                 )
-        own = {**self.sequence_columns, **self.token_columns, **columns}
+        added = {**self.sequence_columns, **self.token_columns, **columns}
         return self.with_(
-            sequence_columns={name: column for name, column in own.items() if column.shape == shapes[0]},
-            token_columns={name: column for name, column in own.items() if column.shape != shapes[0]},
+            sequence_columns={name: column for name, column in added.items() if column.shape == shapes[0]},
+            token_columns={name: column for name, column in added.items() if column.shape != shapes[0]},
         )
 
     def column(self, name: str) -> Tensor | None:
-        """A field by its name, or a column of `with_columns`; None: the field is not filled.
+        """Look up a field, or a column of `with_columns`, by its name; None: the field is not filled.
 
         Raises:
             ValueError: the batch has neither.
         """
-        own = {**self.sequence_columns, **self.token_columns}
-        if name not in own and name not in {f.name for f in fields(self)}:
+        added = {**self.sequence_columns, **self.token_columns}
+        if name not in added and name not in {f.name for f in fields(self)}:
             raise ValueError(f"the batch has no column {name!r}; add it with batch.with_columns({name}=...)")
-        column: Tensor | None = own[name] if name in own else getattr(self, name)
+        column: Tensor | None = added[name] if name in added else getattr(self, name)
         return column
 
     def columns(self, names: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The columns of these names that are filled: those of tokens [T], and those of sequences [N].
+        """Look up the filled columns of these names: those of tokens [T], and those of sequences [N].
 
         Raises:
             ValueError: as `column`.

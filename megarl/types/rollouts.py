@@ -1,4 +1,4 @@
-"""The prompts, completions and rollouts of a step, before they become a `Batch`. They are frozen."""
+"""Holds the prompts, completions and rollouts of a step, before they become a `Batch`, in frozen classes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megarl.types.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt: a row of the data.
+    """Holds a prompt: a row of the data.
 
     Attributes:
         index: position of the row in its file list; stable over epochs and restarts.
         token_ids: the tokenised prompt.
         row: every column of the row as read, for the reward function.
         source: file and line of the row, "train.jsonl:17", for messages.
-        data_source: what `data.source_key` says it is from, or else the file's name without its ending.
+        data_source: value of the column `data.source_key`, or else the file's name without its ending.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Settings by which tokens are drawn. `temperature` 0 is greedy; `top_k` -1 keeps the whole vocabulary.
+    """Sets how tokens are drawn. `temperature` 0 is greedy; `top_k` -1 keeps the whole vocabulary.
 
     Attributes:
         max_tokens: response tokens at most, the stop token included.
@@ -52,15 +52,15 @@ class SamplingParams:
 
 
 FinishReason = Literal["stop", "length"]
-"""How a response ended: with a stop token or string, or at its greatest length."""
+"""A response ends with a stop token or string, or at its greatest length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The response of an engine to a request.
+    """Holds the response of an engine to a request.
 
     Attributes:
-        response: that of the request with the tokens that were drawn, the stop token included when there is one.
+        response: the request's response and the tokens drawn after it, the stop token included when there is one.
         finish_reason: "stop" after a stop token or string, "length" after `max_tokens`; None: not finished.
     """
 
@@ -70,13 +70,13 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Episode:
-    """The episode in which an environment, or an agent, took part in a response.
+    """Describes the episode of a response in which an environment, or an agent, took part.
 
     Attributes:
         turns: how often the policy spoke.
-        seconds: that the environment or the agent worked.
-        limited: whether a limit ended it: of turns, or of tokens.
-        error: why it can have no score; None: it can.
+        seconds: for which the environment or the agent worked.
+        limited: whether a limit of turns or of tokens ended it.
+        error: why it can have no score; None: it can have one.
     """
 
     turns: int
@@ -87,18 +87,18 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """A response to a prompt: not begun, under way or finished.
+    """Holds a response to a prompt: not begun, under way or finished.
 
     Attributes:
-        prompt: what it answers.
-        group: which drawing of a prompt it belongs to: the responses to one drawing are compared with each other.
+        prompt: that it answers.
+        group: number of the prompt's drawing: the responses to the same drawing are compared with each other.
         sample: its number in the group.
         seed: with the place of a token in the response it makes that token's random number.
         response: the tokens so far.
         finish_reason: None until it is finished.
         reward: its score; None until it is scored, and where scoring failed.
-        parts: of the score, and what reward functions returned beside theirs, by name.
-        episode: how it came about; None: the policy spoke once.
+        parts: of the score, and further values of the reward functions, by name.
+        episode: in which it was drawn; None: the policy spoke once.
     """
 
     prompt: Prompt
@@ -114,11 +114,11 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(Sequence[Rollout]):
-    """Responses, the same on every rank; those of a group need not stand together.
+    """Holds responses, the same on every rank; those of a group need not be adjacent.
 
     Attributes:
         items: one record per response.
-        temperature: that they were sampled at; 1 for greedy ones, whose log-probabilities are those at 1.
+        temperature: at which they were sampled; 1 for greedy responses, whose log-probabilities are those at 1.
         version: of the newest weights; None: versions do not matter.
     """
 
@@ -138,7 +138,7 @@ class Rollouts(Sequence[Rollout]):
 
     @property
     def groups(self) -> list[list[int]]:
-        """Places of each group's responses; groups in the order in which they come first."""
+        """List the places of each group's responses, the groups in the order of their first responses."""
         places: dict[int, list[int]] = {}
         for i, rollout in enumerate(self.items):
             places.setdefault(rollout.group, []).append(i)
@@ -146,7 +146,7 @@ class Rollouts(Sequence[Rollout]):
 
     @property
     def episodes(self) -> list[list[int]]:
-        """Places of each sample's parts: one, or several where an agent's conversation began anew."""
+        """List the places of each sample's parts: one, or several where an agent's conversation began anew."""
         places: dict[tuple[int, int], list[int]] = {}
         for i, rollout in enumerate(self.items):
             places.setdefault((rollout.group, rollout.sample), []).append(i)
@@ -158,27 +158,27 @@ class Rollouts(Sequence[Rollout]):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts, one per group."""
+        """List the prompts, one per group."""
         return [self.items[places[0]].prompt for places in self.groups]
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """The rewards, one per response."""
+        """List the rewards, one per response."""
         return tuple(rollout.reward for rollout in self.items)
 
     def scored(self, rewards: Sequence[float | None], parts: Sequence[Mapping[str, float]] | None = None) -> Rollouts:
-        """The same with these scores, and with what they are made of."""
-        made_of = [rollout.parts for rollout in self.items] if parts is None else parts
-        scores = zip(self.items, rewards, made_of, strict=True)
+        """Copy the responses, with these scores and their parts."""
+        all_parts = [rollout.parts for rollout in self.items] if parts is None else parts
+        scores = zip(self.items, rewards, all_parts, strict=True)
         return self.of(replace(rollout, reward=r, parts=p) for rollout, r, p in scores)
 
     def of_groups(self, which: Sequence[int]) -> Rollouts:
-        """The responses of some groups, by the groups' places in `groups`."""
+        """Select the responses of some groups, by the groups' places in `groups`."""
         groups = self.groups
         return self.of(self.items[i] for place in which for i in groups[place])
 
     def of(self, items: Iterable[Rollout]) -> Rollouts:
-        """Other responses that were sampled alike."""
+        """Make `Rollouts` of other responses that were sampled alike."""
         return replace(self, items=tuple(items))
 
     @staticmethod
@@ -189,8 +189,8 @@ class Rollouts(Sequence[Rollout]):
     def to_batch(self) -> Batch:
         """Concatenate into a `Batch` with `rollout_logp` and, once one is scored, `rewards`.
 
-        Tokens that an environment said are not trained on. Where some responses have scores, one without takes no part:
-        none of its tokens is trained on, and its reward reads 0.
+        Tokens that an environment said are not trained on. Where some responses have scores, none of the
+        tokens of those without is trained on, and their rewards read 0.
         """
         numbers: dict[int, int] = {}
         groups = [numbers.setdefault(rollout.group, len(numbers)) for rollout in self.items]
@@ -223,7 +223,7 @@ class Rollouts(Sequence[Rollout]):
         """Return the staleness of each token, as in `Batch`.
 
         Args:
-            of_responses: bool [T], all tokens of responses.
+            of_responses: bool [T], true at all tokens of responses.
         """
         spans = [span for rollout in self.items for span in rollout.response.versions]
         if self.version is None or all(version == self.version for version, _ in spans):

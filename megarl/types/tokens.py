@@ -1,4 +1,4 @@
-"""The tokens of a response: what the policy drew, and what was said between."""
+"""Holds the tokens of a response: the policy's, and an environment's between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens one after another, in arrays: a step may have 10^8.
+    """Holds tokens one after another, in arrays: a step may have 10^8.
 
     Attributes:
         ids: int32 ("i").
@@ -42,7 +42,7 @@ class Tokens:
         return replace(self, ids=self.ids + added, logp=self.logp + array("f", [0.0]) * len(added), sampled=sampled)
 
     def with_version(self, version: int) -> Tokens:
-        """Write down the version of the weights with which the newest tokens were added, those that have none."""
+        """Record the version of the weights for the newest tokens, which have none yet."""
         earlier = self.versions
         added = len(self) - sum(tokens for _, tokens in earlier)
         if added and earlier and earlier[-1][0] == version:
@@ -51,7 +51,7 @@ class Tokens:
 
     @property
     def turns(self) -> list[tuple[bool, array[int]]]:
-        """Split the tokens into turns: whether the policy spoke, and the token ids."""
+        """Split the tokens into turns: (whether the policy spoke, the token ids)."""
         sampled = self.sampled or b"\x01" * len(self)
         places = [0, *(i for i in range(1, len(self)) if sampled[i] != sampled[i - 1]), len(self)]
         return [(bool(sampled[a]), self.ids[a:b]) for a, b in pairwise(places) if a < b]

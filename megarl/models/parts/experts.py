@@ -1,4 +1,4 @@
-"""A mixture of experts (arXiv 1701.06538) in place of an MLP: a router sends each token to some of many."""
+"""Describes a mixture of experts (arXiv 1701.06538) in place of an MLP: a router sends each token to a few of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor, table
 
 MOST_EXPERTS = 10_000
-"""Every tensor of a model is listed before it is read: a folder that says more would take the memory with the list."""
+"""Every tensor of a model is listed before it is read: with more experts the list would fill the memory."""
 
 STACKED = ("experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight")
-"""The engines' parameters for all experts, within the block: gate and up together, and down."""
+"""Names, within the block, of the engines' parameters for all experts: gate and up together, and down."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Experts(Part):
                 yield from place_gated(at, self._module(expert), self._matrices, params, self.ffn_hidden_size)
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
-        """Experts are stacked along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp]."""
+        """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp]."""
         yield at.whole(self.router, self.router, self.moe.num_experts, at.hidden)
         gate_up, down = (f"{self.moe.module}.{name}" for name in STACKED)
         for expert in range(self.moe.num_experts):
@@ -109,7 +109,7 @@ class Experts(Part):
             )
 
     def activations(self, hidden: int, tp: int) -> float:
-        """k (2 h + 3 ffn / t) of k experts per token, with their inputs and outputs."""
+        """Count k (2 h + 3 ffn / t): k experts per token, with their inputs and outputs."""
         return self.moe.experts_per_token * (2 * hidden + 3 * self.ffn_hidden_size / tp)
 
     def prefill_activations(self, hidden: int, tp: int) -> int:
@@ -121,8 +121,8 @@ class Experts(Part):
             num_moe_experts=self.moe.num_experts,
             moe_ffn_hidden_size=self.ffn_hidden_size,
             moe_router_topk=self.moe.experts_per_token,
-            moe_router_pre_softmax=not self.moe.norm_topk_prob,  # a softmax over the chosen ones alone sums to 1
+            moe_router_pre_softmax=not self.moe.norm_topk_prob,  # a softmax over the chosen experts alone sums to 1
             moe_router_dtype="fp32",  # rounded logits would tie, and a tie may go to another expert than in the engine
-            moe_router_load_balancing_type="none",  # no loss but the one that was asked for
+            moe_router_load_balancing_type="none",  # the configured loss alone
             moe_aux_loss_coeff=0.0,
         )

@@ -1,4 +1,4 @@
-"""Grouped-query attention (arXiv 2305.13245) with rotary embedding: Llama's, with Qwen2's biases and Qwen3's norms."""
+"""Describes rotary grouped-query attention (arXiv 2305.13245): Llama's, with Qwen2's biases and Qwen3's norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RopeScaling:
     """Slows rotary frequencies down, for sequences longer than those of the pretraining.
 
     Attributes:
-        factor: what the frequencies are divided by.
+        factor: the frequencies are divided by it.
         low_freq_factor, high_freq_factor: with original_max_position_embeddings, Llama 3.1's rule: only waves longer
             than original_max_position_embeddings / low_freq_factor are stretched whole, those shorter than
             original_max_position_embeddings / high_freq_factor not at all, and those between in part.
@@ -83,7 +83,7 @@ class GroupedQuery(AttentionPart):
         yield table(f"{layer}self_attn.o_proj.weight", "matrix", hidden=hidden, **heads)
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
-        """`linear_qkv` is [kv_group, queries of the group + k + v, head_dim] in rows, split evenly over TP."""
+        """Place `linear_qkv`: rows [kv_group, queries of the group + k + v, head_dim], split evenly over TP."""
         for leaf in self._qkv_leaves:
             if self.num_key_value_heads % at.tp == 0:
                 yield from self._whole_groups(at, leaf)
@@ -113,7 +113,7 @@ class GroupedQuery(AttentionPart):
             )
 
     def _cut_groups(self, at: LayerPlace, leaf: str) -> Iterator[Placement]:
-        """With fewer KV groups than ranks a rank's rows start and end inside one group, possibly inside a head."""
+        """Place the rows of a rank where KV groups are fewer than ranks: they are in one group, and may cut heads."""
         per_group, dim, slots = self.queries_per_group, self.head_dim, self._slots()
         _, tail_box = _hidden_tail(at, leaf)
         rows = self.num_key_value_heads * (per_group + 2) * dim // at.tp
@@ -132,9 +132,9 @@ class GroupedQuery(AttentionPart):
             )
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
-        """`qkv_proj` is all queries, then keys, then values of the rank's heads.
+        """Place `qkv_proj`: all queries, then keys, then values of the rank's heads.
 
-        Each rank has at least one KV head, so with fewer KV heads than ranks a head sits on several ranks.
+        Each rank has at least one KV head, so with fewer KV heads than ranks several ranks hold the same head.
         """
         groups, queries = self.heads_on_rank(at.tp, at.rank)
         for leaf in self._qkv_leaves:
@@ -172,12 +172,12 @@ class GroupedQuery(AttentionPart):
         return (group, group + 1), (part * n, (part + 1) * n)
 
     def heads(self, tp: int) -> tuple[int, int]:
-        """Count the query heads and the KV heads on each rank; ranks that are more than the KV heads share them."""
+        """Count the query heads and the KV heads on each rank; with fewer KV heads than ranks, ranks share them."""
         (first, last), (start, stop) = self.heads_on_rank(tp, 0)
         return (last - first) * (stop - start), last - first
 
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
-        """Keys and values, KV heads on each rank, head_dim."""
+        """Give (2: keys and values, KV heads on each rank, head_dim)."""
         return 2, self.heads(tp)[1], self.head_dim
 
     def check_split(self, tp: int, key: str) -> None:
@@ -190,22 +190,22 @@ class GroupedQuery(AttentionPart):
 
     def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
         qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-        if qkv % tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv where they fall
+        if qkv % tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv evenly
             raise ValueError(
                 f"tensor_model_parallel_size = {tp} does not divide the {qkv} rows of the model's queries, keys "
                 "and values"
             )
 
     def activations(self, hidden: int, tp: int) -> float:
-        """2 (q + kv) / t: queries, keys, values and the attention's output."""
+        """Count 2 (q + kv) / t: queries, keys, values and the attention's output."""
         return 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim / tp
 
     def prefill_activations(self, hidden: int, tp: int) -> int:
-        """8 q / t: queries, keys and values before and after their rotation, and the attention's output."""
+        """Count 8 q / t: queries, keys and values before and after their rotation, and the attention's output."""
         return 8 * (self.num_attention_heads // tp) * self.head_dim
 
     def flops(self, squares: float) -> float:
-        """2 x tokens^2 per query channel, half of what the full matrix takes (arXiv 2205.05198, appendix A)."""
+        """Count 2 x tokens^2 per query channel, half of the FLOPs of the full matrix (arXiv 2205.05198, appendix A)."""
         return 2 * squares * self.num_attention_heads * self.head_dim
 
     def megatron_fields(self) -> dict[str, Any]:
@@ -219,5 +219,5 @@ class GroupedQuery(AttentionPart):
 
 
 def _hidden_tail(at: LayerPlace, leaf: str) -> tuple[tuple[int, ...], Box]:
-    """Give the trailing axis that a weight has and a bias has not."""
+    """Give the shape and the box of the trailing axis, which a weight has and a bias has not."""
     return ((at.hidden,), ((0, at.hidden),)) if leaf == "weight" else ((), ())

@@ -1,4 +1,4 @@
-"""What every part of a layer tells of itself."""
+"""Defines what every part of a layer says of itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part(Protocol):
         ...
 
     def check_split(self, tp: int, key: str) -> None:
-        """Raises ValueError if `tp` ranks cannot share the part; `key` is what asks for so many."""
+        """Raises ValueError if `tp` ranks cannot share the part; `key` names the setting of `tp`."""
         ...
 
     def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
@@ -53,10 +53,10 @@ class Part(Protocol):
 
 
 class AttentionPart(Part, Protocol):
-    """Describes the attention of a layer, which keeps what it needs of earlier tokens in the KV cache."""
+    """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache."""
 
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
-        """Give the shape of a token's place in the KV cache of a rank: what is kept, heads, width of a head."""
+        """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""
         ...
 
     def flops(self, squares: float) -> float:

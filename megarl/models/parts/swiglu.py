@@ -1,4 +1,4 @@
-"""A gated MLP (SwiGLU, arXiv 2002.05202): silu(gate(x)) * up(x), down."""
+"""Describes a gated MLP (SwiGLU, arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SwiGLU(Part):
         pass
 
     def activations(self, hidden: int, tp: int) -> float:
-        """3 ffn / t: gate, up and their product."""
+        """Count 3 ffn / t: gate, up and their product."""
         return 3 * self.ffn_hidden_size / tp
 
     def prefill_activations(self, hidden: int, tp: int) -> int:
@@ -85,7 +85,7 @@ def place_gated(
     Args:
         module, matrices: as of `gated_tensors`, within the layer.
         params: gate and up together, [2 ffn / tp, hidden]; down, [hidden, ffn / tp]; within the layer.
-        row: of stacked parameters, whose first axis numbers the experts.
+        row: the expert's place on the first axis of stacked parameters.
     """
     hidden, n = at.hidden, ffn // at.tp
     share, whole = (at.rank * n, (at.rank + 1) * n), (0, hidden)

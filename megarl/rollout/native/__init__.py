@@ -1,1 +1,1 @@
-"""The built-in engine: PyTorch on CPU, with Triton kernels and CUDA graphs on GPUs, tensor-parallel."""
+"""Implements the built-in engine: PyTorch on CPU, with Triton kernels and CUDA graphs on GPUs, tensor-parallel."""

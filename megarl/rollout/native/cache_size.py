@@ -22,12 +22,12 @@ def cache_blocks(
     weight_bytes: int,
     gpu_memory_utilization: float,
 ) -> int:
-    """Return as many blocks as all sequences can fill, or as memory allows; the same on all ranks of a replica.
+    """Count the blocks that all sequences can fill, or that memory allows; the same on all ranks of a replica.
 
     Args:
         weight_bytes: the engine's own weights on this rank, which are held already.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine, less where
-            others leave less; on a CPU rank, part of its share of the machine's memory.
+            other programs leave less; on a CPU rank, part of its share of the machine's memory.
 
     Raises:
         ValueError: there is no room for one sequence of `max_model_len` tokens.
@@ -35,7 +35,7 @@ def cache_blocks(
     tp = 1 if tp_group is None else tp_group.size()
     useful = most_blocks(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     if device.type == "cuda":
-        # what torch keeps in reserve, it can seldom give out in blocks as large as the cache's
+        # torch can seldom give its reserve out in blocks as large as the cache's
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
     else:

@@ -1,6 +1,6 @@
-"""The built-in generation engine: PyTorch on CPU and CUDA, tensor-parallel over the group it is given.
+"""Implements the built-in generation engine: PyTorch on CPU and CUDA, tensor-parallel over a group.
 
-With Triton on a GPU, decoding runs its own kernels inside CUDA graphs. Everything else is plain torch.
+With Triton on a GPU, decoding runs Triton kernels inside CUDA graphs. Everything else is plain torch.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from megarl.rollout.stop_strings import Decode
 from megarl.types import Completion, SamplingParams
 
 COLUMNS = 6
-"""Of a row of a decode step: newest token, its position, slot, block, the request's seed, tokens drawn so far."""
+"""A decode step's row holds the newest token, its position, slot, block, the request's seed, number of drawn tokens."""
 
 
 class NativeEngine(Engine):
     """Implements `megarl.rollout.engine.Engine`. Starts with its own weights allocated and all zero, without KV cache.
 
     Args:
-        tp_group: the replica's ranks; None is one rank alone.
+        tp_group: the replica's ranks; None: a single rank.
         dtype: of weights, activations and KV cache; float32 or bfloat16.
         max_num_seqs: sequences decoded together.
         max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
         max_model_len: prompt and response of a sequence at most, tokens.
-        gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together, of which no
-            more is taken than `max_num_seqs` sequences of `max_model_len` fill, nor than is free on waking. For a CPU
-            rank, of its share of the machine's memory.
+        gpu_memory_utilization: part of the GPU's memory for own weights, activations and KV cache together; for a CPU
+            rank, of its share of the machine's memory. The cache takes no more than `max_num_seqs` sequences of
+            `max_model_len` fill, nor than is free on waking.
         decode: token ids to text, for stop strings.
-        enforce_eager: without CUDA graphs. So decode CPU ranks, GPUs without Triton, and mixtures of experts, which
-            read back how many tokens each expert gets.
-        share: gives the weights that are not to be the engine's own.
+        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton and mixtures of experts, which read
+            back how many tokens each expert gets, always do.
+        share: gives the weights that the engine shares with training.
 
     Raises:
         ValueError: the architecture cannot be split over the group; on waking: the memory does not hold the cache of
@@ -124,7 +124,7 @@ class NativeEngine(Engine):
             )
         if not weights_only:
             assert self._cache is not None and not self.busy
-            # anew even where the cache stays: what is kept in it belongs to other weights
+            # anew even where the cache stays: its keys and values belong to other weights
             self._scheduler = Scheduler(
                 max_num_seqs=self._max_num_seqs,
                 max_num_batched_tokens=self._max_num_batched_tokens,
@@ -137,7 +137,7 @@ class NativeEngine(Engine):
             self._graphs.forget()
         self._cache = self._scheduler = None
         if release_weights:
-            # The storage goes, the tensors stay: whoever holds them from `parameters` can write to them after waking.
+            # The storage goes, the tensors stay: callers of `parameters` can write to them after waking.
             for p in self._own.values():
                 p.untyped_storage().resize_(0)
 
@@ -183,10 +183,10 @@ class NativeEngine(Engine):
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
             for r in admission.extended
-            for position, token in enumerate(r.cached[r.held :], start=r.held)
+            for position, token in enumerate(r.cached[r.block_tokens :], start=r.block_tokens)
         ]
-        # As a decode step computes the newest token of each sequence, which may be the same sequence several times: the
-        # keys of all rows are in the cache before a row attends, up to its own position.
+        # Compute them as decode steps do the newest tokens, several rows of a sequence at a time: the keys of all rows
+        # are in the cache before a row attends, up to its own position.
         for start in range(0, len(rows), self._max_num_seqs):
             part = rows[start : start + self._max_num_seqs]
             self._hidden(_int64(part).to(self._device), longest=max(position for _, position, *_ in part) + 1)
@@ -195,7 +195,7 @@ class NativeEngine(Engine):
         """Draw the next (token, logp) of every running request.
 
         Args:
-            one_kind: the tokens of all of them are drawn alike.
+            one_kind: the tokens of all requests are drawn alike.
         """
         table = [(r.newest, r.position, r.slot, r.blocks[-1], r.request.seed, len(r.token_ids)) for r in running]
         if self._graphs is None:
@@ -216,7 +216,7 @@ class NativeEngine(Engine):
         return [(int(token), logp) for token, logp in drawn_rows]
 
     def _logits(self, rows: Tensor, longest: int | None = None) -> Tensor:
-        """A decode step up to the logits: int64 [B, COLUMNS] -> [B, vocab_size].
+        """Compute the logits of a decode step: int64 [B, COLUMNS] -> [B, vocab_size].
 
         Args:
             longest: tokens of the longest sequence, where the caller knows; otherwise `max_model_len`.
@@ -224,7 +224,7 @@ class NativeEngine(Engine):
         return self._decoder.logits(self._hidden(rows, longest))
 
     def _hidden(self, rows: Tensor, longest: int | None) -> Tensor:
-        """The same up to the last hidden state, [B, hidden]; fills the cache."""
+        """Compute the last hidden state of a decode step, [B, hidden], and fill the cache."""
         cache = self._cache
         assert cache is not None
         tokens, positions, slots, blocks, *_ = rows.unbind(1)
@@ -236,18 +236,18 @@ class NativeEngine(Engine):
 
 
 def _sample_each(logits: Tensor, params: Sequence[SamplingParams], *, seeds: Tensor, positions: Tensor) -> Sample:
-    """`sample` where rows differ in how they are drawn."""
+    """Call `sample` for each kind of rows that are drawn alike."""
     token_ids, logp = torch.empty_like(seeds), torch.empty(len(seeds), device=logits.device)
     kinds: dict[tuple[float, float, int], list[int]] = {}
-    for i, own in enumerate(params):
-        kinds.setdefault((own.temperature, own.top_p, own.top_k), []).append(i)
-    for alike in kinds.values():
-        rows = torch.tensor(alike, device=logits.device)
-        out = sample(logits[rows], params[alike[0]], seeds=seeds[rows], positions=positions[rows])
+    for i, row in enumerate(params):
+        kinds.setdefault((row.temperature, row.top_p, row.top_k), []).append(i)
+    for places in kinds.values():
+        rows = torch.tensor(places, device=logits.device)
+        out = sample(logits[rows], params[places[0]], seeds=seeds[rows], positions=positions[rows])
         token_ids[rows], logp[rows] = out.token_ids, out.logp
     return Sample(token_ids=token_ids, logp=logp)
 
 
 def _int64(table: Sequence[tuple[int, ...]]) -> Tensor:
-    """Through numpy, which reads a table of integers several times faster than torch does."""
+    """Make a tensor through numpy, which reads a table of integers several times faster than torch does."""
     return torch.from_numpy(np.array(table, dtype=np.int64))

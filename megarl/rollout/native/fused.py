@@ -1,4 +1,4 @@
-"""The operations between the matrix products of a layer: plain torch, or one kernel each where there is one."""
+"""Computes the operations between the matrix products of a layer: in plain torch, or in one kernel each on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.rollout.native import kernels
 
 
 def add_and_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + x, and its RMSNorm; all [T, width], weight [width]."""
+    """Compute residual + x, and its RMSNorm; all [T, width], weight [width]."""
     if kernels.on(x.device):
         from megarl.rollout.native.kernels import elementwise
 
@@ -19,7 +19,7 @@ def add_and_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [T, 2 * width]: [T, width]."""
+    """Compute silu(gate) * up: [T, 2 * width] -> [T, width]."""
     if kernels.on(gate_up.device):
         from megarl.rollout.native.kernels import elementwise
 

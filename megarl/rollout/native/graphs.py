@@ -1,4 +1,4 @@
-"""CUDA graphs of the decode step: one launch in place of several hundred, each of which costs the host microseconds.
+"""Runs the decode step in CUDA graphs: one launch in place of several hundred, which cost the host microseconds each.
 
 A graph holds the addresses of everything it reads. Sleeping gives the weights' and the KV cache's memory back, and
 waking takes it wherever it is free, so graphs are captured anew after every sleep, each when its batch size first
@@ -15,15 +15,16 @@ from torch import Tensor
 
 
 def bucket(rows: int, most: int) -> int:
-    """The batch size to which so many rows are filled up: a power of two or a multiple of 64, at most `most`.
+    """Choose the batch size to which so many rows are filled up: a power of two or a multiple of 64, at most `most`.
 
-    A few rows take as long as one, the weights having to be read; where there are many, each takes its own time.
+    A few rows take as long as one, since the step reads all weights; of many rows each takes its own time.
     """
     return min(1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64, most)
 
 
 class DecodeGraphs:
-    """
+    """Captures a step in a graph per batch size, and replays it.
+
     Args:
         step: int64 [rows, columns] on the GPU -> the step's output. Must neither read anything back on the host nor
             depend on the host's state, and may be called twice in a row with the same rows.
@@ -37,7 +38,7 @@ class DecodeGraphs:
         self._warm: set[int] = set()
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows on the GPU, and the step's output for them. Both are overwritten by the next call.
+        """Return the rows on the GPU, and the step's output for them. The next call overwrites both.
 
         Args:
             rows: int64 [bucket, columns], on the host.
@@ -51,7 +52,7 @@ class DecodeGraphs:
         return inputs, output
 
     def forget(self) -> None:
-        """Call it before memory that the step reads is given back."""
+        """Drop the graphs, before memory that the step reads is given back."""
         self._graphs.clear()
 
     def _capture(self, inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:

@@ -1,4 +1,4 @@
-"""The keys and values of the running sequences, in blocks (arXiv 2309.06180), and the table of who holds which."""
+"""Holds the running sequences' keys and values, in blocks (arXiv 2309.06180), and the table of their blocks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FIRST_BLOCKS = 64  # of a cache in host memory
 class KVCache:
     """Holds keys and values by blocks.
 
-    On a GPU, whose memory `cache_blocks` has measured, it takes all its memory at once. On a CPU nobody has set a part
-    of the memory aside: it grows with the highest block in use, and the pool gives out the lowest first.
+    On a GPU, whose memory `cache_blocks` has measured, it takes all its memory at once. On a CPU, where no memory is
+    set aside, it grows with the highest block in use; the pool gives the lowest out first.
 
     Args:
-        blocks: how many at most, the scratch block included; kept as an attribute.
+        blocks: their greatest number, the scratch block included; kept as an attribute.
         max_num_seqs: sequences that run together.
         max_model_len: tokens of the longest.
 
     Attributes:
         layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank;
-            on a CPU so many blocks as were in use.
+            on a CPU only up to the highest block used so far.
         tables: int32 [max_num_seqs + 1, blocks of the longest sequence], the blocks of the sequence in each slot. The
             last row belongs to no sequence.
     """
@@ -45,19 +45,19 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.blocks = blocks
-        held = blocks if device.type == "cuda" else min(blocks, _FIRST_BLOCKS)
+        size = blocks if device.type == "cuda" else min(blocks, _FIRST_BLOCKS)
         shapes = (layer.attention.cache_shape(tp) for layer in arch.each_layer)
         # Not torch.empty: a masked position counts for nothing only if it is finite (0 x NaN is NaN).
         self.layers = [
-            torch.zeros(kept, held, heads, BLOCK_SIZE, width, dtype=dtype, device=device)
-            for kept, heads, width in shapes
+            torch.zeros(count, size, heads, BLOCK_SIZE, width, dtype=dtype, device=device)
+            for count, heads, width in shapes
         ]
         self.tables = torch.full(
             (max_num_seqs + 1, blocks_for(max_model_len)), SCRATCH_BLOCK, dtype=torch.int32, device=device
         )
 
     def enter(self, sequences: Sequence[Running]) -> None:
-        """Write down the blocks that sequences enter with."""
+        """Record the blocks of sequences that enter."""
         if not sequences:
             return
         self._reach(max(max(r.blocks, default=SCRATCH_BLOCK) for r in sequences))
@@ -67,36 +67,36 @@ class KVCache:
         self.tables[slots, :width] = torch.tensor(rows, dtype=torch.int32, device=self.tables.device)
 
     def grow(self, slots: Tensor, positions: Tensor, blocks: Tensor) -> None:
-        """Write down that positions[i] of the sequence in slots[i] is in blocks[i]; all int64 [T]."""
+        """Record that positions[i] of the sequence in slots[i] is in blocks[i]; all int64 [T]."""
         if blocks.device.type != "cuda":
             self._reach(int(blocks.max()))
         self.tables[slots, positions // BLOCK_SIZE] = blocks.int()
 
     def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """k, v: [T, kv_heads, head_dim], token i at positions[i] of the sequence in slots[i]; both int64 [T]."""
+        """Store k and v, [T, kv_heads, head_dim], at positions[i] of the sequence in slots[i]; both int64 [T]."""
         blocks, within = self.tables[slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE
         keys, values = self.layers[layer]
         keys[blocks, :, within] = k
         values[blocks, :, within] = v
 
     def read(self, layer: int, slots: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `blocks` blocks of some sequences, each [S, kv_heads, tokens, head_dim]."""
-        held = self.layers[layer][:, self.tables[slots, :blocks].flatten()]
-        keys, values = held.unflatten(1, (len(slots), blocks)).transpose(2, 3).flatten(3, 4)
+        """Gather keys and values of the first `blocks` blocks of sequences, each [S, kv_heads, tokens, head_dim]."""
+        both = self.layers[layer][:, self.tables[slots, :blocks].flatten()]
+        keys, values = both.unflatten(1, (len(slots), blocks)).transpose(2, 3).flatten(3, 4)
         return keys, values
 
     def _reach(self, block: int) -> None:
         """Take memory for this block and those below it, if it is not there."""
-        held = self.layers[0].shape[1]
-        if block < held:
+        size = self.layers[0].shape[1]
+        if block < size:
             return
-        wanted = min(self.blocks, max(2 * held, block + 1))
+        new_size = min(self.blocks, max(2 * size, block + 1))
         for i, layer in enumerate(self.layers):
-            more = layer.new_zeros(layer.shape[0], wanted - held, *layer.shape[2:])
+            more = layer.new_zeros(layer.shape[0], new_size - size, *layer.shape[2:])
             self.layers[i] = torch.cat((layer, more), dim=1)
 
     def copy(self, copies: BlockCopies) -> None:
-        """Carry out what the scheduler planned."""
+        """Copy the blocks that the scheduler planned to copy."""
         if not copies.sources:
             return
         source, target = torch.tensor([copies.sources, copies.targets], device=self.tables.device)

@@ -1,4 +1,4 @@
-"""The decoder that generates: tensor-parallel, its weights named and laid out as vLLM's."""
+"""Runs the decoder that generates: tensor-parallel, its weights named and laid out as vLLM's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.rollout.native.parts.part import Attention, Weights
 
 
 def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of one tensor-parallel rank's parameters by name, the vocabulary padded; the same on every rank."""
+    """Give the shapes of a tensor-parallel rank's parameters by name, the vocabulary padded; equal on every rank."""
     hidden = arch.hidden_size
     vocab = (arch.padded_vocab_size(tp) // tp, hidden)
     return {
@@ -44,7 +44,7 @@ def _layer(arch: Architecture, number: int, tp: int) -> dict[str, tuple[int, ...
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """The parameters of a layer on this rank."""
+    """Holds the parameters of a layer on this rank."""
 
     input_norm: Tensor
     attention: Weights
@@ -57,24 +57,24 @@ class LayerWeights:
         layer, prefix = arch.layer(number), layer_prefix(number)
         weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, tp)}
 
-        def computed(part: Part) -> Weights:
-            held: Weights = module_of(part).Weights(part, weights, tp=tp, eps=arch.norm_eps)
-            return held
+        def weights_of(part: Part) -> Weights:
+            result: Weights = module_of(part).Weights(part, weights, tp=tp, eps=arch.norm_eps)
+            return result
 
         return LayerWeights(
             input_norm=weights[INPUT_NORM],
-            attention=computed(layer.attention),
+            attention=weights_of(layer.attention),
             mlp_norm=weights[MLP_NORM],
-            mlp=computed(layer.mlp),
+            mlp=weights_of(layer.mlp),
         )
 
 
 class Decoder:
-    """The forward pass over flat tokens. Prefill and decode differ only in the attention they pass in.
+    """Runs forward passes over flat tokens. Prefill and decode differ only in the attention that they pass in.
 
     Args:
         params: this rank's parameters, named and shaped as in `parameter_shapes`.
-        tp_group: the replica's ranks; None is one rank alone.
+        tp_group: the replica's ranks; None: a single rank.
     """
 
     def __init__(self, arch: Architecture, params: Mapping[str, Tensor], *, tp_group: dist.ProcessGroup | None) -> None:
@@ -86,7 +86,7 @@ class Decoder:
         self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
 
     def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
-        """int64 [T] -> the output of the final norm [T, hidden]. The attention knows the tokens' positions."""
+        """Compute the output of the final norm: int64 [T] -> [T, hidden]. The attention knows the tokens' positions."""
         eps = self._arch.norm_eps
         norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         total = self._embed(tokens)
@@ -98,9 +98,9 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, hidden] from `forward` -> [B, vocab_size], bit for bit the same on every rank.
+        """Compute [B, hidden] from `forward` -> [B, vocab_size], bit for bit the same on every rank.
 
-        Each column is computed by one rank and gathered, so all ranks draw the same tokens from the logits.
+        One rank computes each column for all, so all ranks draw the same tokens from the logits.
         """
         local = F.linear(hidden, self._output)
         if self._group is None:

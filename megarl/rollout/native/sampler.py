@@ -1,7 +1,7 @@
-"""Drawing tokens. The randomness of a token is a function of (seed, position in the response) and nothing else.
+"""Draws tokens. The randomness of a token is a function of (seed, position in the response) and nothing else.
 
-So a completion does not depend on which sequences it was batched with, on the order of the requests, on the replica
-or on the layout, as far as the logits do not: their rounding does, which changes a draw only where the random number
+So a completion does not depend on the sequences in its batch, on the order of the requests, on the replica or on the
+layout, as far as the logits do not: their rounding does, which changes a draw only where the random number
 falls on the edge between two tokens.
 """
 
@@ -18,7 +18,7 @@ from megarl.types import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Tokens that were drawn, one per row, with log-probabilities as in `megarl.types.Completion`.
+    """Holds drawn tokens, one per row, with log-probabilities as in `megarl.types.Completion`.
 
     Attributes:
         token_ids: int64 [B].
@@ -35,7 +35,7 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
     Args:
         logits: float32 or bfloat16 [B, V]; computed with in float32.
         seeds: int64 [B], of each row's request.
-        positions: int64 [B], how many tokens each row's response has already.
+        positions: int64 [B], number of tokens in each row's response so far.
     """
     filtered = 0 < params.top_k < logits.shape[-1] or params.top_p < 1
     if params.temperature > 0 and not filtered and kernels.on(logits.device):
@@ -61,10 +61,10 @@ def sample(logits: Tensor, params: SamplingParams, *, seeds: Tensor, positions: 
 
 
 def keep_likeliest(logits: Tensor, *, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Top-k, then top-p (nucleus sampling, arXiv 1904.09751) over what top-k left, as vLLM and Hugging Face do.
+    """Apply top-k, then top-p (nucleus sampling, arXiv 1904.09751) to the rest, as vLLM and Hugging Face do.
 
-    Top-k keeps whatever equals the k-th largest logit; top-p keeps the fewest tokens whose probability reaches
-    `top_p`, the one that crosses it included.
+    Top-k keeps all logits equal to the k-th largest; top-p keeps the fewest tokens whose probability reaches `top_p`,
+    the token that crosses it included.
 
     Returns:
         the logits in descending order with the others at -inf, float32 [B, V]; the token each belongs to, int64 [B, V].
@@ -81,7 +81,7 @@ def keep_likeliest(logits: Tensor, *, top_k: int, top_p: float) -> tuple[Tensor,
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) per (seed, position): splitmix64 (Steele et al., OOPSLA 2014), the same on every device.
+    """Compute a number in [0, 1) per (seed, position), equal on every device: splitmix64 (Steele et al., OOPSLA 2014).
 
     Args:
         seeds, positions: int64 [B].
@@ -98,7 +98,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's step and finaliser on int64 [B], whose products wrap around as uint64's do."""
+    """Apply splitmix64's step and finaliser to int64 [B], whose products wrap around as uint64's do."""
     x = x + _GOLDEN_GAMMA
     x = (x ^ _shift_right(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ _shift_right(x, 27)) * (0x94D049BB133111EB - 2**64)
@@ -111,7 +111,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
-    """int64 [B]: the first column at which the cumulated probability exceeds u. float32 [B, V], float64 [B]."""
+    """Find the first column at which the cumulated probability exceeds u: float32 [B, V], float64 [B] -> int64 [B]."""
     # float64: over 10^5 tokens a float32 sum is off by more than the probability of most of them
     cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
     place = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).squeeze(-1)
@@ -120,5 +120,5 @@ def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def _logp_at(logits: Tensor, columns: Tensor) -> Tensor:
-    """log softmax of [B, V] at one column per row: float32 [B]."""
+    """Compute log softmax of [B, V] at one column per row: float32 [B]."""
     return logits.gather(-1, columns[:, None]).squeeze(-1) - logits.logsumexp(-1)

@@ -1,4 +1,4 @@
-"""Triton kernels of the native engine. Triton comes with torch on GPUs; without it, plain torch does the same."""
+"""Holds the native engine's Triton kernels. Triton comes with torch on GPUs; without it, plain torch does the same."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _INSTALLED = find_spec("triton") is not None
 
 
 def on(device: torch.device) -> bool:
-    """Whether the kernels run there. The modules beside this one can be imported only then."""
+    """Return whether the kernels run on a device. The modules beside this file can be imported only then."""
     return _INSTALLED and device.type == "cuda"

@@ -1,7 +1,7 @@
 """Draws tokens as `megarl.rollout.native.sampler` does without filters, reading the logits once.
 
-The inverse of the cumulated distribution in two steps: the weight of every chunk of the vocabulary, then, in the chunk
-where the random number falls, the token. float64 wherever probabilities are added up.
+It inverts the cumulated distribution in two steps: the weight of every chunk of the vocabulary, then, in the chunk
+where the random number falls, the token. Probabilities are added up in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ CHUNK = 4096
 
 
 def draw(logits: Tensor, *, temperature: float, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """
+    """Draw a token per row.
+
     Args:
         logits: [B, V], of any float dtype; the last axis dense.
         seeds, positions: int64 [B], from which the random numbers follow as in `sampler.uniform`.
@@ -114,9 +115,9 @@ def _draw(
 
 @triton.jit
 def _first_beyond(weight, number, index, SIZE: tl.constexpr):
-    """The first index at which the cumulated weight exceeds the number, never one without weight.
+    """Find the first index at which the cumulated weight exceeds the number, never an index without weight.
 
-    A parallel cumulated sum may round so that none exceeds it: then the last index with weight. NaN weights: 0.
+    A parallel cumulated sum may round so that it never does: then this is the last index with weight. NaN weights: 0.
     """
     beyond = (tl.cumsum(weight, axis=0) > number) & (weight > 0)
     first = tl.min(tl.where(beyond, index, SIZE), axis=0)
@@ -126,7 +127,7 @@ def _first_beyond(weight, number, index, SIZE: tl.constexpr):
 
 @triton.jit
 def _uniform(seed, position):
-    """`sampler.uniform`: splitmix64, float64 in [0, 1)."""
+    """Compute `sampler.uniform`: splitmix64, float64 in [0, 1)."""
     seed, position = seed.to(tl.uint64, bitcast=True), position.to(tl.uint64, bitcast=True)
     bits = _mix(_mix(seed) + position * 0x9E3779B97F4A7C15)
     return (bits >> 12).to(tl.float64) * 2.220446049250313e-16

@@ -1,4 +1,4 @@
-"""Kernels for the operations between the matrix products of a layer, each in one pass over memory."""
+"""Computes the operations between the matrix products of a layer, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def add_and_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """residual + x, and its RMSNorm, rounded as if one after the other; all [T, width], weight [width]."""
+    """Compute residual + x, and its RMSNorm, rounded as if one after the other; all [T, width], weight [width]."""
     assert residual.is_contiguous() and x.is_contiguous()
     rows, width = x.shape
     total, normed = torch.empty_like(x), torch.empty_like(x)
@@ -20,7 +20,7 @@ def add_and_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [T, 2 * width]: [T, width]."""
+    """Compute silu(gate) * up: [T, 2 * width] -> [T, width]."""
     assert gate_up.is_contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)

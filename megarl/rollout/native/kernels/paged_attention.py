@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence to its blocks of the KV cache (PagedAttention, arXiv 2309.06180).
+"""Attends from one new token per sequence to its blocks of the KV cache (PagedAttention, arXiv 2309.06180).
 
 The softmax is online, in float32. Where there are too few sequences to occupy the GPU, each sequence is split over
 several programs whose results are combined afterwards, as in Flash-Decoding (https://pytorch.org/blog/flash-decoding).
@@ -17,14 +17,14 @@ from megarl.models.sizes import BLOCK_SIZE
 from megarl.rollout.native.kv_cache import KVCache
 
 TILE = 64
-"""Tokens that a program reads at once."""
+"""A program reads so many tokens at once."""
 
 PROGRAMS = 512
-"""Programs that keep a large GPU busy: about four on each of its multiprocessors."""
+"""So many programs keep a large GPU busy: about four on each of its multiprocessors."""
 
 
 class PagedAttention:
-    """Token i is the newest of the sequence in slots[i] and attends to that sequence up to its own position.
+    """Lets token i, the newest of the sequence in slots[i], attend to that sequence up to its own position.
 
     Reads nothing on the host, so that it can be captured in a CUDA graph.
 
@@ -50,7 +50,7 @@ class PagedAttention:
 def rotate_and_store(
     q: Tensor, k: Tensor, v: Tensor, rope: Tensor, *, keys: Tensor, values: Tensor, positions: Tensor, blocks: Tensor
 ) -> Tensor:
-    """Rotate queries and keys, put keys and values at their place in the cache.
+    """Rotate queries and keys, and put keys and values at their place in the cache.
 
     Args:
         q: [T, heads, head_dim]; the last two axes dense, as k's and v's.
@@ -93,7 +93,7 @@ def rotate_and_store(
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, *, tables: Tensor, slots: Tensor, positions: Tensor, splits: int = 0
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim)) v over the positions 0 to positions[i] of the sequence in slots[i].
+    """Compute softmax(q k^T / sqrt(head_dim)) v over the positions 0 to positions[i] of the sequence in slots[i].
 
     Args:
         q: [T, heads, head_dim], rotated and dense.
@@ -109,7 +109,7 @@ def attend(
     tiles = triton.cdiv(tables.shape[1] * BLOCK_SIZE, TILE)
     splits = splits or min(max(PROGRAMS // (rows * kv_heads), 1), tiles)
     out = torch.empty_like(q)
-    # Of each part: its unscaled output, its largest score and its sum of weights. One part alone needs neither.
+    # The unscaled output of each part, its largest score and its sum of weights. A single part needs none of them.
     parts = (rows, heads, splits) if splits > 1 else (1, 1, 1)
     part = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
     largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -272,7 +272,7 @@ def _combine(
     head = tl.program_id(0).to(tl.int64)
     split, column = tl.arange(0, SPLITS_2), tl.arange(0, DIM_2)
     at = head * SPLITS + split
-    # A part without tokens has weight 0 and -inf for its largest score; the first part has always some.
+    # A part without tokens has weight 0 and -inf for its largest score; the first part always has tokens.
     top = tl.load(largest + at, mask=split < SPLITS, other=-float("inf"))
     factor = tl.exp2(top - tl.max(top, axis=0))
     weight = tl.sum(tl.load(total + at, mask=split < SPLITS, other=0.0) * factor, axis=0)

@@ -1,4 +1,4 @@
-"""The parts of a layer as the native engine computes them: a module here has the name of one in `megarl.models.parts`.
+"""Computes the parts of a layer in the native engine: a module here is named as its part in `megarl.models.parts`.
 
 It has a class `Weights`, and for attention a class `Passes`, as `megarl.rollout.native.parts.part` describes them.
 """

@@ -1,4 +1,4 @@
-"""A mixture of experts in the native engine."""
+"""Computes a mixture of experts in the native engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megarl.rollout.native.parts.swiglu import gated
 
 
 class Weights(part.Weights):
-    """Every token goes through the most probable experts and takes their weighted sum.
+    """Sends every token through its most probable experts, and returns their weighted sum.
 
-    The router [experts, hidden] is the same on every rank, hence so is its choice; gate_up [experts, 2 * ffn / tp,
+    The router [experts, hidden] is the same on every rank, and so is its choice; gate_up [experts, 2 * ffn / tp,
     hidden] and down [experts, hidden, ffn / tp] are split like one MLP.
     """
 
@@ -48,7 +48,7 @@ class Weights(part.Weights):
         return (outputs.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights, float32, and numbers of each token's experts, both [T, experts_per_token]."""
+        """Choose each token's experts: their weights, float32, and numbers, both [T, experts_per_token]."""
         probabilities = F.linear(x.float(), self._router.float()).softmax(-1)
         weights, chosen = probabilities.topk(self._moe.experts_per_token, dim=-1)
         return (weights / weights.sum(-1, keepdim=True) if self._moe.norm_topk_prob else weights), chosen

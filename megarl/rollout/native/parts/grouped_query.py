@@ -1,6 +1,6 @@
-"""Grouped-query attention in the native engine: over whole prompts, and over new tokens of running sequences.
+"""Computes grouped-query attention in the native engine: over whole prompts, and over new tokens of running sequences.
 
-q is [T, heads, head_dim], k and v [T, kv_heads, head_dim]; they come not yet rotated.
+Its inputs are not yet rotated: q [T, heads, head_dim], k and v [T, kv_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
 class Weights(part.Weights):
-    """qkv [(heads + 2 kv_heads) * head_dim, hidden], o [hidden, heads * head_dim], of the heads on this rank."""
+    """Holds qkv [(heads + 2 kv_heads) * head_dim, hidden], o [hidden, heads * head_dim], of the heads on this rank."""
 
     def __init__(self, kind: GroupedQuery, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
         self._qkv, self._o = weights[_QKV], weights[_O]
@@ -56,7 +56,7 @@ class Weights(part.Weights):
 
 
 class Passes(part.Passes):
-    """Whole prompts go through torch's kernels; new tokens do, too, or through Triton's on a GPU."""
+    """Sends whole prompts through torch's kernels, and new tokens through Triton's on a GPU or else through torch's."""
 
     def __init__(self, kind: GroupedQuery, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rope = rope_table(kind, max_model_len, device).to(dtype)
@@ -73,7 +73,7 @@ class Passes(part.Passes):
 
 
 class PrefillAttention:
-    """The first `lengths[i]` tokens of the sequence in `slots[i]`, one sequence after another.
+    """Attends over the first `lengths[i]` tokens of the sequence in `slots[i]`, one sequence after another.
 
     Args:
         rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
@@ -97,16 +97,16 @@ class PrefillAttention:
 
 
 class GatheredAttention:
-    """Token i is the newest of the sequence in slots[i] and attends to that sequence up to its own position.
+    """Lets token i, the newest of the sequence in slots[i], attend to that sequence up to its own position.
 
-    Gathers the blocks of every sequence, up to the longest's, then is torch's attention. The queries that share a KV
+    Gathers the blocks of every sequence, up to the longest's, then calls torch's attention. The queries that share a KV
     head are treated as so many query tokens of one head: they are at the same position, and grouped-query attention
     with a mask would otherwise copy the keys and values once per query head on CUDA.
 
     Args:
         rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
         slots, positions: int64 [T].
-        longest: max(positions) + 1, known to the caller without asking the device.
+        longest: max(positions) + 1, which the caller knows without asking the device.
     """
 
     def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, longest: int) -> None:

@@ -1,4 +1,4 @@
-"""What every part of a layer is in the native engine."""
+"""Defines the interface of a layer's parts in the native engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from megarl.rollout.native.kv_cache import KVCache
 
 Attention = Callable[..., Tensor]
-"""(layer, heads...) -> what the queries attend to, [T, heads * head_dim]: the attention of a forward pass.
+"""(layer, heads...) -> output [T, heads * head_dim]: the attention of a forward pass.
 
-It knows the positions of the pass's flat batch of tokens, and stores in the KV cache what that keeps of the layer. The
-heads are what the attention's weights make of the tokens: queries, keys and values, say, not yet rotated.
+It knows the positions of the pass's flat batch of tokens, and stores the layer's keys and values, say, in the KV cache.
+The attention's weights compute the heads of the tokens: queries, keys and values, say, not yet rotated.
 """
 
 
 class Weights(Protocol):
-    """The weights of a part on a tensor-parallel rank, which compute it.
+    """Holds the weights of a part on a tensor-parallel rank, and computes it.
 
     Args:
         kind: the part, of `megarl.models.parts`.
@@ -49,14 +49,14 @@ class Passes(Protocol):
     def __init__(self, kind: Any, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None: ...
 
     def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
-        """The first `lengths[i]` tokens of the sequence in `slots[i]`, one sequence after another."""
+        """Give the attention of the first `lengths[i]` tokens of the sequence in `slots[i]`, one after another."""
         ...
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
-        """Token i is at positions[i] of the sequence in slots[i], in blocks[i], and attends to all up to its position.
+        """Give the attention of new tokens: i, at positions[i] of the sequence in slots[i], attends up to its position.
 
         Args:
-            slots, positions, blocks: int64 [T].
+            slots, positions, blocks: int64 [T]; token i goes to blocks[i].
             longest: no less than max(positions) + 1, known without asking the device.
         """
         ...

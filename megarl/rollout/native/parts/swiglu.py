@@ -1,4 +1,4 @@
-"""A gated MLP in the native engine."""
+"""Computes a gated MLP in the native engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.rollout.native.parts.part import Attention
 
 
 class Weights(part.Weights):
-    """gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
+    """Holds gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
 
     def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
         self._gate_up, self._down = weights["mlp.gate_up_proj.weight"], weights["mlp.down_proj.weight"]
