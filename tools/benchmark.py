@@ -45,7 +45,7 @@ def start() -> World:
 class NoText:
     """A tokenizer for tokens that mean nothing."""
 
-    eos_id = pad_id = 0
+    bos_id = eos_id = pad_id = 0
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -4,8 +4,9 @@
 
 Both runs save a checkpoint at every step and have trainer.resume_mode=auto. The moments take turns: while the engine
 decodes, in the reshard, while log-probabilities are computed, in the update, while a checkpoint is copied, while it is
-written behind the next steps, and between its manifest and its rename. So do the victims: a rank drawn at random, all of them, the launcher. How long a process
-trains before its moment may come is drawn at random, and leaves steps for the other kills.
+written behind the next steps, and between its manifest and its rename. So do the victims: a rank drawn at random, all
+of them, the launcher. How long a process trains before its moment may come is drawn at random, and leaves steps for the
+other kills.
 
 Written to --out: straight/ and killed/, the two runs; kills.json, what was killed where; and a table on the console.
 On GPUs the bits are the same with trainer.deterministic=true. A moment that a run never comes to (the reshard of one
