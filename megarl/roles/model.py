@@ -122,6 +122,11 @@ class MegatronModel:
         """Name this rank's parameters as its placements do."""
         return named_parameters(self.chunks)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Estimate the bytes that this rank writes of it in a checkpoint: the replicas share them."""
+        return sum(p.nbytes for p in self.parameters().values()) // self.groups.layout.dp
+
     def gather_parameters(self) -> None:
         """Bring the parameters back, to be read; every rank calls it."""
         for memory in self.memory[Item.WEIGHTS]:

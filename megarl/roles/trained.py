@@ -184,6 +184,12 @@ class TrainedModel(MegatronModel):
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
 
+    @property
+    def saved_bytes(self) -> int:
+        """See `MegatronModel.saved_bytes`; fp32 weights and two moments beside the weights."""
+        elements = sum(p.numel() for p in self.parameters().values())
+        return super().saved_bytes + 3 * torch.float32.itemsize * elements // self.groups.layout.dp
+
     def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
         """See `MegatronModel.sharded_state`: weights, optimizer and schedule."""
         self._gradients.release()  # the next update needs none of them, and a checkpoint needs room

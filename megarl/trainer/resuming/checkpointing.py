@@ -124,6 +124,7 @@ class Checkpointing:
         self._staging = Staging() if self._config.checkpoint.async_save else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: _Writing | None = None
+        self._pruned: Future[list[str]] | None = None  # deleting 20 GiB takes seconds
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
@@ -200,6 +201,11 @@ class Checkpointing:
         if wait or self._staging is None:
             self.settle()
 
+    def prepare(self) -> None:
+        """Take pinned memory for copies while the first steps run; without a GPU a save takes memory as it needs it."""
+        if self._staging is not None and self._world.device.type == "cuda":
+            self._staging.prepare(sum(model.saved_bytes for model in self.models.values()))
+
     def settle(self, *, wait: bool = True) -> None:
         """Commit the checkpoint that is being written, if one is; every rank calls it.
 
@@ -207,30 +213,34 @@ class Checkpointing:
             wait: until it is written; otherwise only if all ranks have written it.
         """
         writing = self._writing
-        if writing is None:
-            return
-        if not wait and not all(self._world.all_gather(writing.written.done(), "a look at a checkpoint's files")):
-            return
-        self._writing = None
-        try:
-            self._after(commit(writing.snapshot, writing.written.result, self._world), writing.validation)
-        except SaveFailed as e:
-            self._failed(e)
+        if writing is not None and (
+            wait or all(self._world.all_gather(writing.written.done(), "a look at a checkpoint's files"))
+        ):
+            self._writing = None
+            try:
+                self._after(commit(writing.snapshot, writing.written.result, self._world), writing.validation)
+            except SaveFailed as e:
+                self._failed(e)
+        if (pruned := self._pruned) is not None and (wait or pruned.done()):
+            self._pruned = None
+            for problem in pruned.result():
+                self._report.warn(problem)
 
     def _failed(self, error: SaveFailed) -> None:
         self.failure = str(error)
         self._report.warn(self.failure)
 
     def _after(self, saved: Saved, validation: Mapping[str, float]) -> None:
-        """Take note of a new checkpoint, and delete old ones."""
+        """Take note of a new checkpoint, and have old ones deleted, before the next one is written."""
         self.latest, self.position, self.failure = saved.folder, saved.position, None
         self.best.saved(saved.folder, validation)
         if self._config.checkpoint.save_hf:
             self._report.artifact(os.path.join(saved.folder, "huggingface"))
         if self._world.rank == 0:
             trainer = self._config.trainer
-            for problem in prune_checkpoints(trainer.run_dir, trainer.max_ckpt_to_keep, saved.folder, self.best.folder):
-                self._report.warn(problem)
+            self._pruned = self._writer.submit(
+                prune_checkpoints, trainer.run_dir, trainer.max_ckpt_to_keep, saved.folder, self.best.folder
+            )
 
     def load(self, folder: str, state: Mapping[str, Any] | None) -> None:
         """Bring back all that has joined, with the random numbers; every rank calls it.

@@ -102,6 +102,8 @@ class Loops:
             self._records.say_validation(loop, metrics)
         nonfinite = NonFiniteUpdates(self._config.trainer.on_nonfinite, done)
         self._forget()
+        if self._config.trainer.save_freq > 0:
+            self._checkpoints.prepare()
         with self._report.progress(title_of(loop), total, done=done):
             while done < total:
                 self._leave_if_asked(order)
