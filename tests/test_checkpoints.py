@@ -249,6 +249,39 @@ def _bytes_per_rank(folder: str, world: int) -> list[int]:
     return shares
 
 
+def _written_later(run_dir: str, memory: bool) -> tuple[bool, bool]:
+    """Whether parts were copied; and whether what is written after two more steps is what it was before them."""
+    from megarl.checkpoint import staging
+    from megarl.checkpoint.store import commit, take_snapshot
+
+    def no_memory(nbytes: int) -> torch.Tensor:
+        raise MemoryError
+
+    with actor_in(Case(dp=2), lr=1e-2) as actor, pytest.MonkeyPatch.context() as patch:
+        if not memory:
+            patch.setattr(staging, "_slab", no_memory)
+        world, kept = actor.groups.world, staging.Staging()
+        _step(actor)
+        _save_in_turns(actor, run_dir, 1)
+        for step in (2, 3):  # the second time into the same memory
+            state = {"actor": actor.sharded_state(loading=False)}
+            settings: dict[str, Any] = {"write_model": lambda folder: None, "world": world, "staging": kept}
+            snapshot = take_snapshot(run_dir, rl_step(step), state, STATE, **settings)
+            if snapshot.parts.copied:
+                _step(actor)
+            commit(snapshot, snapshot.write, world)
+    first, second, third = (_tensors(checkpoint_folder(run_dir, rl_step(step))) for step in (1, 2, 3))
+    same = all(torch.equal(first[key], second[key]) for key in first)
+    moved = any(not torch.equal(second[key], third[key]) for key in first)
+    return snapshot.parts.copied, same and moved == memory
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_copy_is_written_as_it_was(ranks: Ranks, tmp_path: Path, memory: bool) -> None:
+    """Without memory for a copy nothing is copied, and the rank writes before it goes on."""
+    assert ranks.run(2, _written_later, str(tmp_path), memory) == [(memory, True)] * 2
+
+
 @pytest.mark.slow
 def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
     """The same bits from every layout; bytes per rank differ by less than one parameter with its state."""

@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -60,18 +61,23 @@ class ShardedParts:
 
     Without a staging nothing is copied: the tensors of models and optimizers must not change before `write` returns. A
     thread holds one tensor in host memory at a time then.
+
+    Attributes:
+        copied: whether everything is a copy.
     """
 
     def __init__(self, sharded: dict[str, Any], world: World, staging: Staging | None = None) -> None:
         """Every rank calls it.
 
         Args:
-            staging: takes a copy of everything.
+            staging: takes a copy of everything, if the host has the memory.
         """
         parts, self._common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
         mine = [part for part in nested_values(parts) if is_main_replica(part.replica_id)]
+        self.copied = False
         if staging is not None:
-            self._common, mine = copy.deepcopy(self._common), _copied(mine, staging)
+            with suppress(MemoryError):
+                self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
         self._planner = _Planner(mine)
         self._plans = world.gather(self._planner.items, "the plan of a checkpoint")
         self._rank = world.rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -32,22 +33,31 @@ class Staging:
             return
 
         def take() -> None:
-            for _ in range(missing):
-                self._slabs.append(_slab(SLAB_BYTES))
+            with suppress(MemoryError):  # `copy` says so
+                for _ in range(missing):
+                    self._slabs.append(_slab(SLAB_BYTES))
 
         self._taking = threading.Thread(target=take, name="checkpoint memory", daemon=True)
         self._taking.start()
 
     def copy(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Copy tensors, and wait until they may change. The copies are lost with the next call."""
+        """Copy tensors, and wait until they may change. The copies are lost with the next call.
+
+        Raises:
+            MemoryError: the host has too little memory; nothing is held.
+        """
         if self._taking is not None:
             self._taking.join()
             self._taking = None
         tensors = list(tensors)
         free = [len(slab) for slab in self._slabs]
         copies: dict[int, Tensor] = {}
-        for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
-            copies[i] = self._place(tensors[i], free).copy_(tensors[i].detach(), non_blocking=True)
+        try:
+            for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
+                copies[i] = self._place(tensors[i], free).copy_(tensors[i].detach(), non_blocking=True)
+        except MemoryError:
+            self._slabs.clear()
+            raise
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return [copies[i] for i in range(len(tensors))]
@@ -69,4 +79,7 @@ class Staging:
 
 
 def _slab(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    except RuntimeError as e:  # torch's errors of memory, on the host as in pinning it
+        raise MemoryError(f"no {nbytes} bytes of host memory: {e}") from e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -200,6 +201,8 @@ class Checkpointing:
         self._writing = _Writing(snapshot=snapshot, written=written, validation=validation)
         if wait or self._staging is None:
             self.settle()
+        elif not snapshot.parts.copied:  # a host without memory for it: the files come first, on this rank
+            futures.wait([written])
 
     def prepare(self) -> None:
         """Take pinned memory for copies while the first steps run; without a GPU a save takes memory as it needs it."""
