@@ -80,7 +80,7 @@ def items_of(stage: StageBudget, what: str) -> dict[str, dict[str, int]]:
 
 def test_a_run_without_other_models_is_predicted_as_before() -> None:
     ours, plain = considered(), job()
-    assert (ours.beside, ours.reference, ours.log_probs) == ((), False, True)
+    assert (ours.other_models, ours.reference, ours.log_probs) == ((), False, True)
     assert budget(ours, H200, moved=1) == budget(plain, H200, moved=1)
     assert [host_bytes(ours, stage) for stage in (0, 1)] == [0, 0]
 
@@ -221,14 +221,14 @@ KINDS = {kind.name: kind for kind in (role_kinds.CRITIC, role_kinds.REWARD_MODEL
 
 def _absent() -> dict[tuple[str, Item], set[Phase]]:
     """The predicted phases in which an item is not on the GPU, with all memory modes on."""
-    (critic,) = considered(algorithm=GAE, critic=critic_over(4, 1, megatron=MODES)).beside
+    (critic,) = considered(algorithm=GAE, critic=critic_over(4, 1, megatron=MODES)).other_models
     teacher = considered(
         algorithm={"adv_estimator": "on_policy_distillation"},
         teacher={"model": {"random_init": True}, "megatron": {"param_offload": True}},
         reward={"name": "model"},
         reward_model={"model": {"path": QWEN}, "megatron": {"param_offload": True}},
     )
-    phases = first(replace(teacher, beside=(critic, *teacher.beside))).phases
+    phases = first(replace(teacher, other_models=(critic, *teacher.other_models))).phases
     assert len(phases) == 8
     return {key: {phase for phase, items in phases.items() if items[name] == 0} for key, name in STATE.items()}
 

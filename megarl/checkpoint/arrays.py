@@ -1,4 +1,4 @@
-"""Large state of a run in a checkpoint: named arrays in a file, which one rank reads for all."""
+"""Stores large state of a run in a checkpoint: named arrays in a file, which one rank reads for all."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def megatron_to_huggingface(
     Args:
         model_files: folder with the model's `config.json` and tokenizer; a checkpoint has its own.
         check: compare every file of the checkpoint with its manifest first.
-        answers_below: GB; greedy answers are compared with those of transformers if the weights, in float32, take less.
+        answers_below: GB that the weights, in float32, may take for greedy answers to be compared with transformers'.
 
     Returns:
         lines on the comparisons that were made or left out, and remarks for readers of the folder.

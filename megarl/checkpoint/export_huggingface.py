@@ -29,7 +29,7 @@ DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFile:
-    """A file of a Hugging Face folder and the tensors in it, in order."""
+    """Lists the tensors in a file of a Hugging Face folder, in order."""
 
     name: str
     tensors: tuple[LogicalTensor, ...]
@@ -70,7 +70,7 @@ def open_file(folder: str, file: WeightFile, dtype: torch.dtype) -> SafetensorsW
 
 
 def append(writer: SafetensorsWriter, tensor: Tensor) -> None:
-    """Write a CPU tensor as the file's next one."""
+    """Write a CPU tensor behind the file's last one."""
     writer.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 

@@ -81,7 +81,7 @@ def export_model_files(
 def keep_tokenizer(source: str, tokenizer: str, target: str) -> None:
     """Put a copied tokenizer that is not that of `source` into a folder of its own.
 
-    Beside the `config.json` of `source` it could be read as another one.
+    Beside the `config.json` of `source` transformers could read it as another tokenizer.
     """
     if os.path.isdir(tokenizer) and not os.path.samefile(source, tokenizer):
         move_tokenizer(target, APART)
@@ -103,7 +103,7 @@ def prompts_of(folder: str, arch: Architecture) -> tuple[dict[str, list[int]], l
 def token_ids(
     source: str, tokenizer_path: str, tokenizer: Tokenizer, stop_tokens: Sequence[int] | None = None
 ) -> TokenIds:
-    """Token ids for a model's configurations, in which transformers would else fill in the family's own.
+    """Choose the token ids for a model's configurations; without them transformers takes those of its family.
 
     Args:
         source, stop_tokens: as in `export_model_files`.
@@ -115,7 +115,7 @@ def token_ids(
     same_folder = os.path.samefile(source, tokenizer_path)
 
     def named(role: str, i: int | None) -> int | None:
-        """Take the tokenizer's id; where it names none and lies beside the configuration, the configuration's."""
+        """Take the tokenizer's id, or the configuration's if the tokenizer names none and lies beside it."""
         if i is None and same_folder and isinstance(config.get(role), int) and 0 <= config[role] < tokenizer.vocab_size:
             return int(config[role])
         return i
@@ -146,7 +146,7 @@ def _compared(ours: Tokenizer, folder: str) -> HuggingFaceTokenizer:
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int] | None:
-    """Token ids of a text; None if the tokenizer refuses it, because it makes a special token of it."""
+    """Encode a text into token ids; None if the tokenizer refuses it, because it makes a special token of it."""
     try:
         return tokenizer.encode(text)
     except ValueError:

@@ -14,7 +14,7 @@ from megarl.models.tensors import Box, LogicalTensor
 
 @dataclass(frozen=True, kw_only=True)
 class FileSlice:
-    """`hf[ranges].view(view)[index]` is the box.
+    """Places a box in a Hugging Face tensor `hf`: the box is `hf[ranges].view(view)[index]`.
 
     Attributes:
         ranges: half-open range per axis of the Hugging Face tensor.

@@ -46,7 +46,7 @@ _TYPES = {"step": int, "order": int, "row": int, "loop": str, "models": list, "i
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A place in a run: the last step that is done. Positions are ordered as the run goes.
+    """Marks a place in a run: the last step that is done. Positions are ordered as the run goes.
 
     Attributes:
         order: number of the loop among the flow's loops, from 0; -1 is before the first.
@@ -60,7 +60,7 @@ class Position:
 
     @property
     def name(self) -> str:
-        """The folder's name: `global_step_20` in the loop "rl", `warmup_step_20` in "warmup"."""
+        """Name the folder: `global_step_20` in the loop "rl", `warmup_step_20` in "warmup"."""
         return f"{'global' if self.loop == 'rl' else self.loop}_step_{self.step}"
 
 
@@ -76,17 +76,17 @@ def loop_and_step(name: str) -> tuple[str, int]:
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of that name is a checkpoint: no unfinished or damaged one, and no export beside it."""
+    """Say whether a folder of that name is a checkpoint: neither unfinished nor damaged, nor an export."""
     return _NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A folder with the name of a checkpoint, after the cheap checks.
+    """Describes a folder with the name of a checkpoint, after the cheap checks.
 
     Attributes:
-        state: its small state; empty where that cannot be read.
-        problem: reason why no run can go on from it, naming the file; None without one.
+        state: its small state; empty if it cannot be read.
+        problem: why no run can go on from it, with the name of the file; None if one can.
         damaged: whether it is not whole.
     """
 
@@ -102,12 +102,12 @@ def checkpoint_folder(run_dir: str, position: Position) -> str:
 
 
 def partial_folder(final: str) -> str:
-    """Path under which a checkpoint is written until it is whole."""
+    """Name the path under which a checkpoint is written until it is whole."""
     return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.partial")
 
 
 def checkpoints(run_dir: str) -> list[Found]:
-    """List what has the name of a checkpoint of the run, newest first; reads each `trainer.json` once.
+    """List the folders with names of checkpoints, newest first; reads each `trainer.json` once.
 
     Raises:
         ValueError: RUN/checkpoints is no folder, but a link to a disk that is away, say.
@@ -118,7 +118,7 @@ def checkpoints(run_dir: str) -> list[Found]:
 
 
 def whole_checkpoints(run_dir: str) -> list[str]:
-    """Folders of the run's whole checkpoints, newest first."""
+    """List the folders of the run's whole checkpoints, newest first."""
     return [candidate.folder for candidate in checkpoints(run_dir) if candidate.problem is None]
 
 
@@ -157,7 +157,7 @@ def read_state(folder: str) -> dict[str, Any]:
 
 
 def position_of(state: dict[str, Any]) -> Position:
-    """Position of a run's checkpoint, from its small state."""
+    """Find the position of a run's checkpoint in its small state."""
     return Position(state["order"], state["step"], state["loop"])
 
 
@@ -200,7 +200,7 @@ def take_place(partial: str, final: str) -> None:
 
 
 def bring_back_replaced(run_dir: str) -> None:
-    """Give replaced checkpoints their names again whose job died before the new one was in place.
+    """Rename replaced checkpoints back if their job died before the new one was in place.
 
     Only one job may use the folder.
     """
@@ -267,7 +267,7 @@ def _read_state(folder: str) -> dict[str, Any]:
 
 
 def _is_well_formed(state: dict[str, Any]) -> bool:
-    """Whether a state has all values of a run, or the step of converted weights, each with its type."""
+    """Say whether a state has all values of a run, or the step of converted weights, each with its type."""
     values = {key: value for key, value in state.items() if key in _TYPES}
     numbers = [value for value in values.values() if isinstance(value, int)]
     return (
@@ -278,7 +278,7 @@ def _is_well_formed(state: dict[str, Any]) -> bool:
 
 
 def _left_in(run_dir: str, *ends: str) -> list[str]:
-    """Names such as .global_step_20.partial: a checkpoint's name, with one of these ends."""
+    """List names such as .global_step_20.partial: a checkpoint's name with one of these ends."""
     parts = [(name, *os.path.splitext(name)) for name in _everything_in(run_dir)]
     return [name for name, stem, end in parts if end in ends and stem[:1] == "." and is_checkpoint_name(stem[1:])]
 

@@ -16,7 +16,7 @@ from megarl.models.weights import SCORE, logical_tensors
 
 
 class HuggingFaceWeights:
-    """The weights of a folder that `check_weights` has passed, by logical name; the files are memory-mapped.
+    """Reads the weights of a folder that has passed `check_weights`, by logical name, from memory-mapped files.
 
     A scalar output that the folder lacks is 0.
     """
@@ -28,7 +28,7 @@ class HuggingFaceWeights:
 
     @property
     def dtypes(self) -> set[str]:
-        """Types of the weights, as safetensors names them."""
+        """List the types of the weights, as safetensors names them."""
         return {self._entries[name].dtype for name in self.tensors if name in self._entries}
 
     def box(self, tensor: LogicalTensor, box: Box) -> Tensor:

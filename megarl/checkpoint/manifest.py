@@ -27,7 +27,7 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file as it was written.
+    """Describes a file as it was written.
 
     Attributes:
         size: in bytes.

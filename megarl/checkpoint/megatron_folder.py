@@ -48,7 +48,7 @@ from megarl.parallel.train_groups import stand_in
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredParameter:
-    """A parameter of one rank, and its place in a checkpoint.
+    """Describes a parameter of one rank, and its place in a checkpoint.
 
     Attributes:
         rank: number of the rank in the layout.
@@ -73,7 +73,7 @@ class StoredParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Parameters and objects that one rank of a layout stores in a checkpoint.
+    """Lists the parameters and objects that one rank of a layout stores in a checkpoint.
 
     Attributes:
         parameters: by placement name.

@@ -74,5 +74,5 @@ def chunk_metadata(chunk: ShardedTensor) -> ChunkStorageMetadata:
 
 
 def stored_shape(chunk: ShardedTensor) -> tuple[int, ...]:
-    """Shape of a chunk with the layer's axis, which the parameter lacks."""
+    """Give the shape of a chunk with the layer's axis, which the parameter lacks."""
     return (1,) * chunk.prepend_axis_num + tuple(chunk.local_shape)

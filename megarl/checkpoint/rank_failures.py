@@ -1,4 +1,4 @@
-"""Work that may fail on one rank: all ranks learn of the failure together, so that none waits for a rank that left."""
+"""Tells all ranks of a failure on one of them at the same time, so that none waits for a rank that left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class RankFailed(OSError):
-    """Raised on every rank alike: names the failure of the first rank that could not do its part."""
+    """Names, on every rank alike, the failure of the first rank that could not do its part."""
 
 
 def on_every_rank(world: World, work: Callable[[], T]) -> T:

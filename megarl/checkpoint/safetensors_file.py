@@ -22,7 +22,7 @@ _MOST_AXES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A tensor in a file.
+    """Describes a tensor in a file.
 
     Attributes:
         file: path.

@@ -1,4 +1,4 @@
-"""Each rank writes its parts of a sharded state dict, with threads of its own, and reads the parts that it needs.
+"""Writes each rank's parts of a sharded state dict on threads of its own, and reads the parts that a rank needs.
 
 The files are those of Megatron-Core's `dist_checkpointing` (format "torch_dist"). Megatron-Core's writer starts a
 process that imports torch anew, which takes seconds at the first save and outlives a rank that fails; and a full disk
@@ -67,7 +67,7 @@ class ShardedParts:
     """
 
     def __init__(self, sharded: dict[str, Any], world: World, staging: Staging | None = None) -> None:
-        """Every rank calls it.
+        """Plan the shares. Every rank calls it.
 
         Args:
             staging: takes a copy of everything, if the host has the memory.
@@ -178,7 +178,7 @@ class _Planner(DefaultSavePlanner):
             self._parts[item.index] = part
 
     def nbytes(self, item: WriteItem) -> int:
-        """0 for an object, which is small."""
+        """Count the bytes of an item; 0 for an object, which is small."""
         part = self._parts[item.index]
         return 0 if isinstance(part, ShardedObject) else int(part.data.nbytes)
 
@@ -200,7 +200,7 @@ class Reads(DefaultLoadPlanner):
         self._objects: dict[str, Any] = {}
 
     def add(self, part: ShardedBase) -> None:
-        """Have a part read."""
+        """Ask the reader for a part."""
         if isinstance(part, ShardedObject):
             if not _stays(part):
                 self.items.append(object_to_read(part.unique_key))
@@ -216,7 +216,7 @@ class Reads(DefaultLoadPlanner):
         self._targets.setdefault(index, []).append(part.data.detach().view(stored_shape(part)))
 
     def value(self, part: ShardedTensor | ShardedObject) -> Any:
-        """The part's value after reading."""
+        """Take a part's value after reading."""
         if isinstance(part, ShardedTensor) or _stays(part):
             return part.data
         return self._objects[part.unique_key]
@@ -237,6 +237,6 @@ class Reads(DefaultLoadPlanner):
 
 
 def _stays(part: ShardedObject) -> bool:
-    """Whether an object is left unread: extra states of Transformer Engine's layers are for FP8 alone, and the layers
-    would unpickle anything."""
+    """Say whether an object is left unread: extra states of Transformer Engine's layers are for FP8 alone, and the
+    layers would unpickle anything."""
     return part.key.endswith("._extra_state")

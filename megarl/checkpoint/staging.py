@@ -16,7 +16,7 @@ _ALIGNMENT = 256
 
 
 class Staging:
-    """Host memory for one checkpoint at a time, pinned where there is a GPU; the next one takes it again.
+    """Owns host memory for one checkpoint at a time, pinned where there is a GPU; the next one uses it again.
 
     A copy into pinned memory runs at the speed of the link: 20 GiB of weights and optimizer state in 0.5 s on an H200.
     Taking that memory takes 20 s, so that a thread does it before the first save.

@@ -50,12 +50,12 @@ from megarl.parallel.world import World
 
 
 class SaveFailed(RuntimeError):
-    """A checkpoint could not be written; earlier ones are as they were, and a run can go on. All ranks raise it."""
+    """Says that a checkpoint could not be written; earlier ones are whole, and a run can go on. All ranks raise it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A whole checkpoint on the disk."""
+    """Names a whole checkpoint on the disk."""
 
     folder: str
     position: Position
@@ -63,7 +63,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A rank's part of a checkpoint on the disk.
+    """Lists a rank's part of a checkpoint on the disk.
 
     Attributes:
         results: of the writer of tensors and objects.
@@ -76,11 +76,11 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of a run between two steps, as far as this rank writes it.
+    """Holds the state of a run between two steps, as far as this rank writes it.
 
     Attributes:
         run_dir: of the run.
-        position: where in the run it was taken.
+        position: the place in the run where it was taken.
         parts: tensors and objects; see `ShardedParts` for which of them are live.
         rank: of this process.
         state: small state, which the first rank writes.
@@ -97,7 +97,7 @@ class Snapshot:
     def write(self) -> Written:
         """Write this rank's files into the partial folder, to the disk; any thread may do it. Raises OSError.
 
-        The first rank's are also those that the snapshot has left there.
+        The first rank's files include those that the snapshot has left there.
         """
         partial = partial_folder(checkpoint_folder(self.run_dir, self.position))
         if self.rank == 0:
@@ -250,7 +250,7 @@ def _finish(snapshot: Snapshot, partial: str, final: str, everyone: list[Written
 
 @contextmanager
 def _or_give_up(run_dir: str, position: Position, world: World) -> Iterator[None]:
-    """Make room again where a rank fails. Raises SaveFailed with the same line on all ranks."""
+    """Delete the partial folder if a rank fails. Raises SaveFailed with the same line on all ranks."""
     try:
         yield
     except RankFailed as e:

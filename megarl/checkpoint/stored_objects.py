@@ -90,11 +90,11 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 
 
 class WouldRunCode(ValueError):
-    """Raised for a pickle that names something other than plain data; says which."""
+    """Refuses a pickle that names something other than plain data; says what."""
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's unpickler, whose memory the pickle's size bounds; the one in C takes as much as a damaged byte says."""
+    """Unpickles in Python, in memory that the pickle's size bounds; the one in C takes what a damaged byte says."""
 
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) not in _ADMITTED:
@@ -134,7 +134,7 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a key is a name, a number, or a part of a tensor."""
+    """Say whether a key is a name, a number, or a part of a tensor."""
     if type(key) is not MetadataIndex:
         return type(key) in (str, int)
     plain = type(key.fqn) is str and (key.index is None or type(key.index) is int)
@@ -218,7 +218,7 @@ def _check_cost(stream: io.BytesIO) -> None:
 
 
 def is_compressed(archive: zipfile.ZipFile) -> bool:
-    """Whether a part of an archive may take more memory than its bytes."""
+    """Say whether a part of an archive may take more memory than its bytes."""
     return any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist())
 
 
@@ -301,7 +301,7 @@ def _is_within(chunk: ChunkStorageMetadata, size: Iterable[int]) -> bool:
 
 
 def _is_place(place: Any) -> bool:
-    """Whether a value is a stretch of a file in the same folder: a path could name any file of the reader's."""
+    """Say whether a value is a stretch of a file of the same folder: a path could name any file on the host."""
     if not isinstance(place, _StorageInfo) or type(place.relative_path) is not str:
         return False
     name, numbers = place.relative_path, (place.offset, place.length)

@@ -17,12 +17,12 @@ from megarl.phases import Phase
 
 def state_beside(job: Job) -> Items:
     """Count what all of them hold with every memory mode off."""
-    return {item: nbytes for model in job.beside for item, nbytes in _fullest(model, state_of).items()}
+    return {item: nbytes for model in job.other_models for item, nbytes in _fullest(model, state_of).items()}
 
 
 def passes_beside(job: Job) -> Iterator[tuple[Phase, Items]]:
     """Count what their passes hold in addition."""
-    for model in job.beside:
+    for model in job.other_models:
         phase = model.kind.forward
         assert phase is not None
         yield phase, _fullest(model, forward) | _fullest(model, partial(masters_of, phase=phase))

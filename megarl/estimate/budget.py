@@ -82,7 +82,7 @@ def memory_modes(job: Job) -> list[MemoryMode]:
         on=job.config.actor_rollout_ref.ref.megatron.param_offload,
         kept=True,
     )
-    return [*modes_of(job.actor), reference, *(mode for model in job.beside for mode in modes_of(model))]
+    return [*modes_of(job.actor), reference, *(mode for model in job.other_models for mode in modes_of(model))]
 
 
 def host_bytes(job: Job, stage: int) -> int:

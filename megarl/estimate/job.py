@@ -29,7 +29,7 @@ class Job:
 
     Attributes:
         arch, train, generation: of the policy.
-        beside: the models beside it that have a layout of their own.
+        other_models: the models beside it that have a layout of their own.
         reference: whether there is a reference, in the policy's layout.
         log_probs: whether log-probabilities before an update are a pass of their own. They are also in the steps that
             train the critic alone, which are not predicted.
@@ -39,7 +39,7 @@ class Job:
     arch: Architecture
     train: TrainLayout
     generation: GenerationLayout
-    beside: tuple[ModelJob, ...] = ()
+    other_models: tuple[ModelJob, ...] = ()
     reference: bool = False
     log_probs: bool = True
 

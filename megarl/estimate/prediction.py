@@ -186,7 +186,7 @@ def step_seconds(
         seconds[Phase.LOG_PROBS] = log_probs
     if job.reference:  # KTO's log-probabilities are of mismatched answers, which the reference reads as well
         seconds[Phase.REF] = log_probs * (2 if job.log_probs and not job.generates else 1)
-    for model in job.beside:
+    for model in job.other_models:
         assert model.kind.forward is not None
         seconds[model.kind.forward] = forward_seconds(job, model, accelerator, lengths)
         if model.mini_batch is not None:
@@ -202,13 +202,13 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
     """
     generation, rollout = job.generation, job.config.actor_rollout_ref.rollout
     warnings = []
-    others = ((model.name, model.layout.tp) for model in job.beside)
+    others = ((model.name, model.layout.tp) for model in job.other_models)
     for what, tp in (("training", job.train.tp), ("generation", generation.tp), *others):
         if job.gpus_per_node % tp and job.train.size > job.gpus_per_node:
             warnings.append(
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )
-    for model in (job.actor, *job.beside):
+    for model in (job.actor, *job.other_models):
         warnings += _pipeline_warnings(model, lengths)
     if cache is None:
         return warnings

@@ -1,4 +1,4 @@
-"""Configurations of other programs as ones of MegaRL: tables of their keys, and what reads and converts them."""
+"""Reads configurations of other programs and converts them to MegaRL's, by tables of their keys."""
 
 from megarl.migration.convert import Change, Migrated, convert
 from megarl.migration.tables import entries, entry_of

@@ -1,4 +1,4 @@
-"""Another program's settings -> values of a `Config` that loads, and what became of every one of them."""
+"""Converts another program's settings to a `Config` that loads, and says what became of each setting."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megarl.migration.entry import Computed, Kind, Made, Settings, asks_for
 from megarl.migration.tables import TABLES, entry_of
 
 LOGGERS = ("console", "jsonl", "csv", "tensorboard")
-"""Those that come with every installation."""
+"""The loggers that come with every installation."""
 
 _LONGEST = 300
-"""Letters of a key whose sections are looked at."""
+"""Letters of a key, at most, in which its sections are sought."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What became of one setting.
+    """Says what became of one setting.
 
     Attributes:
-        key, value: as they were written; the key is empty for what the other program has by default.
+        key, value: as the user wrote them; the key is empty for a default of the other program.
         values: keys here with their values.
     """
 
@@ -39,12 +39,12 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """A migrated configuration.
+    """Holds a migrated configuration.
 
     Attributes:
         tree: nested values, which `build_config` accepts.
-        changes: of every setting, in the order they were written.
-        added: what the other program has by default and MegaRL has not.
+        changes: one for each setting, in the order in which the user wrote them.
+        added: defaults of the other program that MegaRL does not have.
     """
 
     tree: dict[str, Any]
@@ -56,11 +56,11 @@ class Migrated:
 
 
 def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequence[str] = LOGGERS) -> Migrated:
-    """Every setting is carried, translated or refused.
+    """Carry, translate or refuse every setting of another program.
 
     Args:
-        values: the other program's, by dotted key.
-        source: that program: "verl", "trl" or "openrlhf".
+        values: that program's settings, by dotted key.
+        source: its name: "verl", "trl" or "openrlhf".
         loggers: names that `trainer.logger` knows.
     """
     table = TABLES[source]
@@ -87,13 +87,13 @@ def convert(values: Mapping[str, Any], source: str = "verl", *, loggers: Sequenc
 
 
 def _instead(key: str, changes: Sequence[Change], source: str) -> str:
-    """What is said beside a default that stands where a setting is refused."""
-    of_refused = [
-        one.key
-        for one in changes
-        if one.kind == "refused" and (entry := entry_of(one.key, source)) and key in re.split(r", | or ", entry.to)
+    """Name the refused setting in whose place a default stands; empty without one."""
+    refused_keys = [
+        item.key
+        for item in changes
+        if item.kind == "refused" and (entry := entry_of(item.key, source)) and key in re.split(r", | or ", entry.to)
     ]
-    return f"; {of_refused[0]} is refused" if of_refused else ""
+    return f"; {refused_keys[0]} is refused" if refused_keys else ""
 
 
 def _change(written: str, value: Any, settings: Settings, source: str) -> Change:
@@ -103,7 +103,7 @@ def _change(written: str, value: Any, settings: Settings, source: str) -> Change
     elif entry is not None:
         try:
             result = entry.rule(key, value, settings)
-        except Exception as e:  # a rule knows the values that its program takes
+        except Exception as e:  # a rule expects values that its program takes
             result = Made(kind="refused", why=f"its value is none that {source} takes ({type(e).__name__})")
     elif source == "verl" and key in set(all_keys()):
         result = Made(kind="carried", values={key: value})
@@ -113,12 +113,12 @@ def _change(written: str, value: Any, settings: Settings, source: str) -> Change
 
 
 def _excused(change: Change, settings: Settings, source: str) -> Change:
-    """A refused setting that asks for nothing: it is empty, a part of what is off, or the other program's default."""
+    """Accept a refused setting that is empty, a part of what is off, or the other program's default."""
     if change.kind != "refused" or change.values or isinstance(change.value, Computed):
         return change
     table, key = TABLES[source], TABLES[source].canonical(change.key)
     sections = [key[:at] for at, letter in enumerate(key[:_LONGEST]) if letter == "."]
-    off = next((one for one in sections if any(settings.of(f"{one}.{x}") is False for x in ("enable", "enabled"))), "")
+    off = next((key for key in sections if any(settings.of(f"{key}.{x}") is False for x in ("enable", "enabled"))), "")
     unknown = entry_of(change.key, source) is None
     if change.value in (None, "", [], {}) or (unknown and not asks_for(change.value)):
         why = "asks for nothing"
@@ -132,12 +132,12 @@ def _excused(change: Change, settings: Settings, source: str) -> Change:
 
 
 def _in_force(change: Change, changes: Sequence[Change], result: Mapping[str, Any]) -> Change:
-    """A change with the values that count, of which a later setting may give another."""
+    """Give a change the values that count: a later setting may have replaced its own."""
     values = {key: result[key] for key in change.values}
-    overruled = next((key for key in values if values[key] != change.values[key]), None)
-    if overruled is None:
+    conflict = next((key for key in values if values[key] != change.values[key]), None)
+    if conflict is None:
         return change
-    last = [other.key for other in changes if overruled in other.values][-1]
+    last = [other.key for other in changes if conflict in other.values][-1]
     kind: Kind = "translated" if change.kind == "carried" else change.kind
     return replace(change, kind=kind, values=values, why=f"{change.why}; {last} counts".removeprefix("; "))
 
@@ -150,7 +150,7 @@ def _without(change: Change, key: str, why: str) -> Change:
 
 
 def _impossible(result: dict[str, Any]) -> list[tuple[str, str]]:
-    """Keys whose values a `Config` does not take, with what it says of them; they are removed from `made`."""
+    """Remove from `result` the keys whose values a `Config` refuses; list them with its messages."""
     problems: list[tuple[str, str]] = []
     while True:
         try:
@@ -178,7 +178,7 @@ def _tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(key: str) -> tuple[int, ...]:
-    """The order of the sections is that of the schema; within a section it is that of the settings."""
+    """Order sections as the schema does; the keys of a section keep their order."""
     sections = list(Config.model_fields)
     section = key.split(".")[0]
     return (sections.index(section) if section in sections else len(sections),)

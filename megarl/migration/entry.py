@@ -1,4 +1,4 @@
-"""What becomes of one key of another program's configuration."""
+"""Describes what becomes of one key of another program's configuration."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ NOTHING: tuple[Any, ...] = (None, False, "", 0, 0.0, -1, [], {})
 
 
 def asks_for(value: Any, nothing: Sequence[Any] = NOTHING) -> bool:
-    """Whether it is none of these values, types included."""
+    """Say whether a value is none of those in `nothing`; 0 and False differ."""
     return not any(value is empty or (type(value) is type(empty) and value == empty) for empty in nothing)
 
 
 class Computed(str):
-    """An expression whose value the other program works out as it runs."""
+    """Marks an expression whose value the other program works out as it runs."""
 
 
 class Settings(Mapping[str, Any]):
-    """The other program's values by dotted key, in the order they were written.
+    """Holds the other program's values by dotted key, in the order in which the user wrote them.
 
     Attributes:
         loggers: names that `trainer.logger` knows.
-        written: the keys as they were written, of which an older one may have another name by now.
+        written: the keys as the user wrote them; an older key may have another name by now.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class Settings(Mapping[str, Any]):
         return len(self._values)
 
     def of(self, key: str) -> Any:
-        """The value that is in force: the one written, else that program's default; None without either."""
+        """Look up the value in force: the user's, else the program's default, else None."""
         return self._values.get(key, self._defaults.get(key))
 
     def number(self, key: str, default: int = 1) -> int:
-        """A whole number; the default where there is none."""
+        """Look up a positive whole number; `default` where the key has none."""
         value = self.of(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
 
     def under(self, section: str) -> bool:
-        """Whether anything of a section is written."""
+        """Say whether the user set a key of a section."""
         return any(key.startswith(f"{section}.") for key in self._values)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """What one value came to.
+    """Says what a rule made of one value.
 
     Attributes:
         values: keys here with their values; empty where nothing need be set, or nothing can be.
-        why: what a reader is told.
+        why: the reason that the user reads.
     """
 
     kind: Kind
@@ -82,17 +82,17 @@ class Made:
 
 
 Rule = Callable[[str, Any, Settings], Made]
-"""(the key as it was written, its value, all settings) -> what it comes to."""
+"""(the key as the user wrote it, its value, all settings) -> what the rule makes of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A key, or with * for any part of it a pattern of keys.
+    """Describes a key, or a pattern of keys in which * stands for any text.
 
     Attributes:
-        kind: of a value that asks for something: a rule may carry another value, or refuse it.
-        to: keys here, for people; empty where there is none to set.
-        why: what is different, or why it is refused and what to use here.
+        kind: what usually becomes of a value; the rule decides on each.
+        to: keys of MegaRL, for people; empty where there is none to set.
+        why: what is different in MegaRL, or why the key is refused and what to use.
     """
 
     key: str
@@ -108,12 +108,12 @@ class Entry:
 
 
 def carried(*keys: str, why: str = "") -> list[Entry]:
-    """Keys that have the same name and meaning here."""
+    """Carry keys that have the same name and meaning in MegaRL."""
     return [Entry(key=key, kind="carried", to=key, why=why, rule=_same) for key in keys]
 
 
 def renamed(key: str, to: str, why: str, convert: Callable[[Any], Any] = lambda value: value) -> Entry:
-    """A key of another name here; a value of null is not set."""
+    """Translate a key that has another name in MegaRL; a value of null sets nothing."""
 
     def rule(_: str, value: Any, settings: Settings) -> Made:
         return Made(kind="translated", values={} if value is None else {to: convert(value)}, why=why)
@@ -122,12 +122,12 @@ def renamed(key: str, to: str, why: str, convert: Callable[[Any], Any] = lambda 
 
 
 def met(key: str, why: str) -> Entry:
-    """A key whose wish holds here whatever its value."""
+    """Accept a key that needs no setting: MegaRL does what it asks for, whatever its value."""
     return Entry(key=key, kind="translated", why=why, rule=lambda *_: Made(kind="translated", why=why))
 
 
 def met_by(key: str, values: Sequence[Any], why: str, otherwise: str) -> Entry:
-    """A key whose wish holds here for some values, and null, and is refused for others."""
+    """Accept a key if MegaRL does what its value asks for: one of `values`, or null. Refuse other values."""
 
     def rule(_: str, value: Any, settings: Settings) -> Made:
         if value is None or value in values:
@@ -138,7 +138,7 @@ def met_by(key: str, values: Sequence[Any], why: str, otherwise: str) -> Entry:
 
 
 def refused(key: str, why: str, *, nothing: Sequence[Any] = NOTHING) -> Entry:
-    """A key that cannot be honoured; values that ask for nothing are left out."""
+    """Refuse a key, unless its value asks for nothing."""
 
     def rule(_: str, value: Any, settings: Settings) -> Made:
         if not asks_for(value, nothing):
@@ -149,7 +149,7 @@ def refused(key: str, why: str, *, nothing: Sequence[Any] = NOTHING) -> Entry:
 
 
 def part_of(key: str, switches: Sequence[str], why: str) -> Entry:
-    """A key that is read only where one of some others asks for something; it is refused there."""
+    """Refuse a key if one of `switches` is on; otherwise the other program does not read it."""
 
     def rule(_: str, value: Any, settings: Settings) -> Made:
         if any(asks_for(settings.of(switch)) for switch in switches):
@@ -160,7 +160,7 @@ def part_of(key: str, switches: Sequence[str], why: str) -> Entry:
 
 
 def ruled(key: str, to: str, why: str, rule: Callable[[str, Any, Settings], Made | Mapping[str, Any]]) -> Entry:
-    """Give a key a rule, which returns what it comes to, or only the values to set."""
+    """Give a key a rule, which returns a `Made`, or only the values to set."""
     kind: Kind = "carried" if to == key else "translated" if to else "refused"
 
     def whole(name: str, value: Any, settings: Settings) -> Made:
@@ -171,17 +171,17 @@ def ruled(key: str, to: str, why: str, rule: Callable[[str, Any, Settings], Made
 
 
 def derived(key: str, to: str, why: str, of: Callable[[Settings], Mapping[str, Any]]) -> Entry:
-    """A key that comes to values only together with others."""
+    """Translate a key whose values in MegaRL depend on further settings."""
     return ruled(key, to, why, lambda _, __, settings: of(settings))
 
 
 def switch(key: str, to: str, why: str) -> Entry:
-    """A key that switches another on."""
+    """Translate a key that switches the key `to` on."""
     return ruled(key, to, why, lambda _, value, __: {to: True} if value else {})
 
 
 def worded(key: str, to: str, words: Mapping[Any, Any], why: str, known: Registry[Any] | None = None) -> Entry:
-    """A key whose values have other names here; those that have none are taken as they are, if they are known."""
+    """Translate values by `words`; a value without a word stays as it is, if `known` has it."""
 
     def rule(_: str, value: Any, settings: Settings) -> Made:
         if value is None:

@@ -1,4 +1,4 @@
-"""The YAML files of a Hydra program: the one that a command names, and those that its `defaults` include."""
+"""Reads the YAML file that a Hydra command names, and the files that its `defaults` include."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.config.load import check_interpolations
 from megarl.migration.values import flat, tree_of
 
 NAME, INCLUDED = "--config-name", "defaults"
-"""Settings that stand for a file that is not there: which one is their value."""
+"""Settings that stand for a missing file; their value is its name."""
 
 OPTIONS = {"--config-name": NAME, "-cn": NAME, "--config-path": "path", "-cp": "path", "--config-dir": "path",
             "-cd": "path"}  # fmt: skip
@@ -25,14 +25,14 @@ _MOST_FILES, _HIGHEST, _LONGEST_COMMENT = 32, 12, 200
 
 
 def of_command(words: Sequence[str], script: str) -> dict[str, Any]:
-    """What the file holds that `--config-name` names, by dotted key; nothing for one of verl's own.
+    """Read the settings of the file that `--config-name` names, by dotted key; none of verl's own files.
 
     Args:
         words: of the command.
-        script: the file that the command is in: others are looked for from its folder and those above.
+        script: path of the script with the command; files are sought in its folder and those above.
 
     Raises:
-        ValueError: a file that is no YAML.
+        ValueError: a file is no YAML.
     """
     options = _named(words)
     name = options.get(NAME, "").removesuffix(".yaml")
@@ -46,10 +46,10 @@ def of_command(words: Sequence[str], script: str) -> dict[str, Any]:
 
 
 def of_file(path: str) -> dict[str, Any]:
-    """A file's settings by dotted key, on top of those that it includes.
+    """Read a file's settings by dotted key, with those that it includes.
 
     Raises:
-        ValueError: it cannot be read, holds no settings, or includes too many files.
+        ValueError: the file cannot be read, holds no settings, or includes too many files.
     """
     left_out: dict[str, Any] = {}
     tree = _composed(path, left_out, [])
@@ -61,28 +61,28 @@ def of_file(path: str) -> dict[str, Any]:
 
 
 def _composed(path: str, left_out: dict[str, Any], paths_read: list[str]) -> Any:
-    """A file's tree with those that its list of `defaults` includes, in the list's order.
+    """Merge a file's tree with those that its list of `defaults` includes, in the list's order.
 
     Args:
-        left_out: is told which files are not there, and what else the list sets.
-        read: files so far.
+        left_out: takes the names of missing files, and the list's `override` entries.
+        paths_read: takes the paths of the files read so far.
     """
     paths_read.append(path)
     if len(paths_read) > _MOST_FILES:
         raise ValueError(f"'{paths_read[0]}' includes more than {_MOST_FILES} files, or itself")
     tree = tree_of(path)
-    listed: Any = OmegaConf.to_container(tree, resolve=False).get("defaults")  # type: ignore[union-attr]
+    includes: Any = OmegaConf.to_container(tree, resolve=False).get("defaults")  # type: ignore[union-attr]
     tree.pop("defaults", None)
-    parts, self_is_listed, chosen = [], False, dict[str, str]()
-    for item in listed if isinstance(listed, list) else []:
+    parts, self_is_listed, choices = [], False, dict[str, str]()
+    for item in includes if isinstance(includes, list) else []:
         if item == "_self_":
             parts.append(tree)
             self_is_listed = True
             continue
         for key, name in item.items() if isinstance(item, dict) else [("", item)]:
             group = str(key).removeprefix("optional ")
-            name = re.sub(r"\$\{(\w+)\}", lambda match: chosen.get(match[1], match[0]), str(name))
-            chosen[group.removeprefix("override ")] = name
+            name = re.sub(r"\$\{(\w+)\}", lambda match: choices.get(match[1], match[0]), str(name))
+            choices[group.removeprefix("override ")] = name
             if name in ("None", "null"):
                 continue
             if group.startswith("override "):
@@ -105,7 +105,7 @@ def _included(path: str, left_out: dict[str, Any], paths_read: list[str]) -> Any
 
 
 def _package(path: str, folder: str) -> str:
-    """The section that a file's settings are of: what its first comment says, or its folder's name."""
+    """Find the section of a file's settings: its first comment names it, else its folder does."""
     if os.path.isfile(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             if match := re.match(r"# *@package +(\w+)", f.readline(_LONGEST_COMMENT)):
@@ -120,23 +120,23 @@ def _within(package: str, part: Any) -> Any:
 
 
 def _named(words: Sequence[str]) -> Mapping[str, str]:
-    """The values of Hydra's own options."""
+    """Read the values of Hydra's own options."""
     options: dict[str, str] = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
-        option, given, value = word.partition("=")
+        option, sign, value = word.partition("=")
         if option in OPTIONS:
-            options[OPTIONS[option]] = value if given else following
+            options[OPTIONS[option]] = value if sign else following
     return options
 
 
-def _folders(named: str, script: str) -> Iterator[str]:
-    """Where a folder may be: as it is named, or from the script's folder, one above it, or verl's beside these."""
-    relative = re.sub(r"^(\$\([^)]*\)|\$\{?\w+\}?)/*", "", named.removeprefix("file://"))  # of $(pwd), which is not run
+def _folders(name: str, script: str) -> Iterator[str]:
+    """List where a folder may be: below the current folder, the script's, those above, and verl's in each."""
+    relative = re.sub(r"^(\$\([^)]*\)|\$\{?\w+\}?)/*", "", name.removeprefix("file://"))  # no shell expands $(pwd)
     if os.path.isabs(relative):
         yield relative
         return
-    above = os.path.dirname(os.path.abspath(script))
-    for folder in (os.getcwd(), *(os.path.normpath(os.path.join(above, "../" * n)) for n in range(_HIGHEST))):
+    script_folder = os.path.dirname(os.path.abspath(script))
+    for folder in (os.getcwd(), *(os.path.normpath(os.path.join(script_folder, "../" * n)) for n in range(_HIGHEST))):
         yield os.path.join(folder, relative)
         yield os.path.join(folder, _PROGRAMS, relative)
 

@@ -1,4 +1,4 @@
-"""Entries of the settings that a program's YAML file lists."""
+"""Makes entries of the settings that a program's YAML file lists."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAME = "as it is"
 
 
 def listed(source: str, rules: ModuleType) -> list[Entry]:
-    """Read a program's entries: exact keys first, then patterns, of which the longest is the most particular.
+    """Read a program's entries: exact keys first, then patterns, the longest first.
 
     Args:
         source: "verl", for `verl.yaml`, whose comments say how its blocks are written.
@@ -40,7 +40,7 @@ def listed(source: str, rules: ModuleType) -> list[Entry]:
 
 
 def read(name: str) -> dict[str, Any]:
-    """A YAML file beside this one."""
+    """Read a YAML file of this folder."""
     return yaml.safe_load(files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -81,17 +81,17 @@ def _entries(tree: Mapping[str, Any], rules: ModuleType) -> Iterator[Entry]:
 def _placed(
     keys: Sequence[str], texts: Sequence[Any], sections: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Give each key, and texts beside it, with every section that the word before its first dot stands for.
+    """Repeat each key and its texts for every section that the word before the key's first dot stands for.
 
-    `TRAINED.grad_clip` beside `TRAINED.optim.clip_grad` is that of the actor, then that of the critic.
+    `TRAINED.grad_clip` with `TRAINED.optim.clip_grad` yields both for the actor, then both for the critic.
     """
     words = re.compile(rf"\b({'|'.join(sections)})\.")
     for key in keys:
         head = key.partition(".")[0]
         for section in sections.get(head, [head]):
-            chosen = {word: places[0] for word, places in sections.items()} | {head: section}
+            replacements = {word: places[0] for word, places in sections.items()} | {head: section}
 
-            def placed(text: Any, chosen: Mapping[str, str] = chosen) -> Any:
-                return words.sub(lambda match: f"{chosen[match[1]]}.", text) if isinstance(text, str) else text
+            def placed(text: Any, replacements: Mapping[str, str] = replacements) -> Any:
+                return words.sub(lambda match: f"{replacements[match[1]]}.", text) if isinstance(text, str) else text
 
             yield placed(key), [placed(text) for text in texts]

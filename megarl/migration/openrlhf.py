@@ -1,4 +1,4 @@
-"""OpenRLHF's trainers and defaults, and what a run that relies on them needs here."""
+"""Names OpenRLHF's trainers and defaults, and the MegaRL keys that stand for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, Any] = {
     "critic.min_lr_ratio": 0.1,
     "critic.adam.lr": 9e-6,
 }
-"""Of the options that are looked at beside others."""
+"""Defaults of the options that the rules of other options read."""
 
 
 USUAL: Mapping[str, Sequence[Any]] = {
@@ -44,10 +44,10 @@ USUAL: Mapping[str, Sequence[Any]] = {
 
 
 def trainer_of(settings: Settings) -> str:
-    """The trainer that is named, or the one whose options these are.
+    """Name the trainer: the setting says it, else the options tell it.
 
     Raises:
-        ValueError: there is none of that name here.
+        ValueError: MegaRL has no counterpart of the trainer.
     """
     name = settings.of(TRAINER)
     if name is None:
@@ -58,7 +58,7 @@ def trainer_of(settings: Settings) -> str:
 
 
 def lengths(settings: Settings) -> dict[str, int]:
-    """Tokens of a prompt and of an answer: OpenRLHF may say only how many both have."""
+    """Count the tokens of a prompt and of an answer; OpenRLHF may give only their sum."""
     whole = settings.number("data.max_len")
     answer = settings.number("rollout.max_new_tokens", 0) or whole // 2
     prompt = settings.number("data.prompt_max_len", 0) or max(1, whole - answer)
@@ -66,7 +66,7 @@ def lengths(settings: Settings) -> dict[str, int]:
 
 
 def batches(settings: Settings) -> dict[str, int]:
-    """OpenRLHF counts prompts of a step, and responses of an update; those of examples are rows of both."""
+    """Translate batch sizes: PPO's are prompts per step and responses per update; the other trainers' are rows."""
     update = settings.number("train.batch_size")
     if trainer_of(settings) != "ppo":
         return {"data.train_batch_size": update}
@@ -79,7 +79,7 @@ def batches(settings: Settings) -> dict[str, int]:
 
 
 def budget(settings: Settings) -> int:
-    """Tokens of a micro-batch: those that OpenRLHF's options allow, and one whole sequence, or pair, at least."""
+    """Count the tokens that OpenRLHF's options allow a micro-batch: at least one whole sequence, or pair."""
     longest = sum(lengths(settings).values()) * (2 if trainer_of(settings) in ("dpo", "rm") else 1)
     if settings.of("train.dynamic_batch_enable"):
         return max(longest, settings.number("train.max_tokens_per_gpu"))
@@ -87,7 +87,7 @@ def budget(settings: Settings) -> int:
 
 
 def kl(settings: Settings) -> dict[str, Any]:
-    """The KL to the reference: a part of the loss, or of the reward."""
+    """Set the KL to the reference, as a part of the loss or of the reward."""
     coef, estimator = settings.of("algo.kl.init_coef"), settings.of("algo.kl.estimator")
     estimator = "k3" if settings.of("algo.kl.estimator_k3") else estimator
     coef = 0.01 if isinstance(coef, Computed) else coef
@@ -101,7 +101,7 @@ def kl(settings: Settings) -> dict[str, Any]:
 
 
 def correction(settings: Settings) -> dict[str, Any]:
-    """The weights for the engine's distribution: clipped, or with what is too far off left out."""
+    """Set the importance weights for the engine's distribution: clipped, or 0 out of bounds."""
     level = {"token": "token", "seq": "sequence"}.get(str(settings.of("algo.advantage.is_correction_level")))
     mode, kind = settings.of("algo.advantage.is_correction_mode") or "mask", settings.of("vllm_is_correction_type")
     if settings.of("enable_vllm_is_correction"):
@@ -122,7 +122,7 @@ def correction(settings: Settings) -> dict[str, Any]:
 
 
 def schedule(settings: Settings, model: str) -> dict[str, Any]:
-    """The decay of a model's learning rate, which ends at a share of it."""
+    """Set the decay of a model's learning rate, which ends at a share of it."""
     section, usual = ("critic", 9e-6) if model == "critic" else ("actor", LEARNING_RATES[trainer_of(settings)])
     lr, share = settings.of(f"{section}.adam.lr") or usual, settings.of(f"{section}.min_lr_ratio")
     kind = settings.of(f"{section}.lr_scheduler") or settings.of("actor.lr_scheduler")
@@ -134,7 +134,7 @@ def schedule(settings: Settings, model: str) -> dict[str, Any]:
 
 
 def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Keys to set beside those that are written, with the reason."""
+    """List keys to set beside the user's, each with its value and the reason."""
     name, default = trainer_of(settings), "OpenRLHF's default"
     usual: dict[str, Any] = {
         **batches(settings),

@@ -1,4 +1,4 @@
-"""OpenRLHF's options by one name: that of 0.11, `--actor.adam.lr` for what was `--actor_learning_rate` before."""
+"""Renames OpenRLHF's older options as 0.11 does: `--actor_learning_rate` is `--actor.adam.lr`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ENTITIES = ("actor", "critic", "ref", "reward", "vllm")
 
 
 def canonical(option: str) -> str:
-    """An option's name in the table; of trainers with one model, and of forks with another backend, too."""
+    """Find an option's name in the table, also for trainers of one model and forks with another backend."""
     if option in _SINCE_0_11:
         return _SINCE_0_11[option]
     head, _, rest = option.partition(".")

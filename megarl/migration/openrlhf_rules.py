@@ -1,4 +1,4 @@
-"""Rules of OpenRLHF's settings: functions that `openrlhf.yaml` names: (key, value, settings) -> what it comes to."""
+"""Holds the rules of OpenRLHF's settings, functions of (key, value, settings) that `openrlhf.yaml` names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenRLHF's settings as people write them: the words of a command that starts one of its trainers."""
+"""Reads OpenRLHF's settings from the words of a command that starts one of its trainers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _OTHER = re.compile(r"(?:^|[./])(batch_inference|serve_rm|interactive_chat|lora_
 
 
 def is_command(words: Sequence[str]) -> bool:
-    """Whether the words are a command that starts one of OpenRLHF's trainers, or its options."""
+    """Say whether the words start one of OpenRLHF's trainers, or are its options."""
     return _start(words) is not None or (bool(words) and words[0].startswith("--"))
 
 
 def of_command(words: Sequence[str]) -> dict[str, Any]:
-    """`[deepspeed --module] openrlhf.cli.train_sft --name value ...`; the key of an account is left out."""
+    """Read `[deepspeed --module] openrlhf.cli.train_sft --name value ...`, but no account's key."""
     start = _start(words)
     values: dict[str, Any] = {}
     if start is not None:
         values[TRAINER] = _MODULE.search(words[start])[1]  # type: ignore[index]
-        launched = options_of(words[:start])
-        ranks = launched.get("nproc_per_node", launched.get("num_gpus"))
+        launch_options = options_of(words[:start])
+        ranks = launch_options.get("nproc_per_node", launch_options.get("num_gpus"))
         values |= {} if ranks is None else {"num_gpus": ranks}
     end = end_of_command(words, start or 0)
     options = options_of(words[0 if start is None else start + 1 : end])
@@ -34,7 +34,7 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
 
 
 def other(words: Sequence[str]) -> str:
-    """One of OpenRLHF's programs that train nothing, if the words start one."""
+    """Name the OpenRLHF program that the words start, if it trains nothing; else empty."""
     return next((match[1] for word in words if (match := _OTHER.search(word))), "")
 
 

@@ -1,4 +1,4 @@
-"""Shell scripts: the words of the commands that they run, with the values of variables."""
+"""Reads the commands that a shell script runs, and the values of its variables."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _ARRAY = re.compile(
     re.MULTILINE,
 )
 _PLACE = "\0"
-"""Begins a line that stands for an array."""
+"""The letter that begins a line in place of an array."""
 _DOCUMENT = re.compile(
     r"^[ \t]*read\b[^\n<]*\b(\w+)[ \t]*<<-?[ \t]*(['\"]?)(\w+)\2[ \t]*\n(.*?)\n[ \t]*\3[ \t]*$", re.M | re.S
 )
-"""`read -r -d '' NAME <<EOF`, a text, and `EOF`."""
+"""Matches `read -r -d '' NAME <<EOF`, a text, and `EOF`."""
 _BRANCH = re.compile(r"^\s*(if|elif|else|fi)\b\s*(.*?)\s*(?:;\s*then)?\s*(?:#.*)?$")
 _EXPORTED = re.compile(r"(?m)^\s*export\s+(.*)$")
 _LONGEST_QUOTATION = 400
-"""Lines of one."""
+"""Lines that a quotation may have."""
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)")
 _ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 _BACKQUOTED = re.compile(r"`([^`\n]*)`")
 _COMMENT_OVER_LINES = re.compile(r"(?m)(?<=\s)#\s[^\n]*\\$")
-"""A comment behind a word, whose last letter makes the next line no part of it."""
+"""Matches a comment behind a word that ends in a backslash: the next line is no part of it."""
 _ALL_OF = re.compile(r"^\$\{(\w+)\[@\]\}$")
 VARIABLE = re.compile(r"\$\{(\w+)(?::?-([^{}]*))?\}|\$(\w+)")
 _REPLACED = re.compile(r"\$\{(\w+)(//?)([^/{}*?\[]+)/([^{}]*)\}")
-"""`${NAME//TEXT/OTHER}`, every place of a text, and `${NAME/TEXT/OTHER}`, the first one."""
+"""Matches `${NAME//TEXT/OTHER}`, which replaces each TEXT, and `${NAME/TEXT/OTHER}`, the first."""
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -56,24 +56,24 @@ _MOST = 2**63
 
 
 def split(words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """With the values of variables; one that stands alone may be several words."""
-    match: list[str] = []
+    """Put the values of variables into words; a variable that stands alone may become several words."""
+    result: list[str] = []
     for word in words:
         value = _expanded(word, variables)
         several = VARIABLE.fullmatch(word) or _REPLACED.fullmatch(word) or _QUOTED.search(word)
-        match += _words(value) if several else [value]
-    return match
+        result += _words(value) if several else [value]
+    return result
 
 
 def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str]]:
-    """The words of each of its commands; its variables and those of the environment; names that got several values in
-    branches of which it is not known which is run."""
+    """Split a script into the words of its commands, its variables with those of the environment, and the names that
+    got several values where it is not known which branch runs."""
     text = _COMMENT_OVER_LINES.sub(r"\\", re.sub(r"(?m)^\s*#.*$", "", text.replace("\r\n", "\n")))
     text = _BACKQUOTED.sub(lambda match: "" if match[1].startswith("#") else f"$({match[1]})", text)
     text = re.sub(r"\\(?:\n|$)", " ", text)
     text = _DOCUMENT.sub(lambda match: f"{match[1]}={shlex.quote(' '.join(match[4].split()))}", text)
-    for one_word in (_ARITHMETIC, _COMMAND):
-        text = one_word.sub(lambda match: "".join(match[0].split()), text)
+    for pattern in (_ARITHMETIC, _COMMAND):
+        text = pattern.sub(lambda match: "".join(match[0].split()), text)
     variables: dict[str, str] = dict(os.environ)
     arrays: dict[str, list[str]] = {}
     array_matches: list[re.Match[str]] = []
@@ -104,13 +104,13 @@ def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str
             if match[2]:
                 variables[name] = variables.get(name, "") + _expanded(value, variables)
                 continue
-            if name not in (used[1] or used[3] for used in VARIABLE.finditer(value)):  # else it is added to
+            if name not in (use[1] or use[3] for use in VARIABLE.finditer(value)):  # else it is added to
                 assigned_texts.setdefault(name, set()).add(value)
             if branches.runs is None:
                 doubtful.add(name)
             value = _expanded(value, variables)
-            of_home = re.match(r"~(/|$)", value)
-            variables[name] = variables.get("HOME", "~") + value[1:] if of_home else value
+            home_match = re.match(r"~(/|$)", value)
+            variables[name] = variables.get("HOME", "~") + value[1:] if home_match else value
             continue
         if (words := words_of(line)) and words[0] not in ("echo", "printf"):
             commands.append(words)
@@ -123,20 +123,20 @@ def commands_of(text: str) -> tuple[list[list[str]], Mapping[str, str], list[str
 
 
 def _elements(word: str, arrays: Mapping[str, list[str]]) -> list[str]:
-    """The words of an array, if it is all of one."""
-    all_of = _ALL_OF.match(word)
-    return arrays.get(all_of[1], []) if all_of else [word]
+    """Replace `${NAME[@]}` by the words of the array; other words stay."""
+    array_match = _ALL_OF.match(word)
+    return arrays.get(array_match[1], []) if array_match else [word]
 
 
 def exported(text: str) -> list[str]:
-    """What a script sets for the programs that it starts, and does not itself use."""
-    used = {match[1] or match[3] for match in VARIABLE.finditer(text)}
+    """List the variables that a script sets for the programs it starts and does not use itself."""
+    used_names = {match[1] or match[3] for match in VARIABLE.finditer(text)}
     names = re.findall(r"(?:^|\s)([A-Za-z_]\w*)=", " ".join(_EXPORTED.findall(text)))
-    return [name for name in dict.fromkeys(names) if name not in used]
+    return [name for name in dict.fromkeys(names) if name not in used_names]
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Its lines, those of a quotation as one."""
+    """Yield a text's lines; those of a quotation are one."""
     lines_so_far: list[str] = []
     quote = ""
     for line in text.splitlines():
@@ -153,7 +153,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _end(line: str, quote: str = "") -> tuple[int, str]:
-    """The place where a comment begins, or a line ends, and the quotation mark that is open there, given the one before
+    """Find where a line ends, or its comment begins, and the quotation mark that is open there; `quote` is open before
     the line."""
     letters = enumerate(line)
     for i, letter in letters:
@@ -167,10 +167,10 @@ def _end(line: str, quote: str = "") -> tuple[int, str]:
 
 
 class _Branches:
-    """The ifs that a line is within.
+    """Tracks the ifs around a line.
 
     Attributes:
-        open: of each, whether the branch is run, and whether one of its branches so far is; None where it is not known.
+        open: for each if, whether the present branch runs, and whether any so far does; None where it is not known.
     """
 
     def __init__(self) -> None:
@@ -178,12 +178,12 @@ class _Branches:
 
     @property
     def runs(self) -> bool | None:
-        """Whether a line here is run."""
+        """Say whether the present line runs; None if it is not known."""
         states = [runs for runs, _ in self.open]
         return False if False in states else None if None in states else True
 
     def is_one(self, line: str, variables: Mapping[str, str]) -> bool:
-        """Whether the line begins or ends a branch."""
+        """Say whether the line begins or ends a branch."""
         match = _BRANCH.match(line)
         if match is None or (match[1] != "if" and not self.open) or re.search(r"\bfi\s*$", match[2]):
             return False
@@ -198,7 +198,7 @@ class _Branches:
 
 
 def _holds(test: str, variables: Mapping[str, str]) -> bool | None:
-    """Whether a test of known texts or numbers holds; None for any other."""
+    """Say whether a test of known texts or numbers holds; None for any other."""
     words = [_expanded(word, variables) for word in _words(test)]
     if not words or words[0] not in ("[", "[[") or any(re.search(r"[$*?]", word) for word in words):
         return None
@@ -220,7 +220,7 @@ def _words(text: str) -> list[str]:
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """With the values of variables that are known, and sums worked out; others stay as they are."""
+    """Put known variables into a text and work out its sums; unknown variables stay."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
@@ -237,9 +237,9 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _sum(text: str, variables: Mapping[str, str]) -> str | None:
-    named = re.sub(r"[A-Za-z_]\w*", lambda match: variables.get(match[0], match[0]), text)
+    expression = re.sub(r"[A-Za-z_]\w*", lambda match: variables.get(match[0], match[0]), text)
     try:
-        return str(_number(ast.parse(named.strip(), mode="eval").body))
+        return str(_number(ast.parse(expression.strip(), mode="eval").body))
     except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 

@@ -1,4 +1,4 @@
-"""The tables, by the program that they are of."""
+"""Holds the table of each program whose configurations MegaRL reads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megarl.migration.listed import listed, read
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What is known of a program's configuration.
+    """Describes a program's configuration.
 
     Attributes:
-        entries: the first that matches a key is its own.
-        defaults: the program's, of keys that rules look at.
-        complete: keys here -> (value, why) that the other program has by default, or that must be set with others.
+        entries: the first that matches a key counts.
+        defaults: the program's defaults of keys that rules read.
+        complete: lists MegaRL keys -> (value, why) to set for the program's defaults, or with other keys.
         canonical: the name that the entries have for a key.
-        usual: values that ask for nothing, since the other program has them by default, by patterns of keys.
+        usual: the program's defaults, which ask for nothing, by patterns of keys.
     """
 
     entries: Sequence[Entry]
@@ -42,7 +42,7 @@ class Table:
     usual: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def is_usual(self, key: str, value: Any) -> bool:
-        """Whether the other program has the value by default, as far as that is noted."""
+        """Say whether the value is a default of the program that `usual` lists."""
         of_patterns = (values for pattern, values in self.usual.items() if fnmatchcase(key, pattern))
         return any(
             type(value) is type(usual_value) and value == usual_value
@@ -51,8 +51,8 @@ class Table:
         )
 
 
-def _complete_verl(settings: Settings, made: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
-    return (verl_sft if verl.is_sft(settings) else verl).complete(settings, made)
+def _complete_verl(settings: Settings, result: Mapping[str, Any]) -> Mapping[str, tuple[Any, str]]:
+    return (verl_sft if verl.is_sft(settings) else verl).complete(settings, result)
 
 
 TABLES: Mapping[str, Table] = {
@@ -75,11 +75,11 @@ TABLES: Mapping[str, Table] = {
 
 
 def entries(source: str = "verl") -> list[Entry]:
-    """Every key, or pattern of keys, with its kind, what it becomes and why."""
+    """List every key, or pattern of keys, with its kind, what it becomes and why."""
     return list(TABLES[source].entries)
 
 
 def entry_of(key: str, source: str = "verl") -> Entry | None:
-    """The entry of a key, by whichever of its names."""
+    """Find the entry of a key by any of its names."""
     name = TABLES[source].canonical(key)
     return next((entry for entry in TABLES[source].entries if entry.matches(name)), None)

@@ -1,4 +1,4 @@
-"""Keys that TRL's trainers set by default, and those that several of their settings set together."""
+"""Lists keys for the defaults of TRL's trainers, and keys that several TRL settings set together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CORRECTION = "algorithm.rollout_correction"
 
 
 def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """The flow, and what the trainer has by default."""
+    """List the flow and the trainer's defaults, each with the reason."""
     name, default = trainer_of(settings), "TRL's default"
     trainer = TRAINERS[name]
     size_of_a_step = "a step of per_device_train_batch_size x gradient_accumulation_steps x num_processes"
@@ -36,19 +36,19 @@ def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def correction(settings: Settings) -> dict[str, Any]:
-    """Set TRL's weights for vLLM's distribution: truncated, or zero outside of bounds, by token or by sequence."""
+    """Set the importance weights for vLLM's distribution: truncated, or 0 out of bounds, by token or sequence."""
     if not settings.of("use_vllm"):
         return {}
     mode = str(settings.of("vllm_importance_sampling_mode") or "sequence_mask")
     level = mode.partition("_")[0]
-    capped = settings.of("vllm_importance_sampling_cap")
-    most = settings.of("vllm_importance_sampling_clip_max") or capped or 3.0
-    least = settings.of("vllm_importance_sampling_clip_min")
-    result = {f"{CORRECTION}.rollout_is": level, f"{CORRECTION}.rollout_is_threshold": most}
+    cap = settings.of("vllm_importance_sampling_cap")
+    upper = settings.of("vllm_importance_sampling_clip_max") or cap or 3.0
+    lower = settings.of("vllm_importance_sampling_clip_min")
+    result = {f"{CORRECTION}.rollout_is": level, f"{CORRECTION}.rollout_is_threshold": upper}
     if mode.endswith("_mask"):
         result |= {
             f"{CORRECTION}.rollout_rs": level,
-            f"{CORRECTION}.rollout_rs_threshold": most,
-            f"{CORRECTION}.rollout_rs_threshold_lower": least or 1e-9,  # null would be 1 / upper
+            f"{CORRECTION}.rollout_rs_threshold": upper,
+            f"{CORRECTION}.rollout_rs_threshold_lower": lower or 1e-9,  # null would be 1 / upper
         }
     return result

@@ -1,4 +1,4 @@
-"""Rules of TRL's settings: functions that `trl.yaml` names, (key, value, all settings) -> what it comes to."""
+"""Holds the rules of TRL's settings, functions of (key, value, all settings) that `trl.yaml` names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def batch(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def steps(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    """A number of optimizer steps; here a step is a generated batch."""
+    """Translate a number of optimizer steps; a step of MegaRL is a generated batch."""
     if not isinstance(value, int) or value <= 0:
         return {}
     return {_STEPS[key]: max(1, value // (updates_per_batch(settings) * settings.number("num_iterations")))}
@@ -116,12 +116,12 @@ def schedule(key: str, value: Any, settings: Settings) -> Made | Mapping[str, An
 
 
 def _lowest(settings: Settings) -> dict[str, Any]:
-    """Where the decay ends: a learning rate, or a share of it."""
-    given = settings.of("lr_scheduler_kwargs")
-    if settings.of("lr_scheduler_type") != "cosine_with_min_lr" or not isinstance(given, Mapping):
+    """Set the learning rate at which the decay ends; TRL gives it, or its share of the first."""
+    arguments = settings.of("lr_scheduler_kwargs")
+    if settings.of("lr_scheduler_type") != "cosine_with_min_lr" or not isinstance(arguments, Mapping):
         return {}
     lr = settings.of("learning_rate") or TRAINERS[trainer_of(settings)].lr
-    lowest = given.get("min_lr", lr * given["min_lr_rate"] if "min_lr_rate" in given else None)
+    lowest = arguments.get("min_lr", lr * arguments["min_lr_rate"] if "min_lr_rate" in arguments else None)
     return {} if lowest is None else {f"{OPTIM}.min_lr": lowest}
 
 
@@ -197,7 +197,7 @@ def scale(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
 
 
 def length(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
-    """TRL counts a prompt and its answer together."""
+    """Split the length that TRL gives to a prompt and its answer together."""
     if not isinstance(value, int) or value < 2:
         return Made(kind="refused", why="data.max_prompt_length and data.max_response_length: tokens of both")
     prompt, answer = settings.number("max_prompt_length", 0), settings.number("max_completion_length", 0)

@@ -1,4 +1,4 @@
-"""TRL's trainers: what each one is here, and what it has by default."""
+"""Describes TRL's trainers: the flow that stands for each, and its defaults."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megarl.migration.entry import Settings
 A, OPTIM = "actor_rollout_ref.actor", "actor_rollout_ref.actor.optim"
 M, R = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 TRAINER = "trainer"
-"""The setting that names a trainer: what a command line or a Python file says besides TRL's fields."""
+"""The setting that names a trainer: a command or a Python file sets it, no field of TRL's does."""
 COMMAND_LINE = "command_line"
-"""The setting that stands for the options that a Python file takes, where none are given."""
+"""The setting that says that a Python file reads options, and that the user gave none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """One of TRL 1.16, or of the last version that had it: 0.29 for PPO, ORPO and CPO.
+    """Describes a trainer as in TRL 1.16, or in the last version that had it: 0.29 for PPO, ORPO and CPO.
 
     Attributes:
-        flow: here.
+        flow: the flow of MegaRL that stands for it.
         lr: the default of its `learning_rate`.
-        own: fields of its configuration that no other has.
-        defaults: keys here that stand for the trainer and its further defaults, with their values.
+        own_fields: fields of its configuration that no other trainer has.
+        defaults: MegaRL keys that stand for the trainer and its further defaults, with their values.
     """
 
     flow: str
     lr: float
-    own: frozenset[str] = frozenset()
+    own_fields: frozenset[str] = frozenset()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,7 +53,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "ppo": Trainer(
         flow="ppo",
         lr=3e-6,
-        own=_PPO_FIELDS,
+        own_fields=_PPO_FIELDS,
         defaults={
             "algorithm.adv_estimator": "gae",
             "actor_rollout_ref.rollout.n": 1,
@@ -70,7 +70,7 @@ TRAINERS: Mapping[str, Trainer] = {
     "rloo": Trainer(
         flow="ppo",
         lr=1e-6,
-        own=frozenset({"rloo_k", "normalize_advantages", "reward_clip_range"}),
+        own_fields=frozenset({"rloo_k", "normalize_advantages", "reward_clip_range"}),
         defaults={
             "algorithm.adv_estimator": "rloo",
             "actor_rollout_ref.rollout.n": 2,
@@ -83,22 +83,22 @@ TRAINERS: Mapping[str, Trainer] = {
     "grpo": Trainer(
         flow="ppo",
         lr=1e-6,
-        own=_GRPO_FIELDS,
+        own_fields=_GRPO_FIELDS,
         defaults={
             "algorithm.adv_estimator": "grpo",
             "actor_rollout_ref.rollout.n": 8,
             "data.max_response_length": 512,
         },
     ),
-    "kto": Trainer(flow="kto", lr=1e-6, own=frozenset({"desirable_weight", "undesirable_weight"})),
+    "kto": Trainer(flow="kto", lr=1e-6, own_fields=frozenset({"desirable_weight", "undesirable_weight"})),
     "dpo": Trainer(
         flow="preference",
         lr=1e-6,
-        own=frozenset({"rpo_alpha", "precompute_ref_log_probs", "label_smoothing", "reference_free"}),
+        own_fields=frozenset({"rpo_alpha", "precompute_ref_log_probs", "label_smoothing", "reference_free"}),
     ),
     "orpo": Trainer(flow="preference", lr=1e-6, defaults={"algorithm.preference.loss_mode": "orpo"}),
-    "cpo": Trainer(flow="preference", lr=1e-6, own=frozenset({"simpo_gamma", "cpo_alpha"})),
-    "reward": Trainer(flow="reward_model", lr=1e-4, own=frozenset({"center_rewards_coefficient"})),
+    "cpo": Trainer(flow="preference", lr=1e-6, own_fields=frozenset({"simpo_gamma", "cpo_alpha"})),
+    "reward": Trainer(flow="reward_model", lr=1e-4, own_fields=frozenset({"center_rewards_coefficient"})),
     "sft": Trainer(flow="sft", lr=2e-5),
 }
 OTHERS = frozenset((
@@ -106,22 +106,22 @@ OTHERS = frozenset((
 ))  # fmt: skip
 """Words of the names of TRL's trainers and scripts that have no counterpart."""
 POLICY_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-"""What GRPO's `loss_type` may be; others are of pairs."""
+"""The values of GRPO's `loss_type`; other values are losses of pairs."""
 
 
 def trainer_of(settings: Settings) -> str:
-    """The trainer that is named, or the one whose fields these are.
+    """Name the trainer: the setting says it, else the fields tell it.
 
     Raises:
-        ValueError: there is none of that name here, or the fields may be of several.
+        ValueError: MegaRL has no counterpart of the trainer, or several trainers have these fields.
     """
-    if (named := settings.of(TRAINER)) is not None:
-        if not isinstance(named, str) or named not in TRAINERS:
-            raise ValueError(f"TRL's trainer {named!r} has no counterpart here; those that have: {', '.join(TRAINERS)}")
-        return named
+    if (value := settings.of(TRAINER)) is not None:
+        if not isinstance(value, str) or value not in TRAINERS:
+            raise ValueError(f"TRL's trainer {value!r} has no counterpart here; those that have: {', '.join(TRAINERS)}")
+        return value
     if settings.of("loss_type") in POLICY_LOSSES:
         return "grpo"
-    name = next((name for name, trainer in TRAINERS.items() if trainer.own & set(settings)), None)
+    name = next((name for name, trainer in TRAINERS.items() if trainer.own_fields & set(settings)), None)
     if name is None and "loss_type" in settings:
         return "dpo"
     if name is None and "beta" in settings:

@@ -1,4 +1,4 @@
-"""TRL's settings as people write them: the words of a command line, and Python files that make its configurations."""
+"""Reads TRL's settings from the words of a command and from Python files that make its configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAUNCHED = {"num_processes": "num_processes", "num_machines": "num_machines", "
 
 
 def is_command(words: Sequence[str]) -> bool:
-    """Whether the words are a command that starts one of TRL's trainers, or its options."""
+    """Say whether the words start one of TRL's trainers, or are its options."""
     start = _start(words)
     if start is None:
         return bool(words) and words[0].startswith("--")
@@ -30,30 +30,30 @@ def is_command(words: Sequence[str]) -> bool:
 
 
 def other(words: Sequence[str]) -> str:
-    """One of TRL's commands that train nothing, if the words start one."""
+    """Name the TRL command that the words start, if it trains nothing; else empty."""
     pairs = pairwise(words)
     return next((f"trl {name}" for word, name in pairs if word == "trl" and name in ("vllm-serve", "env")), "")
 
 
 def of_command(words: Sequence[str]) -> dict[str, Any]:
-    """`[accelerate launch ...] SCRIPT.py --name value ...`, or `trl NAME --name value ...`.
+    """Read `[accelerate launch ...] SCRIPT.py --name value ...`, or `trl NAME --name value ...`.
 
-    A script that is there is read, too; what the options say counts.
+    It reads the script, too, if the file exists; the options win over it.
     """
     start = _start(words)
     end = end_of_command(words, start or 0)
     values: dict[str, Any] = {}
     if start is None:
-        words_of_it = words[:end]
+        option_words = words[:end]
     elif words[start] == "trl":
-        values[TRAINER], words_of_it = words[start + 1], words[start + 2 : end]
+        values[TRAINER], option_words = words[start + 1], words[start + 2 : end]
     else:
-        values, words_of_it = _launched(options_of(words[:start])), words[start + 1 : end]
-        if (named := _named(words[start])) is not None:
-            values[TRAINER] = named
+        values, option_words = _launched(options_of(words[:start])), words[start + 1 : end]
+        if (trainer := _named(words[start])) is not None:
+            values[TRAINER] = trainer
         if os.path.isfile(words[start]):
             values |= of_python(words[start])
-    options = options_of(words_of_it)
+    options = options_of(option_words)
     values |= _launched(options)
     if options:
         values.pop(COMMAND_LINE, None)
@@ -65,11 +65,11 @@ def of_command(words: Sequence[str]) -> dict[str, Any]:
 
 
 def of_python(path: str) -> dict[str, Any]:
-    """What the calls of TRL's configurations, trainers and `load_dataset` in a Python file say, and what is assigned to
-    a configuration's fields.
+    """Read a Python file's calls of TRL's configurations, trainers and `load_dataset`, and its assignments to a
+    configuration's fields.
 
     Raises:
-        ValueError: it cannot be read, or has several trainers.
+        ValueError: the file cannot be read, or has several trainers.
     """
     text = read_text(path)
     try:
@@ -79,12 +79,12 @@ def of_python(path: str) -> dict[str, Any]:
 
 
 def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
-    known, classes = _constants(tree), _classes(tree)
+    constants, classes = _constants(tree), _classes(tree)
     values: dict[str, Any] = {}
     trainers: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
-            values |= {name: _value(node.value, known) for target in node.targets for name in _field(target)}
+            values |= {name: _value(node.value, constants) for target in node.targets for name in _field(target)}
         if not isinstance(node, ast.Call):
             continue
         name = ast.unparse(node.func).rpartition(".")[2]
@@ -95,13 +95,13 @@ def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
         elif name in classes:
             trainers.add(name.removesuffix("Trainer"))
         if name in _ARGUMENTS or (match and match[2] == "Config"):
-            values |= {_name(keyword): _value(keyword.value, known) for keyword in node.keywords}
+            values |= {_name(keyword): _value(keyword.value, constants) for keyword in node.keywords}
         elif match:
-            values |= _of_trainer(node, known)
+            values |= _of_trainer(node, constants)
         elif name in _PARSERS:
             values[COMMAND_LINE] = name
         elif name == "load_dataset" and node.args:
-            dataset = _value(node.args[0], known)
+            dataset = _value(node.args[0], constants)
             values["dataset_name" if values.get("dataset_name", dataset) == dataset else "datasets"] = dataset
     if len(trainers) > 1:
         raise ValueError(f"'{path}' has several trainers: {', '.join(sorted(trainers))}; leave one in it")
@@ -109,12 +109,12 @@ def _of_tree(tree: ast.Module, path: str) -> dict[str, Any]:
 
 
 def _classes(tree: ast.Module) -> dict[str, str]:
-    """Names of classes in the file, with the class of TRL's that they are, or inherit from."""
+    """Map names of classes in the file to the TRL class that they are, or inherit from."""
     classes: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl":
-            named = [(alias.asname or alias.name, alias.name) for alias in node.names]
-            classes |= {here: name for here, name in named if _CLASS.match(name) or _OTHER_CLASS.match(name)}
+            pairs = [(alias.asname or alias.name, alias.name) for alias in node.names]
+            classes |= {local: name for local, name in pairs if _CLASS.match(name) or _OTHER_CLASS.match(name)}
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
             base = next((base for base in bases if base in classes or _CLASS.match(base)), None)
@@ -123,7 +123,7 @@ def _classes(tree: ast.Module) -> dict[str, str]:
 
 
 def _of_trainer(call: ast.Call, known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trainer is told beside its configuration; functions, by their names."""
+    """Read a trainer's arguments other than its configuration; functions are given by name."""
     nodes = {"model": call.args[0]} if call.args else {}
     nodes |= {_name(keyword): keyword.value for keyword in call.keywords if keyword.arg not in ("args", "config")}
     values = {name: _value(node, known) for name, node in nodes.items()}
@@ -137,7 +137,7 @@ def _of_trainer(call: ast.Call, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _field(target: ast.expr) -> list[str]:
-    """The field of a configuration that is assigned to: `training_args.seed = 1`."""
+    """Name the configuration's field that an assignment sets: `training_args.seed = 1`."""
     if not isinstance(target, ast.Attribute) or not isinstance(target.value, ast.Name):
         return []
     return [target.attr] if re.search(r"(args|config)$", target.value.id) else []
@@ -153,18 +153,18 @@ def _start(words: Sequence[str]) -> int | None:
 
 
 def _named(script: str) -> str | None:
-    """`examples/scripts/dpo_vlm.py` is DPO's, and `dpo_online.py` is not."""
+    """Name the trainer of a script: `examples/scripts/dpo_vlm.py` is DPO's, and `dpo_online.py` is not."""
     names = re.split(r"[_.]", os.path.basename(script))
     other = next((name for name in names if name in OTHERS), None)
     return other or (names[0] if names[0] in TRAINERS else None)
 
 
 def _launched(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Processes and machines, of accelerate's or torchrun's options."""
+    """Read the numbers of processes and machines from accelerate's or torchrun's options."""
     values = {_LAUNCHED[name]: value for name, value in options.items() if name in _LAUNCHED}
-    if isinstance(each := options.get("nproc_per_node"), int):
+    if isinstance(per_node := options.get("nproc_per_node"), int):
         machines = values.get("num_machines", 1)
-        values["num_processes"] = each * machines if isinstance(machines, int) else each
+        values["num_processes"] = per_node * machines if isinstance(machines, int) else per_node
     file = options.get("config_file")
     if isinstance(file, str):
         if not os.path.isfile(file):
@@ -174,14 +174,14 @@ def _launched(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Names that are given a literal once, anywhere in the file."""
-    known: dict[str, Any] = {}
+    """Map the file's names to the literals assigned to them; a name with several is `Computed`."""
+    constants: dict[str, Any] = {}
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else []
         for name in (target.id for target in targets if isinstance(target, ast.Name)):
             value = _value(node.value, {})  # type: ignore[attr-defined]
-            known[name] = value if name not in known else Computed("several values")
-    return known
+            constants[name] = value if name not in constants else Computed("several values")
+    return constants
 
 
 def _name(keyword: ast.keyword) -> str:

@@ -1,4 +1,4 @@
-"""Settings as YAML writes them: values, and files."""
+"""Reads settings from texts, options and YAML files."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _OPERATOR = re.compile(r"^(\d?>|[|&;])")
 
 
 def value_of(text: str) -> Any:
-    """As Hydra reads it: YAML, whose numbers may be written 1e-6."""
+    """Read a value as Hydra does: as YAML, in which 1e-6 is a number."""
     try:
         return OmegaConf.to_container(OmegaConf.from_dotlist([f"x={text.strip()}"]))["x"]  # type: ignore[index,call-overload]
-    except Exception:  # the parser raises what it likes: what is no YAML is text
+    except Exception:  # the parser raises anything; a value that is no YAML is text
         return text.strip("'\"")
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value`, `--name a b` (a list), `--name` (true) and `--no_name` (false)."""
+    """Read `--name value`, `--name=value`, `--name a b` (a list), `--name` (true) and `--no_name` (false)."""
     options: dict[str, Any] = {}
     at: str | None = None
     for word in words:
         if word.startswith("--"):
-            name, given, text = word[2:].partition("=")
+            name, sign, text = word[2:].partition("=")
             at = name.replace("-", "_")
-            options[at] = [text] if given else []
+            options[at] = [text] if sign else []
         elif re.match(r"-[A-Za-z]", word):  # a launcher's, such as -m
             at = None
         elif at is not None and not _OVERRIDE.match(word):
@@ -42,21 +42,21 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
         if not texts and name.startswith("no_"):
             values[name.removeprefix("no_")] = False
         else:
-            read = [Computed(text) if "$" in text else value_of(text) for text in texts]
-            values[name] = True if not read else read[0] if len(read) == 1 else read
+            items = [Computed(text) if "$" in text else value_of(text) for text in texts]
+            values[name] = True if not items else items[0] if len(items) == 1 else items
     return values
 
 
 def end_of_command(words: Sequence[str], start: int) -> int:
-    """The place behind a command's last word: of a pipe, a redirection or the end."""
+    """Find the place behind a command's last word: that of a pipe, of a redirection, or the end."""
     return next((i for i, word in enumerate(words) if i > start and _OPERATOR.match(word)), len(words))
 
 
 def read_text(path: str) -> str:
-    """A file's text.
+    """Read a file's text.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the file cannot be read.
     """
     try:
         _check_file(path)
@@ -74,15 +74,15 @@ def _check_file(path: str) -> None:
 
 
 def of_yaml(path: str) -> dict[str, Any]:
-    """A YAML file's settings by dotted key; raises as `tree_of`."""
+    """Read a YAML file's settings by dotted key; raises as `tree_of`."""
     return flat(tree_of(path))
 
 
 def tree_of(path: str) -> Any:
-    """A YAML file's settings as OmegaConf has them.
+    """Read a YAML file's settings as OmegaConf has them.
 
     Raises:
-        ValueError: it cannot be read, or holds no settings.
+        ValueError: the file cannot be read, or holds no settings.
     """
     _check_file(path)
     try:
@@ -96,13 +96,13 @@ def tree_of(path: str) -> Any:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key; a value that refers to what is not there is a computed one, and one of the environment's
-    stays as it is written."""
+    """List the leaves of a tree by dotted key. A value that refers to a missing key is `Computed`; one that refers to
+    the environment stays as the file has it."""
     values: dict[str, Any] = {}
     written: Any = OmegaConf.to_container(tree, resolve=False)
     for name in tree:
         key = f"{prefix}{name}"
-        if key in ("defaults", "hydra") or str(name) == "_target_":  # what Hydra is told
+        if key in ("defaults", "hydra") or str(name) == "_target_":  # settings of Hydra itself
             continue
         if "${oc.env:" in str(written[name]) and not isinstance(written[name], dict):
             values[key] = written[name]

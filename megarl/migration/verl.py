@@ -1,4 +1,4 @@
-"""verl's defaults, and what a run that relies on them needs here."""
+"""Names verl's defaults, and the MegaRL keys that stand for them."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ DEFAULTS: Mapping[str, Any] = {
     "trainer.n_gpus_per_node": 8,
     "trainer.nnodes": 1,
 }
-"""Of the keys that are looked at beside others."""
+"""Defaults of the keys that the rules of other keys read."""
 
 _SPREAD = ("ulysses_sequence_parallel_size", "megatron.context_parallel_size")
 
 
 def is_sft(settings: Settings) -> bool:
-    """Whether it is a trainer of demonstrations, which the sections tell that it alone has."""
+    """Say whether the settings are a demonstrations trainer's: its name or its sections tell."""
     heads = ("model.", "optim.", "engine.")
     return "sft" in str(settings.of(MODULE)) or any(key.startswith(heads) for key in settings.written)
 
 
 def needs_critic(settings: Settings) -> bool:
-    """Whether the estimator has a critic."""
+    """Say whether the estimator has a critic."""
     return not is_sft(settings) and str(settings.of("algorithm.adv_estimator")) == "gae"
 
 
 def updates(settings: Settings, model: str) -> int:
-    """Optimizer steps of a training step; a critic's keys are the policy's where they are not written."""
+    """Count the optimizer steps of a training step; a critic has the policy's keys where it has none."""
 
     if is_sft(settings):
         return 1
 
-    def own(key: str, default: int) -> int:
+    def number_of(key: str, default: int) -> int:
         return settings.number(f"{model}.{key}", settings.number(f"{A}.{key}", default))
 
     rows = settings.number("data.train_batch_size")
-    return max(1, rows // own("ppo_mini_batch_size", 256)) * own("ppo_epochs", 1)
+    return max(1, rows // number_of("ppo_mini_batch_size", 256)) * number_of("ppo_epochs", 1)
 
 
 def longest(settings: Settings) -> int:
-    """Tokens of a prompt and its response."""
+    """Count the tokens of a prompt and its response."""
     if whole := settings.number("data.max_length", 0):
         return whole
     return settings.number("data.max_prompt_length") + settings.number("data.max_response_length")
 
 
 def experts_over(settings: Settings, model: str) -> int:
-    """Ranks over which one layer's experts are spread: expert x expert tensor parallel."""
+    """Count the ranks over which a layer's experts are spread: expert x expert tensor parallel."""
     ep = settings.number(f"{model}.megatron.expert_model_parallel_size")
     etp = settings.number(f"{model}.megatron.expert_tensor_parallel_size")
     return ep * etp if ep > 1 else 1
 
 
 def tensor_parallel(settings: Settings, model: str) -> int:
-    """Ranks that share a layer here: those that share its matrices, its sequences or its experts in verl.
+    """Count MegaRL's tensor-parallel ranks: in verl, the ranks that share a layer's matrices, sequences or experts.
 
-    Context parallelism and Ulysses leave the number of data-parallel ranks as it was; experts are spread over the
-    tensor-parallel ranks, so that there are as many of these as held a layer's experts, up to a node's.
+    The ranks of context parallelism and Ulysses become tensor-parallel ranks, so that data parallelism stays as it was.
+    MegaRL spreads experts over the tensor-parallel ranks: as many as verl's for experts, if a node has so many.
     """
     tp = settings.number(f"{model}.megatron.tensor_model_parallel_size")
     tp *= prod(settings.number(f"{model}.{name}") for name in _SPREAD)
@@ -81,20 +81,20 @@ def tensor_parallel(settings: Settings, model: str) -> int:
 
 
 def layout(settings: Settings, model: str) -> dict[str, Any]:
-    """Megatron keys of a model whose sequences or experts are spread."""
+    """Set the Megatron keys of a model whose sequences or experts are spread."""
     tp = tensor_parallel(settings, model)
-    own = f"{model}.megatron"
-    return {f"{own}.tensor_model_parallel_size": tp, f"{own}.sequence_parallel": tp > 1}
+    section = f"{model}.megatron"
+    return {f"{section}.tensor_model_parallel_size": tp, f"{section}.sequence_parallel": tp > 1}
 
 
 def is_dynamic(settings: Settings, model: str) -> bool:
-    """Whether micro-batches have a number of tokens, not one of sequences."""
+    """Say whether a number of tokens bounds micro-batches, rather than one of sequences."""
     dynamic = settings.of(f"{model}.use_dynamic_bsz")
     return bool(settings.of(f"{A}.use_dynamic_bsz") if dynamic is None else dynamic)
 
 
 def budget(settings: Settings, model: str) -> int:
-    """Tokens of a micro-batch: those that verl's keys allow at most, and one whole sequence at least."""
+    """Count the tokens that verl's keys allow a micro-batch: at least one whole sequence."""
     ranks = prod(settings.number(f"{model}.{name}") for name in _SPREAD)
     if is_dynamic(settings, model):
         tokens = settings.number(f"{model}.ppo_max_token_len_per_gpu", 16_384) * ranks
@@ -107,7 +107,7 @@ def budget(settings: Settings, model: str) -> int:
 
 
 def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Keys to set beside those that are written, with the reason."""
+    """List keys to set beside the user's, each with its value and the reason."""
     default = "verl's default"
     added: dict[str, tuple[Any, str]] = {
         "data.train_batch_size": (1024, default),
@@ -143,7 +143,7 @@ def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def _reward(settings: Settings) -> dict[str, tuple[Any, str]]:
-    """verl scores a row by its data source; here a key says by what, so that the files' names have to do."""
+    """Guess `reward.name` from the data files' names; verl chooses a reward by each row's data source."""
     files = f"{settings.of('data.train_files')}".lower()
     why = "verl chooses by the rows' data_source; here this key does, and it is guessed from data.train_files"
     if "gsm8k" in files and "math" not in files.replace("gsm8k", ""):

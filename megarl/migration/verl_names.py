@@ -1,4 +1,4 @@
-"""verl's keys that have several names: those of the PPO trainer, and those of its other trainers and newer versions."""
+"""Renames keys of verl's other trainers and newer versions as its PPO trainer has them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _LEAVES: Mapping[str, str] = {
     "profile_ranks_all": "profiler.all_ranks",
     "profile_discrete": "profiler.discrete",
 }
-"""Last parts of keys of every model."""
+"""Last parts of keys, of any model."""
 _OF_FSDP = (
     "fsdp_size", "wrap_policy", "offload_policy", "reshard_after_forward", "forward_prefetch", "model_dtype", "qat",
     "use_orig_params", "mixed_precision", "turbo_config", "full_determinism", "use_torch_compile", "pad_to_length",
@@ -63,8 +63,8 @@ _OF_FSDP = (
 
 
 def canonical(key: str) -> str:
-    """A key of the trainers of demonstrations, or of a newer version, by the name that the tables have; others stay as
-    they are."""
+    """Find the name that the tables have for a key of the demonstrations trainers, or of a newer version; other keys
+    stay as they are."""
     if key in _NAMES:
         return _NAMES[key]
     section, _, rest = key.partition(".")

@@ -1,4 +1,4 @@
-"""Rules of verl's settings: functions that `verl.yaml` names, (key, value, all settings) -> what it comes to."""
+"""Holds the rules of verl's settings, functions of (key, value, all settings) that `verl.yaml` names."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ VALIDATION = f"{R}.val_kwargs"
 
 
 def _model_of(key: str) -> str:
-    """The role that a key is of."""
+    """Find the role in whose section a key is."""
     return next(role for role in (A, F, C, J) if key.startswith(f"{role}."))
 
 
 def _ranks_of_a_replica(settings: Settings) -> dict[str, Any]:
-    """Ranks that hold one copy of the weights, where experts are spread over more."""
+    """Set the ranks of an engine's replica: enough for its matrices and for its experts."""
     tp = settings.number(f"{R}.tensor_model_parallel_size")
     spread = settings.number(f"{R}.expert_parallel_size")
     return {f"{R}.tensor_model_parallel_size": max(tp, spread)}
@@ -51,7 +51,7 @@ def files(key: str, value: Any, settings: Settings) -> Made:
 
 
 def place(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    """The place of a text in a column that holds several: `data.prompt_dict_keys` is of `data.prompt_key`."""
+    """Append the keys within a column to the column's: `data.prompt_dict_keys` to `data.prompt_key`."""
     to = "data.prompt_key" if key == "data.prompt_dict_keys" else "data.answer_key"
     names = value if isinstance(value, list) else [value]
     return {to: ".".join([str(settings.of(to)), *map(str, names)])} if settings.of(to) and names else {}
@@ -89,11 +89,11 @@ def judged_tokens(key: str, value: Any, settings: Settings) -> Mapping[str, Any]
 def warm_up(key: str, value: Any, settings: Settings) -> Made:
     if value is None or value == -1:
         return Made(kind="translated", why="asks for nothing")
-    each = updates(settings, _model_of(key))
-    why = f"verl's schedule goes on once per training step, here with each of its {each} optimizer steps"
-    if each == 1:
-        return Made(kind="carried", values={key: value * each})
-    return Made(kind="translated", values={key: value * each}, why=why)
+    count = updates(settings, _model_of(key))
+    why = f"verl's schedule goes on once per training step, here with each of its {count} optimizer steps"
+    if count == 1:
+        return Made(kind="carried", values={key: value * count})
+    return Made(kind="translated", values={key: value * count}, why=why)
 
 
 def betas(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
@@ -129,7 +129,7 @@ def profile(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def profiled_ranks(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    """All ranks on which a role is profiled: one that is enabled, or any with the older trainer.profile_steps."""
+    """Join the ranks of all roles that are profiled, by `profiler.enable` or the older trainer.profile_steps."""
     older = settings.of("trainer.profile_steps")
     enabled = {role: settings.of(f"{role}.profiler.enable") for role in (A, F, C, J)}
     roles = [role for role, enable in enabled.items() if (older if enable is None else enable)]
@@ -319,7 +319,7 @@ def replica_experts(key: str, value: Any, settings: Settings) -> Mapping[str, An
 
 
 def greedy(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    """verl's own temperature of validation is 0, and so is that of MegaRL."""
+    """Set the temperature of validation to 0 without do_sample, as verl does."""
     return {} if value else {f"{VALIDATION}.temperature": 0.0}
 
 

@@ -1,4 +1,4 @@
-"""Keys that a run of verl's trainers of demonstrations needs here."""
+"""Lists the MegaRL keys that stand for the defaults of verl's trainers of demonstrations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OPTIM = f"{A}.optim"
 
 
 def complete(settings: Settings, result: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Keys to set beside those that are written, with the reason."""
+    """List keys to set beside the user's, each with its value and the reason."""
     default, module = "verl's default", str(settings.of(MODULE))
     newer = module.startswith("sft_trainer") or any(key.startswith("engine.") for key in settings.written)
     conversations = settings.of("data.multiturn.enable") or newer or "data.messages_key" in result

@@ -1,4 +1,4 @@
-"""Settings as people write them: a YAML file, `key=value` words, a command, or a shell script that starts a run."""
+"""Reads settings from a YAML file, `key=value` words, a command, or a shell script that starts a run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megarl.migration.verl import MODULE
 
 _KEY = re.compile(r"^(?:~[A-Za-z_]\w*(?:\.[\w@/\-]+)*(?:=|$)|\+{0,2}[A-Za-z_]\w*(?:\.[\w@/\-]+)+=)")
 _BARE = re.compile(r"^[~+]*(?=\w*[a-z])[A-Za-z_]\w*(?:@[\w.]+)?=")
-"""A key without a section; NAME=value is an environment's."""
+"""Matches a key without a section; NAME=value sets an environment variable."""
 _MODULE = re.compile(r"\bverl[./]trainer[./](\w+?)(?:\.py)?$")
 _RANKS = {"nproc_per_node": "trainer.n_gpus_per_node", "nnodes": "trainer.nnodes"}
-"""torchrun's options."""
+"""Options of torchrun, with verl's keys for them."""
 _COMMANDS = {"trl": trl_written, "openrlhf": openrlhf_written}
-"""What reads the commands of a program whose settings are its options."""
+"""The modules that read the commands of programs whose settings are options."""
 
 
 class Written(dict[str, Any]):
-    """Settings by dotted key.
+    """Holds settings by dotted key.
 
     Attributes:
-        remarks: what a reader should know of how they were read, a line each.
+        remarks: lines that tell the user how ambiguous settings were read.
     """
 
     def __init__(self, values: Mapping[str, Any], remarks: Sequence[str] = ()) -> None:
@@ -36,16 +36,16 @@ class Written(dict[str, Any]):
 
 
 def read_written(words: Sequence[str], source: str = "verl") -> Written:
-    """Settings by dotted key; what is written later counts.
+    """Read settings by dotted key; of several values of a key the last one counts.
 
     Args:
         words: files (.yaml, .yml, .sh, .slurm) and overrides: `key=value`, `+key=value`, `++key=value`, `~key`; other
-            words of a command line, such as `python3`, are passed over. TRL's and OpenRLHF's may also be a command with
-            `--name value`, and TRL's a Python file.
-        source: whose they are: "verl", "trl" or "openrlhf".
+            words of a command line, such as `python3`, are ignored. For TRL and OpenRLHF, they may also be a command
+            with `--name value`; for TRL, a Python file.
+        source: the program whose settings they are: "verl", "trl" or "openrlhf".
 
     Raises:
-        ValueError: a file that cannot be read, or nothing that sets a key.
+        ValueError: a file cannot be read, or no word sets a key.
     """
     values, options = Written({}), dict[str, Any]()
     if source == "verl":
@@ -56,11 +56,11 @@ def read_written(words: Sequence[str], source: str = "verl") -> Written:
     else:
         first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         words, options = words[:first], options_of(words[first:])
-    for before, word in zip(["", *words], words, strict=False):
-        if re.search(r"\.(ya?ml|sh|bash|slurm|sbatch)$", word) and "=" not in word and before not in hydra.OPTIONS:
-            read = _of_file(word, source)
-            values |= read
-            values.remarks += read.remarks
+    for previous, word in zip(["", *words], words, strict=False):
+        if re.search(r"\.(ya?ml|sh|bash|slurm|sbatch)$", word) and "=" not in word and previous not in hydra.OPTIONS:
+            part = _of_file(word, source)
+            values |= part
+            values.remarks += part.remarks
         elif _KEY.match(word) or _BARE.match(word):
             _override(values, word)
     values |= options
@@ -78,15 +78,15 @@ def _of_file(path: str, source: str) -> Written:
 
 
 def _started(words: Sequence[str], script: str) -> dict[str, Any]:
-    """What a command of verl's says before its keys: which trainer it is, if not PPO's, on how many ranks, and what is
-    in the file that it names."""
+    """Read what a command of verl's says besides its keys: the trainer, if not PPO's, the number of ranks, options, and
+    the file that `--config-name` names."""
     start = next((i for i, word in enumerate(words) if _MODULE.search(word)), None)
     if start is None:
         return hydra.of_command(words, script) if any(map(_KEY.match, words)) else {}
     module = _MODULE.search(words[start])[1]  # type: ignore[index]
-    launched = options_of(words[:start])
+    launch_options = options_of(words[:start])
     values = {} if module.startswith("main_ppo") else {MODULE: module}
-    values |= {key: launched[option] for option, key in _RANKS.items() if option in launched}
+    values |= {key: launch_options[option] for option, key in _RANKS.items() if option in launch_options}
     settings = words[start + 1 : end_of_command(words, start)]
     options = options_of([word for word in settings if not _KEY.match(word)])
     values |= {
@@ -97,8 +97,8 @@ def _started(words: Sequence[str], script: str) -> dict[str, Any]:
 
 def _override(values: dict[str, Any], word: str) -> None:
     if word.startswith("~"):
-        gone = word[1:].partition("=")[0]
-        for key in [key for key in values if key == gone or key.startswith(f"{gone}.")]:
+        target = word[1:].partition("=")[0]
+        for key in [key for key in values if key == target or key.startswith(f"{target}.")]:
             del values[key]
         return
     key, _, text = word.lstrip("+").partition("=")
@@ -114,27 +114,27 @@ def _under(key: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_script(text: str, path: str, source: str) -> Written:
-    commands, variables, again = shell.commands_of(text)
+    commands, variables, doubtful_names = shell.commands_of(text)
     remarks = [
         f"{path} sets {name} more than once, in branches of an if, say: its last value, {variables[name]!r}, is taken"
-        for name in again
+        for name in doubtful_names
     ]
     if exported := shell.exported(text):
         remarks.append(f"{path} exports {', '.join(exported)}: set them for the run where they still matter")
     if reader := _COMMANDS.get(source):
-        split = [shell.split(words, variables) for words in commands]
-        started = [words for words in split if words and words[0][0:1] != "-" and reader.is_command(words)]
-        others = dict.fromkeys(name for words in split if (name := reader.other(words)))
+        lists = [shell.split(words, variables) for words in commands]
+        runs = [words for words in lists if words and words[0][0:1] != "-" and reader.is_command(words)]
+        others = dict.fromkeys(name for words in lists if (name := reader.other(words)))
         remarks += [f"{path} also runs {name}, which trains nothing: its options are left out" for name in others]
-        if not started:
-            also = f"; it runs {', '.join(others)}, which trains nothing" if others else ""
-            raise ValueError(f"'{path}' names none of {reader.NAME}'s trainers in a command that it runs{also}")
-        if len(started) > 1:
-            raise ValueError(f"'{path}' starts {len(started)} of {reader.NAME}'s trainers: leave one command in it")
-        apart = [word.partition("=")[0] for words in split if words and words[0][:2] == "--" for word in words]
-        if options := [word for word in apart if word.startswith("--")]:
+        if not runs:
+            hint = f"; it runs {', '.join(others)}, which trains nothing" if others else ""
+            raise ValueError(f"'{path}' names none of {reader.NAME}'s trainers in a command that it runs{hint}")
+        if len(runs) > 1:
+            raise ValueError(f"'{path}' starts {len(runs)} of {reader.NAME}'s trainers: leave one command in it")
+        strays = [word.partition("=")[0] for words in lists if words and words[0][:2] == "--" for word in words]
+        if options := [word for word in strays if word.startswith("--")]:
             remarks.append(f"{path} leaves {', '.join(options)} out: end the line before these with \\")
-        return Written(reader.of_command(started[0]), remarks)
+        return Written(reader.of_command(runs[0]), remarks)
     values = Written({}, remarks)
     for command in commands:
         words = shell.split(command, variables)

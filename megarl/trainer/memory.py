@@ -42,7 +42,7 @@ def job_of(config: Config, arch: Architecture) -> Job:
         arch=arch.with_scalar_output() if kind.scores else arch,
         train=train_layout(config),
         generation=generation_layout(config),
-        beside=tuple(_model_job(role, config, arch) for role in other_roles(config, needs)),
+        other_models=tuple(_model_job(role, config, arch) for role in other_roles(config, needs)),
         reference=needs.reference,
         log_probs=not one_forward_pass(config, needs) if generates(config) else kind.compares_prompts,
     )
