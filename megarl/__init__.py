@@ -4,8 +4,8 @@
 
     megarl.train("run.yaml", reward=lambda response, row: float(response.strip() == row["answer"]))
 
-What is listed in `__all__` is the face that flows and scripts are written against. It is imported when it is asked for:
-`import megarl` costs nothing, and changes nothing in torch.
+Flows and scripts use the names in `__all__`. Python imports each of them at its first use: `import megarl` costs
+nothing, and changes nothing in torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank of a run that a launcher started: from its arguments to its exit code."""
+"""Runs a rank that a launcher started: from its arguments to its exit code."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
 
 
 def _refuse(message: str, rank: int) -> int:
-    """Say why on every rank: the reason may be this host's alone. Most are every rank's, and rank 0 says them first."""
+    """Print a refusal on every rank, since it may concern this host alone; rank 0 prints first."""
     _say_in_turn(message, rank)
     return 2
 

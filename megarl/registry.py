@@ -1,4 +1,4 @@
-"""Registries of the code that a configuration key can name: MegaRL's own, or in a user's file. Torch-free."""
+"""Registers the code that a configuration key can name: MegaRL's own, or in a user's file. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The functions or classes that one configuration key can name.
+    """Holds the functions or classes that one configuration key can name.
 
     A value of the key is a registered name, or `path/to/file.py:name`.
     """
@@ -37,7 +37,7 @@ class Registry(Generic[T]):
             noun: what it names: "function" or "class".
             lazy: registered name -> "module:attribute", imported when the name is loaded.
             package: every module of it is a name too, for the attribute of the same name in it.
-            attribute: that attribute, where it is called alike in all modules.
+            attribute: that attribute's name, where it is the same in all modules.
         """
         self._key, self._noun = key, noun
         self._lazy = dict(lazy or {})

@@ -1,1 +1,1 @@
-"""The mathematics of the algorithms: pure torch functions, no distributed calls, no Megatron."""
+"""Holds the mathematics of the algorithms: pure torch functions, no distributed calls, no Megatron."""

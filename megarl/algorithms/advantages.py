@@ -1,4 +1,4 @@
-"""Rewards -> advantages per token."""
+"""Computes advantages per token from rewards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megarl.types import Batch
 
 
 def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) -> Batch:
-    """The batch with `advantages`: those of the scores, less the KL to the reference if that is in the reward.
+    """Add `advantages` to a batch: those of the scores, less the KL to the reference if the reward has it.
 
-    A sequence without trained tokens (its response was not scored) has advantage 0. `token_rewards` are kept too.
+    A sequence without trained tokens (its response was not scored) has advantage 0. The batch gets `token_rewards` too.
 
     Args:
-        kl_coef: weight of that KL; it is kept as `kl_in_reward`.
+        kl_coef: weight of the KL to the reference, which the batch gets as `kl_in_reward`.
     """
     assert batch.rewards is not None
     scores, batch = batch.rewards, with_token_rewards(batch)
@@ -37,7 +37,7 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig, kl_coef: float) ->
 
 
 def with_token_rewards(batch: Batch) -> Batch:
-    """The batch with `token_rewards`: each score at its sequence's last trained token, 0 elsewhere."""
+    """Add `token_rewards` to a batch: each score at its sequence's last trained token, 0 elsewhere."""
     assert batch.rewards is not None
     lengths = batch.response_lengths
     rewards = torch.zeros(int(lengths.sum()))

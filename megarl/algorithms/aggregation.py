@@ -14,7 +14,7 @@ from megarl.types import Batch
 def token_weights(
     batch: Batch, sequences: Sequence[int], mode: LossAggMode = "token-mean", max_response_length: int = 1
 ) -> Tensor:
-    """Weights w with loss = sum(w * token_loss) over a mini-batch, however it is split afterwards.
+    """Compute weights w with loss = sum(w * token_loss) over a mini-batch, however it is split afterwards.
 
     Args:
         sequences: indices of the mini-batch's sequences, over all data-parallel ranks.

@@ -1,4 +1,4 @@
-"""The loss of a reward model on pairs."""
+"""Computes the loss of a reward model on pairs."""
 
 from __future__ import annotations
 

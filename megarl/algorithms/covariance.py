@@ -1,4 +1,4 @@
-"""The covariance of a token's log-probability and advantage, which lowers the policy's entropy (arXiv 2505.22617)."""
+"""Computes covariances of log-probabilities and advantages, which lower the entropy (arXiv 2505.22617)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.types import Batch
 
 
 def covariances(batch: Batch, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(log p - mean log p) (A - mean A) of each trained token of a mini-batch (arXiv 2505.22617, section 4.2).
+    """Compute (log p - mean log p) (A - mean A) of a mini-batch's trained tokens (arXiv 2505.22617, section 4.2).
 
-    `old_logp` stands for the current policy: which tokens are chosen is known before the update, and does not depend
-    on how it is cut into micro-batches.
+    `old_logp` stands for the current policy, so that a choice of tokens is known before the update, and does not
+    depend on how it is cut into micro-batches.
 
     Args:
         sequences: indices of the mini-batch's sequences, in any order.
 
     Returns:
-        places: int64 [n], which of the step's R trained tokens are its own and not rejected, ascending.
+        places: int64 [n], places of the mini-batch's tokens, but rejected ones, among the step's R trained; ascending.
         covariances: float64 [n], nats.
     """
     assert batch.old_logp is not None and batch.advantages is not None
@@ -34,6 +34,6 @@ def covariances(batch: Batch, sequences: Sequence[int]) -> tuple[Tensor, Tensor]
 
 
 def with_selected(batch: Batch, places: Tensor) -> Batch:
-    """The batch with `selected`, 1 at the given ones of its R trained tokens."""
+    """Add `selected` to a batch: 1 at the given places among its R trained tokens."""
     selected = torch.zeros(int(batch.response_lengths.sum())).index_fill_(0, places, 1.0)
     return batch.with_(selected=batch.at_trained(selected))

@@ -1,4 +1,4 @@
-"""The loss of supervised training."""
+"""Computes the loss of supervised training."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from megarl.algorithms.loss import LossInput, LossOutput
 
 
 def cross_entropy(x: LossInput) -> LossOutput:
-    """Minus the log-probability of the tokens."""
+    """Return minus the log-probability of the tokens."""
     return LossOutput(loss=-x.weights.dot(x.output))

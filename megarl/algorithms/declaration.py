@@ -1,4 +1,4 @@
-"""Declarations of algorithms: the source, the keys that it reads, and what a run must compute for it. Torch-free."""
+"""Declares algorithms: their source, the keys that they read, and what a run must compute for them. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Needs:
         critic: values of a critic, `Batch.values`.
         teacher: log-probabilities of a teacher, `Batch.teacher_logp`.
         greedy: scores of the greedy responses, `Batch.greedy_rewards`.
-        old_logp: `Batch.old_logp` before the update begins. A loss that takes the ratio to them alone does not need
+        old_logp: `Batch.old_logp` before the update begins. A loss that uses them for the ratio alone does not need
             them: in the only update on a batch the ratio is 1.
         samples: responses per prompt, at least.
     """
@@ -54,7 +54,7 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """The declaration of an algorithm.
+    """Holds the declaration of an algorithm.
 
     Attributes:
         paper: where it comes from.
@@ -83,7 +83,7 @@ def about_of(thing: Any) -> About:
 
 
 def option_keys(section: str, loss: type) -> tuple[str, ...]:
-    """The configuration keys of a loss's options: the section has a key for each field of the dataclass."""
+    """List the configuration keys of a loss's options: the section has a key for each field of the dataclass."""
     return tuple(f"{section}.{option.name}" for option in fields(loss))
 
 

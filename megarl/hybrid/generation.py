@@ -1,11 +1,11 @@
 """Runs generation on the ranks that train: one set of ranks, two layouts, and which bytes are held in which phase.
 
-Training holds weights, gradients and optimizer state in the TP x PP x DP layout. A generation phase lets go the
-parts that are configured to, wakes the engine's weights in the TP layout, moves the actor's weights straight into them,
-lets the training weights go too, then wakes the KV cache; afterwards the engine's memory is given back
+Training holds weights, gradients and optimizer state in the TP x PP x DP layout. A generation phase releases the parts
+that the configuration names, wakes the engine's weights in the TP layout, and moves the actor's weights straight into
+them. It releases the training weights too, then wakes the KV cache; at its end the engine's memory is given back
 (`rollout.free_cache_engine`).
 
-Where the layouts coincide, the engine reads the actor's own parameters, unless those go (`param_offload`).
+Where the layouts coincide, the engine reads the actor's own parameters, unless these are released (`param_offload`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Generation:
     Attributes:
         groups: this rank's replica.
         engine: asleep outside `phase`.
-        sync: what brings the actor's weights into it.
-        speed: of the tokens generated since the last question for it.
+        sync: brings the actor's weights into the engine.
+        speed: counts the tokens generated since its last `collect`.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Generation:
         decode: Decode,
         episodes: Episodes | None = None,
     ) -> None:
-        """Every rank calls it.
+        """Build the engine. Every rank calls it.
 
         Args:
             model_path: the actor's Hugging Face folder.
-            residency: knows the actor's memory already.
+            residency: holds the actor's memory already.
             max_model_len: tokens of the longest prompt and response together.
             decode: token ids to text, for stop strings.
             episodes: answers the policy; None: a response is over when the policy ends it.
@@ -147,7 +147,7 @@ class Generation:
         on_finished: OnFinished | None = None,
         quota: Quota | None = None,
     ) -> Rollouts:
-        """Finish responses that are not begun or under way; as `generate_rollouts`, only inside `phase`.
+        """Finish responses that wait or are under way; as `generate_rollouts`, only inside `phase`.
 
         Episodes are played from their beginning to their end; one can become several rollouts of its group.
         """

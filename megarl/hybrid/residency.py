@@ -12,8 +12,8 @@ from megarl.role_kinds import RoleKind
 class Residency:
     """Holds the memory of all roles of a run, by their kinds.
 
-    Entering a phase gives back the memory that is absent in it by kind, and begins to bring back all other. The roles
-    wait for the memory they touch, so that a flow which enters no phase is slower, and right.
+    Entering a phase releases the memory that a role's kind keeps off the GPU in it, and begins to bring back the rest.
+    The roles wait for the memory they touch, so that a flow which enters no phase is slower, but right.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Residency:
         """Begin a phase. Every rank calls it.
 
         Args:
-            keep: stays, whatever its kind: the weights that the reshard reads may be of a role of any kind.
+            keep: memory that stays, whatever its kind: the reshard may read the weights of any role.
         """
         leaving = [part for absent, part in self._held if phase in absent and part not in keep]
         for part in leaving:

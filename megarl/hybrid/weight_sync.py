@@ -18,7 +18,7 @@ class WeightSync:
     """Owns the plan that fills an engine's parameters from a model's, bit for bit.
 
     Attributes:
-        shared: the engine's parameters that are the model's, and need no move.
+        shared: the engine's parameters that are the model's own, and need no move.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class WeightSync:
         shared: SharedParameters,
         reshard: ReshardConfig,
     ) -> None:
-        """Every rank calls it, while the engine's weights are held.
+        """Plan the moves. Every rank calls it, while the engine's weights are held.
 
         Args:
             layout: of the engine.
@@ -66,5 +66,5 @@ class WeightSync:
             self._verified = True
 
     def release(self) -> None:
-        """Unmap what is read of other ranks' memory: before the training weights are given back to the driver."""
+        """Unmap the memory of other ranks, before the training weights are given back to the driver."""
         self.resharder.release()

@@ -1,6 +1,6 @@
-"""Loads a response's program, and answers what is asked of it, in the program's process.
+"""Loads a response's program, and answers requests to it, in the program's process.
 
-The program can change all of this: what it answers is its own.
+The program can change all of this, so that nobody may trust its answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DEEPER = 40  # frames of this file and those below it, which are not the progra
 
 
 class Program(Peer):
-    """The side of the program."""
+    """Answers requests on the program's side."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)

@@ -1,7 +1,7 @@
-"""Leaves a program that nobody trusts some system calls: those that Python programs need for their own work.
+"""Limits a program that nobody trusts to the system calls that Python programs need for their own work.
 
 Calls that are not named here fail: numbers up to 423 with EPERM, later ones with ENOSYS, as on an older kernel, so that
-the C library takes what it took there. A new kernel's calls are refused before anybody has thought of them.
+the C library takes the call that it took there. A new kernel's calls are refused before anybody has thought of them.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def restrict_calls(*, may_restrict: bool = False, may_share: bool = True) -> Non
 
     Args:
         may_restrict: the process may take further calls from itself.
-        may_share: the process may have memory that is no file's and that its children share. Pages of such that no
-            process maps any more are counted nowhere but in a control group.
+        may_share: the process may share memory that is no file's with its children. Only a control group counts the
+            pages of such memory that no process maps any more.
 
     Raises:
         CallFailed: the kernel has no seccomp, or a container refuses it.
@@ -126,7 +126,7 @@ def filter_code(machine: str, options: Sequence[int] = _OPTIONS, *, may_share: b
     """Return the filter as the kernel reads it, 8 bytes an instruction.
 
     Args:
-        options: of prctl that are allowed.
+        options: of prctl, to allow.
         may_share: see `restrict_calls`.
 
     Raises:
@@ -168,7 +168,7 @@ def beginning(machine: str) -> tuple[int, list[bytes]]:
     """Return the column of a machine's numbers, and the instructions that load a call's number.
 
     Raises:
-        ValueError: a machine whose numbers are not known here.
+        ValueError: the numbers of the machine's calls are not known here.
     """
     if machine not in _ARCHITECTURES:
         raise ValueError(f"the numbers of system calls are known for {' and '.join(_ARCHITECTURES)}, not for {machine}")
@@ -178,7 +178,7 @@ def beginning(machine: str) -> tuple[int, list[bytes]]:
 
 
 def _checked(number: int, load: bytes, values: Sequence[int], refusal: int = NO_PERMISSION) -> list[bytes]:
-    """Allow a call if what is loaded is one of some values."""
+    """Allow a call if the word that `load` loads is one of `values`."""
     size = len(load) // 8
     code = [instruction(IS, number, 0, size + len(values) + 2), load]
     code += [instruction(IS, value, len(values) - i, 0) for i, value in enumerate(values)]
@@ -186,7 +186,7 @@ def _checked(number: int, load: bytes, values: Sequence[int], refusal: int = NO_
 
 
 def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of neighbouring numbers."""
+    """Yield the first and the last number of each run of neighbours."""
     first = last = numbers[0]
     for number in numbers[1:]:
         if number > last + 1:

@@ -1,4 +1,4 @@
-"""Leaves a process the few system calls that it needs to compute, read files and answer.
+"""Limits a process to the few system calls that it needs to compute, read files and answer.
 
 It cannot reach another process. Every other call fails with EPERM: no signal, no program, no process or thread, no
 socket, no file to write.
@@ -22,13 +22,13 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_TM
 
 
 def compute_only() -> None:
-    """Leave this process the calls of the list alone, for good; its memory is closed to processes of the same user.
+    """Limit this process to the calls of the list, for good; its memory is closed to processes of the same user.
 
-    It needs to have given up its privileges, as programs of `megarl.isolation` have.
+    The process must have given up its privileges, as programs of `megarl.isolation` have.
 
     Raises:
         OSError: the kernel has no seccomp, or a container refuses it.
-        ValueError: a machine whose numbers are not known here.
+        ValueError: the numbers of the machine's calls are not known here.
     """
     column, code = calls.beginning(os.uname().machine)
     allow, refuse = instruction(calls.RETURN, calls.ALLOW), instruction(calls.RETURN, calls.NO_PERMISSION)

@@ -1,4 +1,4 @@
-"""The blocks of a report: named, compressed JSON values. A block is made again only if its files changed."""
+"""Makes the blocks of a report: named, compressed JSON values. A block is made again only if its files changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUDGET_FILE = "memory.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A JSON value compressed with gzip.
+    """Holds a JSON value compressed with gzip.
 
     Attributes:
         version: a checksum of the content.
@@ -44,7 +44,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class _OfRollouts:
-    """The content of some rollout files: the index columns, and the blocks of the chunks."""
+    """Holds the content of some rollout files: the index columns, and the blocks of the chunks."""
 
     batch: FileBatch
     texts: list[Block]

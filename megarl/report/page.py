@@ -1,4 +1,4 @@
-"""The page: one HTML file with style, script and, unless the page is live, the blocks."""
+"""Builds the page: one HTML file with style, script and, unless the page is live, the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample rollouts of a run by column: a small index of all rollouts, and their texts and tokens in chunks."""
+"""Stores sample rollouts of a run by column: a small index of all rollouts, and their texts and tokens in chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Files = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Responses, and the details that are shown when a response is opened."""
+    """Holds responses, and the details that are shown when a response is opened."""
 
     texts: list[str] = field(default_factory=list)
     details: list[dict[str, Any]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Chunk:
 
 @dataclass(kw_only=True)
 class FileBatch:
-    """The index of some rollout files.
+    """Holds the index of some rollout files.
 
     Attributes:
         columns: the columns `_COLUMNS`; source and prompt are places in `sources` and `prompts`.

@@ -1,4 +1,4 @@
-"""The runs of a report: folders, names and curves."""
+"""Finds the runs of a report: folders, names and curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.telemetry.sinks.jsonl import METRICS_FILE, read_row
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run's folder, with a name that is unique in the report.
+    """Names a run's folder, with a name that is unique in the report.
 
     Attributes:
         name: the shortest end of the path that no other run has.

@@ -1,4 +1,4 @@
-"""A server for the live page of runs. Its address holds a secret, which only the user who started it knows."""
+"""Serves the live page of runs. Its address holds a secret, which only the user who started it knows."""
 
 from __future__ import annotations
 

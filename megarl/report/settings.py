@@ -1,4 +1,4 @@
-"""A table of the configurations of several runs and the defaults."""
+"""Compares the configurations of several runs and the defaults in a table."""
 
 from __future__ import annotations
 
