@@ -84,6 +84,12 @@ class Architecture:
         return [0, *accumulate(count for _, count in self.layers[:-1])]
 
     @property
+    def attention(self) -> AttentionPart:
+        """The attention of all layers, which is of one kind."""
+        (attention,) = {layer.attention for layer in self.kinds}
+        return attention
+
+    @property
     def moe(self) -> MixtureOfExperts | None:
         """Return the mixture of experts, the same in all layers that have experts; None: no layer has."""
         return next((layer.mlp.moe for layer in self.kinds if isinstance(layer.mlp, Experts)), None)

@@ -192,9 +192,8 @@ def build_chunks(
             )
         if not layers.rotates:
             # Megatron-Core's own take an integer base, and only some of Llama's scaling
-            (attention,) = {layer.attention for layer in arch.kinds}
-            assert isinstance(attention, GroupedQuery)
-            model.rotary_pos_emb.inv_freq = rope_frequencies(attention, groups.world.device)
+            assert isinstance(arch.attention, GroupedQuery)
+            model.rotary_pos_emb.inv_freq = rope_frequencies(arch.attention, groups.world.device)
         for parameter in model.parameters():
             parameter.data.zero_()  # nothing fills the vocabulary's padding, and 0 x NaN in its gradient is NaN
         chunks.append(model.to(groups.world.device))

@@ -84,9 +84,8 @@ class NativeEngine(Engine):
         }
         self._parameters = {name: shared[name] if name in shared else self._own[name] for name in shapes}
         self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
-        (attention,) = {layer.attention for layer in arch.kinds}
-        self._passes: Passes = module_of(attention).Passes(
-            attention, max_model_len=max_model_len, dtype=dtype, device=self._device
+        self._passes: Passes = module_of(arch.attention).Passes(
+            arch.attention, max_model_len=max_model_len, dtype=dtype, device=self._device
         )
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None

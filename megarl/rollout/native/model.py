@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from megarl.models.parts.part import Part
 from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, MLP_NORM, OUTPUT, layer_prefix
 from megarl.rollout.native.fused import add_and_norm
 from megarl.rollout.native.parts import module_of
-from megarl.rollout.native.parts.part import Attention, Weights
+from megarl.rollout.native.parts.part import Attention, AttentionWeights, MLPWeights
 
 
 def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
@@ -47,9 +48,9 @@ class LayerWeights:
     """Holds the parameters of a layer on this rank."""
 
     input_norm: Tensor
-    attention: Weights
+    attention: AttentionWeights
     mlp_norm: Tensor
-    mlp: Weights
+    mlp: MLPWeights
 
     @staticmethod
     def of(arch: Architecture, params: Mapping[str, Tensor], number: int, tp: int) -> LayerWeights:
@@ -57,9 +58,8 @@ class LayerWeights:
         layer, prefix = arch.layer(number), layer_prefix(number)
         weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, tp)}
 
-        def weights_of(part: Part) -> Weights:
-            result: Weights = module_of(part).Weights(part, weights, tp=tp, eps=arch.norm_eps)
-            return result
+        def weights_of(part: Part) -> Any:
+            return module_of(part).Weights(part, weights, tp=tp, eps=arch.norm_eps)
 
         return LayerWeights(
             input_norm=weights[INPUT_NORM],
@@ -94,7 +94,7 @@ class Decoder:
         for i, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
             attended = self._sum_over_ranks(layer.attention(x, i, attention))
             total, x = add_and_norm(total, attended, layer.mlp_norm, eps)
-            total, x = add_and_norm(total, self._sum_over_ranks(layer.mlp(x, i, attention)), next_norm, eps)
+            total, x = add_and_norm(total, self._sum_over_ranks(layer.mlp(x)), next_norm, eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

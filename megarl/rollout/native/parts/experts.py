@@ -10,11 +10,10 @@ from torch import Tensor
 
 from megarl.models.parts.experts import STACKED, Experts
 from megarl.rollout.native.parts import part
-from megarl.rollout.native.parts.part import Attention
 from megarl.rollout.native.parts.swiglu import gated
 
 
-class Weights(part.Weights):
+class Weights(part.MLPWeights):
     """Sends every token through its most probable experts, and returns their weighted sum.
 
     The router [experts, hidden] is the same on every rank, and so is its choice; gate_up [experts, 2 * ffn / tp,
@@ -35,7 +34,7 @@ class Weights(part.Weights):
             f"{module}.{down}": (count, hidden, ffn),
         }
 
-    def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
         pairs = chosen.flatten().bincount(minlength=self._moe.num_experts).tolist()

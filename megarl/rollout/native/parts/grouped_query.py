@@ -25,7 +25,7 @@ _QKV, _BIAS, _O = "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_
 _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
-class Weights(part.Weights):
+class Weights(part.AttentionWeights):
     """Holds qkv [(heads + 2 kv_heads) * head_dim, hidden], o [hidden, heads * head_dim], of the heads on this rank."""
 
     def __init__(self, kind: GroupedQuery, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:

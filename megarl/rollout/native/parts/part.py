@@ -19,7 +19,7 @@ The attention's weights compute the heads of the tokens: queries, keys and value
 
 
 class Weights(Protocol):
-    """Holds the weights of a part on a tensor-parallel rank, and computes it.
+    """Holds the weights of a part on a tensor-parallel rank.
 
     Args:
         kind: the part, of `megarl.models.parts`.
@@ -33,6 +33,18 @@ class Weights(Protocol):
     def shapes(kind: Any, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of a rank's weights by name within the layer."""
         ...
+
+
+class MLPWeights(Weights, Protocol):
+    """Works on each token by itself."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""
+        ...
+
+
+class AttentionWeights(Weights, Protocol):
+    """Makes heads of the tokens, and the layer's output of what they attend to."""
 
     def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""

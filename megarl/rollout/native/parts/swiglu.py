@@ -10,10 +10,9 @@ from torch import Tensor
 from megarl.models.parts.swiglu import SwiGLU
 from megarl.rollout.native.fused import silu_and_mul
 from megarl.rollout.native.parts import part
-from megarl.rollout.native.parts.part import Attention
 
 
-class Weights(part.Weights):
+class Weights(part.MLPWeights):
     """Holds gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
 
     def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
@@ -24,7 +23,7 @@ class Weights(part.Weights):
         ffn = kind.ffn_hidden_size // tp
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
 
-    def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return gated(x, self._gate_up, self._down)
 
 
