@@ -19,7 +19,7 @@ from architectures import changed
 from ranks import Ranks
 from small_disk import fill, small_disk
 from small_state import STATE, rl_step, state_at, warmup_step
-from training_cases import ARCH, Case, actor_in, fixed_batch, update
+from training_cases import ARCH, Case, actor_in, fixed_batch, save_checkpoint, update
 
 from megarl.checkpoint.folder import (
     Position,
@@ -161,11 +161,9 @@ def test_what_cannot_be_deleted_stays_and_is_said(tmp_path: Path) -> None:
 
 
 def _save(actor: Any, run_dir: str, step: int, write_model: Any = lambda folder: None) -> str:
-    from megarl.checkpoint.store import save_checkpoint
-
     state = {"actor": actor.sharded_state(loading=False)}
     at, world = rl_step(step), actor.groups.world
-    return save_checkpoint(run_dir, at, state, {"mark": 7, **STATE}, write_model=write_model, world=world).folder
+    return save_checkpoint(run_dir, at, state, {"mark": 7, **STATE}, write_model=write_model, world=world)
 
 
 def _save_in_turns(actor: Any, run_dir: str, step: int) -> str:

@@ -22,6 +22,7 @@ from training_cases import (
     fixed_batch,
     layout_of,
     mini_batch_of,
+    save_checkpoint,
     update,
     with_targets,
 )
@@ -132,11 +133,9 @@ def _held(model: Any) -> list[torch.Tensor]:
 
 
 def _save(models: dict[str, Any], run_dir: str, step: int) -> str:
-    from megarl.checkpoint.store import save_checkpoint
-
     state = {name: model.sharded_state(f"{name}.", loading=False) for name, model in models.items()}
     world = models["critic"].groups.world
-    return save_checkpoint(run_dir, rl_step(step), state, STATE, write_model=lambda folder: None, world=world).folder
+    return save_checkpoint(run_dir, rl_step(step), state, STATE, write_model=lambda folder: None, world=world)
 
 
 def _load(models: dict[str, Any], folder: str) -> None:

@@ -22,7 +22,7 @@ from selection import quick
 from small_state import STATE, rl_step
 from tiny_run import write_run
 from torch.distributed import distributed_c10d
-from training_cases import Case, actor_in, beside, fixed_batch, update
+from training_cases import Case, actor_in, beside, fixed_batch, save_checkpoint, update
 
 from megarl.parallel.watch import Stalled, Watch, is_peer_loss
 
@@ -137,8 +137,6 @@ def _log_probs(actor: Any, other: Any, folder: str) -> None:
 
 
 def _save(actor: Any, other: Any, folder: str) -> None:
-    from megarl.checkpoint.store import save_checkpoint
-
     state = actor.sharded_state(loading=False)
     world = actor.groups.world
     save_checkpoint(folder, rl_step(1), state, STATE, write_model=lambda folder: None, world=world)

@@ -17,6 +17,7 @@ from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture
 from megarl.models.parts.experts import MixtureOfExperts
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.world import World
 from megarl.roles.passes import MiniBatch
 from megarl.types import Batch, batch_of
 
@@ -246,3 +247,11 @@ def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[
             function = policy_loss(entropy_coeff=0.01, kl_coef=0.1)
         updates = [update(actor, batch, function, size) for _ in range(steps)]
         return [(metrics["loss"], metrics["grad_norm"]) for metrics in updates]
+
+
+def save_checkpoint(*state: Any, world: World, **more: Any) -> str:
+    """The folder of a checkpoint that is written at once; for arguments see `take_snapshot`."""
+    from megarl.checkpoint.store import commit, take_snapshot
+
+    snapshot = take_snapshot(*state, world=world, **more)
+    return commit(snapshot, snapshot.write, world).folder

@@ -63,6 +63,7 @@ class ShardedParts:
     thread holds one tensor in host memory at a time then.
 
     Attributes:
+        rank: the one whose share it is.
         copied: whether everything is a copy.
     """
 
@@ -80,13 +81,13 @@ class ShardedParts:
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
         self._planner = _Planner(mine)
         self._plans = world.gather(self._planner.items, "the plan of a checkpoint")
-        self._rank = world.rank
+        self.rank = world.rank
 
     def write(self, folder: str) -> list[WriteResult]:
         """Write this rank's part into an existing folder; waits for no other rank. Raises OSError."""
-        if self._rank == 0:
+        if self.rank == 0:
             write_common(folder, self._common)
-        planner, first = self._planner, self._rank * FILES_PER_RANK
+        planner, first = self._planner, self.rank * FILES_PER_RANK
         sizes = [planner.nbytes(item) for item in planner.items]
         files = min(FILES_PER_RANK, 1 + sum(sizes) // FILE_BYTES)
         shares = [share for share in karmarkar_karp(sizes, range(len(sizes)), files) if share]

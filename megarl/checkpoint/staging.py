@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 2**30
-"""Of a piece of host memory; a larger tensor has one of its own size."""
+"""Of a piece of host memory, or the next power of two that holds a tensor: torch rounds pinned memory up to one."""
 
 _ALIGNMENT = 256
 
@@ -33,7 +33,7 @@ class Staging:
             return
 
         def take() -> None:
-            with suppress(MemoryError):  # `copy` says so
+            with suppress(MemoryError):  # `copy` needs more then, and raises it
                 for _ in range(missing):
                     self._slabs.append(_slab(SLAB_BYTES))
 
@@ -71,7 +71,8 @@ class Staging:
         needed = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         number = next((i for i, room in enumerate(free) if room >= needed), len(free))
         if number == len(free):
-            self._slabs.append(_slab(max(needed, SLAB_BYTES if torch.cuda.is_available() else needed)))
+            pinned = max(SLAB_BYTES, 1 << (needed - 1).bit_length())
+            self._slabs.append(_slab(pinned if torch.cuda.is_available() else needed))
             free.append(len(self._slabs[-1]))
         start = len(self._slabs[number]) - free[number]
         free[number] -= needed

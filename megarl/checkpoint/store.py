@@ -82,7 +82,6 @@ class Snapshot:
         run_dir: of the run.
         position: the place in the run where it was taken.
         parts: tensors and objects; see `ShardedParts` for which of them are live.
-        rank: of this process.
         state: small state, which the first rank writes.
         arrays: large state by name, which the first rank writes.
     """
@@ -90,7 +89,6 @@ class Snapshot:
     run_dir: str
     position: Position
     parts: ShardedParts
-    rank: int
     state: Mapping[str, Any]
     arrays: Mapping[str, Mapping[str, Array]]
 
@@ -100,14 +98,14 @@ class Snapshot:
         The first rank's files include those that the snapshot has left there.
         """
         partial = partial_folder(checkpoint_folder(self.run_dir, self.position))
-        if self.rank == 0:
+        if self.parts.rank == 0:
             write_state(partial, self.state)
             for name, arrays in self.arrays.items():
                 write_arrays(partial, name, arrays)
         with _without_warnings():
             results = self.parts.write(partial)
         names = {result.storage_data.relative_path for result in results}
-        if self.rank == 0:
+        if self.parts.rank == 0:
             # all but the parts of other ranks
             names |= {name for name in files_of(partial) if not name.endswith(DEFAULT_SUFFIX)}
         return Written(results=results, records=record_files(partial, sorted(names), sync=True))
@@ -148,7 +146,7 @@ def take_snapshot(
         write_model(partial)
     of_position = {"format": FORMAT, "loop": position.loop, "order": position.order, "step": position.step}
     state = {**trainer_state, **of_position, "world_size": world.size}
-    return Snapshot(run_dir=run_dir, position=position, parts=parts, rank=world.rank, state=state, arrays=arrays or {})
+    return Snapshot(run_dir=run_dir, position=position, parts=parts, state=state, arrays=arrays or {})
 
 
 def commit(snapshot: Snapshot, written: Callable[[], Written], world: World) -> Saved:
@@ -169,12 +167,6 @@ def commit(snapshot: Snapshot, written: Callable[[], Written], world: World) -> 
         everyone = world.gather(on_every_rank(world, written), "all parts of a checkpoint")
         on_first_rank(world, lambda: _finish(snapshot, partial, final, everyone))
     return Saved(folder=final, position=snapshot.position)
-
-
-def save_checkpoint(*state: Any, world: World, **more: Any) -> Saved:
-    """Take a snapshot, write it on this thread and commit it; for arguments and errors see `take_snapshot`."""
-    snapshot = take_snapshot(*state, world=world, **more)
-    return commit(snapshot, snapshot.write, world)
 
 
 def verify_checkpoint(folder: str, world: World) -> str | None:

@@ -201,7 +201,8 @@ class Checkpointing:
         self._writing = _Writing(snapshot=snapshot, written=written, validation=validation)
         if wait or self._staging is None:
             self.settle()
-        elif not snapshot.parts.copied:  # a host without memory for it: the files come first, on this rank
+        elif not snapshot.parts.copied:
+            self._report.warn("no memory for a copy of the checkpoint: training waits for its files")
             futures.wait([written])
 
     def prepare(self) -> None:
