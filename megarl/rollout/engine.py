@@ -139,8 +139,8 @@ class Engine(Protocol):
             ValueError: as `submit`.
         """
         assert not self.busy
-        asked = zip(prompts, seeds, strict=True)
-        self.submit([Request(key=i, prompt=p, params=params, seed=seed) for i, (p, seed) in enumerate(asked)])
+        pairs = zip(prompts, seeds, strict=True)
+        self.submit([Request(key=i, prompt=p, params=params, seed=seed) for i, (p, seed) in enumerate(pairs)])
         completions: dict[int, Completion] = {}
         while self.busy:
             completions.update(self.step())

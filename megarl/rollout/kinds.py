@@ -93,8 +93,8 @@ class EngineKind:
         if not isinstance(self.engine, str):
             return self.engine
         module, _, name = self.engine.partition(":")
-        made: Callable[..., Engine] = getattr(importlib.import_module(module), name)
-        return made
+        engine: Callable[..., Engine] = getattr(importlib.import_module(module), name)
+        return engine
 
 
 NATIVE = EngineKind(engine="megarl.rollout.native.engine:NativeEngine")

@@ -81,12 +81,12 @@ def generate_rollouts(
     """
     mine = share_of(groups, rollouts)
     share = None if quota is None else _Share(mine, quota.share(groups.replica, groups.layout.replicas), quota.required)
-    made: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     for i, completion in _generate(engine, mine, params, share):
-        made[i] = completion
+        completions[i] = completion
         if on_finished is not None and groups.tp_rank == 0 and completion.finish_reason is not None:
             on_finished(i, _continued(mine[i], completion, version))
-    gathered = groups.world.all_gather(made if groups.tp_rank == 0 else None, "all completions")
+    gathered = groups.world.all_gather(completions if groups.tp_rank == 0 else None, "all completions")
     everyone = {i: completion for part in gathered if part is not None for i, completion in part.items()}
     return [_continued(r, everyone[i], version) if i in everyone else r for i, r in enumerate(rollouts)]
 

@@ -21,8 +21,8 @@ def check_requests(requests: Sequence[Request], *, max_model_len: int, vocab_siz
         if len(response) >= most:
             raise ValueError(f"prompt {i} has a response of {len(response)} tokens already, of {most} at most")
         # A rank looks up only its own rows, so such a token would silently count as a zero embedding.
-        said = (prompt, response.ids) if response else (prompt,)
-        if max(map(max, said)) >= vocab_size or min(map(min, said)) < 0:
+        parts = (prompt, response.ids) if response else (prompt,)
+        if max(map(max, parts)) >= vocab_size or min(map(min, parts)) < 0:
             raise ValueError(
                 f"prompt {i} has token ids outside the model's vocabulary of {vocab_size}; "
                 "use the model's own tokenizer"

@@ -66,14 +66,14 @@ def check_vllm_temperature(temperature: float, key: str) -> None:
 
 def _check_installed(name: str, wanted: str, install: str, *, ranks: str) -> None:
     try:
-        found = version(name)
+        release = version(name)
     except PackageNotFoundError:
         raise ValueError(
             f"rollout.name = vllm needs {name} {wanted}.x on {ranks} ranks, and it is not installed: {install}; "
             "or set rollout.name=native"
         ) from None
-    if not found.startswith(f"{wanted}."):
+    if not release.startswith(f"{wanted}."):
         raise ValueError(
-            f"rollout.name = vllm works with {name} {wanted}.x on {ranks} ranks, but {found} is installed: {install}; "
-            "or set rollout.name=native"
+            f"rollout.name = vllm works with {name} {wanted}.x on {ranks} ranks, but {release} is installed: "
+            f"{install}; or set rollout.name=native"
         )

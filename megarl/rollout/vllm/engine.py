@@ -107,12 +107,12 @@ class VLLMEngine(Engine):
         return self._parameters
 
     def wake(self, *, weights_only: bool = False) -> None:
-        wanted = {"weights"} if weights_only else {"weights", "kv_cache"}
-        tags = sorted(self._asleep & wanted)
+        tags_awake = {"weights"} if weights_only else {"weights", "kv_cache"}
+        tags = sorted(self._asleep & tags_awake)
         if tags:
             torch.cuda.empty_cache()  # what torch keeps in reserve, vLLM's allocator could not take
             self.llm.wake_up(tags)
-            self._asleep -= wanted
+            self._asleep -= tags_awake
         if not weights_only and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache, which belongs to other weights")
 

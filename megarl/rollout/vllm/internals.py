@@ -140,6 +140,8 @@ def sharing(share: Share, device: torch.device) -> Iterator[None]:
     from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
     class AdoptingLoader(BaseModelLoader):
+        """Puts shared weights in place of parameters, and vLLM's dummy weights into the others."""
+
         def download_model(self, model_config: Any) -> None:
             del model_config
 
@@ -156,13 +158,13 @@ def sharing(share: Share, device: torch.device) -> Iterator[None]:
                     p.data = torch.empty_like(p.data, device=device)
                 initialize_single_dummy_weight(p)
 
-    own = loaders["dummy"]
+    dummy = loaders["dummy"]
     loaders["dummy"] = AdoptingLoader
     try:
         with _matrices_begin_on_the_host():
             yield
     finally:
-        loaders["dummy"] = own
+        loaders["dummy"] = dummy
 
 
 def kv_cache_at_most(nbytes: int) -> AbstractContextManager[None]:
@@ -173,8 +175,8 @@ def kv_cache_at_most(nbytes: int) -> AbstractContextManager[None]:
     """
     from vllm.v1.worker.gpu_worker import Worker
 
-    own = Worker.determine_available_memory
-    return _replaced(Worker, "determine_available_memory", lambda self: min(own(self), nbytes))
+    available = Worker.determine_available_memory
+    return _replaced(Worker, "determine_available_memory", lambda self: min(available(self), nbytes))
 
 
 @contextmanager
@@ -248,7 +250,7 @@ def interrupt(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
 def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
     """A token that neither begins nor fills a block of the KV cache changes nothing there, so nobody needs to look."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-    own = manager.allocate_slots
+    allocate = manager.allocate_slots
     (layers,) = manager.coordinator.single_type_managers  # one kind of attention: no family has windows
     block = layers.block_size
 
@@ -256,7 +258,7 @@ def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
         computed = request.num_computed_tokens
         if num_new_tokens == 1 and computed >= request.num_prompt_tokens and 0 < computed % block < block - 1:
             return manager.empty_kv_cache_blocks
-        return own(request, num_new_tokens, *args, **kwargs)
+        return allocate(request, num_new_tokens, *args, **kwargs)
 
     return _replaced(manager, "allocate_slots", allocate_slots)
 
@@ -264,7 +266,7 @@ def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
 def _collecting(llm: Any) -> AbstractContextManager[None]:
     """Tokens and log-probabilities are only collected until a request ends, without statistics, texts and outputs."""
     processor = llm.llm_engine.output_processor
-    own = processor.process_outputs
+    process = processor.process_outputs
 
     def process_outputs(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         others = []
@@ -275,7 +277,7 @@ def _collecting(llm: Any) -> AbstractContextManager[None]:
             else:
                 request.detokenizer.token_ids += output.new_token_ids
                 request.logprobs_processor.logprobs.append(output.new_logprobs)
-        return own(others, *args, **kwargs)
+        return process(others, *args, **kwargs)
 
     return _replaced(processor, "process_outputs", process_outputs)
 
@@ -284,6 +286,8 @@ def _stop_check(stop_at: Callable[[Sequence[int]], str | None], begun: Sequence[
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     class StopCheck(IncrementalDetokenizer):
+        """Ends a response at its stop strings, without making text of it."""
+
         def __init__(self) -> None:
             super().__init__()
             self.stop_at, self._response = stop_at, list(begun)
@@ -303,15 +307,15 @@ def _stop_check(stop_at: Callable[[Sequence[int]], str | None], begun: Sequence[
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """The attribute has another value meanwhile; what `owner` inherits, or has from its class, it has so again."""
-    own = vars(owner).get(name)
+    previous = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own is None:
+        if previous is None:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, previous)
 
 
 def shut_down(llm: Any) -> None:
