@@ -47,11 +47,11 @@ def generate_with_shared_weights(case: Case, arch: Architecture, dtype: str, sha
     with actor_in(case, arch, dtype) as actor:
         held = actor.parameters()
         addresses = {name: p.data_ptr() for name, p in held.items()}
-        storages = {p.untyped_storage().data_ptr() for p in held.values()}
         before = _copies(held)
         hybrid = hybrid_of(actor, max_model_len=64)
         _assert_same(held, before)
         engine = hybrid.engine.parameters()
+        storages = {p.untyped_storage().data_ptr() for p in held.values()}
         own = {name for name, p in engine.items() if p.untyped_storage().data_ptr() not in storages}
         assert own == engine.keys() - hybrid.sync.shared.places.keys()
         assert not any(p.requires_grad for p in engine.values())
