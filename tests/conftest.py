@@ -69,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
         trainer__total_training_steps=4,
         trainer__save_freq=2,
         trainer__test_freq=1,
-        checkpoint__save_hf=True,
+        checkpoint__save_contents=["model", "optimizer", "hf_model"],
     )
     done = megarl("train", str(config))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,7 +89,7 @@ def small(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
         trainer__save_freq=1,
         trainer__test_freq=1,
         trainer__logger=["jsonl"],
-        checkpoint__save_hf=True,
+        checkpoint__save_contents=["model", "optimizer", "hf_model"],
         profiler={"tool": "torch", "steps": [2], "ranks": [1]},
     )
     ended, said = ranks.run(2, run_here, str(config))[0]

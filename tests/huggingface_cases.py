@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from full_weights import random_weights
+from ranks import Ranks
 from safetensors.torch import load_file, save_file
+from small_state import STATE, rl_step
 from tiny_families import CONFIGS
 from torch import Tensor
-from training_cases import Case
+from training_cases import Case, save_checkpoint
 
+from megarl.checkpoint.folder import checkpoint_folder
 from megarl.models.families import read_architecture
 from megarl.types import Batch, batch_of
 
@@ -79,11 +82,22 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
         leave_groups(world)
 
 
-def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, max_shard_bytes: int) -> None:
-    """Every (source, target): read the source in a layout, write the target from it."""
-    from megarl.checkpoint.export_huggingface import export_weights
+def import_and_export(
+    ranks: Ranks, case: Case, folders: list[tuple[str, str]], dtype: str, max_shard_bytes: int
+) -> None:
+    """Read every source in a layout, save a checkpoint from it, and write the target from that."""
+    from megarl.checkpoint.export_huggingface import write_weights as export
+    from megarl.checkpoint.megatron_folder import MegatronWeights
+
+    ranks.run(case.world, _import_and_save, case, folders, dtype)
+    for source, target in folders:
+        arch = read_architecture(source)
+        weights = MegatronWeights(checkpoint_folder(f"{target}-run", rl_step(1)), arch)
+        export(weights, target, arch, max_shard_bytes=max_shard_bytes, advance=lambda done, total: None)
+
+
+def _import_and_save(case: Case, folders: list[tuple[str, str]], dtype: str) -> None:
     from megarl.checkpoint.import_huggingface import HuggingFaceWeights
-    from megarl.models.weights import logical_tensors
 
     for source, target in folders:
         with policy_in(case, source, dtype) as policy:
@@ -91,17 +105,9 @@ def import_and_export(case: Case, folders: list[tuple[str, str]], dtype: str, ma
                 parameter.data.fill_(torch.nan)
             policy.load(HuggingFaceWeights(source, policy.arch).box)
             assert all(parameter.isfinite().all() for parameter in policy.parameters().values())
-            ranks = policy.side.copies[0]
-            if policy.groups.world.rank in ranks:
-                placements = {rank: policy.side.placements(rank) for rank in ranks}
-                export_weights(
-                    target,
-                    logical_tensors(policy.arch),
-                    policy.parameters(),
-                    placements,
-                    policy.groups.model,
-                    max_shard_bytes=max_shard_bytes,
-                )
+            state, at = {"actor": policy.sharded_state(loading=False)}, rl_step(1)
+            world = policy.groups.world
+            save_checkpoint(f"{target}-run", at, state, STATE, model_files=lambda folder: None, world=world)
 
 
 def text_batch() -> Batch:

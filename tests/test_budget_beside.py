@@ -13,9 +13,9 @@ from tiny_run import ROOT
 from megarl import role_kinds
 from megarl.config import build_config
 from megarl.estimate.accelerator import H200
-from megarl.estimate.budget import CacheRoom, StageBudget, budget, host_bytes
+from megarl.estimate.budget import CacheRoom, StageBudget, budget, checkpoint_bytes, copy_bytes, host_bytes
 from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
-from megarl.estimate.job import Job, active_parameter_count, parameter_count
+from megarl.estimate.job import Job, active_parameter_count, parameter_count, training_elements
 from megarl.estimate.prediction import Lengths, forward_flops, layout_warnings, step_seconds
 from megarl.models.sizes import LOGITS_CHUNK_BYTES
 from megarl.phases import Item, Phase
@@ -83,6 +83,25 @@ def test_a_run_without_other_models_is_predicted_as_before() -> None:
     assert (ours.other_models, ours.reference, ours.log_probs) == ((), False, True)
     assert budget(ours, H200, moved=1) == budget(plain, H200, moved=1)
     assert [host_bytes(ours, stage) for stage in (0, 1)] == [0, 0]
+
+
+@pytest.mark.parametrize(("contents", "per_element"), [(["model", "optimizer"], 14), (["model"], 2)])
+def test_a_checkpoint_is_spread_over_all_ranks(contents: list[str], per_element: int) -> None:
+    """In bfloat16 2 bytes of an element, and 12 of its fp32 weight and moments."""
+    sections: dict[str, Any] = {
+        "checkpoint": {"save_contents": contents},
+        "trainer": {"n_gpus_per_node": 8, "save_freq": 1},
+    }
+    run = considered(**sections)
+    train, elements = run.train, [training_elements(run.arch, run.train, rank) for rank in run.train.ranks]
+    total = sum(checkpoint_bytes(run, train.coords(rank).pp) for rank in train.ranks)
+    assert total == pytest.approx(per_element * sum(elements) / train.dp, rel=1e-6)
+    with_critic = considered(algorithm=GAE, critic=critic_over(4, 1), **sections)
+    assert checkpoint_bytes(with_critic, 0) - checkpoint_bytes(run, 0) == per_element * CRITIC // 2
+    copied = copy_bytes(run, 0)
+    assert 2**30 <= copied - checkpoint_bytes(run, 0) < 2**31 and copied % 2**30 == 0
+    assert copy_bytes(considered(**sections | {"checkpoint": {"async_save": False}}), 0) == 0
+    assert copy_bytes(considered(**sections | {"trainer": {"n_gpus_per_node": 8}}), 0) == 0
 
 
 def test_a_critic_in_another_layout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -160,19 +161,19 @@ def test_what_cannot_be_deleted_stays_and_is_said(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- on real ranks
 
 
-def _save(actor: Any, run_dir: str, step: int, write_model: Any = lambda folder: None) -> str:
+def _save(actor: Any, run_dir: str, step: int) -> str:
     state = {"actor": actor.sharded_state(loading=False)}
     at, world = rl_step(step), actor.groups.world
-    return save_checkpoint(run_dir, at, state, {"mark": 7, **STATE}, write_model=write_model, world=world)
+    return save_checkpoint(run_dir, at, state, {"mark": 7, **STATE}, model_files=lambda folder: None, world=world)
 
 
 def _save_in_turns(actor: Any, run_dir: str, step: int) -> str:
-    """The same, in three calls; a rank writes on a thread while the others are idle: it waits for none of them."""
-    from megarl.checkpoint.store import commit, take_snapshot
+    """The same; a rank writes on a thread while the others are idle: it waits for none of them."""
+    from megarl.checkpoint.store import commit, join, take_snapshot
 
     world = actor.groups.world
     state = {"actor": actor.sharded_state(loading=False)}
-    settings: dict[str, Any] = {"write_model": lambda folder: None, "world": world}
+    settings: dict[str, Any] = {"model_files": lambda folder: None, "world": world}
     snapshot = take_snapshot(run_dir, rl_step(step), state, {"mark": 7, **STATE}, **settings)
     with ThreadPoolExecutor(1) as pool:
         for rank in range(world.size):
@@ -180,7 +181,7 @@ def _save_in_turns(actor: Any, run_dir: str, step: int) -> str:
                 future = pool.submit(snapshot.write)
                 future.exception()
             world.barrier("the test")
-        return commit(snapshot, future.result, world).folder
+        return commit(snapshot, join(snapshot, future.result, world), world).folder
 
 
 def _load(actor: Any, folder: str) -> None:
@@ -193,6 +194,10 @@ def _load(actor: Any, folder: str) -> None:
 
 def _step(actor: Any) -> None:
     update(actor, fixed_batch())
+
+
+def folders_of(run_dir: Path, *steps: int) -> list[Path]:
+    return [Path(checkpoint_folder(str(run_dir), rl_step(step))) for step in steps]
 
 
 def _tensors(folder: str) -> dict[str, torch.Tensor]:
@@ -250,7 +255,7 @@ def _bytes_per_rank(folder: str, world: int) -> list[int]:
 def _written_later(run_dir: str, memory: bool) -> tuple[bool, bool]:
     """Whether parts were copied; and whether what is written after two more steps is what it was before them."""
     from megarl.checkpoint import staging
-    from megarl.checkpoint.store import commit, take_snapshot
+    from megarl.checkpoint.store import commit, join, take_snapshot
 
     def no_memory(nbytes: int) -> torch.Tensor:
         raise MemoryError
@@ -263,11 +268,11 @@ def _written_later(run_dir: str, memory: bool) -> tuple[bool, bool]:
         _save_in_turns(actor, run_dir, 1)
         for step in (2, 3):  # the second time into the same memory
             state = {"actor": actor.sharded_state(loading=False)}
-            settings: dict[str, Any] = {"write_model": lambda folder: None, "world": world, "staging": kept}
+            settings: dict[str, Any] = {"model_files": lambda folder: None, "world": world, "staging": kept}
             snapshot = take_snapshot(run_dir, rl_step(step), state, STATE, **settings)
             if snapshot.parts.copied:
                 _step(actor)
-            commit(snapshot, snapshot.write, world)
+            commit(snapshot, join(snapshot, snapshot.write, world), world)
     first, second, third = (_tensors(checkpoint_folder(run_dir, rl_step(step))) for step in (1, 2, 3))
     same = all(torch.equal(first[key], second[key]) for key in first)
     moved = any(not torch.equal(second[key], third[key]) for key in first)
@@ -278,6 +283,68 @@ def _written_later(run_dir: str, memory: bool) -> tuple[bool, bool]:
 def test_a_copy_is_written_as_it_was(ranks: Ranks, tmp_path: Path, memory: bool) -> None:
     """Without memory for a copy nothing is copied, and the rank writes before it goes on."""
     assert ranks.run(2, _written_later, str(tmp_path), memory) == [(memory, True)] * 2
+
+
+def _saved_twice(run_dir: str, case: Case, stale: bool) -> str:
+    """What a checkpoint is read with that was saved from a copy, after one of the step before; "" if it is read.
+
+    Args:
+        stale: the second copy is the first one, as where its tensors had moved and nobody noticed.
+    """
+    from megarl.checkpoint.staging import Staging
+
+    with actor_in(case, lr=1e-2) as actor:
+        staging, copies, world = Staging(), list[Any](), actor.groups.world
+        copy = staging.copy
+
+        def first_copy(tensors: Any) -> Any:
+            copies.append([tensor.clone() for tensor in copy(tensors)])
+            return copies[0] if stale else copies[-1]
+
+        staging.copy = first_copy  # type: ignore[method-assign]
+        for step in (1, 2):
+            _step(actor)
+            state = {"actor": actor.sharded_state(loading=False)}
+            settings: dict[str, Any] = {"model_files": lambda folder: None, "world": world, "staging": staging}
+            folder = save_checkpoint(run_dir, rl_step(step), state, STATE, **settings)
+        try:
+            _load(actor, folder)
+        except ValueError as e:
+            return str(e)
+        return ""
+
+
+@pytest.mark.parametrize("stale", [True, False])
+@pytest.mark.parametrize("case", [Case(), Case(dp=2)], ids=lambda case: case.name)
+def test_what_is_read_is_what_was_live(ranks: Ranks, tmp_path: Path, case: Case, stale: bool) -> None:
+    """The manifest is right: the files are what was written, and not what the model had."""
+    said = ranks.run(case.world, _saved_twice, str(tmp_path), case, stale)
+    bits = [json.loads((found / "trainer.json").read_text())["bits"] for found in folders_of(tmp_path, 1, 2)]
+    assert bits[0].keys() == bits[1].keys() and len(bits[0]) > 20
+    assert not [key for key in bits[0] if bits[0][key] == bits[1][key]]
+    wrong = rf"checkpoint '{tmp_path}/checkpoints/global_step_2': \S+ is not what was saved: its bits have another sum"
+    assert all(re.fullmatch(wrong if stale else "", line) for line in said)
+
+
+def _bits_read(folder: str, case: Case) -> dict[str, int]:
+    from megarl.checkpoint.bit_sums import total_of
+    from megarl.checkpoint.sharded_files import read_sharded
+    from megarl.checkpoint.stored_objects import CheckpointReader
+
+    with actor_in(case) as actor:
+        read = read_sharded(folder, CheckpointReader(folder), {"actor": actor.sharded_state(loading=True)})
+        return total_of(actor.groups.world.all_gather(read[1], "the test"))
+
+
+def test_sums_are_those_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
+    """A layout that pads the vocabulary otherwise does not compare the embedding."""
+    ranks.run(2, _saved_twice, str(tmp_path), Case(dp=2), False)
+    (folder,) = folders_of(tmp_path, 2)
+    recorded = json.loads((folder / "trainer.json").read_text())["bits"]
+    for case in (Case(), Case(tp=2, pp=2)):
+        read = ranks.run(case.world, _bits_read, str(folder), case)[0]
+        assert {key: f"{value:016x}" for key, value in read.items()} == {key: recorded[key] for key in read}
+        assert len(recorded) - len(read) in (0, 4, 8)
 
 
 @pytest.mark.slow
@@ -368,23 +435,20 @@ def test_all_ranks_say_the_same_of_what_cannot_be_read(ranks: Ranks, tmp_path: P
 
 
 def _full_disk(run_dir: str) -> list[str]:
-    from megarl.checkpoint.rank_failures import on_every_rank
+    from megarl.checkpoint.sharded_files import ShardedParts
     from megarl.checkpoint.store import SaveFailed
 
     said = []
 
-    def no_room_on_the_second_rank(folder: str) -> None:
-        def write() -> None:
-            if dist.get_rank() == 1:
-                fill(Path(folder))
-                Path(folder, "config.json").write_text("{}" * 4096)
-
-        on_every_rank(actor.groups.world, write)
+    def no_room(parts: ShardedParts, folder: str) -> list[Any]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with actor_in(Case(dp=2), lr=1e-2) as actor:
         _save(actor, run_dir, 1)
-        with pytest.raises(SaveFailed) as caught:
-            _save(actor, run_dir, 2, no_room_on_the_second_rank)
+        with pytest.raises(SaveFailed) as caught, pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(ShardedParts, "write", no_room)
+            _save(actor, run_dir, 2)
         said.append(str(caught.value))
         if dist.get_rank() == 0:
             fill(Path(run_dir))

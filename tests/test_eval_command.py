@@ -45,7 +45,7 @@ def folder(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
         trainer__save_freq=1,
         trainer__test_freq=1,
         trainer__logger=["jsonl"],
-        checkpoint__save_hf=True,
+        checkpoint__save_contents=["model", "optimizer", "hf_model"],
     )
     rows = [json.loads(line) for line in (folder / "val.jsonl").read_text().splitlines()]
     lines = [json.dumps({**row, "data_source": "odd" if i % 2 else "even/[b]"}) for i, row in enumerate(rows)]

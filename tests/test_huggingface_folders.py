@@ -50,7 +50,7 @@ def test_bits_survive_any_layout(ranks: Ranks, tmp_path: Path, case: Case, dtype
         source, target = write_folder(tmp_path / name, name, dtype=dtype, files=1 + i % 3), tmp_path / "out" / name
         target.mkdir(parents=True)
         folders.append((str(source), str(target)))
-    ranks.run(case.world, import_and_export, case, folders, str(dtype).removeprefix("torch."), 20_000)
+    import_and_export(ranks, case, folders, str(dtype).removeprefix("torch."), 20_000)
     for source, target in folders:
         assert_same_weights(read_weights(Path(source)), read_weights(Path(target)))
         index = json.loads(Path(target, "model.safetensors.index.json").read_text())
@@ -65,7 +65,7 @@ def test_transformers_reads_an_export(ranks: Ranks, tmp_path: Path) -> None:
 
     source, target = write_folder(tmp_path / "source", "qwen2"), tmp_path / "target"
     target.mkdir()
-    ranks.run(2, import_and_export, Case(pp=2), [(str(source), str(target))], "float32", 30_000)
+    import_and_export(ranks, Case(pp=2), [(str(source), str(target))], "float32", 30_000)
     (target / "config.json").write_text((source / "config.json").read_text())
     model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report.values()), report
@@ -260,7 +260,7 @@ def test_keys_that_mean_nothing_are_left_out(ranks: Ranks, tmp_path: Path) -> No
     }
     write_weights(source, weights | extra)
     check_weights(str(source), ARCHITECTURES["qwen2"])
-    ranks.run(1, import_and_export, Case(), [(str(source), str(target))], "float32", 10**9)
+    import_and_export(ranks, Case(), [(str(source), str(target))], "float32", 10**9)
     assert_same_weights(weights, read_weights(target))
 
 
@@ -269,7 +269,7 @@ def test_keys_that_mean_nothing_are_left_out(ranks: Ranks, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_run_exports_what_another_imports(tmp_path: Path, ranks: Ranks, trained: TrainedRun) -> None:
-    """Four ranks write huggingface/ with their checkpoint; the next run starts from it and answers the same."""
+    """huggingface/ is made of four ranks' checkpoint; the next run starts from it and answers the same."""
     checkpoint = trained.checkpoint(4)
     exported = checkpoint / "huggingface"
     configs = {"config.json", "generation_config.json", "tokenizer.json"}

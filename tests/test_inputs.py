@@ -226,9 +226,11 @@ def test_what_is_set_and_would_not_be_read_is_refused(
 
 
 def test_what_is_switched_off_is_remarked_on(check: Callable[..., Inputs]) -> None:
-    off = check("checkpoint.save_hf=true", "trainer.save_freq=0", "warmup.train_files=[x.jsonl]")
+    off = check(
+        "checkpoint.save_contents=[model,optimizer,hf_model]", "trainer.save_freq=0", "warmup.train_files=[x.jsonl]"
+    )
     assert off.remarks == (
-        "remark: checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none",
+        "remark: checkpoint.save_contents names hf_model, and trainer.save_freq=0 saves no checkpoints",
         "remark: warmup.train_files are not read: warmup.total_training_steps = 0, so there is no warm-up",
     )
 
@@ -240,8 +242,13 @@ def test_what_is_read_may_be_set(tmp_path: Path) -> None:
         ["trainer.flow=preference", f"{PREFERENCE}.loss_mode=simpo", f"{PREFERENCE}.gamma=1", f"{PREFERENCE}.beta=2"],
         ["trainer.flow=preference", f"{PREFERENCE}.loss_mode={tmp_path}/own.py:loss", f"{PREFERENCE}.gamma=1"],
         ["trainer.flow=kto", f"{PREFERENCE}.desirable_weight=2", f"{PREFERENCE}.label_smoothing=0"],
-        ["trainer.flow=sft", "checkpoint.save_hf=true", "trainer.save_freq=-1"],
-        ["trainer.flow=eval", "checkpoint.save_hf=true", "trainer.save_freq=0", "warmup.train_files=[x.jsonl]"],
+        ["trainer.flow=sft", "checkpoint.save_contents=[model,optimizer,hf_model]", "trainer.save_freq=-1"],
+        [
+            "trainer.flow=eval",
+            "checkpoint.save_contents=[model,optimizer,hf_model]",
+            "trainer.save_freq=0",
+            "warmup.train_files=[x.jsonl]",
+        ],
         ["actor_rollout_ref.rollout.val_kwargs={n: 4, temperature: 1}"],
     ):
         check_layouts(load_config(path, overrides))

@@ -169,7 +169,13 @@ def test_a_reward_model_ranks_and_is_exported(ranks: Ranks, tmp_path: Path) -> N
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
-    config = offline_run(first, "reward_model", even_over_odd, checkpoint__save_hf=True, data__train_batch_size=40)
+    config = offline_run(
+        first,
+        "reward_model",
+        even_over_odd,
+        checkpoint__save_contents=["model", "optimizer", "hf_model"],
+        data__train_batch_size=40,
+    )
     run_on(ranks, config, "trainer.total_training_steps=40")
     last = metrics_of(first)[-1]
     assert last["val/accuracy"] > 0.9 and last["train/accuracy"] > 0.9
@@ -200,7 +206,13 @@ def test_a_reward_model_begins_at_0_where_the_folder_has_no_score(ranks: Ranks, 
     language, scores = tmp_path / "language", tmp_path / "scores"
     language.mkdir()
     scores.mkdir()
-    config = offline_run(language, "sft", even_over_odd, checkpoint__save_hf=True, trainer__total_training_steps=1)
+    config = offline_run(
+        language,
+        "sft",
+        even_over_odd,
+        checkpoint__save_contents=["model", "optimizer", "hf_model"],
+        trainer__total_training_steps=1,
+    )
     run_on(ranks, config)
     exported = str(language / "run" / "checkpoints" / "train_step_1" / "huggingface")
     model = {"path": exported, "dtype": "float32"}

@@ -239,7 +239,7 @@ RUN: dict[str, Any] = {
     "trainer__total_training_steps": 4,
     "trainer__save_freq": 2,
     "trainer__test_freq": 1,
-    "checkpoint": {"save_hf": True},
+    "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
 }
 
 

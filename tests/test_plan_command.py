@@ -88,7 +88,7 @@ def test_a_run_with_a_critic(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["critic weights"] == [weights] * 6
     assert rows["critic gradients"] == [gradients] * 6
     assert rows["critic optimizer state"] == ["", "", "", "", optimizer, ""]
-    assert f"and {optimizer} of pinned host memory per GPU" in out
+    assert f"Pinned host memory per GPU: {optimizer} for what leaves the GPU" in out
     assert [len(rows[phase]) for phase in ("values", "update_critic")] == [1, 1]  # their times
 
 

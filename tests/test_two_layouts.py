@@ -135,7 +135,7 @@ def _held(model: Any) -> list[torch.Tensor]:
 def _save(models: dict[str, Any], run_dir: str, step: int) -> str:
     state = {name: model.sharded_state(f"{name}.", loading=False) for name, model in models.items()}
     world = models["critic"].groups.world
-    return save_checkpoint(run_dir, rl_step(step), state, STATE, write_model=lambda folder: None, world=world)
+    return save_checkpoint(run_dir, rl_step(step), state, STATE, model_files=lambda folder: None, world=world)
 
 
 def _load(models: dict[str, Any], folder: str) -> None:

@@ -139,7 +139,7 @@ def _log_probs(actor: Any, other: Any, folder: str) -> None:
 def _save(actor: Any, other: Any, folder: str) -> None:
     state = actor.sharded_state(loading=False)
     world = actor.groups.world
-    save_checkpoint(folder, rl_step(1), state, STATE, write_model=lambda folder: None, world=world)
+    save_checkpoint(folder, rl_step(1), state, STATE, model_files=lambda folder: None, world=world)
 
 
 def _copy(actor: Any, other: Any, folder: str) -> None:

@@ -73,7 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     begun = [f"actor_rollout_ref.model.checkpoint={start}", "warmup.total_training_steps=0"]
     teacher = args.out / "teacher" / "checkpoints" / "global_step_60" / "huggingface"
     if not teacher.is_dir():
-        train(args.out / "teacher", [*begun, "data.seed=9", "trainer.save_freq=-1", "checkpoint.save_hf=true"])
+        train(
+            args.out / "teacher",
+            [*begun, "data.seed=9", "trainer.save_freq=-1", "checkpoint.save_contents=[model,optimizer,hf_model]"],
+        )
     runs = {
         (name, seed): args.out / f"{name.lower()}-{seed}"
         for name in ALGORITHMS

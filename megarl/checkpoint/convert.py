@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from socket import gethostname
 
@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.export_huggingface import append, open_file, plan_files, write_index
+from megarl.checkpoint.export_huggingface import Advance, refuse_nonfinite, write_weights
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, prompts_of
 from megarl.checkpoint.folder import STATE_FILE, check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
@@ -35,9 +35,6 @@ from megarl.models.fill import fill
 from megarl.models.tensors import Box, LogicalTensor, volume
 from megarl.models.weights import logical_tensors
 from megarl.parallel.layout import TrainLayout
-
-Advance = Callable[[int, int], None]
-"""Called with the elements done so far and in all."""
 
 
 def huggingface_to_megatron(
@@ -109,21 +106,11 @@ def megatron_to_huggingface(
         check_contents(source)
     arch = read_architecture(model_files)
     weights = MegatronWeights(source, arch)
-    tensors = logical_tensors(arch)
-    total, done = sum(volume(tensor.box) for tensor in tensors.values()), 0
-    files = plan_files(tensors.values(), weights.dtype.itemsize, max_shard_bytes)
+    elements = sum(volume(tensor.box) for tensor in logical_tensors(arch).values())
     with new_folder(target) as partial:
         remarks = export_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
-        for file in files:
-            writer = open_file(partial, file, weights.dtype)
-            for tensor in file.tensors:
-                value = weights.tensor(tensor.name)
-                refuse_nonfinite(tensor.name, value)
-                append(writer, value)
-                done += volume(tensor.box)
-                advance(done, total)
-        write_index(partial, files, weights.dtype.itemsize)
-        remarks.append(_compared(partial, source, arch, 4 * total, answers_below * 1e9))
+        write_weights(weights, partial, arch, max_shard_bytes=max_shard_bytes, advance=advance)
+        remarks.append(_compared(partial, source, arch, 4 * elements, answers_below * 1e9))
     return remarks
 
 
@@ -151,13 +138,6 @@ def check_contents(folder: str) -> None:
     records = read_manifest(folder)
     if problem := checksum_problem(folder, records, records):
         raise ValueError(f"'{folder}' is damaged: {problem} (--no-check converts it all the same)")
-
-
-def refuse_nonfinite(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor with which a model computes nothing but NaN. Raises ValueError naming it."""
-    low, high = tensor.aminmax()
-    if not (low.isfinite() and high.isfinite()):
-        raise ValueError(f"{name} is not finite everywhere: the weights are of no use, and nothing is written")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,27 +1,36 @@
-"""Exports weights of any layout into a Hugging Face folder: the ranks of one copy of the model share its files.
+"""Writes a Hugging Face folder from the files of a checkpoint, which any layout may have written.
 
-One rank writes each file. It puts one logical tensor at a time together from the boxes that the ranks hold, and appends
-it to the file, so that no rank ever holds more than one whole tensor.
+One tensor at a time is in memory.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint.huggingface_folder import INDEX, SINGLE
+from megarl.checkpoint.megatron_folder import MegatronWeights
 from megarl.checkpoint.safetensors_file import SafetensorsWriter
-from megarl.models.fill import local_view
-from megarl.models.placements import Placement
-from megarl.models.tensors import Box, LogicalTensor, volume
-from megarl.parallel.world import join
+from megarl.debugging import hush_dependencies
+from megarl.models.architecture import Architecture
+from megarl.models.families import read_architecture
+from megarl.models.tensors import LogicalTensor, volume
+from megarl.models.weights import logical_tensors
+from megarl.processes import STOP_SIGNALS, die_with_parent, ending, module_command
+
+HUGGINGFACE = "huggingface"
+"""The folder in a checkpoint."""
+
+Advance = Callable[[int, int], None]
+"""Called with the elements done so far and in all."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
@@ -74,121 +83,67 @@ def append(writer: SafetensorsWriter, tensor: Tensor) -> None:
     writer.write(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-@torch.no_grad()
-def export_weights(
-    folder: str,
-    tensors: Mapping[str, LogicalTensor],
-    parameters: Mapping[str, Tensor],
-    placements: Mapping[int, Iterable[Placement]],
-    group: dist.ProcessGroup,
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+def write_weights(
+    source: MegatronWeights, folder: str, arch: Architecture, *, max_shard_bytes: int, advance: Advance
 ) -> None:
-    """Write the weights into an existing folder. Every rank of the group calls it.
-
-    Args:
-        tensors: the whole model's, by name.
-        parameters: this rank's, by placement name; all of one type, which is that of the files.
-        placements: of each rank of the group (global ranks); together they hold a whole model.
+    """Write the weights of a checkpoint into an existing folder, in the type that they have there.
 
     Raises:
-        OSError: this rank could not write, after it has sent the others what they need.
+        ValueError: they cannot be read, or are not finite.
     """
-    me, ranks = dist.get_rank(), sorted(placements)
-    first = next(iter(parameters.values()))
-    files = plan_files(tensors.values(), first.element_size(), max_shard_bytes)
-    holders = _holders(placements)
-    join(group, first.device)
-    writer: SafetensorsWriter | None = None
-    failure: OSError | None = None
-    for jobs in _rounds(files, ranks):
-        pieces = {owner: _pieces(holders[tensor.name], owner) for owner, (_, tensor) in jobs.items()}
-        arrived = _exchange(pieces, parameters, first, group)
-        if me in jobs:
-            file, tensor = jobs[me]
-            whole = _assemble(tensor, pieces[me], arrived, parameters, first.dtype)
-            if failure is None:
-                try:
-                    if tensor is file.tensors[0]:
-                        writer = open_file(folder, file, first.dtype)
-                    assert writer is not None
-                    append(writer, whole)
-                except OSError as e:
-                    failure = e  # the other ranks go on to wait for this one's pieces
-    if failure is not None:
-        raise failure
-    if me == ranks[0]:
-        write_index(folder, files, first.element_size())
+    tensors = logical_tensors(arch)
+    total, done = sum(volume(tensor.box) for tensor in tensors.values()), 0
+    files = plan_files(tensors.values(), source.dtype.itemsize, max_shard_bytes)
+    for file in files:
+        writer = open_file(folder, file, source.dtype)
+        for tensor in file.tensors:
+            value = source.tensor(tensor.name)
+            refuse_nonfinite(tensor.name, value)
+            append(writer, value)
+            done += volume(tensor.box)
+            advance(done, total)
+    write_index(folder, files, source.dtype.itemsize)
 
 
-Holders = dict[Box, dict[int, Placement]]
-"""Boxes of a tensor, and the placement on each rank that holds the box."""
-
-Pieces = dict[int, list[Placement]]
-"""Placements that each rank gives to one whole tensor."""
-
-
-def _holders(placements: Mapping[int, Iterable[Placement]]) -> dict[str, Holders]:
-    out: dict[str, Holders] = {}
-    for rank, places in sorted(placements.items()):
-        for place in places:
-            out.setdefault(place.tensor, {}).setdefault(place.box, {}).setdefault(rank, place)
-    return out
+def refuse_nonfinite(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with which a model computes nothing but NaN. Raises ValueError naming it."""
+    low, high = tensor.aminmax()
+    if not (low.isfinite() and high.isfinite()):
+        raise ValueError(f"{name} is not finite everywhere: the weights are of no use, and nothing is written")
 
 
-def _pieces(holders: Holders, owner: int) -> Pieces:
-    """Choose a source for each box: the owner where it holds the box, else the first rank that does."""
-    out: Pieces = {}
-    for ranks in holders.values():
-        source = owner if owner in ranks else min(ranks)
-        out.setdefault(source, []).append(ranks[source])
-    return out
+def export_beside(folder: str, *, prefix: str, scalar: bool) -> None:
+    """Write a model's weights from a checkpoint's files into its `huggingface/`, whose other files are there already.
+
+    A process of its own does it at low priority: it takes no GPU, and training does not share Python's lock with it.
+
+    Args:
+        prefix, scalar: of the model in the checkpoint.
+
+    Raises:
+        OSError: with what the process said last.
+    """
+    command = [*module_command(__name__), folder, prefix, "scalar" if scalar else ""]
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # of this thread and the process: the run's main thread acts
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if ended.returncode:
+        said = ended.stderr.decode(errors="replace").strip().splitlines()
+        raise OSError(f"the Hugging Face folder: {said[-1] if said else ending(ended.returncode)}")
 
 
-def _rounds(files: Sequence[WeightFile], ranks: Sequence[int]) -> Iterator[dict[int, tuple[WeightFile, LogicalTensor]]]:
-    """Yield the tensors that the ranks put together at the same time, each for one of its files."""
-    queues = [
-        [(file, tensor) for file in files[i :: len(ranks)] for tensor in file.tensors] for i, _ in enumerate(ranks)
-    ]
-    for jobs in itertools.zip_longest(*queues):
-        yield {rank: job for rank, job in zip(ranks, jobs, strict=True) if job is not None}
+def main(folder: str, prefix: str, scalar: str) -> None:
+    """Do the work of `export_beside` in its process."""
+    die_with_parent()
+    os.nice(10)
+    hush_dependencies()
+    target = os.path.join(folder, HUGGINGFACE)
+    arch = read_architecture(target)
+    arch = arch.with_scalar_output() if scalar else arch
+    write_weights(
+        MegatronWeights(folder, arch, prefix), target, arch, max_shard_bytes=MAX_SHARD_BYTES, advance=lambda *_: None
+    )
 
 
-def _exchange(
-    pieces: Mapping[int, Pieces], parameters: Mapping[str, Tensor], like: Tensor, group: dist.ProcessGroup
-) -> dict[int, Tensor]:
-    """Send this rank's pieces to their owners; returns the pieces of this rank's tensor, flat, by sender."""
-    me = dist.get_rank()
-    ops, arrived = [], {}
-    for owner, by_source in pieces.items():
-        for source, places in by_source.items():
-            if source == me != owner:
-                flat = torch.cat([local_view(parameters[place.param], place).flatten() for place in places])
-                ops.append(dist.P2POp(dist.isend, flat.view(torch.uint8), owner, group))
-            elif owner == me != source:
-                arrived[source] = like.new_empty(sum(volume(place.box) for place in places))
-                ops.append(dist.P2POp(dist.irecv, arrived[source].view(torch.uint8), source, group))
-    for work in dist.batch_isend_irecv(ops) if ops else ():
-        work.wait()
-    return arrived
-
-
-def _assemble(
-    tensor: LogicalTensor,
-    pieces: Pieces,
-    arrived: Mapping[int, Tensor],
-    parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
-) -> Tensor:
-    """Put the whole tensor together on the CPU."""
-    whole = torch.empty(tensor.shape, dtype=dtype)
-    filled = 0
-    for source, places in pieces.items():
-        sizes = [volume(place.box) for place in places]
-        parts = arrived[source].split(sizes) if source in arrived else itertools.repeat(None)
-        for place, size, part in zip(places, sizes, parts, strict=False):
-            box = whole[tuple(slice(*i) for i in place.box)]
-            box.copy_(local_view(parameters[place.param], place) if part is None else part.view(box.shape))
-            filled += size
-    assert filled == whole.numel(), f"the ranks do not hold {tensor.name} exactly once"
-    return whole
+if __name__ == "__main__":
+    main(*sys.argv[1:])

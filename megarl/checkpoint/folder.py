@@ -5,7 +5,7 @@ RUN/checkpoints/global_step_20/          of the loop "rl"; a folder gets its nam
     trainer.json                         loop, step, sampler position, identity of the run, number of ranks
     config.json, tokenizer.json, ...     the model's Hugging Face files without the weights
     carry_over.npz                       with rollout.carry_over: the responses under way
-    huggingface/                         with checkpoint.save_hf: the actor as a Hugging Face folder
+    huggingface/                         with hf_model in checkpoint.save_contents: the actor as a Hugging Face folder
     ...                                  Megatron-Core's distributed checkpoint
     manifest.json                        size and checksum of every other file
 RUN/checkpoints/best.json                with trainer.best_metric: names the checkpoint with the best validation
@@ -300,6 +300,8 @@ def _look_at(folder: str) -> Found:
     damaged = problem is not None
     if not damaged and state.get("weights_only"):
         problem = "it holds converted weights, and no run to go on from"
+    elif not damaged and "model" not in state.get("contents", ["model"]):
+        problem = "it holds a Hugging Face folder alone (checkpoint.save_contents), and no run to go on from"
     order = state.get("order", _GREATEST)
     position = Position(order, step, state.get("loop", loop))
     return Found(folder=folder, position=position, state=state, problem=problem, damaged=damaged)

@@ -84,13 +84,17 @@ class Stored:
     empty_objects: list[str]
 
 
-def describe(arch: Architecture, layout: TrainLayout, rank: int, dtype: torch.dtype) -> Stored:
-    """Describe what a rank stores; takes no memory for its weights."""
+def describe(arch: Architecture, layout: TrainLayout, rank: int, dtype: torch.dtype, prefix: str = "") -> Stored:
+    """Describe what a rank stores; takes no memory for its weights.
+
+    Args:
+        prefix: tells several models in a checkpoint apart.
+    """
     meta = torch.device("meta")
     with stand_in(layout, rank, meta) as groups, meta:
         config = transformer_config(arch, groups, dtype=dtype, overrides={"use_cpu_initialization": True})
         chunks = build_chunks(arch, config, groups)
-        sharded = [value for chunk in chunks for value in nested_values(chunk.sharded_state_dict(""))]
+        sharded = [value for chunk in chunks for value in nested_values(chunk.sharded_state_dict(prefix))]
     placed: dict[str, list[Placement]] = {}
     for placement in training_placements(arch, layout, rank):
         placed.setdefault(placement.param, []).append(placement)
@@ -178,8 +182,12 @@ class _SavePlanner(DefaultSavePlanner):
 class MegatronWeights:
     """Reads the weights of a checkpoint of any layout, one parameter of a one-rank model at a time."""
 
-    def __init__(self, folder: str, arch: Architecture) -> None:
-        """Raises ValueError if the folder is no checkpoint of this architecture."""
+    def __init__(self, folder: str, arch: Architecture, prefix: str = "") -> None:
+        """Open a checkpoint. Raises ValueError if the folder is none of this architecture.
+
+        Args:
+            prefix: as for `describe`.
+        """
         if not os.path.isfile(os.path.join(folder, "metadata.json")):
             raise ValueError(f"'{folder}' is not a Megatron-Core distributed checkpoint: it has no metadata.json")
         self._folder = folder
@@ -187,7 +195,7 @@ class MegatronWeights:
             self._reader = CheckpointReader(folder)
         except ValueError as e:
             raise ValueError(f"'{folder}': {e}") from e
-        self.parameters = describe(arch, TrainLayout(ranks=range(1)), 0, torch.float32).parameters
+        self.parameters = describe(arch, TrainLayout(ranks=range(1)), 0, torch.float32, prefix).parameters
         self._by_tensor = {
             place.tensor: name for name, stored in self.parameters.items() for place in stored.placements
         }

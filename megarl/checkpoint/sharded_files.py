@@ -30,10 +30,12 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, s
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.checkpoint.bit_sums import bit_sums, total_of
 from megarl.checkpoint.plan_items import (
     chunk_index,
     object_bytes,
@@ -52,6 +54,8 @@ from megarl.parallel.world import World
 FILES_PER_RANK = 4
 """At most; each has a thread of its own."""
 
+_DESCRIPTIONS = (COMMON_FILE, ".metadata", "metadata.json")
+
 FILE_BYTES = 2**26
 """A rank with less than this writes one file."""
 
@@ -65,6 +69,7 @@ class ShardedParts:
     Attributes:
         rank: the one whose share it is.
         copied: whether everything is a copy.
+        bits: the whole tensors' sums, see `bit_sums`, as they were before they were copied; known to the first rank.
     """
 
     def __init__(self, sharded: dict[str, Any], world: World, staging: Staging | None = None) -> None:
@@ -75,12 +80,14 @@ class ShardedParts:
         """
         parts, self._common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
         mine = [part for part in nested_values(parts) if is_main_replica(part.replica_id)]
-        self.copied = False
+        bits, self.copied = bit_sums(part for part in mine if isinstance(part, ShardedTensor)), False
         if staging is not None:
             with suppress(MemoryError):
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
         self._planner = _Planner(mine)
-        self._plans = world.gather(self._planner.items, "the plan of a checkpoint")
+        everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
+        self._plans = [items for items, _ in everyone]
+        self.bits = total_of(sums for _, sums in everyone)
         self.rank = world.rank
 
     def write(self, folder: str) -> list[WriteResult]:
@@ -127,11 +134,14 @@ def difference(reader: CheckpointReader, sharded: dict[str, Any]) -> str | None:
     return None
 
 
-def read_sharded(folder: str, reader: CheckpointReader, sharded: dict[str, Any]) -> dict[str, Any]:
+def read_sharded(
+    folder: str, reader: CheckpointReader, sharded: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Read this rank's parts into the tensors of a sharded state dict in which there is no `difference`.
 
     Returns:
-        the state dict, with the common values, which no rank cuts up.
+        the state dict, with the common values, which no rank cuts up; and the `bit_sums` of what was read, of those
+        tensors that have the stored shape, each replica's part counted once.
 
     Raises:
         ValueError: in one line, if a file would run code, or is damaged.
@@ -142,8 +152,10 @@ def read_sharded(folder: str, reader: CheckpointReader, sharded: dict[str, Any])
     for part in nested_values(parts):
         planner.add(part)
     reader.read_data(LoadPlan(planner.items), planner).wait()
+    tensors = [part for part in nested_values(parts) if isinstance(part, ShardedTensor)]
+    bits = bit_sums(part for part in tensors if is_main_replica(part.replica_id) and reader.has_shape_of(part))
     state = merge(merge(read_common(folder), plain), dict_list_map_outplace(planner.value, parts))
-    return dict(apply_factory_merges(state, factories))
+    return dict(apply_factory_merges(state, factories)), bits
 
 
 def write_common(folder: str, common: dict[str, Any]) -> None:
@@ -152,6 +164,13 @@ def write_common(folder: str, common: dict[str, Any]) -> None:
     torch.save(common, stream)
     with open(os.path.join(folder, COMMON_FILE), "wb") as f:
         f.write(stream.getbuffer())
+
+
+def remove_parts(folder: str) -> None:
+    """Delete all that `ShardedParts` has written into a folder. Raises OSError."""
+    for name in os.listdir(folder):
+        if name.endswith(DEFAULT_SUFFIX) or name in _DESCRIPTIONS:
+            os.unlink(os.path.join(folder, name))
 
 
 def _writer(folder: str) -> FileSystemWriter:

@@ -9,8 +9,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-SLAB_BYTES = 2**30
-"""Of a piece of host memory, or the next power of two that holds a tensor: torch rounds pinned memory up to one."""
+from megarl.models.sizes import STAGING_SLAB_BYTES
 
 _ALIGNMENT = 256
 
@@ -28,14 +27,14 @@ class Staging:
 
     def prepare(self, nbytes: int) -> None:
         """Take memory for so many bytes in a thread, if it is not there."""
-        missing = -(-nbytes // SLAB_BYTES) + 1 - len(self._slabs)
+        missing = -(-nbytes // STAGING_SLAB_BYTES) + 1 - len(self._slabs)
         if self._taking is not None or missing <= 0:
             return
 
         def take() -> None:
             with suppress(MemoryError):  # `copy` needs more then, and raises it
                 for _ in range(missing):
-                    self._slabs.append(_slab(SLAB_BYTES))
+                    self._slabs.append(_slab(STAGING_SLAB_BYTES))
 
         self._taking = threading.Thread(target=take, name="checkpoint memory", daemon=True)
         self._taking.start()
@@ -71,7 +70,7 @@ class Staging:
         needed = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         number = next((i for i, room in enumerate(free) if room >= needed), len(free))
         if number == len(free):
-            pinned = max(SLAB_BYTES, 1 << (needed - 1).bit_length())
+            pinned = max(STAGING_SLAB_BYTES, 1 << (needed - 1).bit_length())
             self._slabs.append(_slab(pinned if torch.cuda.is_available() else needed))
             free.append(len(self._slabs[-1]))
         start = len(self._slabs[number]) - free[number]

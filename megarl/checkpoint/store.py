@@ -1,17 +1,18 @@
 """Writes and reads checkpoint folders in Megatron-Core's `dist_checkpointing` format: whole or not at all.
 
-A save is three calls: `take_snapshot`, which the ranks make together between two steps; `Snapshot.write`, in which each
-rank writes its files and waits for no other, while the next steps run if the snapshot is a copy; `commit`, together
-again, after which the checkpoint has its name.
+A save is `take_snapshot` and `commit`, which the ranks make together between two steps, and two parts between them, in
+which a rank waits for no other, and which run beside the next steps if the snapshot is a copy: each rank's
+`Snapshot.write`, and, when `join` has told the first rank that all parts are there, its `Snapshot.complete`.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.arrays import Array, write_arrays
+from megarl.checkpoint.bit_sums import total_of
 from megarl.checkpoint.folder import (
+    STATE_FILE,
     Position,
     checkpoint_folder,
     delete,
@@ -43,7 +46,7 @@ from megarl.checkpoint.manifest import (
     write_manifest,
 )
 from megarl.checkpoint.rank_failures import RankFailed, first_of, on_every_rank, on_first_rank
-from megarl.checkpoint.sharded_files import ShardedParts, difference, read_sharded
+from megarl.checkpoint.sharded_files import ShardedParts, difference, read_sharded, remove_parts
 from megarl.checkpoint.staging import Staging
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.parallel.world import World
@@ -84,6 +87,9 @@ class Snapshot:
         parts: tensors and objects; see `ShardedParts` for which of them are live.
         state: small state, which the first rank writes.
         arrays: large state by name, which the first rank writes.
+        model_files: adds the model's files without weights to the folder that it is given, on the first rank.
+        export: adds files that are made from those of all ranks, on the first rank; None adds none.
+        keeps_parts: whether `parts` stay beside what `export` has made of them.
     """
 
     run_dir: str
@@ -91,24 +97,47 @@ class Snapshot:
     parts: ShardedParts
     state: Mapping[str, Any]
     arrays: Mapping[str, Mapping[str, Array]]
+    model_files: Callable[[str], None]
+    export: Callable[[str], None] | None
+    keeps_parts: bool
+
+    @property
+    def partial(self) -> str:
+        """Name the folder until it is whole."""
+        return partial_folder(checkpoint_folder(self.run_dir, self.position))
 
     def write(self) -> Written:
-        """Write this rank's files into the partial folder, to the disk; any thread may do it. Raises OSError.
-
-        The first rank's files include those that the snapshot has left there.
-        """
-        partial = partial_folder(checkpoint_folder(self.run_dir, self.position))
+        """Write this rank's files into the partial folder, to the disk; any thread may do it. Raises OSError."""
+        folder = self.partial
         if self.parts.rank == 0:
-            write_state(partial, self.state)
+            write_state(folder, self.state)
             for name, arrays in self.arrays.items():
-                write_arrays(partial, name, arrays)
+                write_arrays(folder, name, arrays)
+            self.model_files(folder)
         with _without_warnings():
-            results = self.parts.write(partial)
+            results = self.parts.write(folder)
         names = {result.storage_data.relative_path for result in results}
         if self.parts.rank == 0:
             # all but the parts of other ranks
-            names |= {name for name in files_of(partial) if not name.endswith(DEFAULT_SUFFIX)}
-        return Written(results=results, records=record_files(partial, sorted(names), sync=True))
+            names |= {name for name in files_of(folder) if not name.endswith(DEFAULT_SUFFIX)}
+        return Written(results=results, records=record_files(folder, sorted(names), sync=True))
+
+    def complete(self, everyone: Sequence[Written]) -> None:
+        """Add what is made of all ranks' parts, the list of all files last. The first rank calls it, on any thread.
+
+        Raises:
+            OSError: as from `write`.
+        """
+        with _without_warnings():
+            self.parts.finish(self.partial, [written.results for written in everyone])
+        if self.export is not None:
+            self.export(self.partial)
+        if not self.keeps_parts:
+            remove_parts(self.partial)
+        names = files_of(self.partial)
+        records = {name: it for written in everyone for name, it in written.records.items() if name in names}
+        rest = [name for name in names if name not in records]
+        write_manifest(self.partial, records | record_files(self.partial, rest, sync=True))
 
 
 def take_snapshot(
@@ -119,7 +148,9 @@ def take_snapshot(
     *,
     arrays: Mapping[str, Mapping[str, Array]] | None = None,
     rng: Mapping[str, Tensor] | None = None,
-    write_model: Callable[[str], None],
+    model_files: Callable[[str], None],
+    export: Callable[[str], None] | None = None,
+    keeps_parts: bool = True,
     staging: Staging | None = None,
     world: World,
 ) -> Snapshot:
@@ -130,42 +161,70 @@ def take_snapshot(
         trainer_state: small JSON-able state, the same on every rank; the position is added.
         arrays: large state by name, needed on the first rank only.
         rng: as `rng_state` gave it; default: the generators as they are now.
-        write_model: called on every rank with the partial folder, to add the model's Hugging Face files. They are
-            written at once: a copy of the weights would cost a model's memory. An OSError must reach every rank.
+        model_files, export, keeps_parts: see `Snapshot`; they may raise OSError.
         staging: takes a copy of all tensors, so that they may change before they are written.
 
     Raises:
         SaveFailed: on every rank, if any of them could not write; nothing is left of the attempt.
     """
-    partial = partial_folder(checkpoint_folder(run_dir, position))
+    folder = partial_folder(checkpoint_folder(run_dir, position))
     generators = ShardedObject("rng", rng or rng_state(), (world.size,), (world.rank,))
     with _or_give_up(run_dir, position, world):
-        on_first_rank(world, lambda: _make_empty(partial))
+        on_first_rank(world, lambda: _make_empty(folder))
         with _without_warnings():
             parts = ShardedParts({**sharded, "rng": generators}, world, staging)
-        write_model(partial)
     of_position = {"format": FORMAT, "loop": position.loop, "order": position.order, "step": position.step}
-    state = {**trainer_state, **of_position, "world_size": world.size}
-    return Snapshot(run_dir=run_dir, position=position, parts=parts, state=state, arrays=arrays or {})
+    bits = {key: f"{value:016x}" for key, value in sorted(parts.bits.items())}
+    state = {**trainer_state, **of_position, "world_size": world.size, "bits": bits}
+    return Snapshot(
+        run_dir=run_dir,
+        position=position,
+        parts=parts,
+        state=state,
+        arrays=arrays or {},
+        model_files=model_files,
+        export=export,
+        keeps_parts=keeps_parts,
+    )
 
 
-def commit(snapshot: Snapshot, written: Callable[[], Written], world: World) -> Saved:
-    """Make a checkpoint of what all ranks have written. Every rank calls it.
-
-    The partial folder gets its name when it is whole and on the disk: a job that dies before leaves the earlier
-    checkpoints as they were, one of the same name included.
+def join(snapshot: Snapshot, written: Callable[[], Written], world: World) -> Callable[[], None]:
+    """Wait until all ranks have written their parts. Every rank calls it.
 
     Args:
         written: gives the result of `snapshot.write`, or raises its error: that method itself, or a future's `result`.
 
+    Returns:
+        what is left to do before `commit`; nothing on ranks other than the first.
+
     Raises:
         SaveFailed: on every rank, if any of them could not write (a full disk, say); nothing is left of the attempt.
     """
-    final = checkpoint_folder(snapshot.run_dir, snapshot.position)
-    partial = partial_folder(final)
     with _or_give_up(snapshot.run_dir, snapshot.position, world):
         everyone = world.gather(on_every_rank(world, written), "all parts of a checkpoint")
-        on_first_rank(world, lambda: _finish(snapshot, partial, final, everyone))
+    return partial(snapshot.complete, everyone) if world.rank == 0 else _nothing
+
+
+def commit(snapshot: Snapshot, completed: Callable[[], None], world: World) -> Saved:
+    """Give a checkpoint its name. Every rank calls it.
+
+    It is whole and on the disk then: a job that dies before leaves the earlier checkpoints as they were, one of the
+    same name included.
+
+    Args:
+        completed: does what `join` has left to do, or tells of it, as `written` there.
+
+    Raises:
+        SaveFailed: as in `join`.
+    """
+    final = checkpoint_folder(snapshot.run_dir, snapshot.position)
+
+    def finish() -> None:
+        completed()
+        take_place(snapshot.partial, final)
+
+    with _or_give_up(snapshot.run_dir, snapshot.position, world):
+        on_first_rank(world, finish)
     return Saved(folder=final, position=snapshot.position)
 
 
@@ -194,10 +253,12 @@ def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, world: W
     Raises:
         ValueError: on every rank, in one line: the checkpoint cannot be read, or is that of another model or run.
     """
-    rng = rng and read_state(folder).get("world_size") == world.size
+    recorded = read_state(folder) if os.path.isfile(os.path.join(folder, STATE_FILE)) else {}
+    rng = rng and recorded.get("world_size") == world.size
     if rng:
         sharded = {**sharded, "rng": ShardedObject("rng", rng_state(), (world.size,), (world.rank,))}
     loaded: dict[str, Any] = {}
+    bits: dict[str, int] = {}
     problem: str | None = None
     with _without_warnings():
         try:
@@ -207,10 +268,11 @@ def load_checkpoint(folder: str, sharded: dict[str, Any], *, rng: bool, world: W
             problem = one_line(e)
         if (problem := first_of(world, problem)) is None:
             try:
-                loaded = read_sharded(folder, reader, sharded)
+                loaded, bits = read_sharded(folder, reader, sharded)
             except Exception as e:  # whatever reading a damaged file raises
                 problem = one_line(e) if isinstance(e, ValueError) else f"it cannot be read: {one_line(e)}"
-            problem = first_of(world, problem)
+            read = world.all_gather(bits, "the bits that were read")
+            problem = first_of(world, problem) or _other_bits(recorded, read)
     if problem is not None:
         raise ValueError(f"checkpoint '{folder}': {problem}")
     if rng:
@@ -226,18 +288,22 @@ def rng_state() -> dict[str, Tensor]:
     return {"torch": torch.get_rng_state(), **cuda}
 
 
+def _other_bits(recorded: Mapping[str, Any], read: Iterable[Mapping[str, int]]) -> str | None:
+    """Name the first tensor that is not what it was on the ranks that saved it."""
+    known = recorded.get("bits", {})
+    for key, value in sorted(total_of(read).items()):
+        if known.get(key, f"{value:016x}") != f"{value:016x}":
+            return f"{key} is not what was saved: its bits have another sum"
+    return None
+
+
 def _make_empty(folder: str) -> None:
     delete(folder)
     os.makedirs(folder)
 
 
-def _finish(snapshot: Snapshot, partial: str, final: str, everyone: list[Written]) -> None:
-    """Describe all parts, list all files, and give the folder its name."""
-    snapshot.parts.finish(partial, [written.results for written in everyone])
-    records = {name: record for written in everyone for name, record in written.records.items()}
-    rest = [name for name in files_of(partial) if name not in records]
-    write_manifest(partial, records | record_files(partial, rest, sync=True))
-    take_place(partial, final)
+def _nothing() -> None:
+    """Do nothing: on the ranks beside the first."""
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
@@ -247,6 +248,11 @@ class CheckpointReader(FileSystemReader):
         metadata = self.read_metadata()
         self.stored = metadata.state_dict_metadata
         self.set_up_storage_reader(metadata, is_coordinator=True)
+
+    def has_shape_of(self, part: ShardedTensor) -> bool:
+        """Say whether a tensor was stored without other rows than this layout pads the vocabulary by."""
+        stored = self.stored.get(part.key)
+        return isinstance(stored, TensorStorageMetadata) and tuple(stored.size) == tuple(part.global_shape)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_metadata(str(self.path))

@@ -1,7 +1,7 @@
 """Print the command with which vLLM serves a checkpoint; this program does not serve.
 
-PATH is a path that `megarl eval` takes. vLLM reads a Hugging Face folder: the checkpoint's (checkpoint.save_hf), or
-else a new one next to it, PATH-huggingface. Only the command goes to stdout.
+PATH is a path that `megarl eval` takes. vLLM reads a Hugging Face folder: the checkpoint's (hf_model in
+checkpoint.save_contents), or else a new one next to it, PATH-huggingface. Only the command goes to stdout.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megarl.config.fields import Identity, NonEmpty, Section, Size, Whole
 from megarl.config.policy import FastOptimConfig
@@ -108,9 +108,22 @@ class CheckpointConfig(Section):
         "steps run; otherwise training stops until the files are on the disk",
     )
 
-    save_hf: bool = Field(
-        False,
-        description="also save the actor, or the model that a reward_model run trains, as a Hugging Face folder, "
-        "global_step_N/huggingface",
+    save_contents: list[Literal["model", "optimizer", "hf_model"]] = Field(
+        default=["model", "optimizer"],
+        description="parts of a checkpoint: model is the weights; optimizer its fp32 weights and moments, without "
+        "which a resumed run begins with new ones; hf_model the actor, or the model that a reward_model run trains, as "
+        "a Hugging Face folder, global_step_N/huggingface. No run can resume without model",
     )
     verify: bool = Field(True, description="compare every file with the checkpoint's manifest before loading it")
+
+    @property
+    def exports(self) -> bool:
+        """Whether checkpoints hold a Hugging Face folder."""
+        return "hf_model" in self.save_contents
+
+    @field_validator("save_contents")
+    @classmethod
+    def _can_be_used(cls, value: list[str]) -> list[str]:
+        if not {"model", "hf_model"} & set(value) or ("optimizer" in value and "model" not in value):
+            raise ValueError("a checkpoint holds model or hf_model, and optimizer beside model")
+        return list(dict.fromkeys(value))

@@ -16,8 +16,16 @@ from megarl.estimate.accelerator import Accelerator
 from megarl.estimate.beside import passes_beside, state_beside
 from megarl.estimate.job import Job, own_engine_elements
 from megarl.estimate.model import item_name
-from megarl.estimate.model_memory import Items, MemoryMode, forward, forward_and_backward, modes_of, state_of
-from megarl.models.sizes import blocks_for, most_blocks
+from megarl.estimate.model_memory import (
+    Items,
+    MemoryMode,
+    forward,
+    forward_and_backward,
+    modes_of,
+    splits_optimizer,
+    state_of,
+)
+from megarl.models.sizes import STAGING_SLAB_BYTES, blocks_for, most_blocks
 from megarl.phases import Item, Phase
 from megarl.reshard.transport.copies import TILE_WORDS, WIDEST
 from megarl.role_kinds import REFERENCE
@@ -89,6 +97,29 @@ def host_bytes(job: Job, stage: int) -> int:
     """Count the pinned host memory of a rank of a stage."""
     state = _state(job, stage)
     return sum(state.get(mode.item, 0) for mode in memory_modes(job) if mode.on and mode.kept)
+
+
+def checkpoint_bytes(job: Job, stage: int) -> int:
+    """Count what a rank of a stage writes of a checkpoint: a replica's ranks share its tensors."""
+    optimizer = "optimizer" in job.config.checkpoint.save_contents
+    trained = [job.actor, *(model for model in job.other_models if model.mini_batch is not None)]
+    states = [(model, state_of(model, min(stage, model.layout.pp - 1))) for model in trained]
+    total = 0
+    for model, state in states:
+        replicas = model.layout.dp * model.layout.cp
+        weights = state[item_name(model.role, Item.WEIGHTS)] // replicas
+        moments = state[item_name(model.role, Item.OPTIMIZER)] // (1 if splits_optimizer(model) else replicas)
+        total += weights + (moments if optimizer else 0)
+        if model is job.actor and job.reference:
+            total += weights
+    return total
+
+
+def copy_bytes(job: Job, stage: int) -> int:
+    """Count the pinned host memory in which a rank of a stage holds a checkpoint while it is written."""
+    if not job.config.checkpoint.async_save or job.config.trainer.save_freq <= 0:
+        return 0
+    return STAGING_SLAB_BYTES * (-(-checkpoint_bytes(job, stage) // STAGING_SLAB_BYTES) + 1)
 
 
 def _stage_budget(job: Job, accelerator: Accelerator, stage: int, moved: int, cache_bytes: int) -> StageBudget:

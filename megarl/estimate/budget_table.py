@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.budget import StageBudget, host_bytes
+from megarl.estimate.budget import StageBudget, copy_bytes, host_bytes
 from megarl.estimate.job import Job
 
 
@@ -28,8 +28,13 @@ def predicted_table(job: Job, stages: Sequence[StageBudget], accelerator: Accele
     table.add_row(
         f"of {size(accelerator.memory)}, free", *(signed(accelerator.memory - fullest.total(p)) for p in phases)
     )
-    if on_host := max(host_bytes(job, stage.stage) for stage in stages):
-        table.caption = f"and {size(on_host)} of pinned host memory per GPU"
+    on_host = {
+        "for what leaves the GPU": max(host_bytes(job, stage.stage) for stage in stages),
+        "for a checkpoint that is being written": max(copy_bytes(job, stage.stage) for stage in stages),
+    }
+    if any(on_host.values()):
+        parts = [f"{size(nbytes)} {purpose}" for purpose, nbytes in on_host.items() if nbytes]
+        table.caption = f"Pinned host memory per GPU: {', '.join(parts)}"
     return table
 
 

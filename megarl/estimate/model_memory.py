@@ -100,7 +100,12 @@ def _master(model: ModelJob) -> int:
 
 def _split(model: ModelJob) -> int:
     """Count the ranks over which the optimizer's state is split."""
-    return model.layout.dp * model.layout.cp if model.megatron.use_distributed_optimizer else 1
+    return model.layout.dp * model.layout.cp if splits_optimizer(model) else 1
+
+
+def splits_optimizer(model: ModelJob) -> bool:
+    """Say whether the data-parallel ranks split the optimizer's state."""
+    return model.megatron.use_distributed_optimizer
 
 
 def layers_in_flight(model: ModelJob, stage: int) -> int:

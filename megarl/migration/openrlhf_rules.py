@@ -39,6 +39,10 @@ def bf16(key: str, value: Any, settings: Settings) -> Made | Mapping[str, Any]:
     return dtype(key, value, settings) if value else {}
 
 
+def save_hf(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
+    return {"checkpoint.save_contents": ["model", "optimizer", "hf_model"]} if value else {}
+
+
 def deviation(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"algorithm.norm_adv_by_std_in_grpo": not value}
 

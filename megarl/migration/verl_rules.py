@@ -255,7 +255,8 @@ def arguments(key: str, value: Any, settings: Settings) -> Made | Mapping[str, A
 
 
 def save_contents(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    return {"checkpoint.save_hf": True} if "hf_model" in (value or []) else {}
+    known = [part for part in value or [] if part in ("model", "optimizer", "hf_model")]
+    return {"checkpoint.save_contents": known} if known != ["model", "optimizer"] else {}
 
 
 def turns(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:

@@ -122,9 +122,13 @@ class MegatronModel:
         """Name this rank's parameters as its placements do."""
         return named_parameters(self.chunks)
 
-    @property
-    def saved_bytes(self) -> int:
-        """Estimate the bytes that this rank writes of it in a checkpoint: the replicas share them."""
+    def saved_bytes(self, *, optimizer: bool = True) -> int:
+        """Estimate the bytes that this rank writes of it in a checkpoint: the replicas share them.
+
+        Args:
+            optimizer: as for `sharded_state`.
+        """
+        del optimizer
         return sum(p.nbytes for p in self.parameters().values()) // self.groups.layout.dp
 
     def gather_parameters(self) -> None:
@@ -163,16 +167,17 @@ class MegatronModel:
         with torch.no_grad():
             return self._gathered(batch, self._run(batch, passes, None, {}, {}))
 
-    def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
+    def sharded_state(self, prefix: str = "", *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
         """Describe all of the model as Megatron-Core's sharded state dict, to save or to load into.
 
         Args:
             prefix: tells several models in a checkpoint apart.
+            optimizer: with the fp32 weights and moments of a model that is trained.
 
         Raises:
             ValueError: something to save of a model that is trained is not finite; others are saved as they are.
         """
-        del loading
+        del loading, optimizer
         return spread_over_replicas(self.sharded_weights(prefix), self.groups.pgs)
 
     def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:

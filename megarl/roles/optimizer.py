@@ -149,11 +149,12 @@ class MegatronOptimizer:
             for model in self._ddp:
                 model.start_param_sync(force_sync=True)
 
-    def sharded_state(self, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    def sharded_state(self, weights: dict[str, Any], *, loading: bool, tensors: bool) -> dict[str, Any]:
         """Describe weights, optimizer and schedule as Megatron-Core's sharded state dict, to save or to load into.
 
         Args:
             weights: sharded state dict of the model.
+            tensors: with fp32 weights and moments.
 
         Raises:
             ValueError: something to save is not finite.
@@ -163,12 +164,15 @@ class MegatronOptimizer:
         if not loading:
             refuse_nonfinite(self._adam, weights, self.groups.world)
             weights = spread_over_replicas(weights, self.groups.pgs)
-        state = sharded_optimizer_state(self._adam, weights, self.groups.pgs, loading=loading)
-        return {**weights, "optimizer": state, "scheduler": self._schedule.state_dict()}
+        state = {**weights, "scheduler": self._schedule.state_dict()}
+        if tensors:
+            state["optimizer"] = sharded_optimizer_state(self._adam, weights, self.groups.pgs, loading=loading)
+        return state
 
     def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
         """Load the state that was read through `sharded_state`."""
-        load_optimizer_state(self._adam, weights, state["optimizer"])
+        if "optimizer" in state:
+            load_optimizer_state(self._adam, weights, state["optimizer"])
         self._schedule.num_steps = 0  # to which Megatron-Core adds the checkpoint's: a run may go back
         self._schedule.load_state_dict(state["scheduler"])
 

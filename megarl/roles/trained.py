@@ -184,16 +184,15 @@ class TrainedModel(MegatronModel):
                 for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
 
-    @property
-    def saved_bytes(self) -> int:
+    def saved_bytes(self, *, optimizer: bool = True) -> int:
         """See `MegatronModel.saved_bytes`; fp32 weights and two moments beside the weights."""
-        elements = sum(p.numel() for p in self.parameters().values())
-        return super().saved_bytes + 3 * torch.float32.itemsize * elements // self.groups.layout.dp
+        elements = sum(p.numel() for p in self.parameters().values()) if optimizer else 0
+        return super().saved_bytes() + 3 * torch.float32.itemsize * elements // self.groups.layout.dp
 
-    def sharded_state(self, prefix: str = "", *, loading: bool) -> dict[str, Any]:
+    def sharded_state(self, prefix: str = "", *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
         """See `MegatronModel.sharded_state`: weights, optimizer and schedule."""
         self._gradients.release()  # the next update needs none of them, and a checkpoint needs room
-        return self.optimizer.sharded_state(self.sharded_weights(prefix), loading=loading)
+        return self.optimizer.sharded_state(self.sharded_weights(prefix), loading=loading, tensors=optimizer)
 
     def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
         self.load_weights(state, prefix)

@@ -26,8 +26,8 @@ def check_unread(config: Config) -> None:
 
 def unread(config: Config) -> Iterator[str]:
     """Yield remarks on keys without effect that may be switched off on purpose, for a while."""
-    if config.checkpoint.save_hf and config.trainer.save_freq == 0:
-        yield "remark: checkpoint.save_hf=true is a part of checkpoints, and trainer.save_freq=0 saves none"
+    if config.checkpoint.exports and config.trainer.save_freq == 0:
+        yield "remark: checkpoint.save_contents names hf_model, and trainer.save_freq=0 saves no checkpoints"
     if config.warmup.train_files and not config.warmup.total_training_steps:
         yield "remark: warmup.train_files are not read: warmup.total_training_steps = 0, so there is no warm-up"
 

@@ -59,7 +59,7 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         check_rows(inputs)
         if generates(config):
             check_conversations(inputs)
-        if config.checkpoint.save_hf and config.trainer.save_freq != 0 and trains(config):
+        if config.checkpoint.exports and config.trainer.save_freq != 0 and trains(config):
             inputs = check_export(inputs)
         check_run_folder(config.trainer, expected_start(inputs).folder)
     except ValueError as e:

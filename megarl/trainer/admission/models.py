@@ -78,7 +78,7 @@ def check_model_files(inputs: Inputs) -> None:
     if model.checkpoint and scores:
         raise ValueError(
             "actor_rollout_ref.model.checkpoint: a reward model begins as a Hugging Face folder; set "
-            "actor_rollout_ref.model.path to the checkpoint's huggingface/ (checkpoint.save_hf)"
+            "actor_rollout_ref.model.path to the checkpoint's huggingface/ (hf_model in checkpoint.save_contents)"
         )
     if model.checkpoint:
         try:
@@ -102,5 +102,5 @@ def check_export(inputs: Inputs) -> Inputs:
         try:
             remarks = write_exported_files(inputs, folder)
         except OSError as e:
-            raise ValueError(f"checkpoint.save_hf: {e}; set it to false") from e
+            raise ValueError(f"hf_model in checkpoint.save_contents: {e}; leave it out") from e
     return replace(inputs, remarks=(*inputs.remarks, *(f"remark: {remark}" for remark in remarks)))

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from megarl.checkpoint.arrays import Array, read_arrays
+from megarl.checkpoint.export_huggingface import HUGGINGFACE, export_beside
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.staging import Staging
 from megarl.checkpoint.store import (
@@ -21,6 +21,7 @@ from megarl.checkpoint.store import (
     Snapshot,
     Written,
     commit,
+    join,
     load_checkpoint,
     rng_state,
     take_snapshot,
@@ -38,11 +39,24 @@ from megarl.trainer.stopped import RunRefused, RunStopped
 ACTOR = "actor"
 """The model whose tensors have no prefix in a checkpoint, and whose Hugging Face files are in it."""
 
-REWARD_MODEL = "reward_model"
-"""The model whose Hugging Face files are in a checkpoint without an actor."""
+EXPORTED = (ACTOR, "reward_model")
+"""The models whose Hugging Face files may be in a checkpoint, the first of them that a run has."""
 
 RESERVED = frozenset(
-    {"format", "identity", "loop", "models", "order", "rng", "row", "step", "validation", "world_size"}
+    {
+        "bits",
+        "contents",
+        "format",
+        "identity",
+        "loop",
+        "models",
+        "order",
+        "rng",
+        "row",
+        "step",
+        "validation",
+        "world_size",
+    }
 )
 """Names in a checkpoint's small state that are the run's own."""
 
@@ -93,11 +107,22 @@ class Kept:
 
 @dataclass(frozen=True, kw_only=True)
 class _Writing:
-    """A checkpoint between its snapshot and its commit."""
+    """A checkpoint between its snapshot and its commit.
+
+    Attributes:
+        written: this rank's part.
+        completed: what the first rank makes of all parts; None until they are there.
+    """
 
     snapshot: Snapshot
-    written: Future[Written]
     validation: Mapping[str, float]
+    written: Future[Written]
+    completed: Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank need not be waited for."""
+        return (self.written if self.completed is None else self.completed).done()
 
 
 class Checkpointing:
@@ -179,9 +204,9 @@ class Checkpointing:
             "models": sorted(self.models),
             "identity": self._identity,
             "validation": finite(validation),
+            "contents": self._config.checkpoint.save_contents,
         }
         large = kept.large if self._world.rank == 0 else {}
-        exported = self.models.get(ACTOR, self.models.get(REWARD_MODEL))
         try:
             snapshot = take_snapshot(
                 self._config.trainer.run_dir,
@@ -190,7 +215,9 @@ class Checkpointing:
                 state,
                 arrays={name: joined.arrays() for name, joined in large.items()},
                 rng=kept.rng,
-                write_model=partial(write_model_files, self._inputs, exported),
+                model_files=self._write_model_files,
+                export=self._export if self._config.checkpoint.exports else None,
+                keeps_parts="model" in self._config.checkpoint.save_contents,
                 staging=None if wait else self._staging,
                 world=self._world,
             )
@@ -198,7 +225,7 @@ class Checkpointing:
             self._failed(e)
             return
         written = self._writer.submit(snapshot.write)
-        self._writing = _Writing(snapshot=snapshot, written=written, validation=validation)
+        self._writing = _Writing(snapshot=snapshot, validation=validation, written=written)
         if wait or self._staging is None:
             self.settle()
         elif not snapshot.parts.copied:
@@ -208,27 +235,47 @@ class Checkpointing:
     def prepare(self) -> None:
         """Take pinned memory for copies while the first steps run; without a GPU a save takes memory as it needs it."""
         if self._staging is not None and self._world.device.type == "cuda":
-            self._staging.prepare(sum(model.saved_bytes for model in self.models.values()))
+            optimizer = self._saves_optimizer
+            self._staging.prepare(sum(model.saved_bytes(optimizer=optimizer) for model in self.models.values()))
 
     def settle(self, *, wait: bool = True) -> None:
         """Commit the checkpoint that is being written, if one is; every rank calls it.
 
         Args:
-            wait: until it is written; otherwise only if all ranks have written it.
+            wait: until it is written; otherwise only as far as all ranks have come.
         """
-        writing = self._writing
-        if writing is not None and (
-            wait or all(self._world.all_gather(writing.written.done(), "a look at a checkpoint's files"))
+        while (writing := self._writing) is not None and (
+            wait or all(self._world.all_gather(writing.done, "a look at a checkpoint's files"))
         ):
             self._writing = None
             try:
-                self._after(commit(writing.snapshot, writing.written.result, self._world), writing.validation)
+                self._go_on(writing)
             except SaveFailed as e:
                 self._failed(e)
         if (pruned := self._pruned) is not None and (wait or pruned.done()):
             self._pruned = None
             for problem in pruned.result():
                 self._report.warn(problem)
+
+    def _write_model_files(self, folder: str) -> None:
+        if self._exported is not None:
+            write_model_files(self._inputs, self.models[self._exported].kind, folder)
+
+    def _export(self, folder: str) -> None:
+        if self._exported is not None:
+            export_beside(folder, prefix=_prefix(self._exported), scalar=self.models[self._exported].kind.scalar)
+
+    @property
+    def _exported(self) -> str | None:
+        return next((name for name in EXPORTED if name in self.models), None)
+
+    def _go_on(self, writing: _Writing) -> None:
+        """Complete a checkpoint of which all parts are written, or commit one that is complete."""
+        if writing.completed is None:
+            rest = join(writing.snapshot, writing.written.result, self._world)
+            self._writing = replace(writing, completed=self._writer.submit(rest))
+        else:
+            self._after(commit(writing.snapshot, writing.completed.result, self._world), writing.validation)
 
     def _failed(self, error: SaveFailed) -> None:
         self.failure = str(error)
@@ -238,8 +285,8 @@ class Checkpointing:
         """Take note of a new checkpoint, and have old ones deleted, before the next one is written."""
         self.latest, self.position, self.failure = saved.folder, saved.position, None
         self.best.saved(saved.folder, validation)
-        if self._config.checkpoint.save_hf:
-            self._report.artifact(os.path.join(saved.folder, "huggingface"))
+        if self._config.checkpoint.exports:
+            self._report.artifact(os.path.join(saved.folder, HUGGINGFACE))
         if self._world.rank == 0:
             trainer = self._config.trainer
             self._pruned = self._writer.submit(
@@ -258,12 +305,17 @@ class Checkpointing:
         Raises:
             RunRefused: the checkpoint cannot be read, or lacks another model.
         """
-        stored = (read_state(folder) if state is None else state)["models"]
+        recorded = read_state(folder) if state is None else state
+        stored, optimizer = recorded["models"], "optimizer" in recorded.get("contents", ["optimizer"])
+        if not optimizer:
+            self._report.warn(f"{folder} holds no optimizer (checkpoint.save_contents): its moments begin anew")
         saved = {name for name in self.models if name in stored}
         copies = {name: model for name, model in self.models.items() if isinstance(model, Reference)}
         for name in self.models.keys() - saved - copies.keys():
             raise RunRefused(f"checkpoint '{folder}' has no model '{name}', which this run trains")
-        sharded = {name: self._sharded(name, loading=True) for name in self.models if name in saved}
+        sharded = {
+            name: self._sharded(name, loading=True, optimizer=optimizer) for name in self.models if name in saved
+        }
         try:
             loaded = load_checkpoint(folder, sharded, rng=True, world=self._world)
         except ValueError as e:
@@ -287,8 +339,13 @@ class Checkpointing:
         if name in self.models or name in self._states or name in RESERVED:
             raise ValueError(f"what joins a run as '{name}' needs another name: this one is taken")
 
-    def _sharded(self, name: str, *, loading: bool) -> dict[str, Any]:
-        return self.models[name].sharded_state(_prefix(name), loading=loading)
+    @property
+    def _saves_optimizer(self) -> bool:
+        return "optimizer" in self._config.checkpoint.save_contents
+
+    def _sharded(self, name: str, *, loading: bool, optimizer: bool | None = None) -> dict[str, Any]:
+        optimizer = self._saves_optimizer if optimizer is None else optimizer
+        return self.models[name].sharded_state(_prefix(name), loading=loading, optimizer=optimizer)
 
 
 def _prefix(name: str) -> str:
