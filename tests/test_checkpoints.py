@@ -363,6 +363,7 @@ def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())["files"]
         assert set(manifest) == set(files_of(str(folder))) and "trainer.json" in manifest
         state = json.loads((folder / "trainer.json").read_text())
+            assert state.pop("bits").keys() == _tensors(str(folder)).keys()
         assert state == {"mark": 7, **STATE, "format": 1, "loop": "rl", "order": 1, "step": step, "world_size": 4}
 
 

@@ -99,7 +99,8 @@ def _train(case: Case, arch: Architecture, dtype: str) -> dict[str, Any]:
         state = actor.sharded_state(loading=False)["optimizer"]["state"]
         look("save")
         seen += [{name: p.detach().cpu().clone() for name, p in actor.parameters().items()}]
-        seen += [{f"{i}.{name}": part[name].data.cpu().clone() for i, part in state.items() for name in part}]
+        boxes = [box for part in state.values() for numbered in part.values() for box in numbered.values()]
+        seen += [{f"{box.key} {box.global_offset}": box.data.cpu().clone() for box in boxes}]
         return {"seen": seen, "bytes": bytes_in}
 
 

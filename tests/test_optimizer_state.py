@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from copy import copy
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import Ranks
 from training_cases import ARCH, Case, layout_of
+
+from megarl.roles.optimizer_state import row_major_boxes
 
 
 def _check_slots(optimizer: Any, *parameters: torch.nn.Parameter) -> None:
@@ -62,9 +68,9 @@ def _masters_written(distributed: bool) -> dict[str, list[float]]:
             replica = (0, 0, replicas_of(parameter, pgs).rank())
             weights[name] = ShardedTensor.from_rank_offsets(name, parameter, *offsets, replica_id=replica)
         spread = spread_over_replicas(weights, pgs)
-        state = sharded_optimizer_state(optimizer, spread, pgs, loading=False)["state"]
-        mains = [tensors["main"] for tensors in state.values()]
-        return {main.key: main.data.tolist() for main in mains if not any(main.replica_id)}
+        state = sharded_optimizer_state(optimizer, spread, loading=False)["state"]
+        mains = [box for tensors in state.values() for box in tensors["main"].values() if not any(box.replica_id)]
+        return {main.key: main.data.tolist() for main in mains}
     finally:
         leave_groups(world)
 
@@ -73,6 +79,18 @@ def _masters_written(distributed: bool) -> dict[str, list[float]]:
 def test_experts_on_different_ranks_are_not_added_up(ranks: Ranks, distributed: bool) -> None:
     written = ranks.run(4, _masters_written, distributed)
     dense, expert = "optimizer.main.dense", "optimizer.main.expert"
-    assert [state[dense] for state in written if dense in state] == [[1.0] * 64]
+    assert list(chain(*(state.get(dense, []) for state in written))) == [1.0] * 64
     for number in range(2):
-        assert [state[expert] for state in written[number::2] if expert in state] == [[2.0 + number] * 64]
+        assert list(chain(*(state.get(expert, []) for state in written[number::2]))) == [2.0 + number] * 64
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_boxes_are_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    whole = torch.arange(size).view(shape)
+    boxes = list(row_major_boxes(shape, start, stop))
+    parts = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in boxes]
+    assert [part.shape for part in parts] == [sizes for _, sizes in boxes] and len(boxes) < 2 * len(shape)
+    assert torch.cat([part.flatten() for part in parts] or [whole.flatten()[:0]]).tolist() == list(range(start, stop))

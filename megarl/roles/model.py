@@ -192,10 +192,13 @@ class MegatronModel:
 
     def load_weights(self, state: dict[str, Any], prefix: str = "") -> None:
         """Load the weights that were read through `sharded_weights` with the same prefix."""
+        self._put_weights(state, prefix)
+        self._rewritten()
+
+    def _put_weights(self, state: dict[str, Any], prefix: str) -> None:
         for i, chunk in enumerate(self.chunks):
             weights = state[f"model{i}"]
             chunk.load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
-        self._rewritten()
 
     def output_weight(self, model: Any) -> Tensor:
         """Get the output layer's weight in a chunk of the last stage, as itself or as it is trained."""

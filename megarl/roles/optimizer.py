@@ -20,7 +20,7 @@ from megarl.parallel.train_groups import TrainGroups, in_its_layout
 from megarl.roles.optimizer_state import (
     clip,
     copy_masters_to_weights,
-    load_optimizer_state,
+    load_step,
     master_weights,
     moments,
     refuse_nonfinite,
@@ -166,13 +166,13 @@ class MegatronOptimizer:
             weights = spread_over_replicas(weights, self.groups.pgs)
         state = {**weights, "scheduler": self._schedule.state_dict()}
         if tensors:
-            state["optimizer"] = sharded_optimizer_state(self._adam, weights, self.groups.pgs, loading=loading)
+            state["optimizer"] = sharded_optimizer_state(self._adam, weights, loading=loading)
         return state
 
-    def load(self, weights: dict[str, Any], state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Load the state that was read through `sharded_state`."""
         if "optimizer" in state:
-            load_optimizer_state(self._adam, weights, state["optimizer"])
+            load_step(self._adam, state["optimizer"]["step"])
         self._schedule.num_steps = 0  # to which Megatron-Core adds the checkpoint's: a run may go back
         self._schedule.load_state_dict(state["scheduler"])
 

@@ -6,20 +6,21 @@ The format is MegaRL's own, because Megatron-Core's formats for the distributed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megarl.checkpoint.rank_failures import first_of
 from megarl.parallel.megatron_internals import copy_main_params_to_model_params, model_param_range
 from megarl.parallel.world import World
-from megarl.roles.writers import parameters_in, replicas_of
+from megarl.roles.writers import parameters_in
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -85,38 +86,35 @@ class Slots:
         return parameter in self._distributed
 
 
-def sharded_optimizer_state(
-    optimizer: Any, weights: dict[str, Any], groups: ProcessGroupCollection, *, loading: bool
-) -> dict[str, Any]:
-    """Describe the state as Megatron-Core's sharded state dict, shaped like the weights; all ranks of the model call.
+def sharded_optimizer_state(optimizer: Any, weights: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    """Describe the state as Megatron-Core's sharded state dict, shaped like the weights, with this rank's part of it.
 
-    To save it, each parameter's state lies on the host of the rank that writes it, and nowhere else; where one rank
-    has all of it, the optimizer's own tensors are given, which the next step changes. To load, it is on the host: a GPU
-    has room for its own part.
+    The tensors are views of the optimizer's own, which are saved as they are and read into.
 
     Args:
         optimizer: Megatron-Core's optimizer, distributed or not.
         weights: sharded state dict of the model, spread over replicas to save it.
-        groups: of the model's layout.
-        loading: leave the tensors empty, to be read into.
+        loading: set the tensors to 0: nothing is read into rows by which only this layout pads the vocabulary.
 
     Returns:
-        {"step": ..., "state": {index of the weight: {name: sharded tensor of the weight's shape}}}
+        {"step": ..., "state": {index of the weight: {name: {number: sharded tensor, a box of the weight's shape}}}}
     """
     state: dict[int, dict[str, Any]] = {}
     slots = Slots(optimizer)
     for index, weight in enumerate(parameters_in(weights)):
         slot = slots.of(weight.data)
-        group = replicas_of(weight.data, groups) if slots.splits(weight.data) else None
+        if slot is None:
+            continue
+        *model_parallel, replica = weight.replica_id
+        # ranks that split the state are no replicas of one another in it
+        replica_id = (*model_parallel, 0 if slots.splits(weight.data) else replica)
         state[index] = {}
-        for name in ("main", *MOMENTS):
+        for name, tensor in slot.tensors().items():
+            tensor = tensor.detach()
             if loading:
-                # zeros, not empty: nothing is read into rows by which only this layout pads the vocabulary
-                whole = torch.zeros(weight.data.shape, dtype=torch.float32)
-            else:
-                whole = _gather(name, slot, weight, group)
-            key = f"optimizer.{name}.{weight.key}"
-            state[index][name] = replace(weight, key=key, data=whole, **_fp32(weight))
+                tensor.zero_()
+            boxes = _boxes(weight, f"optimizer.{name}.{weight.key}", tensor.view(-1), slot.start)
+            state[index][name] = dict(enumerate(replace(box, replica_id=replica_id) for box in boxes))
     return {"step": _step(optimizer), "state": state}
 
 
@@ -142,24 +140,16 @@ def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], world: World) -> N
         raise ValueError(f"{place} is not finite: nothing is saved, and earlier checkpoints stay as they are")
 
 
-def load_optimizer_state(optimizer: Any, weights: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Take over the values that were read through `sharded_optimizer_state`."""
-    slots = Slots(optimizer)
-    with torch.no_grad():
-        for index, weight in enumerate(parameters_in(weights)):
-            slot = slots.of(weight.data)
-            if slot is not None:
-                for name, tensor in slot.tensors().items():
-                    whole = loaded["state"][index][name].flatten()
-                    tensor.copy_(whole[slot.start : slot.stop].view_as(tensor))
+def load_step(optimizer: Any, step: int) -> None:
+    """Take over the number of steps; the tensors have been read through `sharded_optimizer_state`."""
     for part in _parts(optimizer):
         adam = part.optimizer
         for group in adam.param_groups:
             if isinstance(adam, torch.optim.Adam):
                 for main in group["params"]:
-                    adam.state[main]["step"] = torch.tensor(float(loaded["step"]))
+                    adam.state[main]["step"] = torch.tensor(float(step))
             else:  # Transformer Engine's and apex's FusedAdam, which has none before its first step
-                group["step"] = loaded["step"]
+                group["step"] = step
 
 
 def master_weights(optimizer: Any) -> Iterator[Tensor]:
@@ -189,33 +179,61 @@ def copy_masters_to_weights(optimizer: Any) -> None:
         copy_main_params_to_model_params(part)
 
 
-def _gather(name: str, slot: Slot | None, weight: Any, group: dist.ProcessGroup | None) -> Tensor:
-    """Put the ranks' parts of a tensor together. They do not overlap, so that adding them rounds nothing.
+def _boxes(weight: Any, key: str, flat: Tensor, start: int) -> Iterator[ShardedTensor]:
+    """Cut elements of a flattened weight into boxes of the tensors that a checkpoint has of it.
 
     Args:
-        group: ranks that split the state; None: this rank has all of it.
-
-    Returns:
-        the whole on the rank that will write it; its shape alone on the others.
+        weight: sharded tensor of the weight, or factory of several, each a block of it.
+        key: for the boxes; a factory's tensors add to it.
+        flat: the elements from `start` on, each box a view of them.
     """
-    nothing = torch.zeros(()).expand(weight.data.shape)
-    *model_parallel, replica = weight.replica_id
-    if any(model_parallel):  # ranks of another model-parallel index write it
-        return nothing
-    if group is None or group.size() == 1:
-        assert slot is not None
-        return slot.tensors()[name].detach().view(weight.data.shape) if replica == 0 else nothing
-    writer = (group.rank() - replica) % group.size()
-    whole = torch.zeros_like(weight.data, dtype=torch.float32)
-    if slot is not None:
-        whole.view(-1)[slot.start : slot.stop] = slot.tensors()[name].detach().flatten()
-    dist.reduce(whole, group=group, group_dst=writer)
-    return whole.cpu() if replica == 0 else nothing
+    like = torch.empty(weight.data.shape, dtype=torch.float32, device="meta")
+    named = replace(weight, key=key, data=like, **({"dtype": torch.float32} if hasattr(weight, "dtype") else {}))
+    for part in nested_values(named.build()) if isinstance(weight, ShardedTensorFactory) else (named,):
+        assert part.data.is_contiguous(), f"{part.key} is no block of its parameter"
+        first = part.data.storage_offset()
+        begin, end = max(start, first), min(start + flat.numel(), first + part.data.numel())
+        at = begin - start
+        for offsets, sizes in row_major_boxes(part.local_shape, begin - first, end - first):
+            count = math.prod(sizes)
+            prepended = part.global_offset[: part.prepend_axis_num]
+            within = zip(part.global_offset[part.prepend_axis_num :], offsets, strict=True)
+            yield replace(
+                part,
+                data=flat[at : at + count].view(sizes),
+                local_shape=sizes,
+                global_offset=(*prepended, *(whole + offset for whole, offset in within)),
+                axis_fragmentations=None,  # the boxes have several shapes
+            )
+            at += count
 
 
-def _fp32(weight: Any) -> dict[str, Any]:
-    """Name the type for a sharded tensor; a factory takes that of its data."""
-    return {"dtype": torch.float32} if hasattr(weight, "dtype") else {}
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes along the axes of a tensor."""
+
+
+def row_major_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes, in order, that together are elements `start` to `stop` of a tensor in row-major order."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # of the whole rows
+    if first > last:  # all in one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    before = row * math.prod(shape[1:])
+    for offsets, sizes in row_major_boxes(shape[1:], start - before, stop - before):
+        yield (row, *offsets), (1, *sizes)
 
 
 def _parts(optimizer: Any) -> list[Any]:

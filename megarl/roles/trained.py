@@ -195,8 +195,12 @@ class TrainedModel(MegatronModel):
         return self.optimizer.sharded_state(self.sharded_weights(prefix), loading=loading, tensors=optimizer)
 
     def load_sharded(self, state: dict[str, Any], prefix: str = "") -> None:
-        self.load_weights(state, prefix)
-        self.optimizer.load(self.sharded_weights(prefix), state)
+        self._put_weights(state, prefix)
+        if "optimizer" in state:  # it holds the fp32 weights that were read
+            super()._rewritten()
+        else:
+            self._rewritten()
+        self.optimizer.load(state)
 
     def _rewritten(self) -> None:
         super()._rewritten()
