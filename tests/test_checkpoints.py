@@ -350,6 +350,8 @@ def test_sums_are_those_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
     """The same bits from every layout; bytes per rank differ by less than one parameter with its state."""
+    from megarl.checkpoint.stored_objects import CheckpointReader
+
     plain = {"actor": {"megatron": {"use_distributed_optimizer": False}}}
     cases = [Case(dp=4), Case(tp=2, dp=2, sequence_parallel=True), Case(dp=4, config=plain), Case(pp=2, tp=2)]
     results = ranks.run(4, _layouts, str(tmp_path), cases)
@@ -363,7 +365,8 @@ def test_each_rank_writes_its_share(ranks: Ranks, tmp_path: Path) -> None:
         manifest = json.loads((folder / "manifest.json").read_text())["files"]
         assert set(manifest) == set(files_of(str(folder))) and "trainer.json" in manifest
         state = json.loads((folder / "trainer.json").read_text())
-            assert state.pop("bits").keys() == _tensors(str(folder)).keys()
+        stored = CheckpointReader(str(folder)).stored
+        assert state.pop("bits").keys() == {key for key, value in stored.items() if hasattr(value, "chunks")}
         assert state == {"mark": 7, **STATE, "format": 1, "loop": "rl", "order": 1, "step": step, "world_size": 4}
 
 
