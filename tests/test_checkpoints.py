@@ -169,19 +169,22 @@ def _save(actor: Any, run_dir: str, step: int) -> str:
 
 def _save_in_turns(actor: Any, run_dir: str, step: int) -> str:
     """The same; a rank writes on a thread while the others are idle: it waits for none of them."""
-    from megarl.checkpoint.store import commit, join, take_snapshot
+    from megarl.checkpoint.store import Save, take_snapshot
 
     world = actor.groups.world
     state = {"actor": actor.sharded_state(loading=False)}
     settings: dict[str, Any] = {"model_files": lambda folder: None, "world": world}
     snapshot = take_snapshot(run_dir, rl_step(step), state, {"mark": 7, **STATE}, **settings)
+    save, saved = Save(snapshot, world), None
     with ThreadPoolExecutor(1) as pool:
-        for rank in range(world.size):
-            if rank == world.rank:
-                future = pool.submit(snapshot.write)
-                future.exception()
-            world.barrier("the test")
-        return commit(snapshot, join(snapshot, future.result, world), world).folder
+        while saved is None:
+            for rank in range(world.size):
+                if rank == world.rank:
+                    future = pool.submit(save.work)
+                    future.exception()
+                world.barrier("the test")
+            saved = save.go_on(future.result)
+    return saved.folder
 
 
 def _load(actor: Any, folder: str) -> None:
@@ -255,7 +258,7 @@ def _bytes_per_rank(folder: str, world: int) -> list[int]:
 def _written_later(run_dir: str, memory: bool) -> tuple[bool, bool]:
     """Whether parts were copied; and whether what is written after two more steps is what it was before them."""
     from megarl.checkpoint import staging
-    from megarl.checkpoint.store import commit, join, take_snapshot
+    from megarl.checkpoint.store import Save, take_snapshot
 
     def no_memory(nbytes: int) -> torch.Tensor:
         raise MemoryError
@@ -272,7 +275,7 @@ def _written_later(run_dir: str, memory: bool) -> tuple[bool, bool]:
             snapshot = take_snapshot(run_dir, rl_step(step), state, STATE, **settings)
             if snapshot.parts.copied:
                 _step(actor)
-            commit(snapshot, join(snapshot, snapshot.write, world), world)
+            Save(snapshot, world).finish()
     first, second, third = (_tensors(checkpoint_folder(run_dir, rl_step(step))) for step in (1, 2, 3))
     same = all(torch.equal(first[key], second[key]) for key in first)
     moved = any(not torch.equal(second[key], third[key]) for key in first)

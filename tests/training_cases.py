@@ -251,7 +251,7 @@ def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[
 
 def save_checkpoint(*state: Any, world: World, **more: Any) -> str:
     """The folder of a checkpoint that is written at once; for arguments see `take_snapshot`."""
-    from megarl.checkpoint.store import commit, join, take_snapshot
+    from megarl.checkpoint.store import Save, take_snapshot
 
     snapshot = take_snapshot(*state, world=world, **more)
-    return commit(snapshot, join(snapshot, snapshot.write, world), world).folder
+    return Save(snapshot, world).finish().folder

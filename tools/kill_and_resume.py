@@ -42,7 +42,8 @@ MOMENTS = {  # name -> file and function that a thread is in
     "log-probabilities": ("roles/model.py", "forward"),
     "update": ("roles/trained.py", "accumulate_gradients"),
     "save": ("checkpoint/store.py", "take_snapshot"),
-    "write": ("checkpoint/store.py", "write"),
+    "write": ("checkpoint/store.py", "_write"),
+    "copy from the node's disk": ("checkpoint/local_disk.py", "copy_over"),  # with checkpoint.local_dir
     "between manifest and rename": ("os.rename", ".partial"),  # an event of the interpreter, not a function
 }
 VICTIMS = ("one rank", "all ranks", "launcher")
@@ -144,7 +145,7 @@ def most_steps(number: int, args: argparse.Namespace) -> int:
 def kill_once(number: int, args: argparse.Namespace, overrides: list[str], ranks: int, decoy: Path) -> dict[str, Any]:
     """One process life of the killed run."""
     rng = random.Random(f"{args.seed}/{number}")
-    moments = args.moment or list(MOMENTS)
+    moments = args.moment or [moment for moment in MOMENTS if not moment.startswith("copy")]
     moment = moments[number % len(moments)]
     victim = VICTIMS[number // len(moments) % len(VICTIMS)]
     note = args.out / "note"

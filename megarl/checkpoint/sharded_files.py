@@ -69,6 +69,7 @@ class ShardedParts:
     Attributes:
         rank: the one whose share it is.
         copied: whether everything is a copy.
+        files: names of what this rank has written.
         bits: the whole tensors' sums, see `bit_sums`, as they were before they were copied; known to the first rank.
     """
 
@@ -89,6 +90,7 @@ class ShardedParts:
         self._plans = [items for items, _ in everyone]
         self.bits = total_of(sums for _, sums in everyone)
         self.rank = world.rank
+        self.files: list[str] = []
 
     def write(self, folder: str) -> list[WriteResult]:
         """Write this rank's part into an existing folder; waits for no other rank. Raises OSError."""
@@ -104,8 +106,11 @@ class ShardedParts:
         plans = writer.prepare_global_plan(plans)[first:]
         with ThreadPoolExecutor(FILES_PER_RANK) as pool:
             # the writer's own threads would keep an error to themselves
-            results = pool.map(lambda plan: writer.write_data(plan, planner).wait(), plans)
-            return [result for of_file in results for result in of_file]
+            by_file = pool.map(lambda plan: writer.write_data(plan, planner).wait(), plans)
+            results = [result for of_file in by_file for result in of_file]
+        names = {result.storage_data.relative_path for result in results}
+        self.files = sorted(names | ({COMMON_FILE} if self.rank == 0 else set()))
+        return results
 
     def finish(self, folder: str, results: list[list[WriteResult]]) -> None:
         """Write the description of all parts; the first rank calls it. Raises OSError.

@@ -1,15 +1,15 @@
 """Writes and reads checkpoint folders in Megatron-Core's `dist_checkpointing` format: whole or not at all.
 
-A save is `take_snapshot` and `commit`, which the ranks make together between two steps, and two parts between them, in
-which a rank waits for no other, and which run beside the next steps if the snapshot is a copy: each rank's
-`Snapshot.write`, and, when `join` has told the first rank that all parts are there, its `Snapshot.complete`.
+A save begins with `take_snapshot`, which the ranks make together between two steps. Its stages follow: in each of
+them a rank works alone, on any thread, and beside the next steps if the snapshot is a copy; `Save.go_on` joins the
+ranks between them. After the last one the checkpoint gets its name.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from megarl.checkpoint.folder import (
     whole_checkpoints,
     write_state,
 )
+from megarl.checkpoint.local_disk import copy_over, local_folder, take
 from megarl.checkpoint.manifest import (
     FORMAT,
     FileRecord,
@@ -90,6 +91,7 @@ class Snapshot:
         model_files: adds the model's files without weights to the folder that it is given, on the first rank.
         export: adds files that are made from those of all ranks, on the first rank; None adds none.
         keeps_parts: whether `parts` stay beside what `export` has made of them.
+        local_dir: on a disk of the node's own, where the parts wait until they are copied; None: they do not wait.
     """
 
     run_dir: str
@@ -100,44 +102,117 @@ class Snapshot:
     model_files: Callable[[str], None]
     export: Callable[[str], None] | None
     keeps_parts: bool
+    local_dir: str | None
+
+    @property
+    def final(self) -> str:
+        """Name the folder that it becomes."""
+        return checkpoint_folder(self.run_dir, self.position)
 
     @property
     def partial(self) -> str:
         """Name the folder until it is whole."""
-        return partial_folder(checkpoint_folder(self.run_dir, self.position))
+        return partial_folder(self.final)
 
-    def write(self) -> Written:
-        """Write this rank's files into the partial folder, to the disk; any thread may do it. Raises OSError."""
-        folder = self.partial
+    def stages(self) -> Generator[Callable[[], Any], list[Any], None]:
+        """Yield this rank's work, which may raise OSError. The first rank is sent what all ranks have returned."""
+        first, local = self.parts.rank == 0, self._local
+        written: list[Written] = yield partial(self._write, local or self.partial)
+        yield partial(self._describe, written) if first else _nothing
+        if local is not None:
+            yield partial(copy_over, local, self.partial, self.parts.files)
+        if self.export is not None:
+            yield partial(self._export, written) if first else _nothing
+
+    @property
+    def _local(self) -> str | None:
+        if self.local_dir is None:
+            return None
+        return os.path.join(local_folder(self.local_dir, self.run_dir), self.position.name)
+
+    def _write(self, place: str) -> Written:
+        """Write this rank's files, the parts into `place`, to the disk."""
+        if place != self.partial:
+            take(place)
         if self.parts.rank == 0:
-            write_state(folder, self.state)
+            write_state(self.partial, self.state)
             for name, arrays in self.arrays.items():
-                write_arrays(folder, name, arrays)
-            self.model_files(folder)
+                write_arrays(self.partial, name, arrays)
+            self.model_files(self.partial)
         with _without_warnings():
-            results = self.parts.write(folder)
-        names = {result.storage_data.relative_path for result in results}
+            results = self.parts.write(place)
+        records = record_files(place, self.parts.files, sync=True)
         if self.parts.rank == 0:
             # all but the parts of other ranks
-            names |= {name for name in files_of(folder) if not name.endswith(DEFAULT_SUFFIX)}
-        return Written(results=results, records=record_files(folder, sorted(names), sync=True))
+            rest = [name for name in files_of(self.partial) if not name.endswith(DEFAULT_SUFFIX)]
+            records |= record_files(self.partial, sorted(set(rest) - records.keys()), sync=True)
+        return Written(results=results, records=records)
 
-    def complete(self, everyone: Sequence[Written]) -> None:
-        """Add what is made of all ranks' parts, the list of all files last. The first rank calls it, on any thread.
-
-        Raises:
-            OSError: as from `write`.
-        """
+    def _describe(self, written: Sequence[Written]) -> None:
+        """Describe all parts, and list all files, of which some may still be on the nodes' own disks."""
         with _without_warnings():
-            self.parts.finish(self.partial, [written.results for written in everyone])
-        if self.export is not None:
-            self.export(self.partial)
+            self.parts.finish(self.partial, [of_rank.results for of_rank in written])
+        self._list(_records(written))
+
+    def _export(self, written: Sequence[Written]) -> None:
+        assert self.export is not None
+        self.export(self.partial)
         if not self.keeps_parts:
             remove_parts(self.partial)
-        names = files_of(self.partial)
-        records = {name: it for written in everyone for name, it in written.records.items() if name in names}
-        rest = [name for name in names if name not in records]
+        present = files_of(self.partial)
+        self._list({name: record for name, record in _records(written).items() if name in present})
+
+    def _list(self, records: dict[str, FileRecord]) -> None:
+        """Write the list of these files and all others in the folder."""
+        rest = [name for name in files_of(self.partial) if name not in records]
         write_manifest(self.partial, records | record_files(self.partial, rest, sync=True))
+
+
+class Save:
+    """Takes a snapshot through its stages.
+
+    Attributes:
+        work: of this rank in the present stage.
+        copies_are_free: whether the copies in the snapshot are written, on every rank.
+    """
+
+    def __init__(self, snapshot: Snapshot, world: World) -> None:
+        self._snapshot, self._world = snapshot, world
+        self._stages = snapshot.stages()
+        self.work = next(self._stages)
+        self.copies_are_free = False
+
+    def go_on(self, done: Callable[[], Any]) -> Saved | None:
+        """Wait for this stage on all ranks, and begin the next one. Every rank calls it.
+
+        Until the checkpoint has its name a job that dies leaves the earlier ones as they were, one of the same name
+        included.
+
+        Args:
+            done: does `work`, or gives the result or the error of a thread that has done it.
+
+        Returns:
+            the checkpoint, which has its name now; None if there is another stage.
+
+        Raises:
+            SaveFailed: on every rank, if any of them could not do its work (a full disk, say); nothing is left.
+        """
+        snapshot, world = self._snapshot, self._world
+        with _or_give_up(snapshot.run_dir, snapshot.position, world):
+            results = world.gather(on_every_rank(world, done), "all parts of a checkpoint")
+            self.copies_are_free = True
+            try:
+                self.work = self._stages.send(results)
+            except StopIteration:
+                on_first_rank(world, partial(take_place, snapshot.partial, snapshot.final))
+                return Saved(folder=snapshot.final, position=snapshot.position)
+        return None
+
+    def finish(self) -> Saved:
+        """Do all stages in this thread; see `go_on`."""
+        while (saved := self.go_on(self.work)) is None:
+            pass
+        return saved
 
 
 def take_snapshot(
@@ -151,6 +226,7 @@ def take_snapshot(
     model_files: Callable[[str], None],
     export: Callable[[str], None] | None = None,
     keeps_parts: bool = True,
+    local_dir: str | None = None,
     staging: Staging | None = None,
     world: World,
 ) -> Snapshot:
@@ -161,7 +237,7 @@ def take_snapshot(
         trainer_state: small JSON-able state, the same on every rank; the position is added.
         arrays: large state by name, needed on the first rank only.
         rng: as `rng_state` gave it; default: the generators as they are now.
-        model_files, export, keeps_parts: see `Snapshot`; they may raise OSError.
+        model_files, export, keeps_parts, local_dir: see `Snapshot`; they may raise OSError.
         staging: takes a copy of all tensors, so that they may change before they are written.
 
     Raises:
@@ -185,47 +261,8 @@ def take_snapshot(
         model_files=model_files,
         export=export,
         keeps_parts=keeps_parts,
+        local_dir=local_dir,
     )
-
-
-def join(snapshot: Snapshot, written: Callable[[], Written], world: World) -> Callable[[], None]:
-    """Wait until all ranks have written their parts. Every rank calls it.
-
-    Args:
-        written: gives the result of `snapshot.write`, or raises its error: that method itself, or a future's `result`.
-
-    Returns:
-        what is left to do before `commit`; nothing on ranks other than the first.
-
-    Raises:
-        SaveFailed: on every rank, if any of them could not write (a full disk, say); nothing is left of the attempt.
-    """
-    with _or_give_up(snapshot.run_dir, snapshot.position, world):
-        everyone = world.gather(on_every_rank(world, written), "all parts of a checkpoint")
-    return partial(snapshot.complete, everyone) if world.rank == 0 else _nothing
-
-
-def commit(snapshot: Snapshot, completed: Callable[[], None], world: World) -> Saved:
-    """Give a checkpoint its name. Every rank calls it.
-
-    It is whole and on the disk then: a job that dies before leaves the earlier checkpoints as they were, one of the
-    same name included.
-
-    Args:
-        completed: does what `join` has left to do, or tells of it, as `written` there.
-
-    Raises:
-        SaveFailed: as in `join`.
-    """
-    final = checkpoint_folder(snapshot.run_dir, snapshot.position)
-
-    def finish() -> None:
-        completed()
-        take_place(snapshot.partial, final)
-
-    with _or_give_up(snapshot.run_dir, snapshot.position, world):
-        on_first_rank(world, finish)
-    return Saved(folder=final, position=snapshot.position)
 
 
 def verify_checkpoint(folder: str, world: World) -> str | None:
@@ -300,6 +337,10 @@ def _other_bits(recorded: Mapping[str, Any], read: Iterable[Mapping[str, int]]) 
 def _make_empty(folder: str) -> None:
     delete(folder)
     os.makedirs(folder)
+
+
+def _records(written: Sequence[Written]) -> dict[str, FileRecord]:
+    return {name: record for of_rank in written for name, record in of_rank.records.items()}
 
 
 def _nothing() -> None:

@@ -108,6 +108,12 @@ class CheckpointConfig(Section):
         "steps run; otherwise training stops until the files are on the disk",
     )
 
+    local_dir: str = Field(
+        "",
+        description="folder on a disk of each node's own: checkpoints are written there first, and copied into the run "
+        "folder while the next steps run, so that one may follow another before the first is copied; what a job that "
+        "died has left there is copied when the run goes on",
+    )
     save_contents: list[Literal["model", "optimizer", "hf_model"]] = Field(
         default=["model", "optimizer"],
         description="parts of a checkpoint: model is the weights; optimizer its fp32 weights and moments, without "

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -16,12 +16,9 @@ from megarl.checkpoint.export_huggingface import HUGGINGFACE, export_beside
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.staging import Staging
 from megarl.checkpoint.store import (
+    Save,
     Saved,
     SaveFailed,
-    Snapshot,
-    Written,
-    commit,
-    join,
     load_checkpoint,
     rng_state,
     take_snapshot,
@@ -105,24 +102,17 @@ class Kept:
     rng: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Writing:
-    """A checkpoint between its snapshot and its commit.
+    """A checkpoint between its snapshot and its name.
 
     Attributes:
-        written: this rank's part.
-        completed: what the first rank makes of all parts; None until they are there.
+        work: this rank's in the present stage.
     """
 
-    snapshot: Snapshot
+    save: Save
     validation: Mapping[str, float]
-    written: Future[Written]
-    completed: Future[None] | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether this rank need not be waited for."""
-        return (self.written if self.completed is None else self.completed).done()
+    work: Future[Any]
 
 
 class Checkpointing:
@@ -148,9 +138,11 @@ class Checkpointing:
         self.best = BestCheckpoint(self._config, world, start.position)
         self._identity = start.identity
         self._staging = Staging() if self._config.checkpoint.async_save else None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: _Writing | None = None
-        self._pruned: Future[list[str]] | None = None  # deleting 20 GiB takes seconds
+        self._local_dir = self._config.checkpoint.local_dir or None
+        # one checkpoint is copied from the node's disk while the next one is written there
+        self._writer = ThreadPoolExecutor(2 if self._local_dir else 1, thread_name_prefix="checkpoint")
+        self._writing: list[_Writing] = []  # the oldest first
+        self._pruned: list[Future[list[str]]] = []  # deleting 20 GiB takes seconds
 
     def add_model(self, name: str, model: MegatronModel) -> None:
         """Save it from now on; raises ValueError if the name is taken."""
@@ -190,7 +182,7 @@ class Checkpointing:
         Raises:
             RunStopped: a value to save is not finite.
         """
-        self.settle()
+        self._make_room()
         kept = kept or self.keep()
         try:
             sharded = {name: self._sharded(name, loading=False) for name in self.models}
@@ -218,19 +210,21 @@ class Checkpointing:
                 model_files=self._write_model_files,
                 export=self._export if self._config.checkpoint.exports else None,
                 keeps_parts="model" in self._config.checkpoint.save_contents,
+                local_dir=self._local_dir,
                 staging=None if wait else self._staging,
                 world=self._world,
             )
         except SaveFailed as e:
             self._failed(e)
             return
-        written = self._writer.submit(snapshot.write)
-        self._writing = _Writing(snapshot=snapshot, validation=validation, written=written)
+        save = Save(snapshot, self._world)
+        writing = _Writing(save=save, validation=validation, work=self._writer.submit(save.work))
+        self._writing.append(writing)
         if wait or self._staging is None:
             self.settle()
         elif not snapshot.parts.copied:
             self._report.warn("no memory for a copy of the checkpoint: training waits for its files")
-            futures.wait([written])
+            futures.wait([writing.work])
 
     def prepare(self) -> None:
         """Take pinned memory for copies while the first steps run; without a GPU a save takes memory as it needs it."""
@@ -239,22 +233,17 @@ class Checkpointing:
             self._staging.prepare(sum(model.saved_bytes(optimizer=optimizer) for model in self.models.values()))
 
     def settle(self, *, wait: bool = True) -> None:
-        """Commit the checkpoint that is being written, if one is; every rank calls it.
+        """Go on with the checkpoints that are being written, if any are; every rank calls it.
 
         Args:
-            wait: until it is written; otherwise only as far as all ranks have come.
+            wait: until they are whole; otherwise only as far as all ranks have come.
         """
-        while (writing := self._writing) is not None and (
-            wait or all(self._world.all_gather(writing.done, "a look at a checkpoint's files"))
+        while self._writing and (
+            wait or all(self._world.all_gather(self._writing[0].work.done(), "a look at a checkpoint's files"))
         ):
-            self._writing = None
-            try:
-                self._go_on(writing)
-            except SaveFailed as e:
-                self._failed(e)
-        if (pruned := self._pruned) is not None and (wait or pruned.done()):
-            self._pruned = None
-            for problem in pruned.result():
+            self._go_on()
+        while self._pruned and (wait or self._pruned[0].done()):
+            for problem in self._pruned.pop(0).result():
                 self._report.warn(problem)
 
     def _write_model_files(self, folder: str) -> None:
@@ -269,13 +258,27 @@ class Checkpointing:
     def _exported(self) -> str | None:
         return next((name for name in EXPORTED if name in self.models), None)
 
-    def _go_on(self, writing: _Writing) -> None:
-        """Complete a checkpoint of which all parts are written, or commit one that is complete."""
-        if writing.completed is None:
-            rest = join(writing.snapshot, writing.written.result, self._world)
-            self._writing = replace(writing, completed=self._writer.submit(rest))
+    def _make_room(self) -> None:
+        """Wait until the memory for copies is free, and at most one checkpoint is still on the nodes' own disks."""
+        if self._local_dir is None:
+            self.settle()
+        while len(self._writing) > 1 or not all(writing.save.copies_are_free for writing in self._writing):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Wait for the present stage of the oldest checkpoint that is being written."""
+        writing = self._writing[0]
+        try:
+            saved = writing.save.go_on(writing.work.result)
+        except SaveFailed as e:
+            self._writing.remove(writing)
+            self._failed(e)
+            return
+        if saved is None:
+            writing.work = self._writer.submit(writing.save.work)
         else:
-            self._after(commit(writing.snapshot, writing.completed.result, self._world), writing.validation)
+            self._writing.remove(writing)
+            self._after(saved, writing.validation)
 
     def _failed(self, error: SaveFailed) -> None:
         self.failure = str(error)
@@ -289,9 +292,8 @@ class Checkpointing:
             self._report.artifact(os.path.join(saved.folder, HUGGINGFACE))
         if self._world.rank == 0:
             trainer = self._config.trainer
-            self._pruned = self._writer.submit(
-                prune_checkpoints, trainer.run_dir, trainer.max_ckpt_to_keep, saved.folder, self.best.folder
-            )
+            args = trainer.run_dir, trainer.max_ckpt_to_keep, saved.folder, self.best.folder
+            self._pruned.append(self._writer.submit(prune_checkpoints, *args))
 
     def load(self, folder: str, state: Mapping[str, Any] | None) -> None:
         """Bring back all that has joined, with the random numbers; every rank calls it.

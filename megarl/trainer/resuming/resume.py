@@ -16,11 +16,15 @@ from megarl.checkpoint.folder import (
     bring_back_replaced,
     check_resumable,
     checkpoints,
+    listed_partials,
     position_of,
     read_state,
     remove_partials,
     set_aside,
+    take_place,
 )
+from megarl.checkpoint.local_disk import bring_missing, forget, local_folder
+from megarl.checkpoint.manifest import read_manifest, size_problem
 from megarl.config import dump_config
 from megarl.config.load import CONFIG_FILE
 from megarl.config.trainer import TrainerConfig
@@ -89,8 +93,7 @@ def finished(inputs: Inputs, start: Start) -> str | None:
 def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     """Choose the newest checkpoint that is whole. Every rank calls it.
 
-    It gives checkpoints their names again that a death left without; all other changes of the disk are
-    `begin_in_folder`'s.
+    It gives checkpoints their names that a death left without; all other changes of the disk are `begin_in_folder`'s.
 
     Raises:
         ValueError: on every rank; see `expected_start`, and for a rank that does not see the run's folder.
@@ -99,6 +102,8 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     first = world.rank == 0
     if first:
         bring_back_replaced(trainer.run_dir)
+    if trainer.resume_mode != "disable":
+        finish_unfinished(trainer.run_dir, inputs.config.checkpoint.local_dir, world)
     candidates = world.broadcast(_candidates(trainer) if first else None, "the choice of a checkpoint")
     passed_over: list[Found] = []
     for candidate in candidates:
@@ -116,6 +121,25 @@ def choose_start(inputs: Inputs, identity: Identity, world: World) -> Start:
     return Start(identity=identity)
 
 
+def finish_unfinished(run_dir: str, local_dir: str, world: World) -> None:
+    """Name checkpoints that dead jobs left unnamed, if all their files are there or on the nodes' own disks.
+
+    Every rank calls it.
+    """
+    for partial, final in world.broadcast(listed_partials(run_dir) if world.rank == 0 else None, "unnamed checkpoints"):
+        if local_dir and _is_first_on_node():
+            place = os.path.join(local_folder(local_dir, run_dir), os.path.basename(final))
+            bring_missing(place, partial, read_manifest(partial))
+        world.barrier("the files on the nodes' own disks")
+        if world.rank == 0 and size_problem(partial, read_manifest(partial)) is None:
+            take_place(partial, final)
+            print(f"megarl: {final} is whole: a job that died had not named it yet", file=sys.stderr, flush=True)
+
+
+def _is_first_on_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def begin_in_folder(inputs: Inputs, world: World, start: Start) -> None:
     """Make the run's folder ready for the run; every rank calls it.
 
@@ -127,7 +151,9 @@ def begin_in_folder(inputs: Inputs, world: World, start: Start) -> None:
     """
     from megarl.checkpoint.rank_failures import RankFailed, on_first_rank
 
-    run_dir = inputs.config.trainer.run_dir
+    run_dir, local_dir = inputs.config.trainer.run_dir, inputs.config.checkpoint.local_dir
+    if local_dir and _is_first_on_node():
+        forget(local_folder(local_dir, run_dir))
     try:
         on_first_rank(world, lambda: _take_folder(inputs, start))
         check_seen(os.path.join(run_dir, CONFIG_FILE), world)
