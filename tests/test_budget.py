@@ -23,7 +23,7 @@ from megarl.estimate.budget import (
     reshard_buffers,
 )
 from megarl.estimate.budget_table import measured_table, size
-from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
+from megarl.estimate.fit import what_does_not_fit, what_leaves_little, what_may_not_fit
 from megarl.estimate.job import (
     Job,
     active_parameter_count,
@@ -342,6 +342,13 @@ def test_estimates_refuse_nothing() -> None:
     assert refused == [] and warned[0].startswith("generate needs ")
     refused, warned = _said(job(rollout__gpu_memory_utilization=0.4), (certain + 13.6) * GIB)
     assert refused == [] and "GiB more than" in warned[0]
+
+
+@pytest.mark.parametrize(("free", "said"), [(0.21, []), (0.19, ["update leaves 19.0%"]), (-0.01, [])])
+def test_less_than_a_fifth_of_the_memory_is_little(free: float, said: list[str]) -> None:
+    stages = budget(job(**MODES, rollout__max_num_seqs=8), H200, moved=1)
+    accelerator = replace(H200, memory=max(stage.peak for stage in stages) / (1 - free))
+    assert [line[:19] for line in what_leaves_little(job(**MODES), accelerator, stages)] == said
 
 
 def test_no_room_for_a_sequence() -> None:

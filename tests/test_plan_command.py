@@ -125,6 +125,44 @@ def _cells(out: str) -> list[list[str]]:
     return [[cell.strip() for cell in line] for line in lines if line]
 
 
+def test_other_accelerators(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", llama, "--gpus", "8", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4"]
+    assert main([*words, "--accelerator", "B200"]) == 0
+    out = capsys.readouterr().out
+    assert "of 178.00 GiB" in out and "2250 TFLOP/s" in out and "748 GB/s from the node's GPUs" in out
+    main([*words, "--accelerator", "A100", "--gpu-memory", "40GiB"])
+    out = capsys.readouterr().out
+    assert "of 40.00 GiB" in out and "312 TFLOP/s" in out and "1,795 GB/s memory" in out
+    with pytest.raises(SystemExit):
+        main([*words, "--accelerator", "TPU"])
+
+
+def test_what_the_whole_run_costs(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", llama, "--gpus", "16", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    (seconds,) = re.findall(r"all +│ +([0-9.]+) s", out)
+    assert "One step: " in out and "trainer.total_training_steps, which says how many there are, is not set" in out
+    assert main([*words, "trainer.total_training_steps=5000"]) == 0
+    said = re.search(r"5,000 steps: ([0-9,.]+) h on 16 GPUs, ([0-9,.]+) GPU-hours", capsys.readouterr().out)
+    assert said is not None
+    hours = 5000 * float(seconds) / 3600
+    assert [float(x.replace(",", "")) for x in said.groups()] == pytest.approx([hours, 16 * hours], rel=0.01)
+
+
+def test_the_largest_token_budget_leaves_a_fifth_of_the_memory(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    words = ["plan", llama, "--gpus", "8", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
+    assert main(words) == 0
+    (text,) = re.findall(r"Largest actor.ppo_max_token_len_per_gpu .* free: ([0-9,]+) ", capsys.readouterr().out)
+    tokens = int(text.replace(",", ""))
+    for more, warned in ((0, False), (1024, True)):
+        assert main([*words, f"{key}={tokens + more}"]) == 0
+        out = capsys.readouterr().out
+        assert f"free: {tokens:,} (here {tokens + more:,})" in out
+        assert ("warning: update leaves 19.7% of the memory" in out) == warned, out
+
+
 def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--gpus", "2", "--gpu-memory", "80GB"]) == 1
     assert "does not fit: generate needs " in capsys.readouterr().out

@@ -127,3 +127,7 @@ def test_warnings() -> None:
     assert said == "128 generation replicas share data.train_batch_size = 64 prompts: some have none"
     (said,) = layout_warnings(job(), LENGTHS, replace(ROOM, sequences=100))
     assert said == "the KV cache holds 100 sequences of 4096 tokens, fewer than rollout.max_num_seqs = 256"
+    small = {"actor__ppo_max_token_len_per_gpu": 8191}
+    (said,) = layout_warnings(job(**small), LENGTHS, ROOM)
+    assert said.startswith("actor.ppo_max_token_len_per_gpu = 8191 is less than two of the longest sequences, 2 x 4096")
+    assert layout_warnings(job(**small, actor__use_dynamic_bsz=False), LENGTHS, ROOM) == []

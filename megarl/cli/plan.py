@@ -9,17 +9,17 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.table import Table
 
 from megarl.cli.words import add_config
 from megarl.config import load_config
-from megarl.estimate.accelerator import H200, Accelerator
-from megarl.estimate.budget import CacheRoom, budget, cache_room
+from megarl.estimate.accelerator import ACCELERATORS, H200, Accelerator
+from megarl.estimate.budget import CacheRoom, StageBudget, budget, cache_room
 from megarl.estimate.budget_table import predicted_table, size
-from megarl.estimate.fit import what_does_not_fit, what_may_not_fit
+from megarl.estimate.fit import RESERVE, what_does_not_fit, what_leaves_little, what_may_not_fit
 from megarl.estimate.job import Job, parameter_count
 from megarl.estimate.prediction import (
     Lengths,
@@ -29,13 +29,14 @@ from megarl.estimate.prediction import (
     reshard_of_some_ranks,
     step_seconds,
 )
+from megarl.estimate.token_budget import largest_token_budget
 from megarl.phases import Phase
 from megarl.reshard.traffic import Traffic
 from megarl.telemetry.console import plain_console
 from megarl.telemetry.progress import print_table
 from megarl.trainer.trust import unsafe_remarks
 
-EXAMPLE = "megarl plan configs/quickstart.yaml --gpus 8 --gpu-memory 80GB"
+EXAMPLE = "megarl plan configs/quickstart.yaml --gpus 8 --accelerator H100"
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -44,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--gpus", type=int, help="ranks of the job; default those of the configuration")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpus; default 8")
-    parser.add_argument("--gpu-memory", type=bytes_of, help=f"such as 80GB; default {size(H200.memory)}")
+    parser.add_argument(
+        "--accelerator", choices=ACCELERATORS, default=H200.name, help=f"whose rates are assumed; default {H200.name}"
+    )
+    parser.add_argument("--gpu-memory", type=bytes_of, help="such as 80GB; default the accelerator's")
     parser.add_argument("--memory-rate", type=bytes_of, help="bytes/s from the GPU's memory, such as 4.2TB")
     parser.add_argument("--peer-rate", type=bytes_of, help="bytes/s from a GPU of the same node, such as 374GB")
     parser.add_argument("--network-rate", type=bytes_of, help="bytes/s per GPU from another node, such as 50GB")
@@ -85,7 +89,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if cache is not None:
         console.print(_cache_line(job, cache))
         print_table(_traffic_table(job, traffic))
-    print_table(_time_table(step_seconds(job, accelerator, lengths, cache, traffic)))
+    seconds = step_seconds(job, accelerator, lengths, cache, traffic)
+    print_table(_time_table(seconds))
+    for line in (*_run_lines(job, sum(seconds.values())), *_token_budget_lines(job, accelerator, stages)):
+        console.print(line)
     console.print(_assumptions(job, accelerator, lengths))
     for line in (*unsafe_remarks(config), *layout_warnings(job, lengths, cache)):
         console.print(f"warning: {line}")
@@ -94,6 +101,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         console.print(f"does not fit: {line}")
     for line in [] if too_much else what_may_not_fit(job, accelerator, stages):
         console.print(f"warning: if the estimates are right, {line}")
+    for line in what_leaves_little(job, accelerator, stages):
+        console.print(f"warning: {line}")
     return 1 if too_much else 0
 
 
@@ -134,7 +143,7 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
         "flops": {dtype: args.tflops * 1e12} if args.tflops else None,
     }
     values = {name: value for name, value in options.items() if value is not None}
-    return replace(H200, **values)
+    return replace(ACCELERATORS[args.accelerator], **values)
 
 
 def _headline(job: Job) -> str:
@@ -183,6 +192,28 @@ def _time_table(seconds: dict[Phase, float]) -> Table:
     return table
 
 
+def _run_lines(job: Job, seconds: float) -> Iterator[str]:
+    """Say what all steps cost, or one, where their number follows from rows that nobody reads here."""
+    if math.isinf(seconds):
+        return
+    steps, gpus = job.config.trainer.total_training_steps, job.train.size
+    seconds *= steps or 1
+    cost = f"{_time(seconds)} on {gpus} GPUs, {_amount(gpus * seconds / 3600)} GPU-hours"
+    if steps is None:
+        yield f"One step: {cost}; trainer.total_training_steps, which says how many there are, is not set."
+    else:
+        yield f"{steps:,} steps: {cost}, without validation, checkpoints and waiting for rewards."
+
+
+def _token_budget_lines(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
+    tokens = largest_token_budget(job, accelerator, stages)
+    if tokens:
+        yield (
+            f"Largest actor.ppo_max_token_len_per_gpu that leaves {RESERVE:.0%} of the memory free: {tokens:,} "
+            f"(here {job.actor.batching.ppo_max_token_len_per_gpu:,})."
+        )
+
+
 def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
     flops = accelerator.flops[job.config.actor_rollout_ref.model.dtype]
     assumed = (
@@ -193,15 +224,21 @@ def _assumptions(job: Job, accelerator: Accelerator, lengths: Lengths) -> str:
         return f"{assumed}."
     return (
         f"{assumed}; {accelerator.memory_rate / 1e9:,.0f} GB/s memory, and "
-        f"{1e6 * accelerator.token:g} us of an engine per token; {accelerator.peer_rate / 1e9:g} GB/s from the node's "
-        f"GPUs, {accelerator.network_rate / 1e9:g} GB/s from other nodes. reshard is a lower bound."
+        f"{1e6 * accelerator.token:g} us of an engine per token; {accelerator.peer_rate / 1e9:.4g} GB/s from the "
+        f"node's GPUs, {accelerator.network_rate / 1e9:.4g} GB/s from other nodes. reshard is a lower bound."
     )
 
 
 def _time(seconds: float) -> str:
     if math.isinf(seconds):
         return "never"
+    if seconds >= 3600:
+        return f"{_amount(seconds / 3600)} h"
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _amount(n: float) -> str:
+    return f"{n:,.0f}" if n >= 100 else f"{n:.3g}"
 
 
 def _count(n: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +35,6 @@ class Accelerator:
     offloads: bool = True
 
 
-H200 = Accelerator(
-    name="H200",
-    memory=139 * 2**30,
-    runtime=4 * 2**30,  # measured: 2.8 GiB with one rank, 4.4 GiB with two pipeline stages and vLLM
-    flops={"bfloat16": 989e12, "float32": 67e12},  # NVIDIA's data sheet, without sparsity
-    mfu=0.4,  # an assumption: what dense models of some ten billion parameters reach with Megatron-Core
-    memory_rate=4226e9,  # measured: bytes read and written by a copy within the GPU
-    token=10e-6,  # measured: 7 to 12 with vLLM, 5 and 6 with the native engine; 19 and 28 with vLLM on an H100's host
-    peer_rate=374e9,  # measured: one GPU pulls from another's memory through NVLink
-    network_rate=50e9,  # an assumption: one 400 Gbit/s adapter per GPU
-)
-
 PEAKS: Mapping[str, float] = {
     "GB200": 2450e12,
     "B200": 2250e12,
@@ -64,6 +52,65 @@ PEAKS: Mapping[str, float] = {
 }
 """Peak FLOP/s of dense matrix products in bfloat16, by a part of the GPU's name; the
 first match counts. From NVIDIA's data sheets, without sparsity."""
+
+H200 = Accelerator(
+    name="H200",
+    memory=139 * 2**30,
+    runtime=4 * 2**30,  # measured: 2.8 GiB with one rank, 4.4 GiB with two pipeline stages and vLLM
+    flops={"bfloat16": PEAKS["H200"], "float32": 67e12},  # NVIDIA's data sheet, without sparsity
+    mfu=0.4,  # an assumption: what dense models of some ten billion parameters reach with Megatron-Core
+    memory_rate=4226e9,  # measured: bytes read and written by a copy within the GPU
+    token=10e-6,  # measured: 7 to 12 with vLLM, 5 and 6 with the native engine; 19 and 28 with vLLM on an H100's host
+    peer_rate=374e9,  # measured: one GPU pulls from another's memory through NVLink
+    network_rate=50e9,  # an assumption: one 400 Gbit/s adapter per GPU
+)
+
+
+_MEMORY_SHARE = 4226 / 4800
+"""Part of the memory's rate on the data sheet that an H200 was measured to reach."""
+
+_LINK_SHARE = 374 / 450
+"""The same of the link to the node's other GPUs."""
+
+
+def _of_data_sheet(
+    name: str, *, memory: float, float32: float, memory_rate: float, link: float, network: float
+) -> Accelerator:
+    """Return a GPU with the rates of NVIDIA's data sheet, as far as an H200 reaches its own; all else is the H200's.
+
+    Args:
+        memory: GiB that torch reports.
+        float32: TFLOP/s outside of tensor cores.
+        memory_rate, link, network: GB/s; of the last two in one direction.
+    """
+    return replace(
+        H200,
+        name=name,
+        memory=memory * 2**30,
+        flops={"bfloat16": PEAKS[name], "float32": float32 * 1e12},
+        memory_rate=_MEMORY_SHARE * memory_rate * 1e9,
+        peer_rate=_LINK_SHARE * link * 1e9,
+        network_rate=network * 1e9,
+    )
+
+
+ACCELERATORS: Mapping[str, Accelerator] = {
+    gpu.name: gpu
+    for gpu in (
+        # 80 GB, SXM; NVLink 3, an adapter of 200 Gbit/s per GPU
+        _of_data_sheet("A100", memory=79, float32=19.5, memory_rate=2039, link=300, network=25),
+        # 80 GB, SXM; NVLink 4, as on the H200
+        _of_data_sheet("H100", memory=79, float32=67, memory_rate=3350, link=450, network=50),
+        H200,
+        # 96 GB
+        _of_data_sheet("H20", memory=95, float32=44, memory_rate=4000, link=450, network=50),
+        # 180 GB, of an HGX B200; NVLink 5
+        _of_data_sheet("B200", memory=178, float32=75, memory_rate=8000, link=900, network=50),
+        # 48 GB; no NVLink, 16 lanes of PCIe 4
+        _of_data_sheet("L40S", memory=44, float32=91.6, memory_rate=864, link=32, network=25),
+    )
+}
+"""The GPUs that `megarl plan --accelerator` knows, by name."""
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

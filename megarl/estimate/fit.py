@@ -9,6 +9,9 @@ from megarl.estimate.budget import StageBudget, cache_room, memory_modes
 from megarl.estimate.job import Job, engine_elements, own_engine_elements
 from megarl.phases import Phase
 
+RESERVE = 0.2
+"""Part of a GPU's memory that a run should leave free: estimates are none of measured memory, and blocks fragment."""
+
 ESTIMATES = {
     "CUDA context, NCCL",
     "reshard buffers",
@@ -35,6 +38,18 @@ def what_may_not_fit(job: Job, accelerator: Accelerator, stages: Sequence[StageB
     yield from _too_much(job, accelerator, stages)
     if job.generates and cache_room(job, accelerator).sequences == 0:
         yield _no_sequence(job)
+
+
+def what_leaves_little(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:
+    """Name the phase that leaves less than `RESERVE` of the memory, if everything fits."""
+    stage = max(stages, key=lambda stage: stage.peak)
+    free = 1 - stage.peak / accelerator.memory
+    if 0 <= free < RESERVE:
+        phase = max(stage.phases, key=stage.total)
+        yield (
+            f"{phase} leaves {free:.1%} of the memory of a rank of pipeline stage {stage.stage + 1} free; less than "
+            f"{RESERVE:.0%} may be too little in a long run: {_what_would_help(job, stage, phase, accelerator)}"
+        )
 
 
 def _too_much(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> Iterator[str]:

@@ -209,7 +209,7 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
                 f"{what} TP{tp} spans nodes of {job.gpus_per_node} GPUs: every layer then waits for the network"
             )
     for model in (job.actor, *job.other_models):
-        warnings += _pipeline_warnings(model, lengths)
+        warnings += [*_pipeline_warnings(model, lengths), *_packing_hints(model)]
     if cache is None:
         return warnings
     if generation.replicas > job.config.data.train_batch_size:
@@ -238,3 +238,14 @@ def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
         f"pipeline stages wait {waiting:.0%} of {work}: {model.micro_batches(sequences, lengths.total)} micro-batches "
         f"for {stages} stages; {larger}lower {model.role}.ppo_max_token_len_per_gpu or pipeline_model_parallel_size"
     )
+
+
+def _packing_hints(model: ModelJob) -> Iterator[str]:
+    """A micro-batch for one of the longest sequences and a part of another is mostly filled with one."""
+    longest, limit = model.config.data.max_sequence_length, model.batching.ppo_max_token_len_per_gpu
+    filled = model.micro_batch_tokens(model.forward_batch) == limit
+    if model.batching.use_dynamic_bsz and filled and limit < 2 * longest:
+        yield (
+            f"{model.role}.ppo_max_token_len_per_gpu = {limit} is less than two of the longest sequences, 2 x "
+            f"{longest} tokens: where memory allows, more lets sequences fill micro-batches"
+        )

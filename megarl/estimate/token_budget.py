@@ -1,0 +1,58 @@
+"""Finds the largest micro-batch of the policy for which a run's memory is enough. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.estimate.accelerator import Accelerator
+from megarl.estimate.budget import StageBudget
+from megarl.estimate.fit import RESERVE
+from megarl.estimate.job import Job
+from megarl.estimate.model import ModelJob
+from megarl.estimate.model_memory import forward, forward_and_backward
+from megarl.phases import Phase
+
+STEP = 1024
+"""Tokens between two sizes that are considered."""
+
+_PASSES = {Phase.UPDATE: forward_and_backward, Phase.LOG_PROBS: forward, Phase.REF: forward}
+
+
+def largest_token_budget(job: Job, accelerator: Accelerator, stages: Sequence[StageBudget]) -> int | None:
+    """Find the largest `actor.ppo_max_token_len_per_gpu`, in steps of `STEP`, that leaves `RESERVE` of the memory free.
+
+    Args:
+        stages: of `budget`.
+
+    Returns:
+        0 if none does; None where sequences are counted, not tokens. No more than all tokens that a rank passes for an
+        optimizer step: a larger one would change nothing.
+    """
+    if not job.actor.batching.use_dynamic_bsz:
+        return None
+    room = (1 - RESERVE) * accelerator.memory
+    everything = _with(job.actor, tokens=10**12).micro_batch_tokens(job.actor.forward_batch)
+    fits, too_many = 0, everything // STEP + 1
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if _most_held(job, stages, middle * STEP) <= room:
+            fits = middle
+        else:
+            too_many = middle
+    return fits * STEP
+
+
+def _most_held(job: Job, stages: Sequence[StageBudget], tokens: int) -> int:
+    """Count the bytes of the policy's fullest pass with micro-batches of so many tokens."""
+    changed = _with(job.actor, tokens)
+    return max(
+        stage.total(phase) - sum(passes(job.actor, stage.stage).values()) + sum(passes(changed, stage.stage).values())
+        for stage in stages
+        for phase, passes in _PASSES.items()
+        if phase in stage.phases
+    )
+
+
+def _with(model: ModelJob, tokens: int) -> ModelJob:
+    return replace(model, batching=model.batching.model_copy(update={"ppo_max_token_len_per_gpu": tokens}))
