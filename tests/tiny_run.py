@@ -133,7 +133,7 @@ def write_run(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def megarl(*args: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+def megarl(*args: str, timeout: float = 400, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the `megarl` command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "megarl.cli.main", *args],
