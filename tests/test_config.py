@@ -71,6 +71,14 @@ def test_overrides_are_yaml_and_later_ones_win(file: str) -> None:
         ("actor.clip_ratio=0.1", "unknown key 'actor'; did you mean 'actor_rollout_ref.actor'?"),
         ("trainer.namespace=a", "unknown key 'trainer.namespace'"),
         (
+            "algorithm.use_token_level_loss=true",
+            "unknown key 'algorithm.use_token_level_loss'; did you mean 'actor_rollout_ref.actor.loss_agg_mode'?",
+        ),
+        (
+            "algorithm.dynamic_sampling=true",
+            "unknown key 'algorithm.dynamic_sampling'; did you mean 'algorithm.filter_groups'?",
+        ),
+        (
             "actor_rollout_ref.actor.megatron.context_parallel_size=2",
             "unknown key 'actor_rollout_ref.actor.megatron.context_parallel_size'",
         ),
@@ -149,3 +157,11 @@ def test_every_key_is_described_and_used() -> None:
     names = {key: key.rsplit(".", 1)[-1] for key in keys}
     uses = set(re.findall(r"\.(\w+)\b", code)) | set(re.findall(r"self\.(\w+)\b", sections))
     assert [key for key, name in names.items() if name not in uses] == []
+
+
+def test_other_names_lead_to_keys() -> None:
+    from megarl.config.load import _OTHER_NAMES
+
+    keys = set(all_keys())
+    for other, here in _OTHER_NAMES.items():
+        assert other not in keys and (here in keys or any(key.startswith(f"{here}.") for key in keys)), other

@@ -103,6 +103,26 @@ def test_a_script_with_variables_and_sums() -> None:
     assert megatron.param_offload and megatron.optimizer_offload and actor.clip_ratio_c == 10.0
 
 
+def test_dapo_as_people_write_it_down(tmp_path: Path) -> None:
+    """With everything under `algorithm`."""
+    block = """algorithm: {
+        clip_ratio_low: 0.2, clip_ratio_high: 0.28, use_token_level_loss: true, dynamic_sampling: true,
+        overlong_buffer: {enable: true, len: 4096, penalty_factor: 1.0},
+        filter_groups: {enable: true, metric: acc, max_num_gen_batches: 10}}"""
+    (tmp_path / "dapo.yaml").write_text(block)
+    migrated = convert(read_written([str(tmp_path / "dapo.yaml")], "verl"), "verl")
+    config = build_config(migrated.tree)
+    refused = {change.key: change.why for change in migrated.changes if change.kind == "refused"}
+    assert refused == {
+        "algorithm.dynamic_sampling": "verl's key is not known here; leave it out, or set algorithm.filter_groups, "
+        "if it means that"
+    }
+    actor, buffer = config.actor_rollout_ref.actor, config.reward.overlong_buffer
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.loss_agg_mode) == (0.2, 0.28, "token-mean")
+    assert (buffer.enable, buffer.len, buffer.penalty_factor) == (True, 4096, 1.0)
+    assert config.algorithm.filter_groups.max_num_gen_batches == 10
+
+
 def test_values_of_other_names() -> None:
     config = _migrated(
         "python3",

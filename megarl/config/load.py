@@ -203,6 +203,16 @@ def build_config(values: dict[str, Any]) -> Config:
         raise ConfigError(f"{where}: {first['msg'].lower()} (got {given})") from e
 
 
+_OTHER_NAMES = {
+    "algorithm.name": "algorithm.adv_estimator",
+    "algorithm.use_token_level_loss": "actor_rollout_ref.actor.loss_agg_mode",
+    "actor_rollout_ref.actor.use_token_level_loss": "actor_rollout_ref.actor.loss_agg_mode",
+    "algorithm.dynamic_sampling": "algorithm.filter_groups",
+    "algorithm.overlong_reward_shaping": "reward.overlong_buffer",
+}
+"""Keys by the names that papers and older programs have for them."""
+
+
 def dump_config(config: Config) -> str:
     """Write the configuration as YAML with every key. `secrets` describes what is hidden."""
     return OmegaConf.to_yaml(OmegaConf.create(secrets.for_records(config.model_dump())))
@@ -244,6 +254,8 @@ def _unknown_keys(values: dict[str, Any], section: type[BaseModel], prefix: str 
 
 def nearest_key(key: str) -> str | None:
     """Find the key or section that a misspelt name may mean; None if none is similar."""
+    if key in _OTHER_NAMES:
+        return _OTHER_NAMES[key]
     names = list(all_keys())
     names += sorted({k.rsplit(".", i)[0] for k in names for i in range(1, k.count(".") + 1)})
     leaf = key.rsplit(".", 1)[-1]

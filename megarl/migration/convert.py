@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megarl.config.load import all_keys
+from megarl.config.load import all_keys, nearest_key
 from megarl.config.schema import Config
 from megarl.migration.entry import Computed, Kind, Made, Settings, asks_for
 from megarl.migration.tables import TABLES, entry_of
@@ -108,7 +108,9 @@ def _change(written: str, value: Any, settings: Settings, source: str) -> Change
     elif source == "verl" and key in set(all_keys()):
         result = Made(kind="carried", values={key: value})
     else:
-        result = Made(kind="refused", why=f"{source}'s key is not known here; leave it out, or set what it stands for")
+        near = nearest_key(written) if source == "verl" else None
+        instead = f"set {near}, if it means that" if near else "set what it stands for"
+        result = Made(kind="refused", why=f"{source}'s key is not known here; leave it out, or {instead}")
     return Change(key=written, value=value, kind=result.kind, values=result.values, why=result.why)
 
 

@@ -31,6 +31,11 @@ _NAMES: Mapping[str, str] = {
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward_model.sandbox_fusion_url": "reward_model.sandbox_fusion.url",
     f"{A}.compute_sum_pi_squared": f"{A}.calculate_sum_pi_squared",
+    "algorithm.use_token_level_loss": f"{A}.use_token_level_loss",
+    **{
+        f"algorithm.{name}": f"{A}.{name}"  # as people write DAPO down
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode")
+    },
 }
 _SECTIONS: Mapping[str, str] = {
     "reward.custom_reward_function.": "custom_reward_function.",
@@ -38,6 +43,7 @@ _SECTIONS: Mapping[str, str] = {
     "reward.reward_model.": "reward_model.",
     "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
     "reward_model.overlong_buffer.": "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "algorithm.overlong_buffer.": "reward_model.reward_kwargs.overlong_buffer_cfg.",
     "reward_model.model.rollout.": "reward_model.rollout.",
     "model.fsdp_config.": f"{A}.fsdp_config.",
     "model.": f"{M}.",
