@@ -26,6 +26,7 @@ RUN if [ "$ENGINE" = vllm ]; then pip install --no-cache-dir -r launch/requireme
 COPY . .
 # Anyone may write into the home and into /work/runs: `docker run --user` gives an id that the image does not know.
 RUN pip install --no-cache-dir --no-deps --no-build-isolation . \
+    && rm -r build megarl.egg-info \
     && useradd --create-home --uid 1000 megarl \
     && install -d --owner=megarl /work /work/runs \
     && chmod 1777 /home/megarl /work/runs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -11,17 +11,9 @@ HERE = Path(__file__).parent
 DATA = ("bash", "css", "html", "js", "json", "sh", "svg", "txt", "yaml", "yml", "zsh")
 """Endings of the files within the package that are no Python."""
 
-
-def version() -> str:
-    """Read as text: importing the package would need its dependencies, which are not there yet."""
-    found = re.search(r'^__version__ = "(.+)"$', (HERE / "megarl" / "__init__.py").read_text(), re.MULTILINE)
-    assert found is not None
-    return found.group(1)
-
-
 setup(
     name="megarl",
-    version=version(),
+    version=runpy.run_path(str(HERE / "megarl" / "version.py"))["version"](),
     description="Reinforcement-learning post-training of language models inside one Megatron program",
     license="Apache-2.0",
     packages=find_packages(include=["megarl", "megarl.*"]),

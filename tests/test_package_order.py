@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ORDER = [
+    "version",
     "plain",
     "private_folder",
     "processes",
@@ -52,6 +53,7 @@ ORDER = [
 ]
 ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
+    "version.py",
     "plain.py",
     "loopback.py",
     "private_folder.py",

@@ -69,6 +69,30 @@ def test_the_wheel_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> N
     assert "grpo_passk" in output(sys.executable, script, "algorithms")
 
 
+def test_a_clone_says_of_which_commit_it_is(tmp_path: Path) -> None:
+    def ran(*words: str) -> str:
+        return subprocess.check_output(words, cwd=tmp_path, text=True, stderr=subprocess.STDOUT, timeout=500).strip()
+
+    (tmp_path / "megarl").mkdir()
+    for name in ("__init__.py", "version.py"):
+        (tmp_path / "megarl" / name).write_bytes((ROOT / "megarl" / name).read_bytes())
+    release, said = megarl.__version__, (sys.executable, "-c", "import megarl.version as v; print(v.version())")
+    assert ran(*said) == release  # whatever else is installed under the name
+    ran("git", "init", "-q")
+    assert ran(*said) == release  # no commit yet
+    ran("git", "add", "megarl/__init__.py", "megarl/version.py")
+    ran("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
+    commit = ran("git", "rev-parse", "--short=7", "HEAD")
+    assert ran(*said) == f"{release}+g{commit}"
+    with (tmp_path / "megarl" / "__init__.py").open("a") as file:
+        file.write("# changed\n")
+    assert ran(*said) == f"{release}+g{commit}.dirty"
+    ran("git", "tag", f"v{release}")
+    assert ran(*said) == f"{release}+g{commit}.dirty"
+    ran("git", "checkout", "-q", "megarl/__init__.py")
+    assert ran(*said) == release
+
+
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_documentation_s_tools_are_the_docs_extra(python: str) -> None:
     _, extras = declared()

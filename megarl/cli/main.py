@@ -185,12 +185,12 @@ def parser_for(words: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleTyp
 
 
 class _Version(argparse.Action):
-    """Prints the version. Only then is the package's `__init__` needed."""
+    """Prints the version. Only then is git asked."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        import megarl
+        from megarl.version import version
 
-        print(f"megarl {megarl.__version__}")
+        print(f"megarl {version()}")
         parser.exit()
 
 
