@@ -25,7 +25,7 @@ from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.progress import Progress, duration
 from megarl.telemetry.samples import Sample, write_samples
 from megarl.telemetry.sinks import open_sinks
-from megarl.telemetry.timers import PhaseTimers
+from megarl.telemetry.timers import PhaseTimers, Stopwatch
 from megarl.trainer.records.report import Report
 
 
@@ -45,6 +45,18 @@ def test_phases_do_not_overlap() -> None:
     assert seconds["generate"] >= 0.04 and seconds["reshard"] >= 0.05
     assert sum(seconds.values()) <= whole
     assert timers.collect() == {}
+
+
+def test_a_stopwatch_measures_its_last_block() -> None:
+    stopwatch = Stopwatch(torch.device("cpu"))
+    assert stopwatch.seconds == 0
+    with stopwatch:
+        time.sleep(0.05)
+    assert stopwatch.seconds >= 0.05
+    began = time.perf_counter()
+    with pytest.raises(KeyError), stopwatch:
+        raise KeyError
+    assert stopwatch.seconds <= time.perf_counter() - began
 
 
 def test_timer_survives_an_error_inside() -> None:

@@ -42,6 +42,7 @@ def test_a_run_on_four_ranks_leaves_its_records(trained: TrainedRun) -> None:
         assert row["rollout/logp_gap_max"] < 1e-4
         assert row["tokens"] > 64 and row["tokens_per_s"] > 0
         assert {"timing/generate_s", "timing/reshard_s", "timing/log_probs_s", "timing/update_s"} < set(row)
+        assert 0 < row["perf/gradient_sync_s"] < row["timing/update_s"]
     run = trained.folder / "run"
     samples = [json.loads(line) for line in (run / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
     assert len(samples) == 8 and all(sample["prompt"].endswith("=") for sample in samples)

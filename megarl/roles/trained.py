@@ -26,6 +26,7 @@ from megarl.role_kinds import ACTOR, CRITIC, TRAINED_REWARD_MODEL
 from megarl.roles.model import MegatronModel
 from megarl.roles.optimizer import MegatronOptimizer
 from megarl.roles.passes import MiniBatch, Passes
+from megarl.telemetry.timers import Stopwatch
 from megarl.types import Batch
 
 
@@ -36,6 +37,7 @@ class TrainedModel(MegatronModel):
         ddp: its chunks in Megatron-Core's DistributedDataParallel.
         optimizer: its AdamW and schedule.
         memory: of weights, gradients and optimizer state.
+        gradient_sync: the last update's time in which gradients were reduced over ranks, as far as nothing hid it.
         skipped: of each update since it was last cleared, whether the step was left out: its loss or gradient was not
             finite.
     """
@@ -73,7 +75,8 @@ class TrainedModel(MegatronModel):
                 )
                 for i, chunk in enumerate(self.chunks)
             ]
-        self.transformer_config.finalize_model_grads_func = _finalize_without_token_count
+        self.gradient_sync = Stopwatch(next(self.ddp[0].parameters()).device)
+        self.transformer_config.finalize_model_grads_func = self._finalize_without_token_count
         self.transformer_config.grad_scale_func = None
         if megatron.overlap_grad_reduce:
             hooks = [chunk.no_sync for chunk in self.ddp]
@@ -232,6 +235,13 @@ class TrainedModel(MegatronModel):
             return Rebuilt(weights, self.optimizer.masters, self.optimizer.rebuild_weights)
         return OnHost(weights)
 
+    def _finalize_without_token_count(self, models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+        """Reduce the gradients over ranks. Megatron-Core would divide them by the number of tokens; our losses already
+        carry their denominator."""
+        del num_tokens
+        with self.gradient_sync:
+            finalize_model_grads(models, None, **kwargs)
+
     def _gradient_buffers(self) -> Iterator[Tensor]:
         for model in self.ddp:
             yield from (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
@@ -291,9 +301,3 @@ def _over_chunks(
         values.append(of_chunks.double().sum() if kind == "sum" else of_chunks.max().double())
     numbers = torch.stack(values).tolist() if values else []
     return {name: (number, kind) for (name, kind), number in zip(sorted(kinds.items()), numbers, strict=True)}
-
-
-def _finalize_without_token_count(models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron-Core would divide the gradients by the number of tokens; our losses already carry their denominator."""
-    del num_tokens
-    finalize_model_grads(models, None, **kwargs)

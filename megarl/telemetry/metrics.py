@@ -251,6 +251,13 @@ _MACHINE = (
     _m("timing/step_s", "s", "time of the whole step", "rank 0"),
     _m("timing/{phase}_s", "s", "time in a phase; nested phases count once, for the inner one", "rank 0"),
     _m(
+        "perf/gradient_sync_s",
+        "s",
+        "time in which an update of the actor reduces gradients over ranks, waits for slower ranks included and what "
+        "`overlap_grad_reduce` hides left out; mean of the step's updates",
+        "rank 0",
+    ),
+    _m(
         "perf/generated_tokens_per_s",
         "tokens/s",
         "response tokens of the step per second of the phase `generate`, all ranks together",

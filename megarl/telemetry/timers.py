@@ -82,15 +82,34 @@ class PhaseTimers:
         return peaks
 
     def _edge(self) -> None:
-        now: float | torch.cuda.Event = time.perf_counter()
+        now = _edge_of(self._device)
         phase = self._open[-1] if self._open else None
         if self._device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record(torch.cuda.current_stream(self._device))
             peak = peak_memory(self._device)
             if phase is not None:
                 self._peaks[phase] = max(self._peaks[phase], peak)
         self._edges.append((now, phase))
+
+
+class Stopwatch:
+    """Measures its last block, `with stopwatch: ...`; on a GPU between events of the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = self._stop = _edge_of(device)
+
+    def __enter__(self) -> None:
+        self._start = _edge_of(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = _edge_of(self._device)
+
+    @property
+    def seconds(self) -> float:
+        """Tell how long the last block took. Waits until the GPU has come to its end."""
+        if isinstance(self._stop, torch.cuda.Event):
+            self._stop.synchronize()
+        return _between(self._start, self._stop)
 
 
 def seconds_by_phase(spans: Iterable[Span]) -> dict[str, float]:
@@ -112,6 +131,14 @@ def peak_memory(device: torch.device) -> int:
     peak = outside_torch + torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     return peak
+
+
+def _edge_of(device: torch.device) -> float | torch.cuda.Event:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
