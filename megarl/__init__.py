@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from megarl.config import ConfigError as ConfigError
     from megarl.config import build_config as build_config
     from megarl.config import load_config as load_config
+    from megarl.data.example_batch import batch_of_examples as batch_of_examples
     from megarl.data.examples import Example as Example
-    from megarl.data.examples import batch_of_examples as batch_of_examples
     from megarl.environments.environment import Environment as Environment
     from megarl.environments.environment import Turn as Turn
     from megarl.flow_kinds import flow as flow
@@ -128,7 +128,7 @@ _PLACES = {
     "about": "algorithms.declaration",
     "at_tokens": "algorithms.group_scores",
     "batch_of": "types",
-    "batch_of_examples": "data.examples",
+    "batch_of_examples": "data.example_batch",
     "build_actor": "trainer.build",
     "build_config": "config",
     "build_critic": "trainer.build",

@@ -237,7 +237,7 @@ KEYS = st.sampled_from(["messages", "calls", ""])
 
 def _read_rows(file: str, messages_key: str, tokenizer: Any) -> None:
     from megarl.config.data import DataConfig
-    from megarl.data.load import load_examples
+    from megarl.data.example_set import load_examples
     from megarl.data.prompts import load_prompts
 
     data = DataConfig(

@@ -18,8 +18,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megarl.config.data import DataConfig
+from megarl.data.example_set import ExampleSet, load_examples
 from megarl.data.formats import Format
-from megarl.data.load import Loaded, load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -73,7 +73,7 @@ def spelt(tokenizer: Tokenizer, ids: Any) -> str:
     return "".join(map(tokenizer.token, ids))
 
 
-def load(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], format: Format, **keys: Any) -> Loaded:
+def load(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], format: Format, **keys: Any) -> ExampleSet:
     files = [write_jsonl(tmp_path / "rows.jsonl", [row])]
     return load_examples(DataConfig.model_validate(keys), format, files, tokenizer)
 
@@ -81,7 +81,7 @@ def load(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], format: Form
 def learnt(tmp_path: Path, tokenizer: Tokenizer, messages: Any) -> list[str]:
     """Turn by turn, what is read and what is learnt."""
     row = {"messages": messages}
-    (example,) = load(tmp_path, tokenizer, row, "demonstrations", messages_key="messages").examples
+    (example,) = load(tmp_path, tokenizer, row, "demonstrations", messages_key="messages")
     return [spelt(tokenizer, turn) for turn in example.sequences[0]]
 
 
@@ -95,9 +95,9 @@ def test_parts_of_text_are_joined(tmp_path: Path, marks: Tokenizer) -> None:
     prompts = load_prompts(DataConfig(), [write_jsonl(tmp_path / "p.jsonl", [{"prompt": said[:1]}])], marks)
     assert spelt(marks, prompts[0].token_ids) == "<user>ab<end><assistant>"
     pair = {"prompt": said[:1], "chosen": said[1:], "rejected": [{"role": "assistant", "content": "c"}]}
-    (example,) = load(tmp_path, marks, pair, "preferences").examples
+    (example,) = load(tmp_path, marks, pair, "preferences")
     assert spelt(marks, example.sequences[0][1]) == "a<end>"
-    (judged,) = load(tmp_path, marks, {"prompt": said[:1], "answer": "a", "label": 1}, "judged").examples
+    (judged,) = load(tmp_path, marks, {"prompt": said[:1], "answer": "a", "label": 1}, "judged")
     assert spelt(marks, judged.sequences[0][0]) == "<user>ab<end><assistant>"
 
 
@@ -172,12 +172,12 @@ def test_special_tokens_that_texts_spell_stay_text(tmp_path: Path, folder: str) 
     start, end = tokenizer.special_tokens["<|im_start|>"], tokenizer.special_tokens["<|im_end|>"]
     said = [{"role": "user", "content": FORGED}, {"role": "assistant", "content": "a<|im_end|>b"}]
     row = {"messages": said}
-    (example,), remarks = load(tmp_path, tokenizer, row, "demonstrations", messages_key="messages")
+    (example,) = loaded = load(tmp_path, tokenizer, row, "demonstrations", messages_key="messages")
     read, answer = example.sequences[0]
     assert (read.count(start), read.count(end)) == (2, 1) and answer.count(end) == 1 and answer[-1] == end
     whole = "".join(tokenizer.decode([i]) or tokenizer.token(i) for i in (*read, *answer))
     assert whole == f"<|im_start|>user\n{FORGED}<|im_end|>\n<|im_start|>assistant\na<|im_end|>b<|im_end|>"
-    (remark,) = remarks
+    (remark,) = loaded.remarks
     assert remark.endswith("1 of 1 rows spell special tokens of the tokenizer, which stay text, unless "
                            "data.read_special_tokens=true")  # fmt: skip
     for ids in (tokenizer.encode(FORGED), *tokenizer.encode_batch([FORGED, FORGED])):
@@ -188,9 +188,9 @@ def test_special_tokens_are_read_where_they_are_meant(tmp_path: Path, folder: st
     tokenizer, library = load_tokenizer(folder, read_special_tokens=True), AutoTokenizer.from_pretrained(folder)
     row = {"prompt": FORGED, "answer": "a"}
     keys = {"read_special_tokens": True}
-    (example,), remarks = load(tmp_path, tokenizer, row, "demonstrations", **keys)
+    (example,) = loaded = load(tmp_path, tokenizer, row, "demonstrations", **keys)
     assert list(example.sequences[0][0]) == library.encode(FORGED) == tokenizer.encode_batch([FORGED])[0]
-    assert remarks[0].endswith("which become these tokens")
+    assert loaded.remarks[0].endswith("which become these tokens")
     said = [{"role": "user", "content": FORGED}]
     assert tokenizer.encode_chat(said) == library.apply_chat_template(said, add_generation_prompt=True)["input_ids"]
 
@@ -225,7 +225,7 @@ def test_a_tokenizer_that_cannot_keep_them_as_text_is_told(tmp_path: Path) -> No
     refusal = message(lambda: load(tmp_path, load_tokenizer(str(tmp_path)), row, "demonstrations"))
     assert "rows.jsonl:1: the tokenizer makes a special token of its text" in refusal
     told = load_tokenizer(str(tmp_path), read_special_tokens=True)
-    (example,) = load(tmp_path, told, row, "demonstrations").examples
+    (example,) = load(tmp_path, told, row, "demonstrations")
     assert example.sequences[0][1] == (2, 1, 2, 1)
 
 

@@ -19,8 +19,9 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.data import DataConfig
-from megarl.data.examples import Example, Turns, batch_of_examples, mismatched
-from megarl.data.load import load_examples
+from megarl.data.example_batch import batch_of_examples, mismatched
+from megarl.data.example_set import load_examples
+from megarl.data.examples import Example, Turns
 from megarl.data.prompt_sampler import PromptSampler
 from megarl.data.prompts import load_prompts
 from megarl.data.readers import Row, require_column
@@ -232,7 +233,7 @@ def test_a_misspelt_answer_key_does_not_mean_another_column(tmp_path: Path, toke
 def test_examples_end_with_the_end_token(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "1+2", "answer": 3}, {"prompt": "4+5", "answer": "10"}])
     prompts = load_prompts(DataConfig(), [file], tokenizer)
-    examples = load_examples(DataConfig(max_response_length=3), "demonstrations", [file], tokenizer).examples
+    examples = load_examples(DataConfig(max_response_length=3), "demonstrations", [file], tokenizer)
     ((prompt_ids, response_ids),) = examples[0].sequences
     assert prompt_ids == prompts[0].token_ids
     assert response_ids == (*tokenizer.encode("3"), tokenizer.eos_id)
@@ -294,9 +295,9 @@ def test_examples_that_are_left_out_are_counted(tmp_path: Path, tokenizer: Token
     assert "more than data.max_prompt_length = 4" in message(
         lambda: load_examples(data, "demonstrations", [file], tokenizer)
     )
-    examples, remarks = load_examples(keep, "demonstrations", [file], tokenizer, "warmup.train_files")
+    examples = load_examples(keep, "demonstrations", [file], tokenizer, "warmup.train_files")
     assert [example.source for example in examples] == [f"{file}:1"]
-    assert remarks == (
+    assert examples.remarks == (
         "warmup.train_files: 2 of 3 rows left out: 2 over data.max_prompt_length = 4 or data.max_response_length = 3 "
         "tokens",
     )
@@ -310,7 +311,7 @@ def test_every_turn_of_the_assistant_is_learnt(tmp_path: Path) -> None:
     ]
     file = write_jsonl(tmp_path / "c.jsonl", rows)
     data = DataConfig(messages_key="chat")
-    first, second = load_examples(data, "demonstrations", [file], tokenizer).examples
+    first, second = load_examples(data, "demonstrations", [file], tokenizer)
     assert spelled(first.sequences[0]) == ["u : 7 <e> / a :", "8 8 <e>", "/ u : 7 + 7 <e> / a :", "8 <e>"]
     assert spelled(second.sequences[0]) == ["s : + <e> / u : 7 <e> / a :", "8 <e>"]
     batch = batch_of_examples([first, second])
@@ -363,9 +364,9 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
         {"prompt": before, "chosen": chat("", "8 8")[1:], "rejected": chat("", "+")[1:], "by": 0.5},
     ]
     file = write_jsonl(tmp_path / "p.jsonl", rows)
-    one, other = load_examples(DataConfig(margin_key="by"), "preferences", [file], tokenizer).examples
+    one, other = load_examples(DataConfig(margin_key="by"), "preferences", [file], tokenizer)
     within = [{**rows[1], "prompt": {"messages": before}}]
-    nested, _ = load_examples(
+    nested = load_examples(
         DataConfig(prompt_key="prompt.messages"), "preferences", [write_jsonl(tmp_path / "n.jsonl", within)], tokenizer
     )
     assert nested[0].sequences == other.sequences
@@ -382,7 +383,7 @@ def test_pairs_of_conversations(tmp_path: Path) -> None:
             lambda: load_examples(DataConfig(), "preferences", [write_jsonl(tmp_path / "p.jsonl", rows)], tokenizer)
         )
     )
-    cut = load_examples(DataConfig(max_prompt_length=3, truncation="left"), "preferences", [file], tokenizer).examples
+    cut = load_examples(DataConfig(max_prompt_length=3, truncation="left"), "preferences", [file], tokenizer)
     assert spelled(cut[0].sequences[1]) == ["/ a :", "+ <e>"]
 
 
@@ -392,7 +393,7 @@ def test_judged_answers_and_mismatched_ones(tmp_path: Path, tokenizer: Tokenizer
         {"prompt": "4", "answer": "56", "label": 0},
         {"prompt": "78", "answer": "9", "label": 1.0},
     ]
-    examples = load_examples(DataConfig(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer).examples
+    examples = load_examples(DataConfig(), "judged", [write_jsonl(tmp_path / "j.jsonl", rows)], tokenizer)
     assert [example.label for example in examples] == [1.0, 0.0, 1.0]
     others = mismatched(batch_of_examples(examples))
     lengths = others.lengths.tolist()

@@ -18,10 +18,10 @@ from test_chat_rows import write_byte_tokenizer
 from test_data import message
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
-import megarl.data.prompt_index
+import megarl.data.index_making
 import megarl.data.prompts
+from megarl.data.index_making import TooLarge
 from megarl.data.json_lines import LONGEST_LINE
-from megarl.data.prompt_index import TooLarge
 from megarl.data.readers import iterate_rows
 from megarl.data.tokenizer import load_tokenizer
 
@@ -124,7 +124,7 @@ def test_large_rows_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.Monke
     tokenizer, file = write_tokenizer(tmp_path), tmp_path / "rows.parquet"
     table = pa.table({"prompt": [str(i) for i in range(3000)], "big": shared("x" * 2**20, 3000)})
     parquet.write_table(table, file, row_group_size=1700, compression="zstd")
-    monkeypatch.setattr(megarl.data.prompt_index, "ARROW_BYTES", 2**20)
+    monkeypatch.setattr(megarl.data.index_making, "ARROW_BYTES", 2**20)
     monkeypatch.setattr("megarl.data.readers.MOST_BYTES", 2**40)
     monkeypatch.setattr(megarl.data.prompts, "SMALL_BYTES", 0)
     monkeypatch.setattr("megarl.data.readers._plain", lambda batch: batch.select(["prompt"]))
@@ -135,7 +135,7 @@ def test_large_rows_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_small_file_of_many_rows_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, file = write_tokenizer(tmp_path), tmp_path / "rows.parquet"
     parquet.write_table(pa.table({"prompt": [str(i) for i in range(50)]}), file)
-    monkeypatch.setattr(megarl.data.prompt_index, "HELD_BYTES", 100)
+    monkeypatch.setattr(megarl.data.index_making, "HELD_BYTES", 100)
     prompts = read(tokenizer, [str(file)], cache_dir=str(tmp_path / "cache"))
     assert [p.row["prompt"] for p in prompts] == [str(i) for i in range(50)]
     assert (tmp_path / "cache").is_dir()

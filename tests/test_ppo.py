@@ -18,7 +18,7 @@ from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.config import load_config
 from megarl.config.data import DataConfig
-from megarl.data.load import load_examples
+from megarl.data.example_set import load_examples
 from megarl.data.tokenizer import load_tokenizer
 from megarl.trainer.admission.checks import check_run
 
@@ -376,7 +376,7 @@ def test_a_reward_model_reads_a_reply_as_it_was_trained_to(ranks: Ranks, tmp_pat
             row |= {"chosen": reply, "rejected": reply}
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(prompt_key="q.messages")
-    trained, _ = load_examples(data, "preferences", [f"{tmp_path}/val.jsonl"], load_tokenizer(f"{tmp_path}/judge"))
+    trained = load_examples(data, "preferences", [f"{tmp_path}/val.jsonl"], load_tokenizer(f"{tmp_path}/judge"))
     for got in ranks.run(2, _replies_encoded_anew, str(path), f"{tmp_path}/judge"):
         for i in range(3):
             ((prompt, answer), _) = trained[i].sequences

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import megarl.data.prompt_index
+import megarl.data.index_making
 import megarl.data.prompts
 from megarl.config.data import DataConfig
 from megarl.data.prompts import PromptSet
@@ -37,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(params=quick(["in memory", "in the cache"], 0))
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Keys of a read that goes the one or the other way; stretches are so short that a file has many."""
-    monkeypatch.setattr(megarl.data.prompt_index, "STRETCH_BYTES", 64)
+    monkeypatch.setattr(megarl.data.index_making, "STRETCH_BYTES", 64)
     if request.param == "in the cache":
         monkeypatch.setattr(megarl.data.prompts, "SMALL_BYTES", -1)
     return {"cache_dir": str(tmp_path / "cache")}

@@ -15,9 +15,9 @@ from prompt_rows import read, write_rows, write_tokenizer
 from pyarrow import fs, parquet
 
 from megarl.config.data import DataConfig
+from megarl.data.example_set import load_examples
 from megarl.data.files import data_files
 from megarl.data.json_lines import BLOCK
-from megarl.data.load import load_examples
 from megarl.data.tokenizer import load_tokenizer
 
 pytest.importorskip("moto")
@@ -111,7 +111,7 @@ def test_examples_of_a_bucket(bucket: fs.FileSystem, uri: str, tokenizer: str) -
     with bucket.open_output_stream("b.parquet") as f:
         parquet.write_table(pa.table({"prompt": ["1"], "answer": ["2"]}), f)
     files = [f"{uri}/a.jsonl", f"{uri}/b.parquet"]
-    found = load_examples(DataConfig(max_prompt_length=8), "demonstrations", files, load_tokenizer(tokenizer)).examples
+    found = load_examples(DataConfig(max_prompt_length=8), "demonstrations", files, load_tokenizer(tokenizer))
     assert len(found) == len(lines) + 1
     assert [found[i].source for i in (0, -2, -1)] == [
         f"{uri}/a.jsonl:2",

@@ -79,7 +79,7 @@ def test_tools_of_demonstrations_and_pairs(tmp_path: Path, reads: Tokenizer) -> 
     row = {"messages": [*ASKED, SAID], "prompt": ASKED, "chosen": [SAID], "rejected": [CALLED], "tools": [TOOL]}
     long = {"max_prompt_length": 600}
     for format, keys in (("demonstrations", {"messages_key": "messages"}), ("preferences", {})):
-        (example,) = load(tmp_path, reads, row, format, **long, **keys).examples  # type: ignore[arg-type]
+        (example,) = load(tmp_path, reads, row, format, **long, **keys)  # type: ignore[arg-type]
         read, learnt = (spelt(reads, turn) for turn in example.sequences[0])
         assert read.startswith("<tool>") and "weather" in read
         assert learnt == "Yes<|im_end|>"
@@ -117,7 +117,7 @@ def test_messages_as_completions(tmp_path: Path, reads: Tokenizer) -> None:
 
     def turns(format: Any = "demonstrations", **row: Any) -> list[str]:
         given = {"prompt": ASKED, "label": True, **row}
-        (example,) = load(tmp_path, reads, given, format, answer_key="completion").examples
+        (example,) = load(tmp_path, reads, given, format, answer_key="completion")
         return [spelt(reads, turn).replace("Ġ", " ").replace("Ċ", "\n") for turn in example.sequences[0]]
 
     start = "<|im_start|>user\nIs it warm in Bern?<|im_end|>\n<|im_start|>assistant\n"

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from megarl.config.data import DataConfig
 from megarl.data.curriculum import load_curriculum
 from megarl.data.encode import prompt_ids, special_remark
-from megarl.data.files import DataFile, data_files, stem_of
-from megarl.data.prompt_index import Index, TooLarge, make_index, meta_of_index, open_index
+from megarl.data.files import data_files, stem_of
+from megarl.data.index_cache import index_of
 from megarl.data.readers import Row
-from megarl.data.row_cache import Progress, cache_folder, entry, meta_of
-from megarl.data.row_files import check_fields, open_file
+from megarl.data.row_files import open_file
+from megarl.data.row_index import Index
+from megarl.data.row_set import RowSet
 from megarl.data.scan import Scan, bounded, check_filter, source_of, with_answer
-from megarl.data.source import source_version
 from megarl.data.tokenizer import Tokenizer
 from megarl.rewards.parts import Scorers
 from megarl.types import Prompt
@@ -32,8 +28,6 @@ SMALL_BYTES = 16 * 2**20
 
 OPEN_FILES = 64
 """At a time: there may be more files of rows than a process can have open."""
-
-_FORMAT = 4  # of an index: those of another one are made again
 
 
 def load_prompts(
@@ -74,18 +68,7 @@ def load_prompts(
         rules, sources = replace(rules, what="data.source"), []
     else:
         sources = data_files(files, what)
-    small = bool(sources) and not any(f.remote for f in sources) and sum(f.size for f in sources) <= SMALL_BYTES
-    if small or not tokenizer_key:
-        if not small and (not sources or any(file.remote for file in sources)):
-            raise ValueError(f"{rules.what}: rows that have to be kept need a tokenizer that is known by its files")
-        try:
-            index = make_index(sources, rules, tokenizer, None, lambda: None)
-        except TooLarge:
-            if not tokenizer_key:
-                raise
-            index = _kept_index(sources, rules, tokenizer, tokenizer_key)
-    else:
-        index = _kept_index(sources, rules, tokenizer, tokenizer_key)
+    index = index_of(sources, rules, tokenizer, tokenizer_key=tokenizer_key, small_bytes=SMALL_BYTES)
     if not len(index.rows):
         raise ValueError(_none_left(index, rules))
     prompts = PromptSet(index, rules, tokenizer)
@@ -95,41 +78,20 @@ def load_prompts(
     return prompts
 
 
-class PromptSet(Sequence[Prompt]):
-    """The prompts of some files, in their order. Only the rows that are drawn become Python objects.
-
-    Attributes:
-        remarks: what was left out, for the start of the run.
-    """
+class PromptSet(RowSet[Prompt]):
+    """The prompts of some files, in their order. Only the rows that are drawn become Python objects."""
 
     def __init__(self, index: Index, rules: Scan, tokenizer: Tokenizer) -> None:
-        self._index, self._rules, self._data, self._tokenizer = index, rules, rules.data, tokenizer
+        super().__init__(index, _remarks(index, rules))
+        self._rules, self._data, self._tokenizer = rules, rules.data, tokenizer
         self._file = lru_cache(OPEN_FILES)(lambda number: open_file(*index.files[number]))
         for number in range(min(len(index.files), OPEN_FILES)):  # what replaces one of these is not read
             self._file(number)
         self._stems = [stem_of(name) for name, *_ in index.files]
-        self.remarks = _remarks(index, rules)
-
-    def __len__(self) -> int:
-        return len(self._index.rows)
-
-    @overload
-    def __getitem__(self, i: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Prompt]: ...
-    def __getitem__(self, i: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        return self._prompt(self._index.rows[i])
 
     def row(self, i: int) -> Row:
         """Read a row, without its tokens."""
         return self._row(self._index.rows[i])
-
-    @property
-    def digest(self) -> str:
-        """The digest of the rows and of what makes prompts of them, in order; known since they were looked at."""
-        return self._index.digest
 
     @property
     def checked_for(self) -> Scorers:
@@ -152,72 +114,18 @@ class PromptSet(Sequence[Prompt]):
     @property
     def difficulty(self) -> Any:
         """[N] float64: the column that `data.curriculum` names."""
-        return self._index.rows["difficulty"]
-
-    def in_common(self, other: PromptSet) -> int:
-        """Count the prompts that the other set has too."""
-        prompts, step = np.unique(self._index.rows["prompt"]), 2**16
-        there = np.zeros(len(prompts), bool)
-        for i in range(0, len(other), step):
-            block = other._index.rows["prompt"][i : i + step]
-            place = np.minimum(np.searchsorted(prompts, block), len(prompts) - 1)
-            there[place[prompts[place] == block]] = True
-        return int(np.isin(self._index.rows["prompt"], prompts[there]).sum())
-
-    def _tokens(self, fields: Any) -> Any:
-        """Return the tokens that are stored for a row; none if it was not tokenised."""
-        at = int(fields["tokens_at"])
-        return self._index.tokens[at : at + int(fields["tokens"])] if at >= 0 else self._index.tokens[:0]
+        return self._index.rows["value"]
 
     def _row(self, fields: Any) -> Row:
-        check_fields(fields, self._tokens(fields), self._index.folder)
+        self._index.stored(fields)
         source, columns = self._file(int(fields["file"])).read(fields)
         return Row(source, with_answer(columns, self._data.answer_key))
 
-    def _prompt(self, fields: Any) -> Prompt:
-        row, ids = self._row(fields), tuple(self._tokens(fields).tolist())
+    def _read(self, fields: Any) -> Prompt:
+        row, ids = self._row(fields), tuple(self._index.stored(fields).tolist())
         ids = ids or prompt_ids(row, self._data, self._tokenizer)
         where = source_of(row.columns, self._data, self._stems[int(fields["file"])])
         return Prompt(index=int(fields["index"]), token_ids=ids, row=row.columns, source=row.source, data_source=where)
-
-
-def _kept_index(sources: list[DataFile], rules: Scan, tokenizer: Tokenizer, tokenizer_key: str) -> Index:
-    """Open the index in the cache, where it is put first if it is not there."""
-
-    def make(folder: Path, progress: Progress) -> dict[str, object]:
-        return meta_of_index(make_index(sources, rules, tokenizer, folder, progress))
-
-    where = cache_folder(rules.data.cache_dir)
-    folder = entry(where, _key(sources, rules, tokenizer_key), rules.what, make)
-    try:
-        return open_index(folder, meta_of(folder))
-    except OSError as e:
-        raise ValueError(f"{rules.what}: '{folder}' cannot be read: {e.strerror or e}; remove it") from e
-
-
-def _key(sources: list[DataFile], rules: Scan, tokenizer_key: str) -> str:
-    """Hash everything that an index depends on."""
-    data = rules.data
-    names = ("prompt_key", "answer_key", "source_key", "tools_key", "max_prompt_length", "filter_overlong_prompts",
-             "truncation", "read_special_tokens")  # fmt: skip
-    training = ("filter", "drop_duplicates", "curriculum", "source") if rules.training else ()
-    code = [data.filter, data.curriculum, data.source] if rules.training else []
-    parts = [
-        [_FORMAT, rules.what, rules.scorers, tokenizer_key],
-        [[f.place if f.remote else os.path.abspath(f.place), f.entry, f.size, f.changed] for f in sources],
-        [[name, getattr(data, name)] for name in (*names, *training)],
-        [_contents(value.rpartition(":")[0]) for value in [*code, *(name for name, *_ in rules.scorers)]],
-        source_version(data.source) if rules.training and data.source else "",
-    ]
-    return _hexadecimal(json.dumps(parts).encode())
-
-
-def _contents(file: str) -> str:
-    return _hexadecimal(Path(file).read_bytes()) if os.path.isfile(file) else ""
-
-
-def _hexadecimal(*parts: bytes) -> str:
-    return hashlib.blake2b(b"".join(parts), digest_size=12).hexdigest()
 
 
 def _check_keys(rules: Scan) -> None:

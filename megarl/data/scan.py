@@ -11,11 +11,13 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from megarl.data.files import row_prefix
 from megarl.data.json_lines import next_line
 from megarl.data.messages import strings_in, without_nulls
 from megarl.data.readers import BATCH_ROWS, Row, has, parse, require_column, value_at, value_or_none
+from megarl.data.source import source_version
 from megarl.data.tokenizer import Tokenizer
 from megarl.registry import Registry
 from megarl.rewards.parts import Scorers, refusal_of
@@ -34,14 +37,14 @@ FIELDS = np.dtype(
         ("index", "<u4"),  # position in the file list
         ("file", "<u4"),
         ("at", "<i8"),  # byte where the line begins; batch x BATCH_ROWS + row in an Arrow file
-        ("size", "<u4"),  # bytes of the line; 0 in an Arrow file
+        ("size", "<u4"),  # bytes of the line; 0 in an Arrow file; of an example, its tokens
         ("line", "<u4"),  # for people, from 1
-        ("prompt", "<u8"),  # digest of the prompt's column
-        ("row", "<u8"),  # digest of the columns
+        ("prompt", "<u8"),  # digest of the prompt's column, or of an example's sequences
+        ("row", "<u8"),  # digest of the columns; 0 for an example
         ("tokens_at", "<i8"),  # where its tokens begin among those that are stored; -1: none are
-        ("tokens", "<u4"),
+        ("tokens", "<u4"),  # numbers that are stored there
         ("check", "<u4"),  # checksum of the other fields and of the stored tokens
-        ("difficulty", "<f8"),
+        ("value", "<f8"),  # what `data.curriculum` sorts by; an example's label
     ]
 )
 """What is kept of a row: 64 bytes."""
@@ -67,6 +70,9 @@ class Scan:
         scorers: that must be able to score a response to a row; empty: nothing is known of them.
         training: whether `data.filter` and `data.curriculum` apply.
     """
+
+    answers: ClassVar[bool] = False
+    """Whether rows come with their answers: all are tokenised at once, and none is read again."""
 
     what: str
     data: DataConfig
@@ -108,6 +114,28 @@ class Scan:
         """Whether a text spells a special token."""
         return finder_of(self.special_tokens)
 
+    @property
+    def settings(self) -> list[object]:
+        """What an index depends on beside files, scorers and the tokenizer."""
+        data = self.data
+        names = ("prompt_key", "answer_key", "source_key", "tools_key", "max_prompt_length", "filter_overlong_prompts",
+                 "truncation", "read_special_tokens")  # fmt: skip
+        training = ("filter", "drop_duplicates", "curriculum", "source") if self.training else ()
+        code = [data.filter, data.curriculum, data.source] if self.training else []
+        return [
+            [[name, getattr(data, name)] for name in (*names, *training)],
+            [_contents(value.rpartition(":")[0]) for value in [*code, *(name for name, *_ in self.scorers)]],
+            source_version(data.source) if self.training and data.source else "",
+        ]
+
+    def look_at(self, rows: Iterable[Placed], stem: str) -> Scanned:
+        """Look at some rows, one after the other, up to the first that cannot be used.
+
+        Args:
+            stem: of their file's name.
+        """
+        return scan(rows, self, stem)
+
     def needs_tokens(self, prompt: str | Conversation) -> bool:
         """Whether only its tokens tell that a prompt can be used."""
         return not isinstance(prompt, str) or not self.fits(prompt)
@@ -143,6 +171,10 @@ class Scanned:
         filtered: rows that `data.filter` left out.
         special: rows whose prompt spells special tokens.
         sources: data sources of those that are kept, at most `MOST_SOURCES`.
+        tokens: int32, of examples; `tokens_at` counts from the first.
+        contents: of examples, as `digested` has them.
+        overlong: examples that were left out.
+        same: pairs whose answers are the same.
         refusal: why the row after the last one cannot be used; the chunk's other rows were not looked at.
     """
 
@@ -152,6 +184,10 @@ class Scanned:
     special: int = 0
     sources: set[str] = field(default_factory=set)
     unsettled: list[Unsettled] = field(default_factory=list)
+    tokens: bytes = b""
+    contents: bytes = b""
+    overlong: int = 0
+    same: int = 0
     refusal: str = ""
 
 
@@ -183,11 +219,7 @@ def bounded(tokenizer: Tokenizer) -> bool:
 
 
 def scan(rows: Iterable[Placed], rules: Scan, stem: str) -> Scanned:
-    """Look at some rows, one after the other, up to the first that cannot be used.
-
-    Args:
-        stem: of their file's name.
-    """
+    """See `Scan.look_at`."""
     fields: list[tuple[int | float, ...]] = []
     out = Scanned(rows=None)
     try:
@@ -205,7 +237,7 @@ def scan(rows: Iterable[Placed], rules: Scan, stem: str) -> Scanned:
                 out.unsettled.append(Unsettled(len(fields), placed.row.source, prompt, refusal))
             elif refusal:
                 raise ValueError(refusal)
-            digests = _number(_bytes_of(prompt)), digest_of(placed.row.columns)
+            digests = number_of(_bytes_of(prompt)), digest_of(placed.row.columns)
             fields.append((out.seen - 1, 0, placed.at, placed.size, placed.line, *digests, -1, 0, 0, difficulty))
     except ValueError as e:
         out.refusal = str(e)
@@ -262,7 +294,7 @@ def digest_of(columns: Mapping[str, Any]) -> int:
     text = _encode(columns)
     if "null" in text:
         text = _encode(without_nulls(columns))
-    return _number(text.encode())
+    return number_of(text.encode())
 
 
 def checks_of(rows: Any) -> Any:
@@ -308,5 +340,15 @@ def _bytes_of(prompt: str | Conversation) -> bytes:
     return _encode(prompt if prompt.tools else prompt.messages).encode()
 
 
-def _number(raw: bytes) -> int:
+def _contents(file: str) -> str:
+    return hexadecimal(Path(file).read_bytes()) if os.path.isfile(file) else ""
+
+
+def hexadecimal(raw: bytes) -> str:
+    """Digest of bytes: 24 hexadecimal digits."""
+    return hashlib.blake2b(raw, digest_size=12).hexdigest()
+
+
+def number_of(raw: bytes) -> int:
+    """Digest of bytes, of 64 bits."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -11,7 +12,7 @@ from itertools import cycle
 from typing import Any, Literal, NamedTuple
 
 from megarl.data.files import stem_of
-from megarl.data.scan import Scan, Scanned, arrow_rows, lines_of, scan
+from megarl.data.scan import Scan, Scanned, arrow_rows, lines_of
 from megarl.processes import how_it_ended
 from megarl.workers.channel import read_message, write_message
 from megarl.workers.interpreter import Interpreter
@@ -39,14 +40,14 @@ class Stretch(NamedTuple):
 
 
 def look_at(stretch: Stretch, rules: Scan) -> Scanned:
-    """`scan` of a part of a file; a file that cannot be read is its refusal."""
+    """Look at a part of a file; a file that cannot be read is its refusal."""
     stem = stem_of(stretch.name)
     try:
         if stretch.kind == "arrow":
             rows = arrow_rows(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line)
-            return scan(rows, rules, stem)
+            return rules.look_at(rows, stem)
         lines = lines_of(stretch.source, stretch.name, stretch.start, stretch.end, stretch.line, rules.what)
-        return scan(lines, rules, stem)
+        return rules.look_at(lines, stem)
     except OSError as e:
         raise ValueError(f"{rules.what}: '{stretch.name}' cannot be read: {e.strerror or e}") from e
 
@@ -56,8 +57,9 @@ class ScanWorkers(AbstractContextManager["ScanWorkers"]):
 
     def __init__(self, rules: Scan, processes: int) -> None:
         self._rules = rules
-        environment = {"OMP_NUM_THREADS": "1"}
-        self._processes = [Interpreter(f"{__name__}:serve", environment=environment) for _ in range(processes)]
+        environment = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        target = f"{__name__}:{'serve_without_torch' if rules.answers else 'serve'}"
+        self._processes = [Interpreter(target, environment=environment) for _ in range(processes)]
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
@@ -96,6 +98,12 @@ class ScanWorkers(AbstractContextManager["ScanWorkers"]):
         process.close()
         how = how_it_ended(process.process.returncode)
         return ValueError(f"{self._rules.what}: a process that read the rows {how}; start again, with more memory")
+
+
+def serve_without_torch(connection: socket.socket) -> None:
+    """`serve` where a tokenizer is opened and no code of a user's runs: transformers without torch has 130 MB less."""
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    serve(connection)
 
 
 def serve(connection: socket.socket) -> None:

@@ -17,7 +17,7 @@ APART = "tokenizer"
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Text to token ids and back. Pickled, it is the same one in another process.
 
     Attributes:
         vocab_size: ids are below this; the model's embedding may be padded beyond it.

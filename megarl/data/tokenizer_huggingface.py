@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -78,6 +79,11 @@ class HuggingFaceTokenizer:
         self._reads_special_tokens = read_special_tokens
         self._lock = threading.Lock()  # how special tokens are read is a state of the library's object
         self._template = TemplateProcess()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process it is opened anew."""
+        opened = partial(HuggingFaceTokenizer, read_special_tokens=self._reads_special_tokens)
+        return opened, (self._directory, self._arguments)
 
     def encode(self, text: str) -> list[int]:
         text.encode()  # the library does not say that half of a surrogate pair is what it cannot read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.algorithms.kto import kto
-from megarl.data.examples import mismatched
+from megarl.data.example_batch import mismatched
 from megarl.flows.learn import learn, policy
 from megarl.phases import Phase
 from megarl.roles.passes import Passes

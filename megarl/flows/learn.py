@@ -8,7 +8,8 @@ import torch
 
 from megarl.algorithms.cross_entropy import cross_entropy
 from megarl.algorithms.loss import Loss, Metric
-from megarl.data.examples import Example, batch_of_examples
+from megarl.data.example_batch import batch_of_examples
+from megarl.data.examples import Example
 from megarl.phases import Phase
 from megarl.roles.passes import Passes
 from megarl.roles.trained import Actor, TrainedModel
@@ -57,7 +58,7 @@ def update_on(
 
 def held_out(run: Run, model: TrainedModel, loss: Loss, columns: Columns | None = None) -> dict[str, float]:
     """Compute the loss and its metrics over all of `data.val_files`, without gradients."""
-    examples = run.inputs.val_examples
+    examples = list(run.inputs.val_examples)
     batch, together = batch_of_examples(examples), len(examples[0].sequences)
     plan = model.plan(batch, together * run.config.data.train_batch_size, together=together)
     if columns is not None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import Config
+from megarl.data.example_set import ExampleSet, load_examples
 from megarl.data.examples import Example
-from megarl.data.load import Loaded, load_examples
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.flow_kinds import format_of, generates, trains
@@ -47,9 +47,9 @@ class Inputs:
     rewards: tuple[Part, ...]
     train_prompts: Sequence[Prompt]
     val_prompts: Sequence[Prompt]
-    demonstrations: list[Example]
-    train_examples: list[Example] = field(default_factory=list)
-    val_examples: list[Example] = field(default_factory=list)
+    demonstrations: Sequence[Example]
+    train_examples: Sequence[Example] = field(default_factory=list)
+    val_examples: Sequence[Example] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
 
     @property
@@ -178,12 +178,12 @@ def _prompts(config: Config, tokenizer: Tokenizer, rewards: Sequence[Part]) -> d
         remarks += held_out.remarks
     if held_out is not None and train is not None and not config.environment.answers:  # which may read other columns
         remarks += _remarks(held_out.in_common(train), len(held_out), "prompts")
-    demonstrations = _demonstrations(config, tokenizer) if config.warmup.total_training_steps else Loaded([], ())
+    shown = _demonstrations(config, tokenizer) if config.warmup.total_training_steps else None
     return {
         "train_prompts": [] if train is None else train,
         "val_prompts": [] if held_out is None else held_out,
-        "demonstrations": demonstrations.examples,
-        "remarks": (*remarks, *(f"warm-up: {remark}" for remark in demonstrations.remarks)),
+        "demonstrations": [] if shown is None else shown,
+        "remarks": (*remarks, *(f"warm-up: {remark}" for remark in (() if shown is None else shown.remarks))),
     }
 
 
@@ -193,19 +193,18 @@ def _examples(config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
     for key in ("source", "filter", "curriculum", "drop_duplicates", "weights"):
         if getattr(data, key):
             raise ValueError(f"data.{key} is for prompts, and trainer.flow = {config.trainer.flow} reads {format}")
-    train, remarks = load_examples(data, format, data.train_files, tokenizer)
-    held_out, more = Loaded([], ())
-    if data.val_files:
-        held_out, more = load_examples(data, format, data.val_files, tokenizer, "data.val_files")
-    seen = {example.sequences for example in train}
-    both = sum(example.sequences in seen for example in held_out)
+    read = partial(load_examples, data, format, tokenizer=tokenizer, tokenizer_key=_tokenizer_key(config))
+    train = read(data.train_files)
+    remarks, held_out = train.remarks, read(data.val_files, what="data.val_files") if data.val_files else None
+    if held_out is not None:
+        remarks += (*held_out.remarks, *_remarks(held_out.in_common(train), len(held_out), "examples"))
     return {
         "train_prompts": [],
         "val_prompts": [],
         "demonstrations": [],
         "train_examples": train,
-        "val_examples": held_out,
-        "remarks": (*remarks, *more, *_remarks(both, len(held_out), "examples")),
+        "val_examples": [] if held_out is None else held_out,
+        "remarks": remarks,
     }
 
 
@@ -235,8 +234,8 @@ def _remarks(both: int, held_out: int, noun: str) -> tuple[str, ...]:
     return (f"remark: {both} of the {held_out} {noun} of data.val_files are training {noun}",)
 
 
-def _demonstrations(config: Config, tokenizer: Tokenizer) -> Loaded:
+def _demonstrations(config: Config, tokenizer: Tokenizer) -> ExampleSet:
     files, what = config.warmup.train_files, "warmup.train_files"
     if not files:
         files, what = config.data.train_files, "data.train_files"
-    return load_examples(config.data, "demonstrations", files, tokenizer, what)
+    return load_examples(config.data, "demonstrations", files, tokenizer, what, tokenizer_key=_tokenizer_key(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.data.example_set import ExampleSet
 from megarl.data.prompts import PromptSet
 from megarl.flow_kinds import flow_kind, generates, trains
 from megarl.rewards.parts import refusal_of, scorers_of
@@ -45,7 +46,8 @@ def _check_scoring(inputs: Inputs) -> None:
 def _check_examples(inputs: Inputs) -> None:
     """Check that every pair fits into a micro-batch, and that batches are as large as the flow needs."""
     config, actor = inputs.config, inputs.config.actor_rollout_ref.actor
-    longest = max((*inputs.train_examples, *inputs.val_examples), key=lambda example: example.tokens)
+    of_sets = [rows.longest for rows in (inputs.train_examples, inputs.val_examples) if isinstance(rows, ExampleSet)]
+    longest = max(of_sets, key=lambda example: example.tokens)
     limit, together = actor.ppo_max_token_len_per_gpu, len(longest.sequences)
     if actor.use_dynamic_bsz and longest.tokens > limit:
         raise ValueError(

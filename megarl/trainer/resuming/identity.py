@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.config.secrets import without_secrets
+from megarl.data.example_set import ExampleSet
 from megarl.data.examples import Example
 from megarl.data.prompts import PromptSet
 from megarl.flow_kinds import format_of, generates
@@ -220,13 +221,8 @@ def rows_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def examples_digest(examples: Sequence[Example]) -> str:
-    """Digest of token ids, pairs and labels, in order. A prompt with one answer and no label counts as these alone."""
-
-    def recorded(example: Example) -> Any:
-        (first, *more), label = example.sequences, example.label
-        return [*example.sequences, label] if more or label else first
-
-    return digest(json.dumps(recorded(example)).encode() for example in examples)
+    """Digest of `Example.contents`, in order; for an `ExampleSet` it is known."""
+    return examples.digest if isinstance(examples, ExampleSet) else digest(example.contents for example in examples)
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

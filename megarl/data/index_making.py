@@ -1,13 +1,4 @@
-"""Makes the index of the rows of some files: where each lies, in order, and the tokens of those that needed a look.
-
-An index is a folder, or is held in memory if it is small:
-
-    rows.bin       `scan.FIELDS` of every row that is used, in the order of the files
-    tokens.bin     int32, token ids of the prompts that were tokenised on the way
-    N.jsonl        the rows of file N, where they were fetched from a store or come from `data.source`; and of a file of
-                   text that is packed or has no lines of JSON, so that single rows can be read
-    N.arrow        the same of a table
-"""
+"""Makes the index of the rows of some files."""
 
 from __future__ import annotations
 
@@ -20,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +20,7 @@ from megarl.data.files import DataFile, row_prefix
 from megarl.data.json_lines import LONGEST_LINE, json_lines, too_long
 from megarl.data.readers import BATCH_ROWS, is_table, no_rows, table_batches
 from megarl.data.row_cache import Progress
+from megarl.data.row_index import Index, mapped
 from megarl.data.scan import FIELDS, MOST_SOURCES, Scan, Scanned, Unsettled, checks_of, open_lines
 from megarl.data.scan_workers import AT_MOST, ScanWorkers, Stretch, look_at
 from megarl.data.settle import Settler
@@ -50,39 +41,6 @@ SAY_EVERY_SECONDS = 10.0
 
 class TooLarge(ValueError):
     """Rows that must be in a folder."""
-
-
-@dataclass(kw_only=True)
-class Index:
-    """The rows of some files, and what is known of them.
-
-    Attributes:
-        rows: `scan.FIELDS`, of those that are used.
-        tokens: int32, what `tokens_at` points into.
-        files: what `file` counts: name, entry of the list, kind, and path; or the bytes of a small one.
-        seen: rows of the files.
-        filtered, overlong, duplicates: of these, what was left out.
-        special: rows whose prompt spells special tokens.
-        sources: data sources of the rows.
-        digest: of the rows and of what makes prompts of them, in order.
-        folder: where it lies; empty: in memory.
-    """
-
-    rows: Any
-    tokens: Any
-    files: list[tuple[str, int, str, Any]] = field(default_factory=list)
-    seen: int = 0
-    filtered: int = 0
-    overlong: int = 0
-    duplicates: int = 0
-    special: int = 0
-    sources: set[str] = field(default_factory=set)
-    digest: str = ""
-    folder: str = ""
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in ("seen", "filtered", "overlong", "duplicates", "special")}
 
 
 def make_index(
@@ -108,28 +66,6 @@ def make_index(
     return making.finished()
 
 
-def open_index(folder: Path, meta: dict[str, Any]) -> Index:
-    """Map an index that `make_index` wrote into memory."""
-    files = [
-        (name, entry, kind, path if os.path.isabs(path) else str(folder / path))
-        for name, entry, kind, path in meta["files"]
-    ]
-    return Index(
-        rows=_mapped(str(folder / "rows.bin"), FIELDS),
-        tokens=_mapped(str(folder / "tokens.bin"), np.dtype("<i4")),
-        files=files,
-        digest=meta["digest"],
-        folder=str(folder),
-        sources=set(meta["sources"]),
-        **meta["counts"],
-    )
-
-
-def meta_of_index(index: Index) -> dict[str, object]:
-    """Return what `open_index` needs to know beside the files."""
-    return {"files": index.files, "counts": index.counts, "digest": index.digest, "sources": sorted(index.sources)}
-
-
 class _Making:
     """An index that grows, stretch by stretch."""
 
@@ -138,7 +74,7 @@ class _Making:
         self._settler = Settler(rules, tokenizer, together=folder is not None)
         self._index = Index(rows=None, tokens=None)
         self._rows, self._tokens = self._output("rows.bin"), self._output("tokens.bin")
-        self._stored = 0
+        self._stored, self._contents = 0, hashlib.blake2b(digest_size=8)
         self._stretches: list[tuple[int, int]] = []  # file and bytes of each, in order
         self._rows_of: list[int] = []  # seen in each file
         self._done, self._total = 0, 0  # bytes
@@ -169,13 +105,16 @@ class _Making:
             rows["index"] += seen
             rows["file"] = file
             kept = self._settle(scanned.unsettled, rows)
+            self._store(scanned, rows)
             rows["check"] ^= checks_of(rows)
             if scanned.refusal:
                 raise ValueError(scanned.refusal)
             self._rows.write(rows[kept].tobytes())
             self._index.seen += scanned.seen
             self._index.filtered += scanned.filtered
+            self._index.overlong += scanned.overlong
             self._index.special += scanned.special
+            self._index.same += scanned.same
             if len(self._index.sources) < MOST_SOURCES:
                 self._index.sources |= scanned.sources
             self._rows_of[file] += scanned.seen
@@ -195,8 +134,28 @@ class _Making:
             first[np.unique(index.rows["prompt"], return_index=True)[1]] = True
             index.duplicates = int((~first).sum())
             index.rows = index.rows[first] if self._folder is None else _rewritten(index.rows, first)
-        index.digest = _digest(index.rows, self._rules)
+        if self._rules.answers:
+            index.digest = self._contents.hexdigest()
+            self._forget_rows()
+        else:
+            index.digest = _digest(index.rows, self._rules)
         return index
+
+    def _store(self, scanned: Scanned, rows: Any) -> None:
+        """Store the examples of a stretch."""
+        if scanned.tokens:
+            rows["tokens_at"] += self._stored
+            self._tokens.write(scanned.tokens)
+            self._stored += len(scanned.tokens) // 4
+            self._contents.update(scanned.contents)
+
+    def _forget_rows(self) -> None:
+        """Leave out what rows would be read from again."""
+        for number, (name, entry, kind, _) in enumerate(self._index.files):
+            self._index.files[number] = name, entry, kind, ""
+        for path in [] if self._folder is None else self._folder.iterdir():
+            if path.suffix in (".jsonl", ".arrow"):
+                path.unlink()
 
     def _settle(self, prompts: list[Unsettled], rows: Any) -> Any:
         """Store the tokens of what had to be tokenised; return which rows are kept."""
@@ -251,7 +210,7 @@ class _Making:
             sizes = _write_arrow(bounded, sink, self._progress)
         source = path or sink.getvalue()
         number = self._add_file(file.name, file.entry, "arrow", os.path.basename(path) if path else source)
-        step, line = 16, 1
+        step, line = 1 if self._rules.answers else 16, 1  # the tokens of a stretch are in memory
         for first in range(0, len(sizes), step):
             rows = sum(sizes[first : first + step])
             self._stretches.append((number, file.size * rows // sum(sizes)))
@@ -279,7 +238,7 @@ class _Making:
         if isinstance(written, io.BytesIO):
             return np.frombuffer(written.getvalue(), dtype)
         written.close()
-        return _mapped(written.name, dtype)
+        return mapped(written.name, dtype)
 
     def _say(self) -> None:
         if self._folder is None or time.monotonic() - self._last_line < SAY_EVERY_SECONDS:
@@ -287,11 +246,6 @@ class _Making:
         self._last_line = time.monotonic()
         part = f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB looked at, " if self._total else ""
         print(f"megarl: {self._rules.what}: {part}{self._index.seen} rows", file=sys.stderr, flush=True)
-
-
-def _mapped(path: str, dtype: np.dtype[Any]) -> Any:
-    """Map a file as an array; an empty file cannot be mapped."""
-    return np.memmap(path, dtype, "r") if os.path.getsize(path) else np.zeros(0, dtype)
 
 
 def _stretches(f: BinaryIO, prefix: str, what: str) -> Iterator[tuple[int, int, int]]:
