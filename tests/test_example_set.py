@@ -29,6 +29,7 @@ from megarl.data.examples import Example
 from megarl.data.preferences import preference
 from megarl.data.readers import iterate_rows
 from megarl.data.row_files import RowsChanged
+from megarl.data.row_index import StoredTokens
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 from megarl.trainer.digests import digest
 from megarl.trainer.resuming.identity import examples_digest
@@ -106,7 +107,7 @@ def test_the_next_start_tokenises_nothing(
     monkeypatch.setattr(megarl.data.index_cache, "make_index", lambda *_: pytest.fail("it is there"))
     second = load(tokenizer, [file], "preferences", cache)
     assert list(first) == list(second) and first.digest == second.digest and first.remarks == second.remarks
-    assert isinstance(second._index.tokens, np.memmap) and isinstance(second._index.rows, np.memmap)
+    assert isinstance(second._index.tokens, StoredTokens) and isinstance(second._index.rows, np.memmap)
     for keys in ({"margin_key": ""}, {"rejected_key": "chosen"}, {"max_response_length": 9}, {"truncation": "left"}):
         with pytest.raises(pytest.fail.Exception):
             load(tokenizer, [file], "preferences", cache, **keys)

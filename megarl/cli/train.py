@@ -52,6 +52,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     from megarl.trainer.resuming.identity import configuration_digest
     from megarl.trainer.resuming.resume import expected_start, finished
     from megarl.trainer.run_lock import check_free
+    from megarl.trainer.scoring.trial import try_reward
 
     inputs = check_run(config)
     FLOWS.check(config.trainer.flow)
@@ -60,6 +61,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         return 0
     if node_rank == 0:  # on another node, the ranks of node 0 may hold the folder already
         check_free(config.trainer.run_dir)
+        for line in try_reward(inputs):
+            print(f"megarl: {line}", file=sys.stderr)
     say_how_to_profile(config)
     from megarl.launcher import launch
     from megarl.nodes import Node

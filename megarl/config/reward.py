@@ -54,6 +54,13 @@ class RewardConfig(Section):
         3, ge=1, le=100, description="further tries with on_error=retry, after 1 s, 2 s, 4 s ..., at most 60 s"
     )
     timeout: float = Field(300.0, gt=0, le=86_400, description="seconds that one call of a function may take")
+    trial: Whole = Field(
+        4,
+        ge=0,
+        le=64,
+        description="training rows whose reference answers are scored before the ranks start, to see that the reward "
+        "works; 0: none",
+    )
     workers: Size | None = Field(
         None, ge=1, description="scoring processes per node, at least 1 per rank that scores; default one per CPU core"
     )

@@ -24,13 +24,30 @@ from megarl.data.row_files import check_fields
 from megarl.data.scan import FIELDS
 
 
+class StoredTokens:
+    """Reads int32s of a file as they are asked for: mapped, the pages of all that were drawn would stay in memory."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._count = os.fstat(self._descriptor).st_size // 4
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def __getitem__(self, part: slice) -> Any:
+        start, stop, _ = part.indices(self._count)
+        raw = os.pread(self._descriptor, 4 * max(0, stop - start), 4 * start)
+        return np.frombuffer(raw[: len(raw) // 4 * 4], "<i4")
+
+
 @dataclass(kw_only=True)
 class Index:
     """The rows of some files, and what is known of them.
 
     Attributes:
         rows: `scan.FIELDS`, of those that are used.
-        tokens: int32, what `tokens_at` points into.
+        tokens: int32, what `tokens_at` points into: an array, or `StoredTokens`.
         files: what `file` counts: name, entry of the list, kind, and path; or the bytes of a small one.
         seen: rows of the files.
         filtered, overlong, duplicates: of these, what was left out.
@@ -89,7 +106,7 @@ def open_index(folder: Path, meta: dict[str, Any]) -> Index:
     ]
     return Index(
         rows=mapped(str(folder / "rows.bin"), FIELDS),
-        tokens=mapped(str(folder / "tokens.bin"), np.dtype("<i4")),
+        tokens=StoredTokens(str(folder / "tokens.bin")),
         files=files,
         digest=meta["digest"],
         folder=str(folder),

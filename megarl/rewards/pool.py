@@ -132,6 +132,9 @@ class RewardPool:
         if self._closed:
             return
         self._closed = True
+        with self._changed:  # who waits for results in another thread goes on
+            self._ended = self._ended or "the reward workers are closed"
+            self._changed.notify_all()
         self._leader.close()
 
     def _start_leader(self) -> ThreadedInterpreter:
