@@ -14,11 +14,14 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import FrameType
 
+from megarl.endings import NOTES_VARIABLE, Ending, ExitCode, noted_phase
 from megarl.host import host_memory
-from megarl.nodes import Node, Nodes, say, stay_on_interface
-from megarl.parallel.meeting import STORE_VARIABLE
+from megarl.interfaces import say, stay_on_interface
+from megarl.nodes import Node, Nodes
+from megarl.parallel.meeting import PREFIX_VARIABLE, STORE_VARIABLE
 from megarl.private_folder import private_folder
 from megarl.processes import STOP_SIGNALS, adopt_orphans, children, how_it_ended, kill_descendants, signals_handled
 
@@ -28,7 +31,7 @@ FORCED_GRACE = 5.0  # what a second signal leaves a rank to end itself
 
 
 def launch(command: Sequence[str], node: Node, *, timeout_minutes: float) -> int:
-    """Run the command as every rank of this node, to its end.
+    """Run the command as every rank of this node, to its end, once; `megarl.supervisor` starts it again.
 
     Args:
         timeout_minutes: how long the nodes wait for each other.
@@ -39,18 +42,30 @@ def launch(command: Sequence[str], node: Node, *, timeout_minutes: float) -> int
     Raises:
         ValueError: the nodes do not meet, or were started with different things; see `Nodes`.
     """
+    nodes = Nodes(node, timeout_minutes) if node.nnodes > 1 else None
+    with noted_signals() as noted:
+        ending = attempt(command, node, nodes, noted)
+        if nodes is not None:
+            nodes.leave(ending.code, STOP_GRACE)
+    return ending.code
+
+
+def attempt(command: Sequence[str], node: Node, nodes: Nodes | None, noted: list[signal.Signals]) -> Ending:
+    """Start the ranks of this node, and wait until the last one has ended.
+
+    Args:
+        nodes: of several nodes, their meeting, which says the place of this one.
+        noted: the stop signals that arrive meanwhile.
+    """
     spared = children()  # of a program that calls this as a function
     adopt_orphans()
-    nodes = Nodes(node, timeout_minutes) if node.nnodes > 1 else None
-    with _noted_signals() as noted, _folder() as folder:
+    node = nodes.node if nodes is not None else node
+    with _folder() as folder:
         try:
-            ranks = _start(command, _meeting_place(node, nodes, folder), node)
-            code = _Ranks(ranks, node, nodes, noted).wait()
+            ranks = _start(command, {**_meeting_place(node, nodes, folder), NOTES_VARIABLE: folder}, node)
+            return _Ranks(ranks, node, nodes, noted, folder).wait()
         finally:
             kill_descendants(spared)
-        if nodes is not None:
-            nodes.leave(code, STOP_GRACE)
-    return code
 
 
 def _meeting_place(node: Node, nodes: Nodes | None, folder: str) -> dict[str, str]:
@@ -59,6 +74,7 @@ def _meeting_place(node: Node, nodes: Nodes | None, folder: str) -> dict[str, st
         file = os.path.join(folder, "store")
         return {"MASTER_ADDR": node.master_addr, "MASTER_PORT": "0", STORE_VARIABLE: file}
     place = {"MASTER_ADDR": node.master_addr, "MASTER_PORT": str(nodes.port), STORE_VARIABLE: ""}
+    place[PREFIX_VARIABLE] = f"ranks/{nodes.plan.attempt}"
     place["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's env:// joins the launcher's store, and makes none
     return place
 
@@ -69,7 +85,7 @@ def _folder() -> AbstractContextManager[str]:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[signal.Signals]]:
+def noted_signals() -> Iterator[list[signal.Signals]]:
     """Collect the stop signals that arrive meanwhile, in order."""
     noted: list[signal.Signals] = []
 
@@ -84,7 +100,7 @@ def _start(command: Sequence[str], place: Mapping[str, str], node: Node) -> list
     ranks = []
     common = {**os.environ, **place}
     if node.nnodes > 1:
-        stay_on_interface(node, common)
+        stay_on_interface(node.master_addr, common)
     # A rank starts with stop signals blocked, and takes them when it can: as Python starts, one would be a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -113,22 +129,31 @@ class _Ranks:
     """The ranks of this node from their start to their end."""
 
     def __init__(
-        self, ranks: list[subprocess.Popen[bytes]], node: Node, nodes: Nodes | None, noted: list[signal.Signals]
+        self,
+        ranks: list[subprocess.Popen[bytes]],
+        node: Node,
+        nodes: Nodes | None,
+        noted: list[signal.Signals],
+        notes: str,
     ) -> None:
-        self._processes, self._node, self._nodes, self._noted = ranks, node, nodes, noted
+        """
+        Args:
+            notes: the folder with what ranks tell the launcher.
+        """
+        self._processes, self._node, self._nodes, self._noted, self._notes = ranks, node, nodes, noted, notes
         self._forwarded: set[signal.Signals] = set()
         self._end_by: float | None = None  # when what is left of the ranks is killed
-        self._code = 0
+        self._ending: Ending | None = None  # of the first rank that failed
         self._unsaid: str | None = None  # says which rank was stopped: news only if the others do not follow
 
-    def wait(self) -> int:
-        """Wait until the last rank has ended; return the job's exit code."""
+    def wait(self) -> Ending:
+        """Wait until the last rank has ended; return how the first one ended that failed."""
         alive = dict(enumerate(self._processes))
         while alive:
             self._forward(list(alive.values()))
             for rank in [rank for rank, process in alive.items() if process.poll() is not None]:
                 self._ended(rank, alive.pop(rank))
-            if self._code == 0:
+            if self._ending is None:
                 self._look_at_other_nodes()
             if self._end_by is not None and time.monotonic() >= self._end_by:
                 if alive and self._unsaid:
@@ -138,39 +163,43 @@ class _Ranks:
                     process.wait()
                 break
             time.sleep(POLL_SECONDS)
-        return self._code
+        ending = self._ending or self._as_ending(0)
+        return replace(ending, asked=bool(self._forwarded or self._noted))
+
+    def _as_ending(self, code: int, rank: int | None = None, phase: str = "") -> Ending:
+        number = self._nodes.number if self._nodes is not None else 0
+        return Ending(code=code, rank=rank, node=number, host=socket.gethostname(), phase=phase)
 
     def _forward(self, alive: list[subprocess.Popen[bytes]]) -> None:
         while self._noted:
             number = self._noted.pop(0)
             if self._forwarded:
                 self._end_within(FORCED_GRACE)
-                self._code = self._code or 128 + number
+                self._ending = self._ending or self._as_ending(128 + number)
             self._forwarded.add(number)
             for process in alive:
                 process.send_signal(number)
 
     def _ended(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.returncode
-        if code == 0 or self._code:
+        if code == 0 or self._ending is not None:
             return
-        self._code = code if code > 0 else 128 - code
-        stopped = self._code - 128 in STOP_SIGNALS
+        number = self._node.node_rank * self._node.nproc + rank
+        ending = self._as_ending(code if code > 0 else 128 - code, number, noted_phase(self._notes, number))
+        self._ending, stopped = ending, ending.code - 128 in STOP_SIGNALS
         # A rank that failed cannot be waited for, and the others could not save without it.
         self._end_within(STOP_GRACE if stopped else 0.0)
         if self._nodes is not None and not stopped:
-            self._nodes.note_failure(self._code)
-        number = self._node.node_rank * self._node.nproc + rank
+            self._nodes.note_failure(ending)
         who = f"rank {number} (pid {process.pid} on {socket.gethostname()})"
         if stopped:
-            self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(self._code - 128).name}"
-        elif code not in (1, 2):  # of which the rank has said why
+            self._unsaid = None if self._forwarded else f"{who} was ended by {signal.Signals(ending.code - 128).name}"
+        elif code not in set(ExitCode):  # of which the rank has said why
             say(f"{who} {how_it_ended(code)}{_memory() if -code == signal.SIGKILL else ''}")
 
     def _look_at_other_nodes(self) -> None:
-        code = self._nodes.failure() if self._nodes is not None else None
-        if code is not None:
-            self._code = code
+        self._ending = self._nodes.failure() if self._nodes is not None else None
+        if self._ending is not None:
             self._end_within(0.0)
 
     def _end_within(self, seconds: float) -> None:

@@ -1,5 +1,8 @@
 """Joins the launchers of a job: they meet before any rank starts, compare how they were started, and end together.
 
+Where the first node's launcher starts the ranks again, it publishes a `Plan`, and the launchers that this names meet
+again: each meeting has keys of its own.
+
 All of it is in the store of the first node's launcher, in which the ranks meet, too. It is a TCP server that asks
 nobody for a password: the network between the nodes must be trusted with it.
 """
@@ -8,25 +11,25 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
-import psutil
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 
-from megarl.parallel.meeting import use_interface
-from megarl.plain import plain
+from megarl.endings import Ending, ExitCode
+from megarl.interfaces import listen, say
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0  # how often a node looks at the others
 FIRST_WORD, NEXT_WORD = 5.0, 60.0  # seconds until it is said which nodes are waited for, and between two such lines
 GONE_SECONDS = 120.0  # without a sign of life: the launcher's machine is gone, or no longer on the network
 LEAVE_SECONDS = 3.0  # what a node of a job that failed has to take its leave
+REJOIN_SECONDS = 120.0  # what a node has to come back to a later meeting, or the first one to say what follows
+_PLAN, _OVER = "megarl/plan", "megarl/over"
 _REFUSED, _COMPLETE, _FAILED, _DONE, _LAST_WORD = (
     f"megarl/{name}" for name in ("refused", "complete", "failed", "done", "last word")
 )
@@ -50,22 +53,85 @@ class Node:
     same: Mapping[str, str] = field(default_factory=dict)
 
 
-class Nodes:
-    """Watches the launchers of the other nodes, once all are there and agree."""
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Says how the ranks of a job are started, the first time or again.
 
-    def __init__(self, node: Node, timeout_minutes: float) -> None:
+    Attributes:
+        attempt: number of the start, from 0.
+        members: the nodes that take part, by the numbers with which they were started; the first is 0.
+        overrides: `key=value` for the ranks, beside those of the command line.
+        wait: seconds until the first node comes to the meeting.
+    """
+
+    attempt: int = 0
+    members: tuple[int, ...] = (0,)
+    overrides: tuple[str, ...] = ()
+    wait: float = 0.0
+
+
+class NodesMissing(Exception):
+    """Raised on the first node: others did not come back to a later meeting.
+
+    Attributes:
+        numbers: theirs, with which they were started.
+    """
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        super().__init__(numbers)
+        self.numbers = numbers
+
+
+class PlanChanged(Exception):
+    """Raised on a node that is not the first, in a meeting that was given up for another one.
+
+    Attributes:
+        plan: of the other one.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self.plan = plan
+
+
+class Nodes:
+    """Watches the launchers of the other nodes, once all are there and agree.
+
+    Attributes:
+        plan: of this meeting.
+        number: this node's, with which it was started.
+        node: the place of this node among those that take part.
+    """
+
+    def __init__(
+        self, node: Node, timeout_minutes: float, plan: Plan | None = None, *, before: Nodes | None = None
+    ) -> None:
         """
         Args:
-            timeout_minutes: how long all nodes are waited for.
+            node: as it was started.
+            timeout_minutes: how long all nodes are waited for, the first time.
+            plan: of a later meeting; a launcher that is started late takes the plan of the meeting under way.
+            before: the meeting before, whose store is used again.
 
         Raises:
             ValueError: the store cannot be reached or its port is taken, a node does not come, or it was started with
                 something else; in one line, on all nodes that are there.
+            NodesMissing, PlanChanged: in a later meeting.
         """
-        self._node, self._minutes = node, timeout_minutes
+        self._node, self._minutes, self.number = node, timeout_minutes, node.node_rank
         self._end = time.monotonic() + 60 * timeout_minutes
         self._next_look, self._next_word = 0.0, time.monotonic() + FIRST_WORD
-        self._store = self._serve() if node.node_rank == 0 else self._connect()
+        self._of, self.plan = node.nnodes, plan or Plan(members=tuple(range(node.nnodes)))
+        self._job = before._job if before else self._serve() if node.node_rank == 0 else self._connect()
+        if plan is None:
+            self.plan = self._published() or self.plan
+        if self.number not in self.plan.members:
+            raise ValueError(f"node {self.number} was left out of this job, which goes on without it")
+        if self.plan.attempt:
+            self._end = time.monotonic() + REJOIN_SECONDS + (60 * timeout_minutes if self.number else 0.0)
+        members = self.plan.members
+        self.node = self._node = replace(node, nnodes=len(members), node_rank=members.index(self.number))
+        self._store = PrefixStore(f"{self.plan.attempt}", self._job)
         self._hosts: dict[int, str] = {}
         self._signs: dict[int, tuple[int, float]] = {}  # node -> its counter, and since when it stands there
         self._said_gone = False
@@ -73,31 +139,54 @@ class Nodes:
 
     @property
     def port(self) -> int:
-        return int(self._store.port)
+        return int(self._job.port)
 
-    def failure(self) -> int | None:
-        """Return the exit code of a node that failed, which says why itself, or of this one, if another one is gone."""
+    def failure(self) -> Ending | None:
+        """Return how the first node ended that failed, which says why itself, or that a node is gone."""
         if time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + LOOK_SECONDS
         try:
             if self._store.check([_FAILED]):
                 self._say_heard()
-                return int(self._store.get(_FAILED))
+                return Ending(**json.loads(self._store.get(_FAILED)))
             self._give_sign()
         except DistError:
             self._say_first_is_gone()
-            return 1
+            return self._lost(0)
         if gone := [number for number, (_, since) in self._signs.items() if time.monotonic() - since > GONE_SECONDS]:
             self._say_gone(self._gone(gone))
-            return 1
+            return self._lost(gone[0])
         return None
 
-    def note_failure(self, code: int) -> None:
-        """Tell the other nodes."""
+    def note_failure(self, ending: Ending) -> None:
+        """Tell the other nodes, unless one of them has failed before."""
         with suppress(DistError):
-            self._store.set(_FAILED, str(code))
+            self._store.compare_set(_FAILED, "", json.dumps(asdict(ending)))
             self._say_heard()
+
+    def first_failure(self, ending: Ending) -> Ending:
+        """Return how the node ended that failed first, which is not always the one that was heard of first."""
+        try:
+            return Ending(**json.loads(self._store.get(_FAILED))) if self._store.check([_FAILED]) else ending
+        except DistError:
+            return ending
+
+    def publish(self, plan: Plan) -> None:
+        """Tell the other nodes how the ranks are started again; the first node calls it."""
+        self._job.set(_PLAN, json.dumps(asdict(plan)))
+
+    def next_plan(self) -> Plan | None:
+        """Wait for what the first node publishes; None if the job is over."""
+        end = time.monotonic() + REJOIN_SECONDS
+        try:
+            while time.monotonic() < end and not self._job.check([_OVER]):
+                if (plan := self._published()) and plan.attempt > self.plan.attempt:
+                    return plan
+                time.sleep(POLL_SECONDS)
+        except DistError:
+            self._say_first_is_gone()
+        return None
 
     def leave(self, code: int, seconds: float) -> None:
         """The first node leaves last: its launcher keeps the store, in which the others look for failures.
@@ -112,6 +201,7 @@ class Nodes:
                 if code:
                     self._hear_last_word()
                 return
+            self._job.set(_OVER, "")
             end = time.monotonic() + (LEAVE_SECONDS if code else seconds)
             while done < self._node.nnodes and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
@@ -124,7 +214,7 @@ class Nodes:
     def _serve(self) -> TCPStore:
         node = self._node
         try:
-            listening = _listen(node.master_addr, node.master_port)
+            listening = listen(node.master_addr, node.master_port)
             address, port = listening.getsockname()[:2]
             return TCPStore(
                 "127.0.0.1" if address == "0.0.0.0" else address,
@@ -151,15 +241,23 @@ class Nodes:
             time.sleep(2 * POLL_SECONDS)
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60 * self._minutes))
 
+    def _published(self) -> Plan | None:
+        if not self._job.check([_PLAN]):
+            return None
+        plan = json.loads(self._job.get(_PLAN))
+        return Plan(**{**plan, "members": tuple(plan["members"]), "overrides": tuple(plan["overrides"])})
+
     def _meet(self) -> None:
         node = self._node
         if self._store.add(f"megarl/claims/{node.node_rank}", 1) > 1:
-            raise ValueError(f"another launcher is node {node.node_rank} of this job; give each its own --node-rank")
+            raise ValueError(f"another launcher is node {self.number} of this job; give each its own --node-rank")
         self._store.set(f"megarl/node/{node.node_rank}", json.dumps({**asdict(node), "host": socket.gethostname()}))
         try:
             while not self._store.check([_COMPLETE]):
                 if self._store.check([_REFUSED]):
                     raise ValueError(self._store.get(_REFUSED).decode())
+                if (plan := self._published()) and plan.attempt > self.plan.attempt:
+                    raise PlanChanged(plan)
                 self._look_for_others()
                 time.sleep(POLL_SECONDS)
         except DistError as e:
@@ -180,8 +278,10 @@ class Nodes:
             self._signs = {number: (-1, time.monotonic()) for number in self._hosts}
             self._store.set(_COMPLETE, "")
         elif time.monotonic() > self._end and node.node_rank == 0:
+            if self.plan.attempt:
+                raise NodesMissing(tuple(self.plan.members[place] for place in missing))
             self._refuse(
-                f"{_names(missing, node.nnodes)} did not come within {self._minutes:g} minutes "
+                f"{self._names(missing)} did not come within {self._minutes:g} minutes "
                 f"(trainer.timeout_minutes); start `megarl train` there too, or set --nnodes"
             )
         elif time.monotonic() > self._end + LEAVE_SECONDS:
@@ -199,7 +299,7 @@ class Nodes:
     def _say_waiting(self, missing: list[int]) -> None:
         if time.monotonic() >= self._next_word:
             self._next_word = time.monotonic() + NEXT_WORD
-            say(f"waiting for {_names(missing, self._node.nnodes)}")
+            say(f"waiting for {self._names(missing)}")
 
     def _give_sign(self) -> None:
         self._store.add(f"megarl/alive/{self._node.node_rank}", 1)
@@ -233,62 +333,30 @@ class Nodes:
                 return
             time.sleep(POLL_SECONDS)
 
+    def _names(self, places: Sequence[int]) -> str:
+        """Name nodes by the numbers with which they were started."""
+        return _names([self.plan.members[place] for place in places], self._of)
+
+    def describe(self, numbers: Sequence[int]) -> str:
+        """Name nodes with their hosts, as far as they are known."""
+        hosts = [host for place, host in self._hosts.items() if self.plan.members[place] in numbers]
+        return _names(numbers, self._of) + (f" (on {', '.join(hosts)})" if hosts else "")
+
+    def _lost(self, place: int) -> Ending:
+        host = self._hosts.get(place, "an unknown host")
+        return Ending(code=ExitCode.LOST, node=self.plan.members[place], host=host)
+
     def _gone(self, numbers: list[int]) -> str:
-        hosts = ", ".join(self._hosts[number] for number in numbers)
-        return f"{_names(numbers, self._node.nnodes)} (on {hosts}) is gone: its launcher gives no sign of life"
+        return f"{self.describe([self.plan.members[n] for n in numbers])} is gone: its launcher gives no sign of life"
 
     def _say_first_is_gone(self) -> None:
         host = f" (on {self._hosts[0]})" if 0 in self._hosts else ""
-        self._say_gone(f"node 0 of {self._node.nnodes}{host} is gone: the launcher of node 0 no longer answers")
+        self._say_gone(f"node 0 of {self._of}{host} is gone: the launcher of node 0 no longer answers")
 
     def _say_gone(self, text: str) -> None:
         if not self._said_gone:
             self._said_gone = True
             say(text)
-
-
-def interface_towards(address: str) -> str | None:
-    """The network interface over which this host reaches an address; None if that is unknown, or loopback towards a
-    host that is named otherwise: a host may give its local name an address of loopback."""
-    try:
-        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing
-            local = probe.getsockname()[0]
-    except OSError:
-        return None
-    if _is_loopback(local) and not _is_loopback(address):
-        return None
-    interfaces = psutil.net_if_addrs()
-    return next((name for name, parts in interfaces.items() if any(part.address == local for part in parts)), None)
-
-
-def stay_on_interface(node: Node, environment: MutableMapping[str, str]) -> None:
-    """Ranks of several nodes talk over the interface that leads to the first one, unless the user has chosen others."""
-    if name := interface_towards(node.master_addr):
-        use_interface(name, environment)
-
-
-def say(text: str) -> None:
-    """Tell a person one line."""
-    with suppress(OSError):  # nobody reads it; the ranks go on
-        print(f"megarl: {plain(text)}", file=sys.stderr, flush=True)
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    """Listen on the address where other nodes look for this one; on all if it is none of this host's."""
-    with suppress(OSError):
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if _is_loopback(address) or not _is_loopback(str(where[0])):
-            with socket.socket(family) as probe:
-                probe.bind((where[0], 0))  # else it is another host's: of a gateway, say
-            return socket.create_server(where[:2], family=family)
-    say(f"{address} is no address of this host's own network: the job's store listens on all interfaces")
-    return socket.create_server(("0.0.0.0", port))
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
@@ -307,6 +375,6 @@ def _difference(mine: dict[str, Any], other: dict[str, Any]) -> str | None:
     return None
 
 
-def _names(numbers: list[int], nnodes: int) -> str:
+def _names(numbers: Sequence[int], nnodes: int) -> str:
     shown = ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
     return f"node{'s' if len(numbers) > 1 else ''} {shown} of {nnodes}"

@@ -13,6 +13,7 @@ from megarl.config import ConfigError, load_run_config
 from megarl.config.refusal import is_refusal
 from megarl.config.secrets import hide
 from megarl.debugging import debugging, follow_environment, hush_dependencies
+from megarl.endings import ExitCode, note_phase
 from megarl.plain import plain
 from megarl.processes import die_with_parent, end_now
 from megarl.telemetry.console import go_on_without
@@ -24,8 +25,7 @@ SECOND_VOICE_SECONDS = 2.5
 
 
 def main(argv: list[str]) -> int:
-    """Take part in a run; returns exit code 0 after the last step, 2 for a run that is refused, 1 for one that failed,
-    128 + s for signal s."""
+    """Take part in a run; returns an `ExitCode`, or 128 + s for signal s."""
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:  # else nobody launched it, and it may outlive the shell
         launcher = os.environ.get("MEGARL_LAUNCHER")
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     except ValueError as e:
         if not isinstance(e, ConfigError) and not is_refusal(e):
             print(f"megarl: rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-            return 1
+            return ExitCode.FAILED
         if debugging():
             traceback.print_exc()
         return _refuse(f"error: {e}", rank)
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         lock.release()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    end_now(0 if stopped_by is None else 128 + stopped_by)
+    end_now(ExitCode.FINISHED if stopped_by is None else 128 + stopped_by)
 
 
 def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
@@ -93,11 +93,14 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
         return _refuse(f"error: {error}", rank)
     if isinstance(error, RunStopped):
         _say_in_turn(f"stopped: {error}", rank)
-        return 1
+        return ExitCode.STOPPED
     if is_peer_loss(error):
         time.sleep(SECOND_VOICE_SECONDS)
         if stop.ending is not None:  # so were the peers, and a person knows why
             return 128 + stop.ending
+    code = _code_of(error)
+    if isinstance(error, OutOfMemory):
+        note_phase(rank, error.phase)
     text = f"rank {rank} failed:\n{traceback.format_exc()}"
     if is_peer_loss(error):  # our frames say nothing of the rank that is gone; --debug shows them
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -110,13 +113,35 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
             rank = error.rank
         text = f"rank {rank} failed: {error}"
     print(f"megarl: {plain(hide(text))}", file=sys.stderr, flush=True)
-    return 1
+    return code
+
+
+def _code_of(error: BaseException) -> ExitCode:
+    """Return the exit code that tells a launcher what kind of failure it was."""
+    from torch import AcceleratorError, OutOfMemoryError
+
+    from megarl.data.row_files import RowsChanged
+    from megarl.parallel.watch import Stalled, is_communication_failure
+    from megarl.rewards.results import RewardError
+    from megarl.telemetry.profiler import OutOfMemory
+
+    if isinstance(error, RewardError | RowsChanged):
+        return ExitCode.INPUT
+    if isinstance(error, Stalled):
+        return ExitCode.STALLED
+    if isinstance(error, OutOfMemory | OutOfMemoryError):
+        return ExitCode.OUT_OF_MEMORY
+    if is_communication_failure(error):
+        return ExitCode.LOST
+    if isinstance(error, AcceleratorError) or (isinstance(error, RuntimeError) and "CUDA error" in str(error)):
+        return ExitCode.DEVICE
+    return ExitCode.FAILED
 
 
 def _refuse(message: str, rank: int) -> int:
     """Print a refusal on every rank, since it may concern this host alone; rank 0 prints first."""
     _say_in_turn(message, rank)
-    return 2
+    return ExitCode.REFUSED
 
 
 def _say_in_turn(message: str, rank: int) -> None:

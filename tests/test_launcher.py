@@ -19,6 +19,7 @@ import psutil
 import pytest
 from ranks import free_port
 
+from megarl.endings import ExitCode
 from megarl.launcher import _folder, launch
 from megarl.nodes import Node
 
@@ -303,4 +304,4 @@ def test_the_first_node_dies(tmp_path: Path) -> None:
     launchers[0].kill()
     launchers[0].communicate()
     gone = f"megarl: node 0 of 2 (on {HOST}) is gone: the launcher of node 0 no longer answers\n"
-    assert end_of(launchers[1]) == (1, gone)
+    assert end_of(launchers[1]) == (ExitCode.LOST, gone)

@@ -14,6 +14,7 @@ ORDER = [
     "plain",
     "private_folder",
     "processes",
+    "endings",
     "debugging",
     "phases",
     "role_kinds",
@@ -43,8 +44,11 @@ ORDER = [
     "flows",
     "api",
     "rank",
+    "restarts",
+    "interfaces",
     "nodes",
     "launcher",
+    "supervisor",
     "report",
     "diagnosis",
     "migration",
@@ -58,6 +62,8 @@ TORCH_FREE = [
     "loopback.py",
     "private_folder.py",
     "processes.py",
+    "endings.py",
+    "restarts.py",
     "host.py",
     "debugging.py",
     "phases.py",
@@ -127,6 +133,7 @@ TORCH_FREE = [
     "trainer/stop.py",
     "trainer/run_lock.py",
     "trainer/run_folder.py",
+    "trainer/less_memory.py",
 ]
 
 

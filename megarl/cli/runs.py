@@ -19,7 +19,7 @@ from megarl.checkpoint.folder import is_checkpoint_name
 from megarl.config.load import CONFIG_FILE, YAML_LOADER, yaml_text
 from megarl.evaluation.folder import EVAL_FILE
 from megarl.plain import plain
-from megarl.telemetry.sinks.jsonl import METRICS_FILE
+from megarl.telemetry.sinks.jsonl import METRICS_FILE, last_rows
 from megarl.trainer.run_lock import LOCK_FILE, holder_of
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ EXAMPLE = "megarl runs runs"
 CHECKPOINTS = "checkpoints"
 DEPTH = 4
 """Levels of folders below the given one that are searched."""
-TAIL = 256 * 2**10
-"""Bytes at the end of a metric file that are searched for a metric's last value."""
 LESS = ("model", "flow", "checkpoints", "changed")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""
 SHOWN = {"reward/mean": "reward", "val/accuracy": "accuracy", "train/loss": "loss", "val/loss": "held-out loss"}
@@ -111,7 +109,7 @@ def read_run(folder: str) -> FoundRun:
     except RecursionError:  # a lock file of deeply nested brackets
         holder, running = {}, False
     trainer, model = _section(config, "trainer"), _section(config, "actor_rollout_ref", "model")
-    rows = _last_rows(os.path.join(folder, METRICS_FILE))
+    rows = last_rows(os.path.join(folder, METRICS_FILE))
     step = next((int(x) for row in rows if _is_number(x := row.get("step")) and math.isfinite(x)), None)
     steps = holder.get("steps") or trainer.get("total_training_steps")
     steps = steps if isinstance(steps, int) and abs(steps) < 2**63 else None
@@ -170,27 +168,6 @@ def _section(config: dict[str, Any], *names: str) -> dict[str, Any]:
     for name in names:
         section = section.get(name) if isinstance(section, dict) else None
     return section if isinstance(section, dict) else {}
-
-
-def _last_rows(file: str) -> list[dict[str, Any]]:
-    """Read the rows at the end of a metric file, the newest first. A half-written line is left out."""
-    if not os.path.isfile(file):  # reading a pipe would not end
-        return []
-    try:
-        with open(file, "rb") as f:
-            f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL))
-            lines = f.read(TAIL).splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _last(rows: list[dict[str, Any]], key: str) -> float | None:

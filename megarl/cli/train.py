@@ -1,7 +1,8 @@
 """Check a run in this process, then start its ranks on this machine.
 
 With several nodes, start the command on each of them, with --nnodes, --node-rank, --master-addr and --master-port. The
-first Ctrl-C saves a checkpoint after the current step, a second one ends the run at once.
+first Ctrl-C saves a checkpoint after the current step, a second one ends the run at once. With --restarts, ranks that
+were lost are started again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -31,6 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-rank", type=int, help="this machine's number, from 0; default SLURM_NODEID")
     parser.add_argument("--master-addr", help="with several nodes: host name of node 0")
     parser.add_argument("--master-port", type=int, help="with several nodes: a free port of that host")
+    parser.add_argument(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start the ranks again when they are lost, up to N times without progress; default 0",
+    )
+    parser.add_argument(
+        "--restart-wait",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="first wait, then twice as long; default 10",
+    )
+    parser.add_argument(
+        "--min-nodes", type=_count, metavar="M", help="go on without nodes that fail while M are left; default all"
+    )
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
@@ -47,6 +65,12 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     config = load_config(args.config, [*overrides, *ranks])
     check_nothing_hidden(config)
     node_rank = _node_rank(args, config.trainer.nnodes)
+    least_nodes = args.min_nodes or config.trainer.nnodes
+    if least_nodes > config.trainer.nnodes:
+        raise ValueError(f"--min-nodes {least_nodes} is more than the {config.trainer.nnodes} nodes of the run")
+    if lowered := _lowered(config):
+        overrides = [*overrides, *lowered]
+        config = load_config(args.config, [*overrides, *ranks])
     from megarl.flow_kinds import FLOWS
     from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
     from megarl.trainer.resuming.identity import configuration_digest
@@ -64,17 +88,47 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         for line in try_reward(inputs):
             print(f"megarl: {line}", file=sys.stderr)
     say_how_to_profile(config)
-    from megarl.launcher import launch
     from megarl.nodes import Node
+    from megarl.supervisor import Restarts, Supervisor
 
     node = Node(nproc=config.trainer.n_gpus_per_node, nnodes=config.trainer.nnodes, node_rank=node_rank)
     if node.nnodes > 1:
-        same = {"configuration": configuration_digest(config)}
+        same = {
+            "configuration": configuration_digest(config),
+            "--restarts and --min-nodes": f"{args.restarts} {least_nodes}",
+        }
         node = replace(node, master_addr=args.master_addr, master_port=args.master_port, same=same)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron-Core's order of kernels needs it
     command = [*module_command("megarl.train"), args.config, *overrides]
-    return launch(command, node, timeout_minutes=config.trainer.timeout_minutes)
+    if args.restarts and config.trainer.save_freq <= 0:
+        print("megarl: --restarts goes on from checkpoints: set trainer.save_freq=20, say", file=sys.stderr)
+    restarts = Restarts(limit=args.restarts, least_nodes=least_nodes, first_wait=args.restart_wait)
+    return Supervisor(command, node, lambda more: load_config(args.config, [*overrides, *ranks, *more]), restarts).run()
+
+
+def _lowered(config: Config) -> list[str]:
+    """Return the keys that an earlier start in the run's folder lowered when GPU memory ran out, and say so."""
+    from megarl.trainer.less_memory import FILE, as_overrides, remembered
+
+    lowered = as_overrides(remembered(config.trainer.run_dir, config))
+    if lowered:
+        file = os.path.join(config.trainer.run_dir, FILE)
+        print(f"megarl: {', '.join(lowered)}: memory ran out with more ({file})", file=sys.stderr)
+    return lowered
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of restarts or nodes")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to 3600")
+    return seconds
 
 
 def _node_rank(args: argparse.Namespace, nnodes: int) -> int:

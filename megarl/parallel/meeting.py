@@ -16,6 +16,8 @@ from torch.distributed import rendezvous
 
 STORE_VARIABLE = "MEGARL_STORE"
 """Path of the store's file, on one node."""
+PREFIX_VARIABLE = "MEGARL_STORE_PREFIX"
+"""Prefix of the ranks' keys, over several nodes: ranks that are started again must not read earlier ranks' keys."""
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -25,7 +27,7 @@ def job_store() -> dist.Store:
     if file := os.environ.get(STORE_VARIABLE):
         return dist.FileStore(file)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return _with_prefix(dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
 
 
 def follow_launcher() -> None:
@@ -50,9 +52,15 @@ def _meet(
 ) -> Iterator[tuple[dist.Store, int, int]]:
     file = os.environ.get(STORE_VARIABLE)
     if not file:
-        yield from _of_torch(url, timeout=timeout, **options)
+        joined, rank, world = next(_of_torch(url, timeout=timeout, **options))
+        yield _with_prefix(joined), rank, world
         return
     world = int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(file, world)
     store.set_timeout(timeout)
     yield store, int(os.environ["RANK"]), world
+
+
+def _with_prefix(store: dist.Store) -> dist.Store:
+    prefix = os.environ.get(PREFIX_VARIABLE)
+    return dist.PrefixStore(prefix, store) if prefix else store

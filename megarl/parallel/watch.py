@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megarl.endings import ExitCode
 from megarl.parallel.meeting import job_store
 from megarl.processes import end_now
 
@@ -256,7 +257,7 @@ def _is_ahead(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _end_process(text: str) -> None:
     """End the process: the main thread hangs, and cannot raise."""
     print(f"megarl: {text}", file=sys.stderr, flush=True)
-    end_now(1)
+    end_now(ExitCode.STALLED)
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -269,8 +270,11 @@ def is_peer_loss(error: BaseException) -> bool:
     return _of_collective(error, _PEER_LOST)
 
 
+def is_communication_failure(error: BaseException) -> bool:
+    """Say whether NCCL, gloo or the store failed, for whatever reason."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
 def _of_collective(error: BaseException, texts: tuple[str, ...]) -> bool:
     """Say whether a collective raised it: a verifier's time-out is not other ranks'. gloo's errors have no class."""
-    message = str(error).lower()
-    of_ranks = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in message)
-    return of_ranks and any(text in message for text in texts)
+    return is_communication_failure(error) and any(text in str(error).lower() for text in texts)

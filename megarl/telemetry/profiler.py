@@ -23,7 +23,15 @@ MEMORY_ENTRIES = 100_000
 
 
 class OutOfMemory(RuntimeError):
-    """A GPU's memory ran out; the message is one line with the phase, the snapshot's file and what to change."""
+    """A GPU's memory ran out; the message is one line with the phase, the snapshot's file and what to change.
+
+    Attributes:
+        phase: in which it ran out; empty between phases.
+    """
+
+    def __init__(self, message: str, *, phase: str = "") -> None:
+        super().__init__(message)
+        self.phase = phase
 
 
 class Recorder(Protocol):
@@ -191,7 +199,8 @@ class Profiler:
         reason = " ".join(str(error).split()).partition(" If reserved but unallocated")[0][:300].rstrip(". ")
         place = f" in the phase {self._ran_out_in}" if self._ran_out_in else ""
         snapshot = self._snapshot or "profiler.memory_snapshot=true writes a snapshot of what holds it"
-        return OutOfMemory(f"memory ran out{place}: {reason}; {snapshot}; {_advice(self._ran_out_in)}")
+        text = f"memory ran out{place}: {reason}; {snapshot}; {_advice(self._ran_out_in)}"
+        return OutOfMemory(text, phase=self._ran_out_in)
 
     def _new_recorder(self) -> Recorder:
         if self._keys.tool == "torch":

@@ -12,6 +12,8 @@ from megarl.telemetry.lines import LineFile, Say, complete_lines, keep
 
 METRICS_FILE = "metrics.jsonl"
 """Name of the file in a run's folder."""
+TAIL = 256 * 2**10
+"""Bytes at the end of a metric file that `last_rows` reads."""
 
 
 class JsonlSink:
@@ -42,3 +44,24 @@ def read_row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def last_rows(file: str) -> list[dict[str, Any]]:
+    """Read the rows at the end of a metric file, the newest first. A half-written line is left out."""
+    if not os.path.isfile(file):  # reading a pipe would not end
+        return []
+    try:
+        with open(file, "rb") as f:
+            f.seek(max(0, os.fstat(f.fileno()).st_size - TAIL))
+            lines = f.read(TAIL).splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows

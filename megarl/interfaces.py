@@ -1,0 +1,57 @@
+"""Chooses the network interfaces over which the nodes of a job talk."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import MutableMapping
+from contextlib import suppress
+
+import psutil
+
+from megarl.parallel.meeting import use_interface
+from megarl.plain import plain
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface over which this host reaches an address; None if that is unknown, or loopback towards a
+    host that is named otherwise: a host may give its local name an address of loopback."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            local = probe.getsockname()[0]
+    except OSError:
+        return None
+    if _is_loopback(local) and not _is_loopback(address):
+        return None
+    interfaces = psutil.net_if_addrs()
+    return next((name for name, parts in interfaces.items() if any(part.address == local for part in parts)), None)
+
+
+def stay_on_interface(address: str, environment: MutableMapping[str, str]) -> None:
+    """Ranks of several nodes talk over the interface that leads to the first one, unless the user has chosen others."""
+    if name := interface_towards(address):
+        use_interface(name, environment)
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen on the address where other nodes look for this one; on all if it is none of this host's."""
+    with suppress(OSError):
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if _is_loopback(address) or not _is_loopback(str(where[0])):
+            with socket.socket(family) as probe:
+                probe.bind((where[0], 0))  # else it is another host's: of a gateway, say
+            return socket.create_server(where[:2], family=family)
+    say(f"{address} is no address of this host's own network: the job's store listens on all interfaces")
+    return socket.create_server(("0.0.0.0", port))
+
+
+def _is_loopback(address: str) -> bool:
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def say(text: str) -> None:
+    """Tell a person one line."""
+    with suppress(OSError):  # nobody reads it; the ranks go on
+        print(f"megarl: {plain(text)}", file=sys.stderr, flush=True)
