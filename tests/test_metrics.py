@@ -24,6 +24,7 @@ from megarl.rollout.speed import Speed
 from megarl.telemetry.gpu import GpuReading, GpuSampler, gpu_metrics
 from megarl.telemetry.metrics import METRICS, PLACEHOLDERS, find
 from megarl.trainer.records.pace import stragglers
+from megarl.trainer.records.slow_node import STEPS, SlowNode
 from megarl.trainer.records.step_metrics import spread_metrics
 from megarl.types import Prompt, Rollout, Rollouts, Tokens
 
@@ -152,6 +153,23 @@ def test_stragglers_name_the_slowest_rank() -> None:
     }
     assert stragglers(work[:1]) == {}
     assert stragglers([{}, {"save": 1.0}])["straggler/save_rank"] == 1.0
+
+
+def test_a_node_that_is_slow_for_several_steps_is_named_once() -> None:
+    slow_node, hosts = SlowNode(2), ["a", "a", "b", "b", "c", "c"]
+    even = [{"update": 1.0}] * 6
+    uneven = [*even[:2], {"update": 1.2, "generate": 0.2}, {"update": 1.4}, *even[4:]]
+    for work, steps in ((even, 3), (uneven, STEPS - 1), (even, 1), (uneven, STEPS - 1)):
+        for _ in range(steps):
+            metrics, line = slow_node.after_step(work, hosts)
+            assert line == "" and set(metrics) == {"straggler/node", "straggler/node_excess"}
+    metrics, line = slow_node.after_step(uneven, hosts)
+    assert metrics == {"straggler/node": 1.0, "straggler/node_excess": pytest.approx(0.4)}
+    assert line.startswith(f"b (node 1) worked 40% longer than the median node in the last {STEPS} steps")
+    assert [slow_node.after_step(uneven, hosts)[1] for _ in range(9)] == [""] * 9
+    pair = SlowNode(1)  # of two nodes, the median is the faster one
+    assert [pair.after_step([{"a": 1.0}, {"a": 1.3}], ["a", "b"])[1] != "" for _ in range(5)] == [False] * 4 + [True]
+    assert SlowNode(2).after_step(even[:2], hosts) == SlowNode(1).after_step([{}, {}], hosts) == ({}, "")
 
 
 def test_waiting_for_others_is_no_work() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import free_port
 
 from megarl.config import load_config
 from megarl.endings import Ending, ExitCode
@@ -257,3 +261,99 @@ def test_memory_that_runs_out_makes_micro_batches_smaller(tmp_path: Path, capfd:
     assert supervised(tmp_path, code, nproc=1, overrides=limits) == ExitCode.OUT_OF_MEMORY
     why = f"given up: {key} = 300 cannot be lower: that is one sequence, or one pair"
     assert decisions(tmp_path)[-1]["decision"] == why
+
+
+# ------------------------------------------------------------------------------------------------ several nodes
+
+LAUNCHER = """
+import sys
+import megarl.nodes, megarl.supervisor
+from megarl.config import load_config
+from megarl.nodes import Node
+
+megarl.nodes.REJOIN_SECONDS = {rejoin}
+{before}
+code = "import os, signal, sys, time; from pathlib import Path; from megarl.processes import die_with_parent\\n"
+code += "die_with_parent(); folder = Path({folder!r}); rank, world = os.environ['RANK'], os.environ['WORLD_SIZE']\\n"
+code += "start = int(os.environ['MEGARL_STORE_PREFIX'].partition('/')[2])\\n"
+code += "(folder / f'{{rank}}-of-{{world}}-start-{{start}}').touch()\\n" + {code!r}
+sys.exit(megarl.supervisor.Supervisor(
+    [sys.executable, "-c", code],
+    Node(nproc=1, nnodes={nnodes}, node_rank={number}, master_port={port}),
+    lambda more: load_config(None, ["trainer.default_local_dir={folder}", *more]),
+    megarl.supervisor.Restarts(limit=5, least_nodes={least}, first_wait=0.0),
+).run())
+"""
+
+
+def launchers(
+    folder: Path, code: str, *, nnodes: int = 2, least: int, rejoin: float = 60.0, before: str = ""
+) -> list[Any]:
+    """Start the launchers of several nodes on this host, with one rank each; each rank leaves a file of its start."""
+    values = {"folder": str(folder), "code": code, "port": free_port(), "nnodes": nnodes, "least": least}
+    values |= {"rejoin": rejoin, "before": before}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER.format(number=number, **values)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+        for number in range(nnodes)
+    ]
+
+
+def ends_of(jobs: list[Any]) -> list[tuple[int, list[str]]]:
+    """Exit code and lines of each launcher, but for what a busy machine may make it say."""
+    texts = [job.communicate(timeout=500)[1].splitlines() for job in jobs]
+    said = [[line for line in lines if not line.startswith("megarl: waiting for ")] for lines in texts]
+    return [(job.returncode, lines) for job, lines in zip(jobs, said, strict=True)]
+
+
+def starts(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*-of-*"))
+
+
+def test_nodes_meet_again_after_a_rank_was_lost(tmp_path: Path) -> None:
+    dies = "if rank == '1' and start == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(999 * (start == 0))"
+    (first, said), (second, _) = ends_of(launchers(tmp_path, dies, least=2))
+    assert (first, second) == (0, 0)
+    assert said == [
+        f"megarl: rank 1 on {HOST} was killed (SIGKILL) before step 1; restart 1 of 5 from the beginning in 0 s"
+    ]
+    assert starts(tmp_path) == [f"{rank}-of-2-start-{start}" for rank in (0, 1) for start in (0, 1)]
+
+
+def test_a_node_that_fails_first_twice_is_left_out(tmp_path: Path) -> None:
+    """The nodes that are left are numbered anew; the one that is left out leaves with code 0."""
+    dies = (
+        "if rank == '1' and world == '3':\n"
+        " while len(list(folder.glob(f'*-start-{start}'))) < 3: time.sleep(0.05)\n"
+        " os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(999 * (world == '3'))"
+    )
+    accepts = "megarl.supervisor.check_run = lambda config: config.trainer.nnodes == 2 or 1 / 0"
+    ends = ends_of(launchers(tmp_path, dies, nnodes=3, least=2, before=accepts))
+    assert [code for code, _ in ends] == [0, 0, 0]
+    changed = f"restart 2 of 5 from the beginning in 0 s, without node 1 of 3 (on {HOST}), which failed first again"
+    assert ends[0][1][-1].endswith(changed)
+    assert ends[1][1][-1] == "megarl: node 1 is left out: its ranks failed first again, or it came back too late"
+    assert ends[2][1] == []
+    assert {name for name in starts(tmp_path) if "of-2" in name} == {"0-of-2-start-2", "1-of-2-start-2"}
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_node_that_does_not_come_back(tmp_path: Path, least: int) -> None:
+    """Its launcher is killed. The run cannot do without it: too few are left, or its configuration does not let it."""
+    fails = f"while not (folder / 'gone').exists(): time.sleep(0.05)\nsys.exit({int(ExitCode.LOST)})"
+    jobs = launchers(tmp_path, fails, least=least, rejoin=0.5)
+    while len(starts(tmp_path)) < 2:
+        time.sleep(0.05)
+    jobs[1].kill()
+    jobs[1].communicate()
+    (tmp_path / "gone").touch()
+    ((code, said),) = ends_of(jobs[:1])
+    assert code == ExitCode.LOST
+    why = {1: "the run cannot go on with 1 of 2 nodes: ", 2: "1 of 2 nodes are fewer than --min-nodes 2"}[least]
+    place = f"megarl: not started again: node 1 of 2 (on {HOST}) did not come back, and {why}"
+    assert [line.startswith(place) for line in said] == [False, True, False][: len(said)], said

@@ -287,6 +287,8 @@ _MACHINE = (
         "a pass count as work",
         "max",
     ),
+    _m("straggler/node", "node", "the node whose ranks worked longest in the step; with several nodes", "max"),
+    _m("straggler/node_excess", "1", "how much longer that node worked than the median node, as a share", "max"),
     _m("straggler/excess_s", "s", "how much longer the slowest rank worked in the step than the median rank", "max"),
     _m(
         "straggler/{phase}_rank",

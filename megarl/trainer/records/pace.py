@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -25,9 +26,10 @@ _OF_MFU = (Phase.LOG_PROBS, Phase.UPDATE)
 
 
 class OfRank(NamedTuple):
-    """A rank's measurements of a step: seconds of work by phase, without those that it waited for others; seconds until
-    responses were finished; its GPU's counters."""
+    """A rank's measurements of a step: its host; seconds of work by phase, without those that it waited for others;
+    seconds until responses were finished; its GPU's counters."""
 
+    host: str
     work: dict[str, float]
     latencies: list[float]
     gpu: list[GpuReading]
@@ -41,7 +43,7 @@ class Pace:
         Args:
             dtype: of the actor's matrix products.
         """
-        self._arch, self._world = arch, world
+        self._arch, self._world, self._host = arch, world, socket.gethostname()
         self._peak: float | None = None
         self._gpu: GpuSampler | None = None
         if world.device.type == "cuda":
@@ -73,6 +75,7 @@ class Pace:
         for wait in waits:
             waited[wait.phase] += wait.seconds
         return OfRank(
+            host=self._host,
             work={phase: max(0.0, s - waited[phase]) for phase, s in seconds.items()},
             latencies=speed.latencies if speed else [],
             gpu=self._gpu.collect() if self._gpu else [],

@@ -15,6 +15,7 @@ from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.memory_report import MemoryReport
 from megarl.trainer.records.pace import Pace
 from megarl.trainer.records.report import Report, title_of
+from megarl.trainer.records.slow_node import SlowNode
 from megarl.trainer.records.start_line import start_line
 from megarl.trainer.records.step_metrics import StepMetrics
 from megarl.trainer.records.timeline import Timeline
@@ -42,6 +43,7 @@ class RunRecords:
         self.report, self._inputs, self._world, self.timers = report, inputs, world, timers
         self.memory = MemoryReport(config, inputs.arch, world, report)
         self.pace = Pace(inputs.arch, world, config.actor_rollout_ref.model.dtype)
+        self._slow_node = SlowNode(world.ranks_per_node)
         self.generations: list[Generation] = []
         self._timeline = Timeline(config.trainer, world, report.warn)
         self._metrics, self._callbacks = StepMetrics(), tuple(callbacks)
@@ -108,9 +110,12 @@ class RunRecords:
             raise RunStopped(f"step {step} is not recorded: {problems[0]}")
         self._timeline.step(row, loop, timelines)
         pace, sequences = self.pace.collect(paces, seconds, speed)
+        nodes, slow = self._slow_node.after_step([rank.work for rank in paces], [rank.host for rank in paces])
+        if slow:
+            self.report.warn(slow)
         memory = self.memory.measured(peaks)
         self.speed()  # of a validation: it is of no step
-        whole = self.report.step(row, {**number, **metrics, **memory, **pace}, seconds, sequences)
+        whole = self.report.step(row, {**number, **metrics, **memory, **pace, **nodes}, seconds, sequences)
         for callback in self._callbacks:
             callback(loop, step, whole)
 
