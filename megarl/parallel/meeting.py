@@ -62,5 +62,6 @@ def _meet(
 
 
 def _with_prefix(store: dist.Store) -> dist.Store:
-    prefix = os.environ.get(PREFIX_VARIABLE)
+    # torchrun keeps one store over its restarts, with the addresses of ranks that are gone
+    prefix = os.environ.get(PREFIX_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT")
     return dist.PrefixStore(prefix, store) if prefix else store
