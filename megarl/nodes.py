@@ -122,7 +122,7 @@ class Nodes:
         self._end = time.monotonic() + 60 * timeout_minutes
         self._next_look, self._next_word = 0.0, time.monotonic() + FIRST_WORD
         self._of, self.plan = node.nnodes, plan or Plan(members=tuple(range(node.nnodes)))
-        self._job = before._job if before else self._serve() if node.node_rank == 0 else self._connect()
+        self._job: TCPStore = before._job if before else self._serve() if node.node_rank == 0 else self._connect()
         if plan is None:
             self.plan = self._published() or self.plan
         if self.number not in self.plan.members:
@@ -156,7 +156,9 @@ class Nodes:
             return self._lost(0)
         if gone := [number for number, (_, since) in self._signs.items() if time.monotonic() - since > GONE_SECONDS]:
             self._say_gone(self._gone(gone))
-            return self._lost(gone[0])
+            ending = self._lost(gone[0])
+            self.note_failure(ending)
+            return ending
         return None
 
     def note_failure(self, ending: Ending) -> None:

@@ -25,6 +25,7 @@ from tiny_engines import engine_of
 from tiny_families import ARCHITECTURES
 from tiny_run import FOUR_RANKS, megarl, metrics_of, train_in, write_run
 
+from megarl.endings import ExitCode
 from megarl.environments.agent_episodes import Agents
 from megarl.environments.agent_process import check_agent
 from megarl.environments.broadcast import Broadcast
@@ -678,6 +679,6 @@ def test_a_failing_agent_ends_the_run(tmp_path: Path) -> None:
     rows = [json.loads(line) | {"how": "raises"} for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = megarl("train", str(config))
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == ExitCode.INPUT, done.stderr
     assert "32 of 32 episodes failed; the first: agent: raised ValueError: not today; row " in done.stderr
     assert "agents.py" in done.stderr and "train.jsonl:" in done.stderr

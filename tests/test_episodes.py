@@ -23,6 +23,7 @@ from tiny_families import ARCHITECTURES, VOCAB
 from tiny_run import FOUR_RANKS, megarl, metrics_of, numbers_of, train_in, write_run
 
 from megarl.config import load_config
+from megarl.endings import ExitCode
 from megarl.environments.broadcast import Broadcast
 from megarl.environments.environment import Turn
 from megarl.environments.environment_episodes import EpisodeLimits, WithEnvironments
@@ -500,5 +501,5 @@ def test_episodes_that_fail_are_dropped_or_end_the_run(ranks: Ranks, tmp_path: P
     if how == "raise":
         elsewhere = f"trainer.default_local_dir={tmp_path / 'other'}"
         done = megarl("train", "--nproc", "1", str(config), *settings, elsewhere)
-        assert done.returncode == 1 and "RuntimeError: row 3 is bad" in done.stderr
+        assert done.returncode == ExitCode.INPUT and "RuntimeError: row 3 is bad" in done.stderr
         assert "reward.on_error=drop leaves out the episodes that fail" in done.stderr and "guess.py" in done.stderr

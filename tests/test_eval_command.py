@@ -18,6 +18,7 @@ from megarl.cli.compare import compare
 from megarl.cli.evaluate import Request, evaluate
 from megarl.cli.main import main
 from megarl.config import dump_config, load_config
+from megarl.endings import ExitCode
 from megarl.evaluation.comparison import COMPARE_FILE
 from megarl.evaluation.folder import Finished, read_evaluation
 from megarl.evaluation.records import read_records
@@ -156,7 +157,7 @@ def test_the_eval_command(folder: Path) -> None:
     assert list(read_evaluation(str(out)).records) == first_two  # a response's seed depends on nothing else
     (folder / "raises.py").write_text("def score(response, row):\n    raise KeyError('gold')\n")
     failed = megarl("eval", str(run), f"reward.name={folder / 'raises.py'}:score")
-    assert failed.returncode == 1 and "KeyError: 'gold'" in failed.stderr
+    assert failed.returncode == ExitCode.INPUT and "KeyError: 'gold'" in failed.stderr
     assert not (run / "eval" / "global_step_2-2").exists()
 
 

@@ -17,6 +17,7 @@ from tiny_run import ROOT, write_run
 
 from megarl.cli.generate import Printed
 from megarl.cli.main import main
+from megarl.endings import ExitCode
 from megarl.plain import plain, plain_output
 from megarl.telemetry.console import Output
 
@@ -105,6 +106,6 @@ def test_a_reward_s_message_and_a_row_s_text_in_a_run(tmp_path: Path) -> None:
     config = write_run(tmp_path, reward__name=f"{tmp_path}/reward.py:score", trainer__val_before_train=False)
     for words, module in ((("train", str(config)), "megarl.cli.main"), ((str(config),), "megarl.train")):
         done = run(*words, module=module)
-        assert done.returncode == 1 and r"\u001b[2J" in done.stdout + done.stderr
+        assert done.returncode == ExitCode.INPUT and r"\u001b[2J" in done.stdout + done.stderr
         assert not COMMANDS_TO_TERMINALS.search(done.stdout + done.stderr)
         assert not COMMANDS_TO_TERMINALS.search(json.loads((tmp_path / "run" / "lock").read_text())["ended"])

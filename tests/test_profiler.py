@@ -16,6 +16,7 @@ from tiny_run import TrainedRun, megarl, write_run
 
 from megarl.cli.train import say_how_to_profile
 from megarl.config import build_config, load_config
+from megarl.endings import ExitCode
 from megarl.phases import Phase
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.profiler import MEMORY_ENTRIES, Profiler, nsight_command
@@ -136,7 +137,7 @@ def test_the_line_of_a_run_whose_memory_ran_out(tmp_path: Path) -> None:
     )
     config = write_run(tmp_path, trainer__flow=f"{tmp_path / 'flow.py'}:flow")
     done = megarl("train", str(config))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.OUT_OF_MEMORY and "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if "memory ran out" in line]
     assert len(lines) == 1
     assert lines[0].startswith("megarl: rank 0 failed: memory ran out in the phase update: CUDA out of memory")

@@ -324,6 +324,7 @@ def test_nodes_meet_again_after_a_rank_was_lost(tmp_path: Path) -> None:
     assert starts(tmp_path) == [f"{rank}-of-2-start-{start}" for rank in (0, 1) for start in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_first_twice_is_left_out(tmp_path: Path) -> None:
     """The nodes that are left are numbered anew; the one that is left out leaves with code 0."""
     dies = (
@@ -342,6 +343,7 @@ def test_a_node_that_fails_first_twice_is_left_out(tmp_path: Path) -> None:
     assert {name for name in starts(tmp_path) if "of-2" in name} == {"0-of-2-start-2", "1-of-2-start-2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("least", [1, 2])
 def test_a_node_that_does_not_come_back(tmp_path: Path, least: int) -> None:
     """Its launcher is killed. The run cannot do without it: too few are left, or its configuration does not let it."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny_run import FINGERPRINT, TrainedRun, megarl, write_run
 
+from megarl.endings import ExitCode
 from megarl.phases import Phase
 from megarl.telemetry.spans import read_spans
 
@@ -101,7 +102,7 @@ def test_what_held_the_memory_when_it_ran_out(tmp_path: Path) -> None:
     config = write_run(tmp_path, **ON_GPU, trainer__flow=flow, profiler={"memory_snapshot": True})
     done = megarl("train", str(config), timeout=300)
     file = tmp_path / "run" / "profiles" / "out_of_memory_rank_0.pickle"
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == ExitCode.OUT_OF_MEMORY and "Traceback" not in done.stderr
     assert "memory ran out in the phase update: CUDA out of memory" in done.stderr and str(file) in done.stderr
     blocks = [block for segment in pickle.loads(file.read_bytes())["segments"] for block in segment["blocks"]]
     assert any(block["size"] >= 2**22 and block["state"].startswith("active") for block in blocks)

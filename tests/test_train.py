@@ -20,6 +20,7 @@ import pytest
 from ranks import Ranks, free_port
 from tiny_run import FOUR_RANKS, ROOT, TrainedRun, megarl, metrics_of, train_in, write_run
 
+from megarl.endings import ExitCode
 from megarl.telemetry.metrics import TIMED
 
 
@@ -108,7 +109,7 @@ def test_a_node_that_dies_in_training_is_named_without_tracebacks(tmp_path: Path
     finally:
         for launcher in launchers:
             launcher.kill()
-    assert launchers[0].returncode == 1
+    assert launchers[0].returncode == ExitCode.LOST
     assert f"megarl: node 1 of 2 (on {socket.gethostname()}) is gone: its launcher gives no sign of life\n" in said
     assert "Traceback" not in said and "frame #" not in said
     assert len(said.splitlines()) <= 4, said
@@ -274,7 +275,7 @@ def test_a_reward_that_raises_takes_the_job_down(tmp_path: Path) -> None:
     )
     config = write_run(tmp_path, trainer__n_gpus_per_node=2, reward__name=f"{reward}:score", trainer__save_freq=0)
     done = megarl("train", str(config), "trainer.val_before_train=false")
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.INPUT
     assert "rank 1 failed" in done.stderr
     assert "score raised RuntimeError: the judge is out; row " in done.stderr
     assert f'File "{reward}", line 4, in score\n    raise RuntimeError(' in done.stderr

@@ -94,7 +94,7 @@ def as_overrides(values: Mapping[str, float]) -> list[str]:
 
 def value_of(config: Config, key: str) -> float:
     """Return the number that a configuration has for a dotted key."""
-    value: float = reduce(getattr, key.split("."), config)  # type: ignore[arg-type,assignment]
+    value: float = reduce(getattr, key.split("."), config)  # type: ignore[assignment]
     return value
 
 
@@ -107,7 +107,7 @@ def _key(config: Config, phase: str) -> tuple[str, float]:
     if phase not in _SECTIONS:
         raise ValueError(f"no key makes {f'the phase {phase}' if phase else 'what it held'} smaller")
     section = _SECTIONS[phase]
-    batching: BatchingConfig = reduce(getattr, section.split("."), config)  # type: ignore[arg-type,assignment]
+    batching: BatchingConfig = reduce(getattr, section.split("."), config)  # type: ignore[assignment]
     together = 2 if format_of(config) == "preferences" else 1  # a pair is compared within one micro-batch
     if batching.use_dynamic_bsz:
         return f"{section}.ppo_max_token_len_per_gpu", together * config.data.max_sequence_length
