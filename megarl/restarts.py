@@ -64,7 +64,7 @@ def decide(endings: Sequence[Ending], *, limit: int, first_wait: float) -> Decis
     if leaves(last):
         return Decision(restarts=False)
     if len(row) > limit:
-        return Decision(restarts=False, why=f"{limit} restarts in a row did not get beyond step {_furthest(row)}")
+        return Decision(restarts=False, why=f"of --restarts {limit} in a row, none got beyond step {_furthest(row)}")
     alike = len([*takewhile(lambda ending: _look_of(ending) == _look_of(last), reversed(row))])
     most = _ALIKE_FAILED if last.code == ExitCode.FAILED else _ALIKE
     if last.code != ExitCode.OUT_OF_MEMORY and alike >= most:

@@ -100,7 +100,8 @@ class Supervisor:
         if nodes is None:
             return self._decide(ending, None, plan)
         if nodes.number == 0:
-            return self._decide(nodes.first_failure(ending) if ending.code else ending, nodes, plan)
+            first = replace(nodes.first_failure(ending), asked=ending.asked) if ending.code else ending
+            return self._decide(first, nodes, plan)
         return None if leaves(ending) else nodes.next_plan()
 
     def _decide(self, ending: Ending, nodes: Nodes | None, plan: Plan) -> Plan | None:

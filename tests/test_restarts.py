@@ -70,7 +70,7 @@ def test_the_count_and_the_wait_begin_again_with_progress() -> None:
     assert [(decision.number, decision.wait) for decision in numbers] == [(1, 10), (1, 10), (2, 20), (3, 40)]
     assert in_a_row(endings) == endings[1:]
     last = decide(endings, limit=2, first_wait=10)
-    assert not last.restarts and last.why == "2 restarts in a row did not get beyond step 6"
+    assert not last.restarts and last.why == "of --restarts 2 in a row, none got beyond step 6"
     many = [after(KILLED, rank=rank) for rank in range(12)]
     assert decide(many, limit=20, first_wait=10).wait == LONGEST_WAIT
 
@@ -228,7 +228,7 @@ def test_a_rank_that_is_killed_again_and_again_is_given_up(tmp_path: Path, capfd
     other = tmp_path / "other"
     other.mkdir()
     assert supervised(other, f"row(5 - start % 2); {dies}", nproc=1, limit=2) == KILLED
-    assert decisions(other)[-1]["decision"] == "given up: 2 restarts in a row did not get beyond step 5"
+    assert decisions(other)[-1]["decision"] == "given up: of --restarts 2 in a row, none got beyond step 5"
 
 
 @pytest.mark.parametrize("code", [ExitCode.REFUSED, ExitCode.STOPPED, ExitCode.INPUT, 128 + signal.SIGTERM])
@@ -242,6 +242,19 @@ def test_an_ending_that_no_restart_mends(tmp_path: Path, capfd: pytest.CaptureFi
 def test_without_restarts_nothing_is_said_or_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert supervised(tmp_path, "sys.exit(1)", nproc=1, limit=0) == 1
     assert capfd.readouterr().err == "" and not (tmp_path / "run" / RESTARTS_FILE).exists()
+
+
+def test_ranks_that_are_lost_while_a_signal_ends_the_run_stay_ended(tmp_path: Path) -> None:
+    """The signal comes to the launcher, which is this process; the rank dies before it could save."""
+    code = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(12)); os.kill(os.getppid(), signal.SIGUSR1)\n"
+    code += "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1]); time.sleep(999)"
+    assert supervised(tmp_path, code, nproc=1) == ExitCode.LOST
+    assert [line["decision"] for line in decisions(tmp_path)] == ["not started again"]
+
+
+def test_the_page_of_exit_codes_has_all() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+    assert [code for code in ExitCode if f"\n| {int(code)} | " not in page] == []
 
 
 def test_memory_that_runs_out_makes_micro_batches_smaller(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
