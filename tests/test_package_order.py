@@ -132,6 +132,7 @@ TORCH_FREE = [
     "trainer/trust.py",
     "trainer/stop.py",
     "trainer/run_lock.py",
+    "trainer/starts.py",
     "trainer/run_folder.py",
     "trainer/less_memory.py",
 ]

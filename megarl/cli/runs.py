@@ -1,7 +1,7 @@
-"""List the runs below a folder, the latest first, with flow, model, state, step and last metrics.
+"""List the runs below a folder, the latest first, with owner, state, step, last metrics, starts and GPU-hours.
 
 A run is a folder with config.yaml, or with metrics or checkpoints. The files are only read; a running run is not
-disturbed.
+disturbed. Folders that this user may not read are named.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import argparse
 import json
 import math
 import os
+import pwd
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from megarl.evaluation.folder import EVAL_FILE
 from megarl.plain import plain
 from megarl.telemetry.sinks.jsonl import METRICS_FILE, last_rows
 from megarl.trainer.run_lock import LOCK_FILE, holder_of
+from megarl.trainer.starts import past_starts, read_parent
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,8 +32,10 @@ EXAMPLE = "megarl runs runs"
 CHECKPOINTS = "checkpoints"
 DEPTH = 4
 """Levels of folders below the given one that are searched."""
-LESS = ("model", "flow", "checkpoints", "changed")
+LESS = ("model", "flow", "host", "checkpoints", "starts", "changed", "owner", "GPU-hours")
 """Columns that a narrow terminal does not show, in the order in which they are dropped."""
+MOST_NAMED = 5
+"""Folders that cannot be read and are named; more of them are counted."""
 SHOWN = {"reward/mean": "reward", "val/accuracy": "accuracy", "train/loss": "loss", "val/loss": "held-out loss"}
 
 
@@ -46,6 +51,11 @@ class FoundRun:
         changed: time of the last write, seconds since 1970.
         checkpoints: number of checkpoints.
         size: bytes of the checkpoints.
+        owner: user who owns the folder.
+        hosts: of the newest start that is recorded.
+        starts: number of recorded starts.
+        gpu_hours: GPUs times hours, over all recorded starts; None: there is none on GPUs.
+        parent: checkpoint of another run that `megarl branch` began this run from; empty: none.
     """
 
     folder: str
@@ -58,6 +68,11 @@ class FoundRun:
     changed: float
     checkpoints: int
     size: int
+    owner: str
+    hosts: list[str]
+    starts: int
+    gpu_hours: float | None
+    parent: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +86,9 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     del rest
     if not os.path.isdir(args.folder):
         raise ValueError(f"no folder at '{args.folder}'")
-    runs = sorted((read_run(folder) for folder in run_folders(args.folder)), key=lambda run: -run.changed)
+    unreadable: list[str] = []
+    runs = sorted((read_run(folder) for folder in run_folders(args.folder, unreadable)), key=lambda run: -run.changed)
+    _name_unreadable(unreadable)
     if args.json:
         for found_run in runs:
             metrics = {label: value if math.isfinite(value) else None for label, value in found_run.metrics.items()}
@@ -84,11 +101,17 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def run_folders(folder: str, depth: int = DEPTH) -> Iterator[str]:
-    """Yield the folders of runs below a folder, or the folder itself. Evaluations are not runs."""
+def run_folders(folder: str, unreadable: list[str] | None = None, depth: int = DEPTH) -> Iterator[str]:
+    """Yield the folders of runs below a folder, or the folder itself. Evaluations are not runs.
+
+    Args:
+        unreadable: gets the folders that this user may not read.
+    """
     try:
         names = set(os.listdir(folder))
-    except OSError:  # no permission
+    except OSError as e:
+        if unreadable is not None and isinstance(e, PermissionError):
+            unreadable.append(folder)
         return
     if EVAL_FILE in names:
         return
@@ -98,7 +121,7 @@ def run_folders(folder: str, depth: int = DEPTH) -> Iterator[str]:
     for name in sorted(names) if depth else []:
         path = os.path.join(folder, name)
         if os.path.isdir(path) and not os.path.islink(path) and not name.startswith("."):
-            yield from run_folders(path, depth - 1)
+            yield from run_folders(path, unreadable, depth - 1)
 
 
 def read_run(folder: str) -> FoundRun:
@@ -115,6 +138,7 @@ def read_run(folder: str) -> FoundRun:
     steps = steps if isinstance(steps, int) and abs(steps) < 2**63 else None
     files = [os.path.join(folder, name) for name in (METRICS_FILE, CONFIG_FILE, LOCK_FILE, CHECKPOINTS)]
     count, size = _checkpoints(os.path.join(folder, CHECKPOINTS))
+    starts = past_starts(folder, running=running)
     return FoundRun(
         folder=folder,
         flow=str(trainer.get("flow", "")),
@@ -126,7 +150,31 @@ def read_run(folder: str) -> FoundRun:
         changed=max(map(_changed, files)),
         checkpoints=count,
         size=size,
+        owner=_owner(folder),
+        hosts=list(starts[-1].hosts) if starts else [],
+        starts=len(starts),
+        gpu_hours=sum(start.gpu_hours for start in starts) if any(start.on_gpus for start in starts) else None,
+        parent=parent if isinstance(parent := read_parent(folder).get("checkpoint"), str) else "",
     )
+
+
+def _owner(folder: str) -> str:
+    """Name the user who owns a folder; a number where the system has no name for it."""
+    try:
+        number = os.stat(folder).st_uid
+    except OSError:  # it was deleted meanwhile
+        return "?"
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _name_unreadable(folders: list[str]) -> None:
+    if folders:
+        named = ", ".join(f"{folder} (of {_owner(folder)})" for folder in folders[:MOST_NAMED])
+        more = f" and {len(folders) - MOST_NAMED} more" if len(folders) > MOST_NAMED else ""
+        print(f"megarl: you may not read {named}{more}", file=sys.stderr)
 
 
 def _changed(file: str) -> float:
@@ -201,7 +249,7 @@ def _print_table(runs: list[FoundRun], folder: str) -> None:
     table = _table(cells, folder, [])
     for n in range(1, len(LESS) + 1):
         terminal = Output()
-        if not terminal.is_terminal or terminal.measure(table).maximum <= terminal.width:
+        if not terminal.is_terminal or Output(width=1000).measure(table).maximum <= terminal.width:
             break
         table = _table(cells, folder, LESS[:n])
     print_table(table)
@@ -234,5 +282,9 @@ def _cells(run: FoundRun, folder: str) -> dict[str, str]:
         "last metrics": ", ".join(f"{label} {value:.4g}" for label, value in run.metrics.items()),
         "changed": f"{duration(max(0.0, time.time() - run.changed))} ago",
         "checkpoints": f"{run.checkpoints}, {size(run.size)}" if run.checkpoints else "-",
+        "owner": run.owner,
+        "host": f"{run.hosts[0]}{f' + {len(run.hosts) - 1}' if len(run.hosts) > 1 else ''}" if run.hosts else "-",
+        "starts": str(run.starts or "-"),
+        "GPU-hours": "-" if run.gpu_hours is None else f"{run.gpu_hours:,.1f}",
     }
     return {column: plain(text) for column, text in cells.items()}  # before the width of a column is measured

@@ -16,6 +16,7 @@ from megarl.config.load import CONFIG_FILE
 from megarl.report.rollout_index import FileBatch, Files, file_batches, index_of, read_batch
 from megarl.report.runs import Run, curves
 from megarl.report.settings import settings
+from megarl.report.starts import start_files, starts
 from megarl.telemetry.lines import complete_lines
 from megarl.telemetry.spans import newest, read_spans, span_files
 
@@ -86,6 +87,7 @@ class Blocks:
             blocks[f"timeline-{place}"] = cached(f"timeline-{place}-{last_step}", spans, _timeline(spans, last_step))
             budget = os.path.join(run.folder, BUDGET_FILE)
             blocks[f"memory-{place}"] = cached(f"memory-{place}", [budget], partial(_budget_at, budget))
+            blocks[f"starts-{place}"] = cached(f"starts-{place}", start_files(run), partial(starts, run))
             blocks |= self._rollouts(place, run, last_step, rollouts)
             runs.append({"name": run.name, "folder": run.folder})
         blocks["runs"] = Block.of({"runs": runs})

@@ -1,6 +1,6 @@
 """Locks a run folder for one run at a time, with the file RUN/lock. It names that run, or how the last one ended.
 
-{"host": "node7", "pid": 123, "since": "2026-01-31 12:00", "steps": 500, "ended": "finished"}
+{"host": "node7", "pid": 123, "since": "2026-01-31 12:00", "began": 1769860800.0, "steps": 500, "ended": "finished"}
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import time
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
+
+from megarl.trainer.starts import note_end
 
 LOCK_FILE = "lock"
 PATIENCE = 1.0  # seconds: a process that was killed holds its lock for a moment more, and so does one that only looks
@@ -47,8 +49,10 @@ class RunLock:
             raise
         # A helper that outlives this process would keep the folder locked.
         os.register_at_fork(after_in_child=self.release)
-        since = datetime.now().strftime("%Y-%m-%d %H:%M")
-        self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "steps": steps}
+        self._run_dir, self._began = run_dir, time.time()
+        since = datetime.fromtimestamp(self._began).strftime("%Y-%m-%d %H:%M")
+        self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "began": self._began}
+        self._holder["steps"] = steps
         self._write()
 
     def note_end(self, how: str) -> None:
@@ -56,6 +60,7 @@ class RunLock:
         self._holder["ended"] = how
         with suppress(OSError):  # a full disk: then nobody knows
             self._write()
+            note_end(self._run_dir, self._began, how)
 
     def release(self) -> None:
         """Give the folder back before the process ends."""

@@ -63,10 +63,10 @@ async function loadRuns() {
   const shown = new Map(report.runs.map((run) => [run.folder, run.shown]));
   report.settings = await Blocks.get("settings");
   report.runs = await Promise.all(listed.map(async (run, i) => {
-    const [curves, timeline, memory] = await Promise.all(
-      ["curves", "timeline", "memory"].map((kind) => Blocks.get(`${kind}-${i}`)));
+    const [curves, timeline, memory, starts] = await Promise.all(
+      ["curves", "timeline", "memory", "starts"].map((kind) => Blocks.get(`${kind}-${i}`)));
     const color = RUN_COLORS[i % RUN_COLORS.length];
-    return { ...run, place: i, color, curves, timeline, memory, shown: shown.get(run.folder) ?? true };
+    return { ...run, place: i, color, curves, timeline, memory, starts, shown: shown.get(run.folder) ?? true };
   }));
 }
 

@@ -1,4 +1,4 @@
-// Configuration: what differs from the defaults, and between runs.
+// Configuration: what differs from the defaults, and between runs; the starts of each run.
 
 const Settings = {
   title: "Configuration", search: "", only: "changed",
@@ -13,8 +13,24 @@ const Settings = {
     only.addEventListener("change", () => { this.only = only.value; this.draw(); });
     this.count = el("span", { class: "count", id: "count" });
     this.body = el("div", { class: "panel" });
-    main.replaceChildren(el("div", { class: "bar" }, search, only, this.count), this.body);
+    main.replaceChildren(el("div", { class: "bar" }, search, only, this.count), this.body,
+      ...shownRuns().filter((run) => run.starts.total || run.starts.parent).map((run) => this.starts(run)));
     this.draw();
+  },
+
+  starts(run) {
+    const { total, gpu_hours: hours, parent, rows } = run.starts;
+    const about = [`${total} start${total === 1 ? "" : "s"}`, hours ? `${hours.toFixed(1)} GPU-hours` : "",
+      parent ? `branched from ${parent}` : ""].filter(Boolean).join(", ");
+    const heads = ["start", "began", "lasted", "ended", "user", "hosts", "ranks", "megarl", "from"];
+    return el("div", { class: "panel", "data-starts": run.name }, el("h2", {}, `${run.name}: ${about}`),
+      el("table", { class: "plain stacked" }, el("tr", {}, heads.map((head) => el("th", {}, head))),
+        rows.toReversed().map(([number, began, seconds, ended, user, hosts, ranks, code, checkpoint, command]) => {
+          const texts = [number, began ? new Date(began * 1000).toLocaleString() : "–", fmtSeconds(seconds), ended, user,
+            hosts, ranks, code, checkpoint.split("/").at(-1) || "the beginning"];
+          return el("tr", { title: command }, texts.map((text, i) =>
+            el("td", { "data-label": heads[i] }, breakable(String(text)))));
+        })));
   },
 
   draw() {

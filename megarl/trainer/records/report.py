@@ -22,6 +22,7 @@ from megarl.telemetry.sinks.sink import TakesArtifacts, TakesRollouts
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.records.shown_rollouts import ShownRollouts
 from megarl.trainer.run_folder import HeldFolder
+from megarl.trainer.starts import Lasting
 from megarl.types import Batch, Rollouts
 
 
@@ -42,6 +43,7 @@ class Report:
         self._failing: set[Sink] = set()  # of which a person was told
         self._files: tuple[type, ...] = ()  # classes of sinks that are files
         self._folder: HeldFolder | None = None
+        self._lasting: Lasting | None = None
         self._first_step, self._logged = first_step, False
         self._began = self._since = time.perf_counter()
 
@@ -50,6 +52,8 @@ class Report:
         steps that come."""
         if self._speaks and os.path.isdir(self._trainer.run_dir):
             self._folder = HeldFolder(self._trainer.run_dir)
+            self._lasting = Lasting(self._trainer.run_dir)
+            self._lasting.beat()
         self._open(self._first_step)
         config = os.path.join(self._trainer.run_dir, CONFIG_FILE)
         if os.path.exists(config):
@@ -127,6 +131,8 @@ class Report:
             timing["perf/samples_per_s"] = sequences / timing["timing/step_s"]
         timing |= {"perf/since_start_s": now - self._began, "perf/timestamp_s": time.time()}
         self._log(row, {**metrics, **timing})
+        if self._lasting is not None:
+            self._lasting.beat()
         return {**metrics, **timing}
 
     def samples(self, step: int, rollouts: Rollouts) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,10 @@ from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.lines import rewrite
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.resuming.identity import Identity, differences, identity_of
+from megarl.trainer.run_lock import holder_of
+from megarl.trainer.starts import read_parent, record_start
 from megarl.trainer.stopped import RunRefused
+from megarl.trainer.surroundings import Place, surroundings
 
 if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
     from megarl.parallel.world import World
@@ -49,6 +53,7 @@ class Start:
         differs: parts of the run, of those in `trainer.resume_allow`, that differ from the checkpoint's.
         passed_over: newer checkpoints that no run can go on from.
         identity: of the run, which its checkpoints record.
+        places: where each rank is.
     """
 
     folder: str | None = None
@@ -56,6 +61,7 @@ class Start:
     differs: frozenset[str] = frozenset()
     passed_over: tuple[Found, ...] = ()
     identity: Identity = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
 
     @property
     def position(self) -> Position:
@@ -144,7 +150,7 @@ def begin_in_folder(inputs: Inputs, world: World, start: Start) -> None:
     """Make the run's folder ready for the run; every rank calls it.
 
     The first rank deletes unfinished checkpoints of dead jobs, sets aside damaged checkpoints that are newer than the
-    start, and the records of a run that left no checkpoint, and writes the configuration.
+    start, and the records of a run that left no checkpoint, writes the configuration and records the start.
 
     Raises:
         RunRefused: on every rank, if the folder cannot be written, or a rank does not see it.
@@ -176,7 +182,17 @@ def _take_folder(inputs: Inputs, start: Start) -> None:
     if start.folder is None and trains(inputs.config) and (earlier := set_aside_earlier_run(run_dir)):
         say(f"an earlier run in {run_dir} left no checkpoint; its records are now in {earlier}")
     os.makedirs(run_dir, exist_ok=True)
-    rewrite(os.path.join(run_dir, CONFIG_FILE), dump_config(inputs.config).encode(), private=True)
+    configuration = dump_config(inputs.config)
+    rewrite(os.path.join(run_dir, CONFIG_FILE), configuration.encode(), private=True)
+    if trains(inputs.config):
+        record_start(run_dir, configuration, _environment(run_dir, start))
+
+
+def _environment(run_dir: str, start: Start) -> dict[str, Any]:
+    holder, held = holder_of(run_dir)
+    began = holder.get("began") if held else None  # when this process took the folder, before it loaded anything
+    parent = {"parent": parent} if (parent := read_parent(run_dir)) else {}
+    return {"began": began or time.time(), "checkpoint": start.folder, **parent, **surroundings(start.places)}
 
 
 def _candidates(trainer: TrainerConfig) -> list[Found]:

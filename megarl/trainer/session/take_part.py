@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from megarl.trainer.session.agreement import check_same_inputs
 from megarl.trainer.session.run import Run
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunInterrupted, RunRefused, RunStopped
+from megarl.trainer.surroundings import own_place
 
 Flow = Callable[[Run], None]
 """What a run does, as a function over roles: see `megarl.flows`."""
@@ -76,11 +77,12 @@ def take_part(
     """
     config = inputs.config
     torch.manual_seed(config.data.seed)
-    hosts = world.all_gather(socket.gethostname(), "all ranks")
+    places = world.all_gather(own_place(), "all ranks")
+    hosts = [place.host for place in places]
     minutes = config.trainer.timeout_minutes
     watch = partial(world.watch.active, rank=world.rank, hosts=hosts, minutes=minutes)
     with watch(phase=lambda: "the start"):
-        start = _agree(inputs, world)
+        start = replace(_agree(inputs, world), places=tuple(places))
     if done := finished(inputs, start):
         _say(world, done)
         return None

