@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,19 @@ def plain(text: str) -> str:
 
 class PlainText(io.TextIOWrapper):
     r"""A stream of text that lets nothing through which a terminal would obey, but `\r`, with which libraries draw
-    progress."""
+    progress.
+
+    Attributes:
+        copy: gets each text, too; what rich draws on a terminal is none.
+    """
+
+    copy: Callable[[str], object] | None = None
 
     def write(self, text: str) -> int:
-        return super().write(_CONTROL.sub(_escaped, text))
+        shown = _CONTROL.sub(_escaped, text)
+        if self.copy is not None:
+            self.copy(shown)
+        return super().write(shown)
 
     @property
     def rich_proxied_file(self) -> Any:

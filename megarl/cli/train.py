@@ -90,6 +90,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     say_how_to_profile(config)
     from megarl.nodes import Node
     from megarl.supervisor import Restarts, Supervisor
+    from megarl.telemetry.console import copy_into_log
+    from megarl.telemetry.log_file import LOG
+
+    copy_into_log()
+    LOG.open_if_there(config.trainer.run_dir, f"node_{node_rank}")
 
     node = Node(nproc=config.trainer.n_gpus_per_node, nnodes=config.trainer.nnodes, node_rank=node_rank)
     if node.nnodes > 1:

@@ -72,6 +72,11 @@ class TrainerConfig(Section):
         description="destinations of metrics: console, jsonl, csv, tensorboard, prometheus, wandb, mlflow (see the "
         "section telemetry), or path/to/file.py:class",
     )
+    log_level: Literal["debug", "info", "warning"] = Field(
+        "warning",
+        description="lowest level of the libraries' log records that RUN/logs keeps; the console shows warnings and "
+        "errors",
+    )
     project_name: str = Field(
         "megarl", description="the project's name: a folder of several runs, and a label of metrics"
     )

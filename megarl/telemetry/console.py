@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
-from megarl.plain import plain, plain_stream
+from megarl.plain import PlainText, plain, plain_stream
+from megarl.telemetry.log_file import LOG
 
 
 class Output(Console):
@@ -42,7 +43,7 @@ def plain_console() -> Output:
 
 
 def go_on_without() -> None:
-    """Replace stdout and stderr by streams that drop what cannot be written.
+    """Replace stdout and stderr by streams that drop what cannot be written, and copy all texts into the log file.
 
     A reader that ended (`| head`, a `tee` that was killed) or a full disk below a log is no reason to end a run.
     """
@@ -56,6 +57,15 @@ def go_on_without() -> None:
         at_once = stream.line_buffering or stream.write_through  # the latter by PYTHONUNBUFFERED
         new_stream.reconfigure(line_buffering=at_once, write_through=False)
         setattr(sys, name, new_stream)
+    copy_into_log()
+
+
+def copy_into_log() -> None:
+    """Copy what this process prints into the log file, too."""
+    LOG.is_fed = True
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, PlainText):
+            stream.copy = LOG.write
 
 
 class _Unfailing(io.FileIO):

@@ -98,9 +98,13 @@ def no_link_private(path: str, flags: int) -> int:
     return descriptor
 
 
-def only_file(path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a file, as the `opener` of `open`. Raises OSError for a pipe (it blocks) and a device (it never ends)."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+def only_file(path: str, flags: int, mode: int = 0o666, *, folder: int | None = None) -> int:
+    """Open a file, as the `opener` of `open`. Raises OSError for a pipe (it blocks) and a device (it never ends).
+
+    Args:
+        folder: descriptor of the folder to which the path is relative; default the working directory.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, mode, dir_fd=folder)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)

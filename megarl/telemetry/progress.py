@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 import time
@@ -24,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.telemetry.console import Output
+from megarl.telemetry.log_file import LOG
 
 # metric -> (label, format); other metrics are in the metric files only
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -92,15 +94,16 @@ class Progress:
             for key, seconds in metrics.items()
             if key.startswith("timing/") and seconds >= 0.005
         }
+        groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (values, phases)]
+        text = " | ".join(group for group in groups if group)
+        line = f"{self._description} {self._done}/{self._total} | {text} | eta {self._eta()}"
         if self._live is None:
-            groups = ["  ".join(f"{name} {value}" for name, value in group.items()) for group in (values, phases)]
-            text = " | ".join(group for group in groups if group)
-            line = f"{self._description} {self._done}/{self._total} | {text} | eta {self._eta()}"
             if self._cell is None:
                 self.note(line)
             else:
                 self._cell.update({"text/plain": line}, raw=True)
             return
+        LOG.write(f"{line}\n")
         self._latest.update(values)
         self._bar.update(self._task, completed=self._done, eta=self._eta())
         self._live.update(Group(self._bar, _line(self._latest), _line(phases)))
@@ -108,6 +111,7 @@ class Progress:
     def note(self, what: str | Table) -> None:
         """Print a line or a table that stays above the bar."""
         if self._live is not None:
+            LOG.write(f"{what}\n" if isinstance(what, str) else as_text(what))
             self._live.console.print(Text(what) if isinstance(what, str) else what)
         elif isinstance(what, str):
             print(what, flush=True)
@@ -154,10 +158,22 @@ class Counting:
 
 def print_table(table: Table) -> None:
     """Print a table as wide as the terminal; without a terminal, as wide as its content."""
+    LOG.write(as_text(table))
     console = Output()
     if not console.is_terminal:
-        console = Output(width=Output(width=1000).measure(table).maximum)
+        console = Output(width=_width(table))
     console.print(table)
+
+
+def as_text(table: Table) -> str:
+    """Write a table as it looks without a terminal."""
+    text = io.StringIO()
+    Output(file=text, width=_width(table)).print(table)
+    return text.getvalue()
+
+
+def _width(table: Table) -> int:
+    return Output(width=1000).measure(table).maximum
 
 
 def duration(seconds: float) -> str:

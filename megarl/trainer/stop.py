@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from megarl.processes import STOP_SIGNALS, end_now, signals_handled
+from megarl.telemetry.log_file import LOG
 
 if TYPE_CHECKING:  # a rank takes signals before it has imported torch
     from megarl.parallel.world import World
@@ -115,6 +116,7 @@ class StopRequest:
 
     def _say(self, text: str) -> None:
         if self.rank == 0:
+            LOG.write(f"megarl: {text}\n")
             with suppress(OSError):  # nobody listens any more
                 os.write(2, f"megarl: {text}\n".encode())  # the main thread may hold the lock of sys.stderr
 

@@ -32,6 +32,7 @@ from megarl.config.trainer import TrainerConfig
 from megarl.flow_kinds import flow_kind, trains
 from megarl.telemetry.earlier import set_aside_earlier_run
 from megarl.telemetry.lines import rewrite
+from megarl.telemetry.log_file import keep_log
 from megarl.trainer.inputs import Inputs
 from megarl.trainer.resuming.identity import Identity, differences, identity_of
 from megarl.trainer.run_lock import holder_of
@@ -163,6 +164,8 @@ def begin_in_folder(inputs: Inputs, world: World, start: Start) -> None:
     try:
         on_first_rank(world, lambda: _take_folder(inputs, start))
         check_seen(os.path.join(run_dir, CONFIG_FILE), world)
+        if trains(inputs.config):
+            keep_log(run_dir, world.rank, inputs.config.trainer.log_level)
     except RankFailed as e:
         raise RunRefused(f"the run folder {run_dir} cannot be written: {e}; set trainer.default_local_dir") from None
     except ValueError as e:
