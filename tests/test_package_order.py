@@ -12,6 +12,7 @@ import pytest
 ORDER = [
     "version",
     "plain",
+    "hub",
     "private_folder",
     "processes",
     "endings",
@@ -59,6 +60,7 @@ ROOT = Path(__file__).parents[1] / "megarl"
 TORCH_FREE = [
     "version.py",
     "plain.py",
+    "hub.py",
     "loopback.py",
     "private_folder.py",
     "processes.py",

@@ -26,9 +26,9 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")  # buffers that old files hold and every model computes
-_OF_TOKENIZERS = re.compile(
+OF_TOKENIZERS = re.compile(
     r"(special_tokens_map|added_tokens|vocab|chat_template)\.json|tokenizer.*\.(json|model)"
     r"|spiece\.model|merges\.txt|vocab\.txt|chat_template\.jinja"
 )
@@ -88,11 +88,7 @@ def weight_entries(folder: str) -> dict[str, Entry]:
     """
     index, single = os.path.join(folder, INDEX), os.path.join(folder, SINGLE)
     if os.path.isfile(index):
-        try:
-            with open(index, encoding="utf-8") as f:
-                files = sorted({os.fspath(file) for file in json.load(f)["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise ValueError(f"'{index}' is not an index of safetensors files: {e}") from e
+        files = indexed_files(folder)
         if os.path.isfile(single) and SINGLE not in files:  # transformers would read the one, vLLM the other
             raise ValueError(
                 f"'{folder}' has both {SINGLE} and {INDEX}, which names other files; delete what is left over of "
@@ -104,6 +100,18 @@ def weight_entries(folder: str) -> dict[str, Entry]:
     else:
         raise ValueError(_no_weights(folder))
     return {name: entry for file in files for name, entry in read_header(os.path.join(folder, file)).items()}
+
+
+def indexed_files(folder: str) -> list[str]:
+    """List the files that the index of a folder names. Raises ValueError for one that is no index, or names a path."""
+    index = os.path.join(folder, INDEX)
+    try:
+        with open(index, encoding="utf-8") as f:
+            files = sorted({os.fspath(file) for file in json.load(f)["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as e:
+        raise ValueError(f"'{index}' is not an index of safetensors files: {e}") from e
+    _refuse(folder, f"{INDEX} names files elsewhere:", (x for x in files if os.path.basename(x) != x))
+    return files
 
 
 def read_config(folder: str, name: str = CONFIG) -> dict[str, Any]:
@@ -179,7 +187,7 @@ def copy_model_files(
     if os.path.isfile(tokenizer):
         shutil.copyfile(tokenizer, os.path.join(target, "tokenizer.model"))
     for name in os.listdir(tokenizer) if os.path.isdir(tokenizer) else ():
-        if _OF_TOKENIZERS.fullmatch(name):
+        if OF_TOKENIZERS.fullmatch(name):
             shutil.copyfile(os.path.join(tokenizer, name), os.path.join(target, name))
 
 
@@ -191,7 +199,7 @@ def move_tokenizer(folder: str, name: str) -> str:
     """
     target = os.path.join(folder, name)
     os.mkdir(target)
-    for file in filter(_OF_TOKENIZERS.fullmatch, sorted(os.listdir(folder))):
+    for file in filter(OF_TOKENIZERS.fullmatch, sorted(os.listdir(folder))):
         os.rename(os.path.join(folder, file), os.path.join(target, file))
     _write_config(folder, "tokenizer.json", {"error": f"the tokenizer of this model is in {name}/"})
     return target
@@ -206,7 +214,7 @@ def _no_weights(folder: str) -> str:
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     if "metadata.json" in names:
         return f"'{folder}' is a Megatron-Core checkpoint, not a Hugging Face folder with weights"
-    pickled = [name for name in names if name.endswith(_PICKLED)]
+    pickled = [name for name in names if name.endswith(PICKLED)]
     if pickled:
         return (
             f"'{folder}' has only pickled weights ({_some(pickled)}), which can run code when they are read; "

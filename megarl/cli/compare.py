@@ -57,15 +57,14 @@ def compare(a: str, b: str, request: Request) -> int:
         pair(*_both(sides))  # refuse before a folder is made
     if request.out is not None:
         check_unused(request.out)
-    for subject in unfinished:
-        check(subject, file, request)
+    pins = {subject.path: check(subject, file, request) for subject in unfinished}
     if len(unfinished) == 2 and file and not request.file:
         print(f"megarl: both answer with the settings in {file}", file=sys.stderr)
     folder = new_folder(request.out or _place(sides), exact=request.out is not None)
     for i, side in enumerate(sides):
         if isinstance(side, Subject):
             side_folder = new_folder(os.path.join(folder, "ab"[i]), exact=True)
-            if code := fill(side_folder, config_of(side, file, request, side_folder)):
+            if code := fill(side_folder, config_of(side, file, request, side_folder, pins[side.path])):
                 remove_unused(folder)  # keeps a finished first side
                 return code
             sides[i] = read_evaluation(side_folder)

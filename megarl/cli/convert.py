@@ -1,6 +1,6 @@
 """Convert checkpoints between Hugging Face folders and Megatron-Core `dist_checkpointing` folders.
 
-  hf-to-megatron SRC DST [--tp N --pp N]
+  hf-to-megatron SRC DST [--tp N --pp N]   SRC: a Hugging Face folder, or a model of its Hub
   megatron-to-hf SRC DST [--best]
 
 The Megatron folder has the format of MegaRL's checkpoints: DST can be the key `actor_rollout_ref.model.checkpoint`, SRC
@@ -28,6 +28,7 @@ from contextlib import contextmanager
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from megarl.checkpoint.hub_download import Wanted, local_folder
 from megarl.cli.words import add_best
 from megarl.telemetry.console import Output
 from megarl.trainer.subject import weights_of
@@ -78,8 +79,12 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         if (number := getattr(args, name, 1)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {number} must be 1 or more")
     return_freed_memory()
+    args.name = os.path.basename(os.path.abspath(args.source))
     if args.way == "megatron-to-hf":
         args.source = weights_of(args.source, best=args.best)
+        args.model = local_folder(args.model, Wanted.TOKENIZER) if args.model else None
+    else:
+        args.source = local_folder(args.source, Wanted.WEIGHTS)
     try:
         convert(args)
         if args.verify:
@@ -103,7 +108,7 @@ def convert(args: argparse.Namespace) -> None:
     from megarl.checkpoint.convert import huggingface_to_megatron, megatron_to_huggingface
 
     remarks: list[str] = []
-    with progress(f"{args.way} {os.path.basename(os.path.abspath(args.source))}") as advance:
+    with progress(f"{args.way} {args.name}") as advance:
         if args.way == "hf-to-megatron":
             huggingface_to_megatron(
                 args.source,

@@ -1,8 +1,8 @@
 """Generate responses to held-out prompts, and score them.
 
-PATH is a checkpoint (global_step_N), a run's folder, or a Hugging Face folder. Data, reward, sampling and layout come
-from CONFIG, or else from the run that PATH lies in, and from key=value. Each evaluation writes into a new folder next
-to PATH.
+PATH is a checkpoint (global_step_N), a run's folder, a Hugging Face folder, or a model of its Hub. Data, reward,
+sampling and layout come from CONFIG, or else from the run that PATH lies in, and from key=value. Each evaluation writes
+into a new folder next to PATH, or in the working directory for a model of the Hub.
 """
 
 from __future__ import annotations
@@ -84,25 +84,30 @@ def evaluate(path: str, request: Request) -> int:
     file = request.file or subject.recorded
     if request.out is not None:
         check_unused(request.out)
-    check(subject, file, request)
+    pins = check(subject, file, request)
     folder = new_folder(request.out or subject.place, exact=request.out is not None)
-    return fill(folder, config_of(subject, file, request, folder))
+    return fill(folder, config_of(subject, file, request, folder, pins))
 
 
-def config_of(subject: Subject, file: str | None, request: Request, folder: str) -> Config:
-    """Resolve the configuration of an evaluation, see `evaluation_config`."""
-    return evaluation_config(subject, file, request.overrides, folder, request.nproc)
+def config_of(subject: Subject, file: str | None, request: Request, folder: str, pins: Sequence[str] = ()) -> Config:
+    """Resolve the configuration of an evaluation, see `evaluation_config`.
+
+    Args:
+        pins: what `check` returned.
+    """
+    return evaluation_config(subject, file, [*request.overrides, *pins], folder, request.nproc)
 
 
-def check(subject: Subject, file: str | None, request: Request) -> None:
-    """Raise ValueError if the evaluation cannot work. Makes no folder."""
+def check(subject: Subject, file: str | None, request: Request) -> list[str]:
+    """Raise ValueError if the evaluation cannot work. Makes no folder; returns `pinned_keys`."""
     from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.hub_models import pinned_keys
 
     config = config_of(subject, file, request, request.out or f"{subject.place}/new")
     check_nothing_hidden(config)
     if request.file is None and not request.trust and file is not None:
         check_trusted(config, os.path.dirname(file), request.overrides)
-    check_run(config)
+    return pinned_keys(check_run(config).config)
 
 
 def fill(folder: str, config: Config) -> int:

@@ -105,7 +105,7 @@ def config_of(args: argparse.Namespace, file: str | None, overrides: Sequence[st
 def _for_one_rank(config: Config, args: argparse.Namespace, overrides: Sequence[str], requests: int) -> Config:
     return answering_config(
         config,
-        positions=read_architecture(config.actor_rollout_ref.model.path).max_position_embeddings,
+        positions=read_architecture(config.actor_rollout_ref.model.folder).max_position_embeddings,
         requests=requests,
         max_tokens=args.max_tokens,
         context=args.context,

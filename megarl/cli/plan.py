@@ -1,6 +1,7 @@
 """Predict the memory, the traffic and the time of a run, without a GPU.
 
-Reads the configuration and the models' config.json, but no weights, tokenizer or data files. Exit code 0 if the run
+Reads the configuration and the models' config.json, but no weights, tokenizer or data files; of a model of the Hub it
+fetches config.json alone. Exit code 0 if the run
 fits, 1 if a GPU's memory is too small, 2 if `megarl train` would refuse the layout.
 """
 
@@ -70,8 +71,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if not trains(config):
         raise ValueError(f"megarl plan predicts steps of training, and trainer.flow = {config.trainer.flow} has none")
     from megarl.trainer.admission.checks import check_layouts  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.hub_models import fetch_models
     from megarl.trainer.memory import job_of
 
+    config = fetch_models(config, config_only=True, alone=True)
     arch = check_layouts(config)
     job = job_of(config, arch)
     accelerator = _accelerator(args, config.actor_rollout_ref.model.dtype)

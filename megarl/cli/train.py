@@ -73,6 +73,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         config = load_config(args.config, [*overrides, *ranks])
     from megarl.flow_kinds import FLOWS
     from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.hub_models import pinned_keys
     from megarl.trainer.resuming.identity import configuration_digest
     from megarl.trainer.resuming.resume import expected_start, finished
     from megarl.trainer.run_lock import check_free
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         for line in try_reward(inputs):
             print(f"megarl: {line}", file=sys.stderr)
     say_how_to_profile(config)
+    pins = pinned_keys(inputs.config)
+    overrides = [*overrides, *pins]
     from megarl.nodes import Node
     from megarl.supervisor import Restarts, Supervisor
     from megarl.telemetry.console import copy_into_log
@@ -101,6 +104,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         same = {
             "configuration": configuration_digest(config),
             "--restarts and --min-nodes": f"{args.restarts} {least_nodes}",
+            "commits of the Hub's models": " ".join(pins),
         }
         node = replace(node, master_addr=args.master_addr, master_port=args.master_port, same=same)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

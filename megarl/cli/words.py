@@ -31,7 +31,9 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add the arguments `path` and `--best`, which name a checkpoint."""
-    parser.add_argument("path", help="checkpoint (global_step_N), run folder (its newest one), or Hugging Face folder")
+    parser.add_argument(
+        "path", help="checkpoint (global_step_N), run folder (its newest one), Hugging Face folder, or model of its Hub"
+    )
     add_best(parser)
 
 

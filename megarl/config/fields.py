@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from megarl.hub import folder_of
+
 KlPenalty = Literal["k1", "abs", "k2", "k3"]
 KlLoss = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -38,6 +40,29 @@ class Section(BaseModel):
             if value and isinstance(value, str) and name in cls.model_fields and _lists_texts(cls.model_fields[name])
         }
         return {**values, **single}
+
+
+class ModelFiles(Section):
+    """The files of a model. A Hub's model, once it is in the cache, has its commit in its name."""
+
+    path: str = Field(
+        "",
+        description="directory with a Hugging Face config.json, and weights in safetensors files; or a model of the "
+        "Hub, such as Qwen/Qwen2.5-0.5B, with @ and a branch, tag or commit",
+    )
+    tokenizer_path: str = Field(
+        "", description="tokenizer directory, SentencePiece .model file, or model of the Hub; default: path"
+    )
+
+    @property
+    def folder(self) -> str:
+        """The directory that `path` stands for."""
+        return folder_of(self.path)
+
+    @property
+    def tokenizer(self) -> str:
+        """The directory or file with the tokenizer."""
+        return folder_of(self.tokenizer_path or self.path)
 
 
 def _lists_texts(field: FieldInfo) -> bool:

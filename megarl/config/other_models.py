@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megarl.config.fields import LossAggMode, Section, Size
+from megarl.config.fields import LossAggMode, ModelFiles, Size
 from megarl.config.policy import BatchingConfig, FastOptimConfig, MegatronConfig
 
 
-class OtherModelConfig(Section):
+class OtherModelConfig(ModelFiles):
     """The weights of a critic, reward model or teacher."""
 
-    path: str = Field("", description="directory with a Hugging Face config.json and safetensors files")
-    tokenizer_path: str = Field("", description="tokenizer directory or SentencePiece .model file; default: path")
     random_init: bool = Field(False, description="start from random weights instead of those in path")
 
 

@@ -6,14 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.config.fields import KlLoss, LossAggMode, NonEmpty, Section, Size, Whole
+from megarl.config.fields import KlLoss, LossAggMode, ModelFiles, NonEmpty, Section, Size, Whole
 
 
-class ModelConfig(Section):
+class ModelConfig(ModelFiles):
     """The policy's architecture and weights."""
 
-    path: str = Field("", description="directory with a Hugging Face config.json, and weights in safetensors files")
-    tokenizer_path: str = Field("", description="tokenizer directory or SentencePiece .model file; default: path")
     random_init: bool = Field(False, description="start from random weights instead of those in path")
     checkpoint: str = Field(
         "", description="MegaRL checkpoint folder (global_step_N) whose actor weights to start from"

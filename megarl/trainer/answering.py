@@ -44,7 +44,7 @@ class Answering:
             generation_groups(world, generation_layout(config)),
             rollout=roles.rollout,
             reshard=roles.reshard,
-            model_path=roles.model.path,
+            model_path=roles.model.folder,
             residency=residency,
             timers=timers,
             max_model_len=inputs.max_sequence_length,

@@ -184,7 +184,7 @@ def _frozen(kind: type[F], run: Run, settings: TeacherConfig | RewardModelConfig
 
 
 def _weights(model: ModelConfig | OtherModelConfig, arch: Architecture, seed: int) -> Source:
-    return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.path, arch).box
+    return random_source(arch, seed) if model.random_init else HuggingFaceWeights(model.folder, arch).box
 
 
 def prompt_sampler(inputs: Inputs) -> PromptSampler:

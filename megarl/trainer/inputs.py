@@ -114,7 +114,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
         ValueError: what is missing or wrong, and what to change, in one line.
     """
     model = config.actor_rollout_ref.model
-    arch = read_architecture(model.path)
+    arch = read_architecture(model.folder)
     tokenizer = _tokenizer(config)
     rewards = parts_of(config.reward, reward) if generates(config) else ()
     rows = _prompts(config, tokenizer, rewards) if generates(config) else _examples(config, tokenizer)
@@ -136,7 +136,7 @@ def read_model(config: Config) -> Inputs:
         ValueError: as `read_inputs`.
     """
     model = config.actor_rollout_ref.model
-    arch = read_architecture(model.path)
+    arch = read_architecture(model.folder)
     tokenizer = _tokenizer(config)
     stop_tokens = _stop_tokens(config, arch, tokenizer)
     return Inputs(config=config, arch=arch, tokenizer=tokenizer, stop_tokens=stop_tokens, **_NO_ROWS)
@@ -145,7 +145,7 @@ def read_model(config: Config) -> Inputs:
 def _tokenizer(config: Config) -> Tokenizer:
     model, data = config.actor_rollout_ref.model, config.data
     return load_tokenizer(
-        model.tokenizer_path or model.path,
+        model.tokenizer,
         data.apply_chat_template_kwargs,
         read_special_tokens=data.read_special_tokens,
     )
@@ -154,7 +154,7 @@ def _tokenizer(config: Config) -> Tokenizer:
 def _tokenizer_key(config: Config) -> str:
     """Digest what the tokens of a row depend on beside the row."""
     model, arguments = config.actor_rollout_ref.model, config.data.apply_chat_template_kwargs
-    files = tokenizer_digest(model.tokenizer_path or model.path)
+    files = tokenizer_digest(model.tokenizer)
     return f"{files} {json.dumps(arguments, sort_keys=True)}" if arguments else files
 
 
@@ -215,7 +215,7 @@ def _stop_tokens(config: Config, arch: Architecture, tokenizer: Tokenizer) -> tu
     for i in configured:
         if not 0 <= i < arch.vocab_size:
             raise ValueError(f"rollout.stop_token_ids: {i} is no token: the model's vocab_size is {arch.vocab_size}")
-    folders = dict.fromkeys((model.path, model.tokenizer_path or model.path))
+    folders = dict.fromkeys((model.folder, model.tokenizer))
     end_ids = [i for folder in folders for i in end_tokens(folder, arch.vocab_size)]
     stop_tokens = tuple(dict.fromkeys((tokenizer.eos_id, *end_ids, *configured)))
     for text in config.actor_rollout_ref.rollout.stop:

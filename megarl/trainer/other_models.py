@@ -42,13 +42,13 @@ def other_roles(config: Config, needs: Needs) -> Iterator[OtherRole]:
 
 def architecture_of(model: OtherModelConfig, policy: Architecture) -> Architecture:
     """Return the architecture of the model's folder, or the policy's where it names none."""
-    return read_architecture(model.path) if model.path else policy
+    return read_architecture(model.folder) if model.path else policy
 
 
 def own_tokenizer(config: Config) -> str | None:
     """Return the folder of the reward model's tokenizer, if it has one that is not the policy's."""
     model, policy = config.reward_model.model, config.actor_rollout_ref.model
-    folder = model.tokenizer_path or model.path
+    folder = model.tokenizer
     digest = tokenizer_digest(folder)
     has_one = digest != tokenizer_digest("")
-    return folder if has_one and digest != tokenizer_digest(policy.tokenizer_path or policy.path) else None
+    return folder if has_one and digest != tokenizer_digest(policy.tokenizer) else None

@@ -1,4 +1,4 @@
-"""Models to evaluate, by their path: a checkpoint, a run, a Hugging Face folder. Torch-free.
+"""Models to evaluate, by their path: a checkpoint, a run, a Hugging Face folder, a model of the Hub. Torch-free.
 
 RUN/config.yaml                        how the run was configured
 RUN/checkpoints/global_step_12/        a checkpoint
@@ -15,6 +15,7 @@ from megarl.checkpoint.folder import STATE_FILE, check_whole, checkpoints, read_
 from megarl.checkpoint.huggingface_folder import CONFIG
 from megarl.config import Config, build_config, load_config
 from megarl.config.load import CONFIG_FILE
+from megarl.hub import HubModel, hub_model
 from megarl.trainer.resuming.best import best_checkpoint
 
 USUAL_CONTEXT = 4096
@@ -29,11 +30,18 @@ class Subject:
         folder: its weights.
         is_checkpoint: whether they are MegaRL's; else Hugging Face's.
         run_dir: of the run that it is of, if it lies in one.
+        hub: the model of the Hugging Face Hub that the folder is the cache of.
     """
 
     folder: str
     is_checkpoint: bool
     run_dir: str | None
+    hub: HubModel | None = None
+
+    @property
+    def path(self) -> str:
+        """The name by which configurations have it."""
+        return self.folder if self.hub is None else str(self.hub)
 
     @property
     def recorded(self) -> str | None:
@@ -45,12 +53,17 @@ class Subject:
     def name(self) -> str:
         """The name of its evaluation: global_step_12; of a Hugging Face folder within a checkpoint
         global_step_12-huggingface."""
+        if self.hub is not None:
+            return self.hub.repository.rpartition("/")[2]
         head, last = os.path.split(os.path.abspath(self.folder))
         return f"{os.path.basename(head)}-{last}" if last == "huggingface" else last
 
     @property
     def place(self) -> str:
-        """The folder of its evaluation: RUN/eval/global_step_12, or FOLDER.eval beside a folder that is in no run."""
+        """The folder of its evaluation: RUN/eval/global_step_12, or FOLDER.eval beside a folder that is in no run; of a
+        model of the Hub NAME.eval here."""
+        if self.hub is not None:
+            return os.path.abspath(f"{self.name}.eval")
         if self.run_dir is not None:
             return os.path.join(self.run_dir, "eval", self.name)
         return os.path.join(os.path.dirname(os.path.abspath(self.folder)), f"{self.name}.eval")
@@ -65,6 +78,12 @@ def find_subject(path: str, *, best: bool = False) -> Subject:
     Raises:
         ValueError: nothing that can be evaluated, in one line.
     """
+    if (hub := hub_model(path)) is not None:
+        from megarl.checkpoint.hub_download import Wanted, fetch, pin  # imports SentencePiece
+
+        hub = pin(hub)
+        fetch(hub, Wanted.WEIGHTS)
+        return Subject(folder=hub.folder, is_checkpoint=False, run_dir=None, hub=hub)
     folder = weights_of(path, best=best)
     if os.path.isfile(os.path.join(folder, STATE_FILE)):
         check_whole(folder)
@@ -115,9 +134,9 @@ def evaluation_config(
     model |= {"checkpoint": subject.folder if subject.is_checkpoint else "", "random_init": False}
     if not any(item.startswith("actor_rollout_ref.model.tokenizer_path=") for item in overrides):
         has_its_own = has_tokenizer(subject.folder)
-        model["tokenizer_path"] = subject.folder if has_its_own else model["tokenizer_path"] or model["path"]
+        model["tokenizer_path"] = subject.path if has_its_own else model["tokenizer_path"] or model["path"]
     if not subject.is_checkpoint or os.path.isfile(os.path.join(subject.folder, CONFIG)):
-        model["path"] = subject.folder
+        model["path"] = subject.path
     tree["data"]["format"] = "auto"
     tree["warmup"]["total_training_steps"] = 0
     tree["profiler"]["tool"] = "none"  # it is for steps, and names ranks that may not be there

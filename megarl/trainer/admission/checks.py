@@ -25,6 +25,7 @@ from megarl.trainer.admission.models import check_export, check_model_files, che
 from megarl.trainer.admission.other_models import check_other_files
 from megarl.trainer.admission.rows import check_rows
 from megarl.trainer.admission.telemetry import check_telemetry
+from megarl.trainer.hub_models import fetch_models
 from megarl.trainer.inputs import Inputs, read_inputs, read_model
 from megarl.trainer.layouts import check_megatron, generation_layout, train_layout
 from megarl.trainer.memory import check_memory
@@ -40,6 +41,8 @@ LONGEST_LINE = 1000
 def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
     """Check everything that can be known without a process group; returns what was read on the way.
 
+    Models of the Hugging Face Hub are fetched first; the configuration that is returned has their commits.
+
     Args:
         reward: scores responses, instead of the one that the configuration names.
 
@@ -49,6 +52,7 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
     try:
         _check_configuration(config)
         check_megatron_core()
+        config = fetch_models(config)
         inputs = read_inputs(config, reward=reward)
         check_shapes(config, inputs.arch)
         if trains(config):
@@ -86,7 +90,7 @@ def check_answering(config: Config) -> Inputs:
         train_layout(config)
         generation_layout(config)
         check_megatron_core()
-        inputs = read_model(config)
+        inputs = read_model(fetch_models(config, alone=True))
         check_shapes(config, inputs.arch)
         check_model_files(inputs)
     except ValueError as e:
@@ -106,7 +110,7 @@ def check_layouts(config: Config) -> Architecture:
         ValueError: the first thing that is wrong, in one line.
     """
     _check_configuration(config)
-    arch = read_architecture(config.actor_rollout_ref.model.path)
+    arch = read_architecture(config.actor_rollout_ref.model.folder)
     check_shapes(config, arch)
     return arch
 

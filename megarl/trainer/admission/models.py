@@ -65,11 +65,11 @@ def check_model_files(inputs: Inputs) -> None:
     arch, config = inputs.arch, inputs.config.actor_rollout_ref
     model, rollout = config.model, config.rollout
     try:
-        refuse_remote_code(model.path)
+        refuse_remote_code(model.folder)
     except ValueError as e:
         raise ValueError(f"actor_rollout_ref.model.path: {e}") from e
     if generates(inputs.config):
-        engine_kind(rollout.name).check_here(rollout, arch, model.path, on_gpu=torch.cuda.is_available())
+        engine_kind(rollout.name).check_here(rollout, arch, model.folder, on_gpu=torch.cuda.is_available())
     if inputs.tokenizer.vocab_size > arch.vocab_size:
         raise ValueError(
             f"the tokenizer has {inputs.tokenizer.vocab_size} tokens, the model's vocab_size is only {arch.vocab_size}"
@@ -87,7 +87,7 @@ def check_model_files(inputs: Inputs) -> None:
             raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
     elif not model.random_init:
         try:
-            check_weights(model.path, arch.with_scalar_output() if scores else arch)
+            check_weights(model.folder, arch.with_scalar_output() if scores else arch)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
 

@@ -68,10 +68,10 @@ def _check_files(role: OtherRole, config: Config, policy: Architecture) -> None:
     if role.kind.own_tokenizer and own_tokenizer(config) is None:
         _check_vocabulary(arch, policy)
     if model.path:
-        refuse_remote_code(model.path)
+        refuse_remote_code(model.folder)
         if not model.random_init:
-            check_weights(model.path, arch.with_scalar_output() if role.kind.scalar else arch)
-            if role.kind.own_tokenizer and SCORE not in weight_entries(model.path):
+            check_weights(model.folder, arch.with_scalar_output() if role.kind.scalar else arch)
+            if role.kind.own_tokenizer and SCORE not in weight_entries(model.folder):
                 raise ValueError(f"'{model.path}' has no {SCORE}: a model that scores everything 0 is no reward model")
 
 

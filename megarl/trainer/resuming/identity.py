@@ -114,7 +114,7 @@ def _of_every_run(inputs: Inputs) -> Identity:
     return {
         "model": {**_architecture(inputs.arch), "dtype": model.dtype},
         "tokenizer": {
-            "files": tokenizer_digest(model.tokenizer_path or model.path),
+            "files": tokenizer_digest(model.tokenizer),
             **_flat(config.data.apply_chat_template_kwargs, "data.apply_chat_template_kwargs."),
         },
         "seed": {"data.seed": config.data.seed, "data.shuffle": config.data.shuffle},
@@ -161,7 +161,7 @@ def _other_models(config: Config) -> dict[str, Any]:
     files = {}
     for other in other_roles(config, needs_of(config)):
         model = other.settings.model
-        file = os.path.join(model.path, "config.json")
+        file = os.path.join(model.folder, "config.json")
         files[other.kind.name] = "random" if model.random_init else file_digest(file) if model.path else "as the policy"
     return files
 

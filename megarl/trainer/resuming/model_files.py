@@ -20,10 +20,10 @@ def write_model_files(inputs: Inputs, trained: RoleKind, folder: str) -> None:
         trained: what the actor or reward model of the run is.
     """
     config, model = inputs.config, inputs.config.actor_rollout_ref.model
-    tokenizer = tokenizer_place(model.tokenizer_path or model.path)
-    ids = token_ids(model.path, tokenizer, inputs.tokenizer, inputs.stop_tokens)
-    copy_model_files(model.path, tokenizer, folder, token_ids=ids)
-    keep_tokenizer(model.path, tokenizer, folder)
+    tokenizer = tokenizer_place(model.tokenizer)
+    ids = token_ids(model.folder, tokenizer, inputs.tokenizer, inputs.stop_tokens)
+    copy_model_files(model.folder, tokenizer, folder, token_ids=ids)
+    keep_tokenizer(model.folder, tokenizer, folder)
     if config.checkpoint.exports:
         huggingface = os.path.join(folder, HUGGINGFACE)
         os.makedirs(huggingface)
@@ -39,8 +39,8 @@ def write_exported_files(inputs: Inputs, folder: str, *, classifier: bool = Fals
     model = inputs.config.actor_rollout_ref.model
     try:
         return export_model_files(
-            model.path,
-            model.tokenizer_path or model.path,
+            model.folder,
+            model.tokenizer,
             folder,
             dtype=model.dtype,
             stop_tokens=inputs.stop_tokens,

@@ -117,7 +117,7 @@ class Run:
             groups,
             rollout=roles.rollout,
             reshard=roles.reshard,
-            model_path=roles.model.path,
+            model_path=roles.model.folder,
             residency=self.residency,
             timers=self.timers,
             max_model_len=self.inputs.max_sequence_length,

@@ -1,0 +1,213 @@
+"""Puts a run's models of the Hugging Face Hub into this node's cache, and their commits into the configuration.
+
+The launcher does it before it starts the ranks, which make no request. Under torchrun the first rank finds the commits,
+and the first rank of each node fetches the files; the others wait for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from megarl.checkpoint.folder import checkpoints
+from megarl.checkpoint.hub_download import Wanted, fetch, pin
+from megarl.config import Config
+from megarl.config.load import CONFIG_FILE, read_yaml
+from megarl.config.trainer import TrainerConfig
+from megarl.hub import HubModel, hidden_by_folder, hub_model
+from megarl.plain import plain
+from megarl.trainer.needs import needs_of
+from megarl.trainer.other_models import other_roles
+
+POLL_SECONDS, WORD_SECONDS = 0.2, 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A model of the Hub that a key of the configuration names."""
+
+    section: str
+    name: str
+    model: HubModel
+    wanted: Wanted
+    own_tokenizer: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.section}.model.{self.name}"
+
+
+def fetch_models(config: Config, *, config_only: bool = False, alone: bool = False) -> Config:
+    """Return the configuration with the commit of each model of the Hub, whose files are in the cache then.
+
+    Args:
+        config_only: fetch `config.json` alone.
+        alone: this process is no rank, whatever the environment says.
+
+    Raises:
+        ValueError: a model cannot be had, in one line that says what to do.
+    """
+    asked = list(_asked(config, config_only))
+    if alone or "RANK" not in os.environ:
+        _say_hidden(config)
+        pins = _pins(asked, _recorded(config.trainer))
+        _fetch(asked, pins)
+    elif not asked:
+        return config
+    elif "MEGARL_LAUNCHER" not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        pins = _pins_of_all_ranks(asked, config.trainer)
+    else:
+        pins = _pins(asked, {}, offline=True)
+        _fetch(asked, pins, offline=True)
+    return _with_pins(config, asked, pins)
+
+
+def pinned_keys(config: Config) -> list[str]:
+    """List `key=value` for each model of the Hub, so that ranks take the same commits."""
+    return [f"{asked.key}={asked.model}" for asked in _asked(config, config_only=False)]
+
+
+def _asked(config: Config, config_only: bool) -> Iterator[_Asked]:
+    policy = config.actor_rollout_ref.model
+    models = {"actor_rollout_ref": (policy, not (policy.random_init or policy.checkpoint))}
+    for role in other_roles(config, needs_of(config)):
+        model = role.settings.model
+        models[role.kind.name] = (model, not model.random_init)  # type: ignore[assignment]
+    for section, (files, with_weights) in models.items():
+        wanted = Wanted.CONFIG if config_only else Wanted.WEIGHTS if with_weights else Wanted.TOKENIZER
+        if model := hub_model(files.path):
+            own = section == "actor_rollout_ref" and not files.tokenizer_path and not config_only
+            yield _Asked(section=section, name="path", model=model, wanted=wanted, own_tokenizer=own)
+        if not config_only and (model := hub_model(files.tokenizer_path)):
+            kind = {"section": section, "name": "tokenizer_path", "wanted": Wanted.TOKENIZER}
+            yield _Asked(**kind, model=model, own_tokenizer=True)
+
+
+def _pins(asked: Sequence[_Asked], recorded: Mapping[str, HubModel], *, offline: bool = False) -> dict[str, HubModel]:
+    """Find the commits; by key."""
+    commits: dict[HubModel, HubModel] = {}
+    pins: dict[str, HubModel] = {}
+    for one in asked:
+        earlier, model = recorded.get(one.key), one.model
+        if not model.is_pinned and earlier is not None and earlier.repository == model.repository:
+            pins[one.key] = earlier
+            _say(f"{one.key}: the run goes on with {earlier}; to change that, name another commit")
+            continue
+        if not (model.is_pinned or offline or model in commits):
+            _say(f"{one.key}: there is no folder {model.repository} here: it is looked for on the Hugging Face Hub")
+        with _named(one):
+            pins[one.key] = commits[model] = commits.get(model) or pin(model, offline=offline)
+    return pins
+
+
+def _fetch(asked: Sequence[_Asked], pins: Mapping[str, HubModel], *, offline: bool = False) -> None:
+    for one in asked:
+        with _named(one):
+            fetch(pins[one.key], one.wanted, offline=offline, own_tokenizer=one.own_tokenizer)
+
+
+@contextmanager
+def _named(asked: _Asked) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as e:
+        raise ValueError(f"{asked.key}: {str(e).removeprefix('actor_rollout_ref.model.path: ')}") from e
+
+
+def _with_pins(config: Config, asked: Sequence[_Asked], pins: Mapping[str, HubModel]) -> Config:
+    for one in asked:
+        section = getattr(config, one.section)
+        model = section.model.model_copy(update={one.name: str(pins[one.key])})
+        config = config.model_copy(update={one.section: section.model_copy(update={"model": model})})
+    return config
+
+
+def _recorded(trainer: TrainerConfig) -> dict[str, HubModel]:
+    """Read the commits that a run began with, by key; none if it begins afresh."""
+    if trainer.resume_mode == "disable":
+        return {}
+    run_dir = trainer.run_dir
+    if trainer.resume_mode == "resume_path":
+        run_dir = os.path.dirname(os.path.dirname(os.path.abspath(trainer.resume_from_path)))
+    elif not checkpoints(run_dir):
+        return {}
+    try:
+        tree = read_yaml(os.path.join(run_dir, CONFIG_FILE))
+    except Exception:  # of a record that is gone, or that a person has changed; the parsers raise anything
+        return {}
+    models = {}
+    for section in ("actor_rollout_ref", "critic", "teacher", "reward_model"):
+        for name in ("path", "tokenizer_path"):
+            value: Any = OmegaConf.select(tree, f"{section}.model.{name}")
+            model = hub_model(value) if isinstance(value, str) else None
+            if model is not None and model.is_pinned:
+                models[f"{section}.model.{name}"] = model
+    return models
+
+
+def _pins_of_all_ranks(asked: Sequence[_Asked], trainer: TrainerConfig) -> dict[str, HubModel]:
+    """Have the first rank find the commits, and one rank of each node fetch the files. Every rank calls it.
+
+    Raises:
+        ValueError: on every rank, if that rank could not.
+    """
+    from megarl.parallel.meeting import job_store  # imports torch
+
+    store, place = job_store(), f"megarl/hub/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def once(key: str, does: bool, work: Any) -> str:
+        """Do a piece of work on one rank; returns its result on all."""
+        if not does:
+            return _awaited(store, key)
+        try:
+            result = work()
+        except ValueError as e:
+            store.set(key, json.dumps({"refused": str(e)}))
+            raise
+        store.set(key, json.dumps({"result": result}))
+        return str(result)
+
+    def commits() -> str:
+        pins = _pins(asked, _recorded(trainer))
+        return json.dumps({key: str(model) for key, model in pins.items()})
+
+    def files() -> str:
+        _fetch(asked, pins)
+        return "there"
+
+    found = json.loads(once(f"{place}/commits", os.environ["RANK"] == "0", commits))
+    pins = {key: model for key, value in found.items() if (model := hub_model(value)) is not None}
+    once(f"{place}/node {os.environ.get('GROUP_RANK', '0')}", os.environ["LOCAL_RANK"] == "0", files)
+    return pins
+
+
+def _awaited(store: Any, key: str) -> str:
+    """Wait for another rank's result: torchrun ends this one if that rank ends."""
+    next_word = time.monotonic() + WORD_SECONDS
+    while not store.check([key]):
+        if time.monotonic() >= next_word:
+            next_word += WORD_SECONDS
+            _say(f"rank {os.environ['RANK']} waits for the rank that fetches models from the Hub")
+        time.sleep(POLL_SECONDS)
+    answer = json.loads(store.get(key))
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    return str(answer["result"])
+
+
+def _say_hidden(config: Config) -> None:
+    for model in (config.actor_rollout_ref.model, config.critic.model, config.teacher.model, config.reward_model.model):
+        if hidden := hidden_by_folder(model.path):
+            _say(f"{hidden} is the folder of that name here, and not the Hub's model, which is in the cache, too")
+
+
+def _say(text: str) -> None:
+    print(f"megarl: {plain(text)}", file=sys.stderr, flush=True)
