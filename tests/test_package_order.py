@@ -120,6 +120,8 @@ TORCH_FREE = [
     "checkpoint/folder.py",
     "checkpoint/manifest.py",
     "checkpoint/huggingface_folder.py",
+    "checkpoint/hub_download.py",
+    "checkpoint/megatron_lm.py",
     "checkpoint/safetensors_file.py",
     "checkpoint/file_slice.py",
     "reshard/plan.py",

@@ -26,6 +26,7 @@ from megarl.checkpoint.manifest import (
     write_manifest,
 )
 from megarl.checkpoint.megatron_folder import MegatronWeights, StoredParameter, describe, write_megatron
+from megarl.checkpoint.megatron_lm import check_arguments, check_format, is_megatron_lm
 from megarl.checkpoint.rank_failures import os_error
 from megarl.checkpoint.verify import compare_answers
 from megarl.data.tokenizer import tokenizer_place
@@ -105,10 +106,14 @@ def megatron_to_huggingface(
     if check:
         check_contents(source)
     arch = read_architecture(model_files)
+    remarks = []
+    if is_megatron_lm(source):
+        check_format(source)
+        remarks += [remark for remark in [check_arguments(source, arch)] if remark is not None]
     weights = MegatronWeights(source, arch)
     elements = sum(volume(tensor.box) for tensor in logical_tensors(arch).values())
     with new_folder(target) as partial:
-        remarks = export_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
+        remarks += export_model_files(model_files, model_files, partial, dtype=dtype_name(weights.dtype))
         write_weights(weights, partial, arch, max_shard_bytes=max_shard_bytes, advance=advance)
         remarks.append(_compared(partial, source, arch, 4 * elements, answers_below * 1e9))
     return remarks

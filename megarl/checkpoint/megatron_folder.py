@@ -36,6 +36,7 @@ from megarl.checkpoint.plan_items import (
     tensor_item,
 )
 from megarl.checkpoint.sharded_files import Reads, write_common
+from megarl.checkpoint.stored_names import as_stored, shape_problem
 from megarl.checkpoint.stored_objects import CheckpointReader
 from megarl.models.architecture import Architecture
 from megarl.models.fill import local_view
@@ -219,7 +220,7 @@ class MegatronWeights:
         whole = torch.empty(stored.meta.shape, dtype=self.dtype)
         planner = Reads(self._reader)
         for chunk in stored.chunks(whole):
-            planner.add(chunk)
+            planner.add(as_stored(chunk, self._reader.stored))
         try:
             self._reader.read_data(LoadPlan(planner.items), planner).wait()
         except Exception as e:  # whatever reading a damaged file raises
@@ -228,18 +229,12 @@ class MegatronWeights:
 
     def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
         dtypes = set()
-        for chunk in chunks:
+        for part in chunks:
+            chunk = as_stored(part, self._reader.stored)
             stored = self._reader.stored.get(chunk.key)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise ValueError(f"'{self._folder}' has no {chunk.key}: it is no checkpoint of this model")
-            # a vocabulary that is padded further than this one is no mismatch
-            rows_may_differ = chunk.allow_shape_mismatch
-            shape, needed = tuple(stored.size), tuple(chunk.global_shape)
-            if shape != needed and not (rows_may_differ and shape[0] >= needed[0] and shape[1:] == needed[1:]):
-                raise ValueError(
-                    f"'{self._folder}': {chunk.key} has shape {list(shape)}, the model's is {list(needed)}: "
-                    f"it is no checkpoint of this model"
-                )
+            if (problem := shape_problem(chunk, stored)) is not None:
+                raise ValueError(f"'{self._folder}': {problem}")
+            assert isinstance(stored, TensorStorageMetadata)
             dtypes.add(stored.properties.dtype)
         if len(dtypes) > 1:
             raise ValueError(f"'{self._folder}' mixes weights of several types: {', '.join(sorted(map(str, dtypes)))}")

@@ -94,7 +94,7 @@ class WouldRunCode(ValueError):
     """Refuses a pickle that names something other than plain data; says what."""
 
 
-class _Unpickler(pickle._Unpickler):
+class Unpickler(pickle._Unpickler):
     """Unpickles in Python, in memory that the pickle's size bounds; the one in C takes what a damaged byte says."""
 
     def find_class(self, module: str, name: str, /) -> Any:
@@ -181,7 +181,7 @@ def read_metadata(folder: str) -> Metadata:
             pickled = f.read(_MOST_BYTES + 1)
         if len(pickled) > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-        metadata = _Unpickler(io.BytesIO(pickled)).load()
+        metadata = Unpickler(io.BytesIO(pickled)).load()
         _check(metadata, len(pickled))
         _check_files(folder, metadata)
     except WouldRunCode as e:
@@ -194,7 +194,7 @@ def read_metadata(folder: str) -> Metadata:
 def read_object(stream: io.BytesIO, name: str) -> Any:
     """Read tensors and plain values in dicts and lists, as `torch.save` wrote them. Raises ValueError with the name."""
     try:
-        _check_cost(stream)
+        check_cost(stream)
         return torch.load(stream, map_location="cpu", weights_only=True)
     except Exception as e:
         if (named := re.search(r"GLOBAL (\S+)", str(e))) and isinstance(e, pickle.UnpicklingError):
@@ -202,7 +202,7 @@ def read_object(stream: io.BytesIO, name: str) -> Any:
         raise ValueError(f"{name} cannot be read: {one_line(e)} ({type(e).__name__})") from e
 
 
-def _check_cost(stream: io.BytesIO) -> None:
+def check_cost(stream: io.BytesIO) -> None:
     """Refuse an object that takes more memory than its bytes (ValueError): torch admits `bytearray(1 << 40)`."""
     begin = stream.tell()
     if re.search(rb"c(builtins|__builtin__)\nbytearray\n", stream.getbuffer()):

@@ -4,7 +4,8 @@
   megatron-to-hf SRC DST [--best]
 
 The Megatron folder has the format of MegaRL's checkpoints: DST can be the key `actor_rollout_ref.model.checkpoint`, SRC
-a global_step_N, or a run's folder, whose newest checkpoint is taken. A job reads the folder in any layout; --tp and
+a global_step_N, or a run's folder, whose newest checkpoint is taken; or Megatron-LM's iter_N, or the folder with its
+newest one, with --model for config.json and tokenizer. A job reads the folder in any layout; --tp and
 --pp set how it is divided into files, so that each rank of that layout reads only its own part. One process converts,
 without a GPU. It needs two to three times the memory of the largest parameter, however large the model is.
 
@@ -29,6 +30,8 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megarl.checkpoint.hub_download import Wanted, local_folder
+from megarl.checkpoint.huggingface_folder import CONFIG
+from megarl.checkpoint.megatron_lm import is_megatron_lm
 from megarl.cli.words import add_best
 from megarl.telemetry.console import Output
 from megarl.trainer.subject import weights_of
@@ -69,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare greedy answers with transformers' if the weights take less in float32 (default "
         f"{ANSWERS_BELOW:g}; 0: never)",
     )
-    out.add_argument("--model", help="folder with config.json and tokenizer; default SRC, which has them")
+    out.add_argument(
+        "--model", help="folder, or model of the Hub, with config.json and tokenizer; default SRC, which has them"
+    )
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
@@ -82,6 +87,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     args.name = os.path.basename(os.path.abspath(args.source))
     if args.way == "megatron-to-hf":
         args.source = weights_of(args.source, best=args.best)
+        if is_megatron_lm(args.source) and not (args.model or os.path.isfile(os.path.join(args.source, CONFIG))):
+            raise ValueError(
+                f"'{args.source}' is Megatron-LM's: name a folder with config.json and tokenizer in --model"
+            )
         args.model = local_folder(args.model, Wanted.TOKENIZER) if args.model else None
     else:
         args.source = local_folder(args.source, Wanted.WEIGHTS)

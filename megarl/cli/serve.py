@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.huggingface_folder import CONFIG, check_weights, end_tokens, read_config
+from megarl.checkpoint.megatron_lm import is_megatron_lm
 from megarl.cli.convert import ANSWERS_BELOW, SHARD_BYTES
 from megarl.cli.words import add_checkpoint
 from megarl.config import Config, load_config
@@ -39,6 +40,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """Print the command. Raises ValueError, in one line, if vLLM cannot serve the model."""
     del rest
     subject = find_subject(args.path, best=args.best)
+    if is_megatron_lm(subject.folder):
+        how = f"megarl convert megatron-to-hf {args.path} FOLDER --model MODEL"
+        raise ValueError(f"'{args.path}' is Megatron-LM's, which has no tokenizer: convert it first ({how})")
     arch = read_architecture(subject.folder)
     config = load_config(subject.recorded) if subject.recorded else None
     tp = args.tp or (config.actor_rollout_ref.rollout.tensor_model_parallel_size if config else 1)

@@ -14,7 +14,9 @@ class ModelConfig(ModelFiles):
 
     random_init: bool = Field(False, description="start from random weights instead of those in path")
     checkpoint: str = Field(
-        "", description="MegaRL checkpoint folder (global_step_N) whose actor weights to start from"
+        "",
+        description="checkpoint folder whose actor weights to start from: MegaRL's (global_step_N) or Megatron-LM's "
+        "(iter_N, or the folder with its newest one)",
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="data type of weights and activations")
     enable_gradient_checkpointing: bool = Field(False, description="recompute every layer's activations in backward")

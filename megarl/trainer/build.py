@@ -7,7 +7,9 @@ from typing import TypeVar
 from megarl.algorithms.loss import Loss, Sum
 from megarl.algorithms.registry import LOSSES
 from megarl.algorithms.regularizers import Entropy, KlToReference
+from megarl.checkpoint.foreign_weights import load_foreign_weights
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
+from megarl.checkpoint.megatron_lm import is_megatron_lm, newest_iteration
 from megarl.checkpoint.store import load_checkpoint, verify_checkpoint
 from megarl.config import Config
 from megarl.config.other_models import OtherModelConfig, RewardModelConfig, TeacherConfig
@@ -82,6 +84,12 @@ def _load_policy(policy: MegatronModel, inputs: Inputs) -> None:
     model, world = inputs.config.actor_rollout_ref.model, policy.groups.world
     if not model.checkpoint:
         policy.load(_weights(model, inputs.arch, inputs.config.data.seed))
+        return
+    if is_megatron_lm(folder := newest_iteration(model.checkpoint)):
+        try:
+            policy.load_weights(load_foreign_weights(folder, policy.sharded_weights(), world))
+        except ValueError as e:
+            raise RunRefused(f"actor_rollout_ref.model.checkpoint: {e}") from e
         return
     if inputs.config.checkpoint.verify and (problem := verify_checkpoint(model.checkpoint, world)):
         raise RunRefused(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megarl.checkpoint.folder import STATE_FILE, check_whole, checkpoints, read_state
 from megarl.checkpoint.huggingface_folder import CONFIG
+from megarl.checkpoint.megatron_lm import TRACKER, is_megatron_lm, newest_iteration
 from megarl.config import Config, build_config, load_config
 from megarl.config.load import CONFIG_FILE
 from megarl.hub import HubModel, hub_model
@@ -28,7 +29,7 @@ class Subject:
 
     Attributes:
         folder: its weights.
-        is_checkpoint: whether they are MegaRL's; else Hugging Face's.
+        is_checkpoint: whether they are MegaRL's or Megatron-LM's; else Hugging Face's.
         run_dir: of the run that it is of, if it lies in one.
         hub: the model of the Hugging Face Hub that the folder is the cache of.
     """
@@ -93,6 +94,8 @@ def find_subject(path: str, *, best: bool = False) -> Subject:
         return Subject(folder=folder, is_checkpoint=True, run_dir=_run_of(folder))
     if os.path.isfile(os.path.join(folder, CONFIG)):
         return Subject(folder=folder, is_checkpoint=False, run_dir=_run_of(folder))
+    if is_megatron_lm(folder):
+        return Subject(folder=folder, is_checkpoint=True, run_dir=None)
     raise ValueError(
         f"'{path}' is neither a checkpoint ({STATE_FILE}) nor a run's folder (checkpoints/) nor a Hugging Face folder "
         f"({CONFIG})"
@@ -100,13 +103,15 @@ def find_subject(path: str, *, best: bool = False) -> Subject:
 
 
 def weights_of(path: str, *, best: bool = False) -> str:
-    """Return a run's newest whole checkpoint, or its best; any other folder as it is.
+    """Return a run's newest whole checkpoint, or its best, or the newest of Megatron-LM's; any other folder as it is.
 
     Raises:
         ValueError: there is no folder, or no such checkpoint in it, in one line.
     """
     if not os.path.isdir(path):
         raise ValueError(f"no folder at '{path}'")
+    if os.path.isfile(os.path.join(path, TRACKER)) and not best:
+        return newest_iteration(path)
     if os.path.isdir(os.path.join(path, "checkpoints")):
         return best_checkpoint(path) if best else _newest(path)
     if best:

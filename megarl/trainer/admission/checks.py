@@ -57,7 +57,7 @@ def check_run(config: Config, *, reward: Reward | None = None) -> Inputs:
         check_shapes(config, inputs.arch)
         if trains(config):
             check_memory(config, inputs.arch)
-        check_model_files(inputs)
+        inputs = check_model_files(inputs)
         if generates(config):
             check_other_files(config, inputs.arch, needs_of(config))
         check_rows(inputs)
@@ -92,7 +92,7 @@ def check_answering(config: Config) -> Inputs:
         check_megatron_core()
         inputs = read_model(fetch_models(config, alone=True))
         check_shapes(config, inputs.arch)
-        check_model_files(inputs)
+        inputs = check_model_files(inputs)
     except ValueError as e:
         if not is_refusal(e):
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 
@@ -9,6 +10,7 @@ import torch
 
 from megarl.checkpoint.folder import check_whole
 from megarl.checkpoint.huggingface_folder import check_weights, refuse_remote_code
+from megarl.checkpoint.megatron_lm import check_arguments, check_format, is_megatron_lm, newest_iteration
 from megarl.config import Config
 from megarl.flow_kinds import flow_kind, generates, trains
 from megarl.models.architecture import Architecture
@@ -60,8 +62,8 @@ def _check_overrides(config: Config, arch: Architecture) -> None:
     )
 
 
-def check_model_files(inputs: Inputs) -> None:
-    """Check engine, tokenizer and weights against the architecture."""
+def check_model_files(inputs: Inputs) -> Inputs:
+    """Check engine, tokenizer and weights against the architecture; returns the inputs with remarks on the weights."""
     arch, config = inputs.arch, inputs.config.actor_rollout_ref
     model, rollout = config.model, config.rollout
     try:
@@ -82,7 +84,7 @@ def check_model_files(inputs: Inputs) -> None:
         )
     if model.checkpoint:
         try:
-            check_whole(model.checkpoint)
+            return _check_checkpoint(inputs, newest_iteration(model.checkpoint))
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.checkpoint: {e}") from e
     elif not model.random_init:
@@ -90,6 +92,21 @@ def check_model_files(inputs: Inputs) -> None:
             check_weights(model.folder, arch.with_scalar_output() if scores else arch)
         except ValueError as e:
             raise ValueError(f"actor_rollout_ref.model.path: {e} (random_init=true starts without weights)") from e
+    return inputs
+
+
+def _check_checkpoint(inputs: Inputs, folder: str) -> Inputs:
+    """Check a checkpoint whose weights a run begins with."""
+    if not is_megatron_lm(folder):
+        check_whole(folder)
+        return inputs
+    check_format(folder)
+    remark = check_arguments(folder, inputs.arch)
+    if "RANK" not in os.environ:  # ranks look at the tensors when they read them
+        from megarl.checkpoint.megatron_folder import MegatronWeights  # imports Megatron-Core, which takes seconds
+
+        MegatronWeights(folder, inputs.arch)
+    return inputs if remark is None else replace(inputs, remarks=(*inputs.remarks, remark))
 
 
 def check_export(inputs: Inputs) -> Inputs:
