@@ -51,9 +51,8 @@ def _read(reader: CheckpointReader, sharded: dict[str, Any]) -> dict[str, Any]:
     placed = dict_list_map_outplace(place, parts)
     planner = Reads(reader)
     for part in nested_values(placed):
-        if isinstance(part, ShardedTensor):
-            if (problem := shape_problem(part, reader.stored.get(part.key))) is not None:
-                raise ValueError(problem)
+        if isinstance(part, ShardedTensor) and (problem := shape_problem(part, reader.stored.get(part.key))):
+            raise ValueError(problem)
         planner.add(part)
     reader.read_data(LoadPlan(planner.items), planner).wait()
     return dict(apply_factory_merges(dict_list_map_outplace(planner.value, placed), factories))

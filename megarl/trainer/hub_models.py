@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from megarl.checkpoint.folder import checkpoints
 from megarl.checkpoint.hub_download import Wanted, fetch, pin
 from megarl.config import Config
+from megarl.config.fields import ModelFiles
 from megarl.config.load import CONFIG_FILE, read_yaml
 from megarl.config.trainer import TrainerConfig
 from megarl.hub import HubModel, hidden_by_folder, hub_model
@@ -58,7 +59,7 @@ def fetch_models(config: Config, *, config_only: bool = False, alone: bool = Fal
     asked = list(_asked(config, config_only))
     if alone or "RANK" not in os.environ:
         _say_hidden(config)
-        pins = _pins(asked, _recorded(config.trainer))
+        pins = _pins(asked, _recorded(asked, config.trainer))
         _fetch(asked, pins)
     elif not asked:
         return config
@@ -77,18 +78,19 @@ def pinned_keys(config: Config) -> list[str]:
 
 def _asked(config: Config, config_only: bool) -> Iterator[_Asked]:
     policy = config.actor_rollout_ref.model
-    models = {"actor_rollout_ref": (policy, not (policy.random_init or policy.checkpoint))}
+    models: dict[str, tuple[ModelFiles, bool]] = {
+        "actor_rollout_ref": (policy, not (policy.random_init or policy.checkpoint))
+    }
     for role in other_roles(config, needs_of(config)):
-        model = role.settings.model
-        models[role.kind.name] = (model, not model.random_init)  # type: ignore[assignment]
+        models[role.kind.name] = (role.settings.model, not role.settings.model.random_init)
     for section, (files, with_weights) in models.items():
         wanted = Wanted.CONFIG if config_only else Wanted.WEIGHTS if with_weights else Wanted.TOKENIZER
+        own = section == "actor_rollout_ref" and not files.tokenizer_path and not config_only
         if model := hub_model(files.path):
-            own = section == "actor_rollout_ref" and not files.tokenizer_path and not config_only
             yield _Asked(section=section, name="path", model=model, wanted=wanted, own_tokenizer=own)
         if not config_only and (model := hub_model(files.tokenizer_path)):
-            kind = {"section": section, "name": "tokenizer_path", "wanted": Wanted.TOKENIZER}
-            yield _Asked(**kind, model=model, own_tokenizer=True)
+            name, wanted = "tokenizer_path", Wanted.TOKENIZER
+            yield _Asked(section=section, name=name, model=model, wanted=wanted, own_tokenizer=True)
 
 
 def _pins(asked: Sequence[_Asked], recorded: Mapping[str, HubModel], *, offline: bool = False) -> dict[str, HubModel]:
@@ -130,9 +132,9 @@ def _with_pins(config: Config, asked: Sequence[_Asked], pins: Mapping[str, HubMo
     return config
 
 
-def _recorded(trainer: TrainerConfig) -> dict[str, HubModel]:
-    """Read the commits that a run began with, by key; none if it begins afresh."""
-    if trainer.resume_mode == "disable":
+def _recorded(asked: Sequence[_Asked], trainer: TrainerConfig) -> dict[str, HubModel]:
+    """Read the commits that a run began with, by key; none if it begins afresh, or names all its commits itself."""
+    if trainer.resume_mode == "disable" or all(one.model.is_pinned for one in asked):
         return {}
     run_dir = trainer.run_dir
     if trainer.resume_mode == "resume_path":
@@ -176,7 +178,7 @@ def _pins_of_all_ranks(asked: Sequence[_Asked], trainer: TrainerConfig) -> dict[
         return str(result)
 
     def commits() -> str:
-        pins = _pins(asked, _recorded(trainer))
+        pins = _pins(asked, _recorded(asked, trainer))
         return json.dumps({key: str(model) for key, model in pins.items()})
 
     def files() -> str:
