@@ -202,7 +202,7 @@ class MegatronWeights:
         }
         self._kept: dict[str, Tensor] = {}
         chunks = [chunk for stored in self.parameters.values() for chunk in stored.chunks(stored.meta)]
-        self.dtype = self._check(chunks)
+        self.dtype = self._check([as_stored(chunk, self._reader.stored) for chunk in chunks], arch)
 
     def tensor(self, name: str) -> Tensor:
         """Read a whole logical tensor, in the checkpoint's type and with its logical shape."""
@@ -227,10 +227,9 @@ class MegatronWeights:
             raise ValueError(f"'{self._folder}': {name} cannot be read: {one_line(e)}") from e
         return whole
 
-    def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
+    def _check(self, chunks: list[ShardedTensor], arch: Architecture) -> torch.dtype:
         dtypes = set()
-        for part in chunks:
-            chunk = as_stored(part, self._reader.stored)
+        for chunk in chunks:
             stored = self._reader.stored.get(chunk.key)
             if (problem := shape_problem(chunk, stored)) is not None:
                 raise ValueError(f"'{self._folder}': {problem}")
@@ -238,4 +237,10 @@ class MegatronWeights:
             dtypes.add(stored.properties.dtype)
         if len(dtypes) > 1:
             raise ValueError(f"'{self._folder}' mixes weights of several types: {', '.join(sorted(map(str, dtypes)))}")
+        used, beginnings = {chunk.key for chunk in chunks}, ("decoder.", *(["output_layer."] if arch.tied else []))
+        for key, stored in self._reader.stored.items():
+            if isinstance(stored, TensorStorageMetadata) and key.startswith(beginnings) and key not in used:
+                raise ValueError(
+                    f"'{self._folder}' has {key}, which this model has not: it is no checkpoint of this model"
+                )
         return dtypes.pop()
