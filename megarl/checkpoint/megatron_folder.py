@@ -202,7 +202,9 @@ class MegatronWeights:
         }
         self._kept: dict[str, Tensor] = {}
         chunks = [chunk for stored in self.parameters.values() for chunk in stored.chunks(stored.meta)]
-        self.dtype = self._check([as_stored(chunk, self._reader.stored) for chunk in chunks], arch)
+        chunks = [as_stored(chunk, self._reader.stored) for chunk in chunks]
+        self.dtype = self._check(chunks)
+        self._refuse_others((f"{prefix}decoder.", *([f"{prefix}output_layer."] if arch.tied else [])), chunks)
 
     def tensor(self, name: str) -> Tensor:
         """Read a whole logical tensor, in the checkpoint's type and with its logical shape."""
@@ -227,7 +229,7 @@ class MegatronWeights:
             raise ValueError(f"'{self._folder}': {name} cannot be read: {one_line(e)}") from e
         return whole
 
-    def _check(self, chunks: list[ShardedTensor], arch: Architecture) -> torch.dtype:
+    def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
         dtypes = set()
         for chunk in chunks:
             stored = self._reader.stored.get(chunk.key)
@@ -237,10 +239,13 @@ class MegatronWeights:
             dtypes.add(stored.properties.dtype)
         if len(dtypes) > 1:
             raise ValueError(f"'{self._folder}' mixes weights of several types: {', '.join(sorted(map(str, dtypes)))}")
-        used, beginnings = {chunk.key for chunk in chunks}, ("decoder.", *(["output_layer."] if arch.tied else []))
+        return dtypes.pop()
+
+    def _refuse_others(self, beginnings: tuple[str, ...], chunks: list[ShardedTensor]) -> None:
+        """Refuse weights that the model has not, such as biases: without them it would compute something else."""
+        used = {chunk.key for chunk in chunks}
         for key, stored in self._reader.stored.items():
             if isinstance(stored, TensorStorageMetadata) and key.startswith(beginnings) and key not in used:
                 raise ValueError(
                     f"'{self._folder}' has {key}, which this model has not: it is no checkpoint of this model"
                 )
-        return dtypes.pop()
