@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import MutableMapping
 from contextlib import suppress
 
@@ -11,6 +12,10 @@ import psutil
 
 from megarl.parallel.meeting import use_interface
 from megarl.plain import plain
+
+POLL_SECONDS = 0.1
+NAME_SECONDS = 10.0
+"""For which a server of names may be away."""
 
 
 def interface_towards(address: str) -> str | None:
@@ -33,6 +38,23 @@ def stay_on_interface(address: str, environment: MutableMapping[str, str]) -> No
     """Ranks of several nodes talk over the interface that leads to the first one, unless the user has chosen others."""
     if name := interface_towards(address):
         use_interface(name, environment)
+
+
+def check_name(host: str) -> None:
+    """Refuse a host name without an address: ranks would ask for it for ever. Raises ValueError."""
+    end = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as e:
+            code = e.errno if isinstance(e, socket.gaierror) else None
+            if code != socket.EAI_AGAIN or time.monotonic() > end:
+                raise ValueError(
+                    f"{socket.gethostname()} finds no address of node 0's host '{host}' ({e}); give another "
+                    f"--master-addr: a name that every node knows, or an IP address"
+                ) from e
+        time.sleep(POLL_SECONDS)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, TCPStore
 
 from megarl.endings import Ending, ExitCode
-from megarl.interfaces import listen, say
+from megarl.interfaces import check_name, listen, say
 
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0  # how often a node looks at the others
@@ -114,10 +114,11 @@ class Nodes:
             before: the meeting before, whose store is used again.
 
         Raises:
-            ValueError: the store cannot be reached or its port is taken, a node does not come, or it was started with
-                something else; in one line, on all nodes that are there.
+            ValueError: the first node's name has no address, the store cannot be reached or its port is taken, a node
+                does not come, or it was started with something else; in one line, on all nodes that are there.
             NodesMissing, PlanChanged: in a later meeting.
         """
+        check_name(node.master_addr)
         self._node, self._minutes, self.number = node, timeout_minutes, node.node_rank
         self._end = time.monotonic() + 60 * timeout_minutes
         self._next_look, self._next_word = 0.0, time.monotonic() + FIRST_WORD

@@ -148,6 +148,17 @@ def test_a_node_without_a_first_node_is_refused_in_one_line() -> None:
         launch(["true"], node, timeout_minutes=0.01)
 
 
+@pytest.mark.parametrize("node_rank", [0, 1])
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b", ""])
+def test_a_first_node_without_an_address_is_refused_in_one_line(name: str, node_rank: int) -> None:
+    """Before any rank starts: torch would ask for it, and warn, for ever."""
+    node = Node(nproc=1, nnodes=2, node_rank=node_rank, master_addr=name, master_port=free_port())
+    with pytest.raises(
+        ValueError, match=rf"^{HOST} finds no address of node 0's host '{name}' \(.*\); give another --m"
+    ):
+        launch(["true"], node, timeout_minutes=1)
+
+
 def test_a_node_that_fails_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The second node's launcher is a process of its own; its ranks would sleep on."""
     port = free_port()
