@@ -56,7 +56,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command(
             name="algorithms", help="list flows, methods, advantage estimators, losses and rewards, and their needs"
         ),
-        Command(name="doctor", help="check what is installed, and say how to get what is missing"),
+        Command(
+            name="doctor",
+            help="check what is installed, or the hosts of a run; says what is missing",
+            takes_keys=True,
+        ),
         Command(name="completion", help="print the script that completes these commands in bash or zsh"),
     ),
 }

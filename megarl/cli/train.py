@@ -13,6 +13,7 @@ import shlex
 import sys
 from dataclasses import replace
 
+from megarl.cli.nodes import add_nodes, node_rank_of
 from megarl.cli.words import add_config
 from megarl.config import Config, load_config
 from megarl.config.load import check_nothing_hidden
@@ -26,12 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--flow", help="the run's flow: a name, or path/to/file.py:function; default trainer.flow")
     parser.add_argument("--nproc", type=int, help="ranks to start here; default trainer.n_gpus_per_node")
-    parser.add_argument(
-        "--nnodes", type=int, help="number of machines, each of which runs this command; default trainer.nnodes"
-    )
-    parser.add_argument("--node-rank", type=int, help="this machine's number, from 0; default SLURM_NODEID")
-    parser.add_argument("--master-addr", help="with several nodes: host name of node 0")
-    parser.add_argument("--master-port", type=int, help="with several nodes: a free port of that host")
+    add_nodes(parser)
     parser.add_argument(
         "--restarts",
         type=_count,
@@ -64,7 +60,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         overrides = [*overrides, f"trainer.flow={args.flow}"]
     config = load_config(args.config, [*overrides, *ranks])
     check_nothing_hidden(config)
-    node_rank = _node_rank(args, config.trainer.nnodes)
+    node_rank = node_rank_of(args, config.trainer.nnodes)
     least_nodes = args.min_nodes or config.trainer.nnodes
     if least_nodes > config.trainer.nnodes:
         raise ValueError(f"--min-nodes {least_nodes} is more than the {config.trainer.nnodes} nodes of the run")
@@ -138,21 +134,6 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 3600:
         raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to 3600")
     return seconds
-
-
-def _node_rank(args: argparse.Namespace, nnodes: int) -> int:
-    """Determine this node's number. Raises ValueError if several nodes could not find each other."""
-    if nnodes == 1:
-        return 0
-    node_rank = args.node_rank
-    if node_rank is None and "SLURM_NODEID" in os.environ:
-        node_rank = int(os.environ["SLURM_NODEID"])
-    needed = {"--node-rank": node_rank, "--master-addr": args.master_addr, "--master-port": args.master_port}
-    if missing := [option for option, value in needed.items() if value is None]:
-        raise ValueError(f"a job of {nnodes} nodes needs {', '.join(missing)} on each of them, or slurm/train.sbatch")
-    if not 0 <= node_rank < nnodes:
-        raise ValueError(f"--node-rank {node_rank} is not one of {nnodes} nodes: 0 to {nnodes - 1}")
-    return node_rank
 
 
 def say_how_to_profile(config: Config) -> None:

@@ -11,7 +11,7 @@ import sys
 from itertools import permutations
 
 from megarl.diagnosis.finding import Finding, State
-from megarl.diagnosis.packages import on_gpu, torch_here
+from megarl.diagnosis.packages import on_gpu, torch_here, version_of
 
 GIB = 2**30
 SHARED_MEMORY = 1 * GIB
@@ -22,6 +22,8 @@ HARMFUL = {
     "NCCL_IB_DISABLE": "nodes then talk over TCP",
 }
 """Variables that slow NCCL down if they are 1, and why."""
+STEERING = ("NCCL_", "GLOO_", "UCX_", "FI_")
+"""Beginnings of the variables that steer communication."""
 
 
 def gpus() -> list[Finding]:
@@ -80,7 +82,7 @@ def network() -> list[Finding]:
     for name, harm in HARMFUL.items():
         if os.environ.get(name, "0") not in ("", "0"):
             findings.append(Finding(name, State.OPTIONAL, f"{os.environ[name]}: {harm}", f"unset {name}"))
-    steering = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))]
+    steering = [f"{name}={value}" for name, value in communication_variables().items()]
     findings.append(Finding("environment", State.OK, ", ".join(steering) or "no NCCL_* or GLOO_* variable is set"))
     if os.path.isdir("/sys/class/infiniband"):
         adapters = sorted(os.listdir("/sys/class/infiniband"))
@@ -88,6 +90,20 @@ def network() -> list[Finding]:
     else:
         findings.append(Finding("InfiniBand / RoCE", State.OPTIONAL, "none here; of use between nodes only"))
     return findings
+
+
+def communication_variables() -> dict[str, str]:
+    """Return the variables of the environment that steer NCCL, gloo, UCX and libfabric, in order."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(STEERING)}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all hosts of a job, by name."""
+    installed = {name: version_of(name) or "none" for name in ("torch", "megatron-core", "megarl")}
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if commit := _output("git", "-C", here, "describe", "--always", "--dirty", "--exclude=*").strip():
+        installed["megarl"] = commit
+    return {"python": ".".join(map(str, sys.version_info[:3])), **installed, "driver": _driver() or "none"}
 
 
 def limits() -> list[Finding]:

@@ -63,6 +63,14 @@ def as_numbers(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def _python() -> Finding:
     installed = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < PYTHON:
@@ -73,7 +81,7 @@ def _python() -> Finding:
 def _required(name: str, first: str, beyond: str) -> Finding:
     requirement = f"{name}>={first}" + (f",<{beyond}" if beyond else "")
     cure = f"pip install '{requirement}'"
-    installed = _version(name)
+    installed = version_of(name)
     if installed is None:
         return Finding(name, State.MISSING, "not installed", cure)
     if as_numbers(installed) < as_numbers(first) or (beyond and as_numbers(installed) >= as_numbers(beyond)):
@@ -97,7 +105,7 @@ def _optional() -> list[Finding]:
         ("mlflow", "trainer.logger=[mlflow]", _LOGGERS),
         ("prometheus_client", "trainer.logger=[prometheus]", _LOGGERS),
     ):
-        installed = _version(name) or _version(_WITHOUT_SERVER.get(name, name))
+        installed = version_of(name) or version_of(_WITHOUT_SERVER.get(name, name))
         of_gpus = name in ("transformer-engine", "apex")
         if installed is None and of_gpus and not gpu:
             findings.append(Finding(name, State.OPTIONAL, f"not installed; {purpose}, on GPUs only"))
@@ -114,7 +122,7 @@ def _optional() -> list[Finding]:
 
 def _protobuf() -> Finding:
     """Check protobuf: another library may pin a version that is too old for SentencePiece's messages."""
-    installed, purpose = _version("protobuf"), "exports of SentencePiece models"
+    installed, purpose = version_of("protobuf"), "exports of SentencePiece models"
     try:
         importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     except Exception:  # protobuf raises a private exception
@@ -161,10 +169,3 @@ def _there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
