@@ -2,6 +2,7 @@
 #   PYTHON      an interpreter that can run MegaRL: $MEGARL_PYTHON as it is, nothing installed (GPU containers), or
 #               that of .venv, which is made once and brought up to date when the requirements change;
 #   gpu_count   a function that prints how many NVIDIA GPUs there are;
+#   defaults    a function that exports the variables of a file, but for those that are set already;
 # and the working directory becomes the repository's root.
 #
 # Where pip finds its packages is pip's own configuration. On a machine without a GPU, let it find a CPU build of
@@ -29,6 +30,18 @@ gpu_count() {
         count=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed -E '/^(-|NoDevFiles)/,$d' | grep -c . || true)
     fi
     echo "$count"
+}
+
+# defaults FILE: export each NAME=VALUE of the file, unless NAME is set; other lines are comments.
+defaults() {
+    local line name
+    [[ -f $1 ]] || fail "there is no file $1"
+    while read -r line; do
+        name=${line%%=*}
+        if [[ $line == *=* && $name =~ ^[A-Z][A-Z0-9_]*$ && -z ${!name+set} ]]; then
+            export "$line"
+        fi
+    done <"$1"
 }
 
 # find_python: the first interpreter that is new enough and can make a virtual environment. All places on PATH are

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / "slurm" / "train.sbatch", ROOT / ".ci" / "run"]
+SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), *sorted((ROOT / "slurm").glob("*")), ROOT / ".ci" / "run"]
 LAUNCH = ROOT / "launch"
 
 
@@ -44,7 +44,7 @@ def dry_run(script: str, *args: str, **environment: str) -> list[str]:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
-    assert os.access(script, os.X_OK) or script.name == "environment.sh"
+    assert os.access(script, os.X_OK) or script.name in ("environment.sh", "job.sh")
 
 
 def test_train_on_one_node() -> None:
@@ -64,17 +64,66 @@ def test_train_on_several_nodes() -> None:
 
 
 def test_slurm_without_slurm() -> None:
+    """Without GPUs the number of ranks is the configuration's."""
     command = dry_run("slurm/train.sbatch", "configs/a.yaml", "data.seed=3")
-    assert command[:5] == ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    assert command[6:10] == [sys.executable, "-m", "megarl.cli.main", "train"]
-    assert command[10:14] == ["--nnodes=1", "--nproc=8", "--master-addr=127.0.0.1", "--master-port=20000"]
-    assert command[14:] == [str(ROOT / "configs" / "a.yaml"), "data.seed=3"]
+    assert command[:5] == ["srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
+    assert command[8:12] == [sys.executable, "-m", "megarl.cli.main", "train"]
+    assert command[12:15] == ["--nnodes=1", "--master-addr=127.0.0.1", "--master-port=20000"]
+    assert command[15:] == [str(ROOT / "configs" / "a.yaml"), "data.seed=3"]
 
 
 def test_slurm_takes_the_job_s_numbers() -> None:
-    command = dry_run("slurm/train.sbatch", "a.yaml", SLURM_NNODES="16", SLURM_GPUS_ON_NODE="4", SLURM_JOB_ID="123456")
-    for option in ("--ntasks=16", "--nnodes=16", "--nproc=4", "--master-port=23456"):
+    job = {"SLURM_NNODES": "16", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "123456", "MASTER_ADDR": "n7"}
+    command = dry_run("slurm/train.sbatch", "a.yaml", **job)
+    for option in ("--ntasks=16", "--nnodes=16", "--nproc=4", "--master-addr=n7", "--master-port=23456"):
         assert option in command
+    assert "--nproc=2" in dry_run("slurm/train.sbatch", "a.yaml", **job, NPROC_PER_NODE="2")
+
+
+def test_slurm_asks_for_no_gpus_by_itself() -> None:
+    """A cluster without GPUs would refuse the job."""
+    for name in ("train.sbatch", "array.sbatch"):
+        options = [line for line in (ROOT / "slurm" / name).read_text().splitlines() if line.startswith("#SBATCH")]
+        assert "#SBATCH --requeue" in options and not [line for line in options if "gpu" in line or "gres" in line]
+
+
+def test_a_line_of_a_sweep_is_a_run(tmp_path: Path) -> None:
+    """Its words are split as in a shell, and none is run or expanded."""
+    sweep = tmp_path / "rates.txt"
+    sweep.write_text("data.seed=1\nactor_rollout_ref.actor.optim.lr=1e-6 trainer.project_name='a $(touch hacked) *'\n")
+    command = dry_run("slurm/array.sbatch", "a.yaml", str(sweep), "data.seed=9", SLURM_ARRAY_TASK_ID="2")
+    assert command[-5:] == [
+        "data.seed=9",
+        "trainer.experiment_name=rates-2",
+        "trainer.default_local_dir=runs/rates/2",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "trainer.project_name=a $(touch hacked) *",
+    ]
+    result = run("slurm/array.sbatch", "a.yaml", str(sweep), SLURM_ARRAY_TASK_ID="3")
+    assert result.returncode == 1
+    assert result.stderr == f"megarl: {sweep} has no line 3, or an empty one; submit with --array=1-2\n"
+    assert not (ROOT / "hacked").exists()
+
+
+def test_variables_of_a_file_are_defaults(tmp_path: Path) -> None:
+    (tmp_path / "file.env").write_text("# a comment\n#NCCL_A=1\nNCCL_B=a $HOME b\nNCCL_C=2\nrm=-r\n")
+    (tmp_path / "uses.sh").write_text(
+        f'source "{LAUNCH}/environment.sh"; defaults "$1"; env | grep -E "^(NCCL_.|rm)=" | sort'
+    )
+    assert run(str(tmp_path / "uses.sh"), str(tmp_path / "file.env"), NCCL_C="own").stdout == (
+        "NCCL_B=a $HOME b\nNCCL_C=own\n"
+    )
+    result = run(str(tmp_path / "uses.sh"), "no.env")
+    assert (result.returncode, result.stderr) == (1, "megarl: there is no file no.env\n")
+
+
+def test_each_variable_of_nccl_env_is_explained_and_none_is_set() -> None:
+    lines = (LAUNCH / "nccl.env").read_text().splitlines()
+    named = [line for line in lines if re.match(r"#?[A-Z]+_[A-Z_]+=", line)]
+    assert len(named) > 12 and all(line.startswith("#") for line in named)
+    for i, line in enumerate(lines):
+        if line in named:
+            assert lines[i - 1].startswith("# ") or lines[i - 1] in named, line
 
 
 @pytest.mark.parametrize("script", ["launch/train.sh", "slurm/train.sbatch"])

@@ -1,0 +1,190 @@
+"""Jobs on a real Slurm: what ends them, what is requeued and goes on, and what is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster, Job, missing, slurm_cluster
+from test_stopping import processes_of
+from tiny_run import ROOT, metrics_of, write_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+TRAIN, ARRAY = "slurm/train.sbatch", "slurm/array.sbatch"
+REWARD = """
+import os, time
+def score(response, row):
+    time.sleep(0.0 if os.path.exists({go!r}) else 0.02)
+    return 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A run on two nodes that takes its time until `go` is in its folder."""
+    (tmp_path / "reward.py").write_text(REWARD.format(go=str(tmp_path / "go")))
+    return write_run(
+        tmp_path,
+        reward__name=f"{tmp_path / 'reward.py'}:score",
+        trainer__n_gpus_per_node=1,
+        trainer__nnodes=2,
+        trainer__total_training_steps=10_000,
+        trainer__save_freq=-1,
+        trainer__val_before_train=False,
+    )
+
+
+def end_of(job: Job, config: Path) -> str:
+    """Let a requeued job go on to the last step; returns its output."""
+    (config.parent / "go").touch()
+    job.start_again()
+    out = job.until("COMPLETED", "FAILED", "CANCELLED")
+    assert job["JobState"] == "COMPLETED", out
+    return out
+
+
+def steps_of(config: Path) -> list[int]:
+    return [row["step"] for row in metrics_of(config.parent)]
+
+
+def test_the_time_limit_saves_and_the_requeued_job_goes_on_to_the_end(cluster: Cluster, config: Path) -> None:
+    """Slurm sends the signal 90 to 120 seconds after the start."""
+    job = cluster.submit("--time=3", "--signal=USR1@60", TRAIN, str(config), "trainer.total_training_steps=400")
+    job.until_said(r"; checkpoint [^$]* the job is requeued for start 2 of at most 21")
+    out = end_of(job, config)
+    (step,) = re.findall(r"stopped by SIGUSR1 after step (\d+); checkpoint ", out)
+    assert f"resuming from {config.parent}/run/checkpoints/global_step_{step}\n" in out
+    assert job["Restarts"] == "1"
+    assert steps_of(config) == list(range(1, 401))
+    assert "communication: no NCCL_*, GLOO_*, UCX_* or FI_* variable is set\n" in out
+
+
+def test_a_node_that_is_lost_twice_is_left_out(cluster: Cluster, config: Path) -> None:
+    words = ["trainer.total_training_steps=400", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=1"]
+    job = cluster.submit("--nodelist=n0,n1", TRAIN, str(config), *words)
+    job.until_said("RL 2/")
+    cluster.call("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=test")
+    job.until_said("the job lost n1; the job is requeued for start 2 of at most 21")
+    job.start_again()
+    cluster.call("scontrol", "update", f"JobId={job.number}", "ReqNodeList=")
+    job.until_said(r"resuming from .*global_step_\d+\n[^$]*RL \d+/")
+    cluster.lose_node("n1")
+    job.until_said(
+        "the job lost n1; the job is requeued for start 3 of at most 21\n(.*\n)*megarl: left out from now on: n1\n"
+    )
+    cluster.start_node("n1")
+    out = end_of(job, config)
+    assert job["ExcNodeList"] == "n1" and job["NodeList"] == "n[0,2]"
+    assert out.count("resuming from ") == 2 and steps_of(config) == list(range(1, 401))
+
+
+def test_the_first_node_is_lost(cluster: Cluster, config: Path) -> None:
+    """With it this script: Slurm itself requeues the job, which knows afterwards which node it was."""
+    job = cluster.submit(
+        "--nodelist=n0,n1", TRAIN, str(config), "trainer.total_training_steps=60", "trainer.save_freq=1"
+    )
+    job.until_said("RL 2/")
+    cluster.lose_node("n0")
+    job.until("PENDING")
+    cluster.call("scontrol", "update", f"JobId={job.number}", "ReqNodeList=")
+    job.start_again()
+    job.until_said("resuming from ")
+    assert (ROOT / ".cache" / f"slurm-{job.number}.lost").read_text().split() == ["n0", job["BatchHost"]]
+    cluster.start_node("n0")
+    (config.parent / "go").touch()
+    job.until("COMPLETED")
+    assert steps_of(config) == list(range(1, 61)) and not (ROOT / ".cache" / f"slurm-{job.number}.lost").exists()
+
+
+def test_a_preempted_job_saves_and_is_requeued(cluster: Cluster, config: Path) -> None:
+    job = cluster.submit("--nodes=2", TRAIN, str(config), "trainer.total_training_steps=400")
+    job.until_said("RL 2/")
+    urgent = cluster.submit("--partition=urgent", "--nodes=3", "--exclusive", "--wrap=sleep 1")
+    job.until_said("the job is preempted; the job is requeued for start 2 of at most 21")
+    urgent.until("COMPLETED")
+    assert "resuming from " in end_of(job, config)
+
+
+def test_a_killed_rank_ends_the_job(cluster: Cluster, config: Path) -> None:
+    job = cluster.submit(TRAIN, str(config))
+    job.until_said("RL 2/")
+    ranks = [pid for pid, said in processes_of(config.parent).items() if " RANK=1 " in said]
+    os.kill(ranks[0], signal.SIGKILL)
+    out = job.until("FAILED")
+    assert (job["ExitCode"], job["Restarts"]) == ("137:0", "0")
+    assert re.search(r"megarl: rank 1 \(pid \d+ on .*\) was killed by SIGKILL", out) and "requeued" not in out
+
+
+def test_a_job_is_not_requeued_for_ever(cluster: Cluster, config: Path) -> None:
+    job = cluster.submit(TRAIN, str(config), MAX_RESTARTS="0")
+    job.until_said("RL 2/")
+    job.signal("USR1")
+    out = job.until("FAILED")
+    said = "the run was stopped by SIGUSR1; the job was started 1 times, and is not requeued (MAX_RESTARTS=0)\n"
+    assert out.endswith(f"megarl: {said}") and job["Restarts"] == "0"
+
+
+REFUSED = [
+    (["data.train_bach_size=3"], {}, "megarl: error: unknown key 'data.train_bach_size'; did you mean"),
+    ([], {"MASTER_ADDR": "no-such-host.invalid"}, "finds no address of node 0's host 'no-such-host.invalid'"),
+]
+
+
+@pytest.mark.parametrize(("words", "environment", "said"), REFUSED, ids=["key", "head"])
+def test_a_refused_run_is_not_requeued(
+    cluster: Cluster, config: Path, words: list[str], environment: dict[str, str], said: str
+) -> None:
+    job = cluster.submit(TRAIN, str(config), *words, **environment)
+    out = job.until("FAILED")
+    lines = [line for line in out.splitlines() if said in line]
+    assert (job["ExitCode"], job["Restarts"], len(lines)) == ("2:0", "0", 2) and "RL 1/" not in out, out
+
+
+def test_a_job_of_several_components_is_refused(cluster: Cluster, config: Path) -> None:
+    job = cluster.submit("--nodes=1", ":", "--nodes=1", TRAIN, str(config))
+    out = job.until("FAILED")
+    assert out == (
+        "megarl: this job has 2 components (sbatch ... : ...), and all nodes of a run are alike; submit one component\n"
+    )
+
+
+def test_the_hosts_are_compared_before_the_run(cluster: Cluster, config: Path) -> None:
+    """Two ranks per node, which see the variables of a file; the environment's own ones come first."""
+    (config.parent / "nccl.env").write_text("# a comment\nGLOO_SOCKET_IFNAME=none\nNCCL_DEBUG=WARN\n")
+    variables = {"NCCL_ENV": str(config.parent / "nccl.env"), "GLOO_SOCKET_IFNAME": "lo"}
+    words = [TRAIN, str(config), "trainer.total_training_steps=1"]
+    job = cluster.submit(*words, PREFLIGHT="1", NPROC_PER_NODE="2", **variables)
+    out = job.until("COMPLETED", "FAILED")
+    assert job["JobState"] == "COMPLETED", out
+    assert "megarl: communication: GLOO_SOCKET_IFNAME=lo NCCL_DEBUG=WARN\n" in out
+    assert re.search(r"^host +GPUs +MHz +link GB/s(.*\n)node 0 on .*\nnode 1 on .*\n", out, re.MULTILINE)
+    assert "4 CPU ranks over gloo: 8 MiB in " in out and "The hosts are alike.\n" in out and "RL 1/1 " in out
+
+
+def test_an_array_trains_with_the_keys_of_each_line(cluster: Cluster, config: Path) -> None:
+    (config.parent / "sweep.txt").write_text("data.seed=1\ndata.seed='2' trainer.project_name='a b'\n")
+    words = ["trainer.nnodes=1", "trainer.total_training_steps=1"]
+    jobs = cluster.submit(
+        "--array=1-2",
+        ARRAY,
+        str(config),
+        str(config.parent / "sweep.txt"),
+        *words,
+        SWEEP_DIR=str(config.parent / "sweep"),
+    )
+    for task, seed in ((1, 1), (2, 2)):
+        Job(cluster, f"{jobs.number}_{task}").until("COMPLETED")
+        folder = config.parent / "sweep" / str(task)
+        assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1]
+        assert f"seed: {seed}\n" in (folder / "config.yaml").read_text()
