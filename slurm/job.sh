@@ -13,12 +13,18 @@ say() { echo "megarl: $*" >&2; }
 of_job() { scontrol show job "$JOB" --oneliner | grep -o "\b$1=[^ ]*" | cut -d= -f2; }
 
 nodes() { scontrol show hostnames "$1" | sort; }
-nodes_lost() { comm -23 <(nodes "$SLURM_JOB_NODELIST") <(nodes "$(of_job NodeList)"); } # Slurm takes them off the job
+
+# nodes_lost: those that Slurm took off the job, or is about to.
+nodes_lost() {
+    local gone=(--noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail,no_respond --format=%N)
+    { sinfo "${gone[@]}" && comm -23 <(nodes "$SLURM_JOB_NODELIST") <(nodes "$(of_job NodeList)"); } | sort -u
+}
 lost_twice() { sort "$LOST" | uniq -d; }
 
 # node_here, node_still_here: if the node of this script is lost, nobody takes the line away again.
-node_here() { { mkdir -p .cache && echo "$SLURMD_NODENAME" >>"$LOST"; } 2>/dev/null || LOST=/dev/null; }
+node_here() { { mkdir -p .cache && echo "${SLURMD_NODENAME:-none}" >>"$LOST"; } 2>/dev/null || LOST=/dev/null; }
 node_still_here() { [[ ! -f $LOST ]] || sed -i '$d' "$LOST"; }
+forget_losses() { [[ ! -f $LOST ]] || rm -f "$LOST"; } # it may be /dev/null
 
 # requeue WHY: let Slurm start the job again, without the nodes that were lost twice.
 requeue() {
@@ -27,7 +33,7 @@ requeue() {
     say "$1; the job is requeued for start $((START + 1)) of at most $STARTS"
     trap '' TERM # which Slurm sends to all that runs in this script once the job is requeued
     scontrol requeue "$JOB" || exit "$CODE"
-    excluded=$({ lost_twice; of_job ExcNodeList | tr , '\n' | grep -vF '(null)'; } | sort -u | paste -sd,)
+    excluded=$({ lost_twice; of_job ExcNodeList | tr , '\n' | sed '/(null)/d'; } | sort -u | paste -sd,)
     if [[ -n $excluded ]]; then
         say "left out from now on: $excluded"
         scontrol update JobId="$JOB" ExcNodeList="$excluded"
@@ -67,6 +73,6 @@ run_step() {
     elif ((CODE == 143)) && [[ $(of_job PreemptTime) == [0-9]* ]]; then
         requeue "the job is preempted"
     fi
-    rm -f "$LOST"
+    forget_losses
     exit "$CODE"
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 
 from megarl.diagnosis.hosts import GpuReport
 
+SIDE, PRODUCTS = 8192, 300
+"""Of the matrices that a GPU multiplies while it is looked at: 0.5 s of an H100."""
+
 
 def gpu_report(index: int) -> GpuReport:
-    """Describe a GPU that has just worked; without NVML it has neither clock nor faults.
+    """Describe a GPU while it works; without NVML it has neither clock nor faults.
 
     Args:
         index: torch's number of the GPU.
@@ -23,10 +27,20 @@ def gpu_report(index: int) -> GpuReport:
         pynvml.nvmlInit()
         uuid = str(torch.cuda.get_device_properties(index).uuid)
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        _work(index)
         mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
     except Exception:  # ImportError, or NVMLError: no library, or a GPU that it does not know
         return GpuReport(name=name)
     return GpuReport(name=name, mhz=mhz, faults=(*_memory(pynvml, handle), *_slowdowns(pynvml, handle)))
+
+
+def _work(index: int) -> None:
+    """Start some tenths of a second of matrix products, and do not wait for them: an idle GPU lowers its clock."""
+    factor = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16, device=torch.device("cuda", index))
+    for _ in range(PRODUCTS):
+        torch.mm(factor, factor)
+    torch.cuda.current_stream().query()  # hands them to the GPU
+    time.sleep(0.1)
 
 
 def _memory(nvml: Any, handle: Any) -> list[str]:

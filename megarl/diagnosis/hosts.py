@@ -18,7 +18,7 @@ LEAST_LINK = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class GpuReport:
-    """Describes the GPU of a rank, after it has worked.
+    """Describes the GPU of a rank while it works.
 
     Attributes:
         mhz: clock of its multiprocessors; None if unknown.
