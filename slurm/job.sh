@@ -10,7 +10,7 @@ LOST=.cache/slurm-$JOB.lost # a line for each time that a node was lost: its nam
 say() { echo "megarl: $*" >&2; }
 
 # of_job NAME: what `scontrol show job` says of this job.
-of_job() { scontrol show job "$JOB" --oneliner | grep -o "\b$1=[^ ]*" | cut -d= -f2; }
+of_job() { scontrol show job "$JOB" --oneliner | grep -o "\b$1=[^ ]*" | cut -d= -f2 | sed 's/(null)//'; }
 
 nodes() { scontrol show hostnames "$1" | sort; }
 
@@ -19,38 +19,34 @@ nodes_lost() {
     local gone=(--noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail,no_respond --format=%N)
     { sinfo "${gone[@]}" && comm -23 <(nodes "$SLURM_JOB_NODELIST") <(nodes "$(of_job NodeList)"); } | sort -u
 }
-lost_twice() { sort "$LOST" | uniq -d; }
+lost_twice() { [[ ! -f $LOST ]] || sort "$LOST" | uniq -d; }
 
 # node_here, node_still_here: if the node of this script is lost, nobody takes the line away again.
 node_here() { { mkdir -p .cache && echo "${SLURMD_NODENAME:-none}" >>"$LOST"; } 2>/dev/null || LOST=/dev/null; }
 node_still_here() { [[ ! -f $LOST ]] || sed -i '$d' "$LOST"; }
 forget_losses() { [[ ! -f $LOST ]] || rm -f "$LOST"; } # it may be /dev/null
 
-# requeue WHY: let Slurm start the job again, without the nodes that were lost twice.
+# requeue WHY [NODES]: let Slurm start the job again, without these nodes.
 requeue() {
-    local excluded
     ((START < STARTS)) || fail "$1; the job was started $START times, and is not requeued (MAX_RESTARTS=$((STARTS - 1)))"
     say "$1; the job is requeued for start $((START + 1)) of at most $STARTS"
     trap '' TERM # which Slurm sends to all that runs in this script once the job is requeued
     scontrol requeue "$JOB" || exit "$CODE"
-    excluded=$({ lost_twice; of_job ExcNodeList | tr , '\n' | sed '/(null)/d'; } | sort -u | paste -sd,)
-    if [[ -n $excluded ]]; then
-        say "left out from now on: $excluded"
-        scontrol update JobId="$JOB" ExcNodeList="$excluded"
-    fi
+    [[ -z ${2:-} ]] || scontrol update JobId="$JOB" ExcNodeList="$2"
     exit 0
 }
 
-# begin_job: refuse a start too many, and leave a node that was lost twice.
+# begin_job: refuse a start too many, and leave nodes that were lost twice. Only now: Slurm takes no node off the list of a
+# job that has just lost one.
 begin_job() {
-    local node
+    local lost others
     CODE=1
     ((START <= STARTS)) || fail "start $START of job $JOB is one too many (MAX_RESTARTS=$((STARTS - 1)))"
-    for node in $([[ ! -f $LOST ]] || lost_twice); do
-        if nodes "$SLURM_JOB_NODELIST" | grep -qxF "$node"; then
-            requeue "$node was lost twice"
-        fi
-    done
+    lost=$(comm -12 <(nodes "$SLURM_JOB_NODELIST") <(lost_twice) | paste -sd,)
+    if [[ -n $lost ]]; then
+        others=$(of_job ExcNodeList)
+        requeue "$lost was lost twice and is left out" "$lost${others:+,$others}"
+    fi
 }
 
 # run_step COMMAND...: returns if it ends with 0; otherwise requeues the job, or leaves with the step's code.
