@@ -14,11 +14,7 @@ of_job() { scontrol show job "$JOB" --oneliner | grep -o "\b$1=[^ ]*" | cut -d= 
 
 nodes() { scontrol show hostnames "$1" | sort; }
 
-# nodes_lost: those that Slurm took off the job, or is about to.
-nodes_lost() {
-    local gone=(--noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail,no_respond --format=%N)
-    { sinfo "${gone[@]}" && comm -23 <(nodes "$SLURM_JOB_NODELIST") <(nodes "$(of_job NodeList)"); } | sort -u
-}
+nodes_lost() { sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail,no_respond --format=%N | sort -u; }
 lost_twice() { [[ ! -f $LOST ]] || sort "$LOST" | uniq -d; }
 
 # node_here, node_still_here: if the node of this script is lost, nobody takes the line away again.
@@ -36,8 +32,8 @@ requeue() {
     exit 0
 }
 
-# begin_job: refuse a start too many, and leave nodes that were lost twice. Only now: Slurm takes no node off the list of a
-# job that has just lost one.
+# begin_job: refuse a start too many, and leave nodes that were lost twice. Only now: it is Slurm that requeues a job whose
+# node is lost.
 begin_job() {
     local lost others
     CODE=1
@@ -54,7 +50,7 @@ run_step() {
     local lost
     CODE=0
     node_here
-    trap 'node_still_here; exit 143' TERM # the job is cancelled, or preempted without a time of grace
+    trap 'node_still_here; nodes_lost >>"$LOST"; exit 143' TERM # Slurm ends the job, or requeues it
     "$@" &
     wait $! || CODE=$?
     node_still_here
