@@ -8,6 +8,8 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from megarl.config import ConfigError, load_run_config
 from megarl.config.refusal import is_refusal
@@ -20,12 +22,19 @@ from megarl.telemetry.console import go_on_without
 from megarl.trainer.stop import StopRequest
 from megarl.trainer.stopped import RunRefused, RunStopped
 
+if TYPE_CHECKING:  # a rank takes signals before it has imported torch
+    from megarl.trainer.records.run_records import Callback
+
 # What a rank waits before it repeats what another one may be saying: the launcher ends it meanwhile.
 SECOND_VOICE_SECONDS = 2.5
 
 
-def main(argv: list[str]) -> int:
-    """Take part in a run; returns an `ExitCode`, or 128 + s for signal s."""
+def main(argv: list[str], callbacks: Sequence[Callback] = ()) -> int:
+    """Take part in a run; returns an `ExitCode`, or 128 + s for signal s.
+
+    Args:
+        callbacks: called after each step, as those of `megarl.train`.
+    """
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:  # else nobody launched it, and it may outlive the shell
         launcher = os.environ.get("MEGARL_LAUNCHER")
@@ -62,7 +71,7 @@ def main(argv: list[str]) -> int:
     gc.freeze()  # modules stay: no later collection need look at them
     gc.enable()
     try:
-        stopped_by = run(inputs, flow, stop, ends=True)
+        stopped_by = run(inputs, flow, stop, callbacks, ends=True)
     except BaseException as e:
         # Leave at once: waiting for ranks that wait for this one would hang the job.
         code = _failed(e, rank, stop)

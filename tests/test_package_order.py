@@ -53,6 +53,7 @@ ORDER = [
     "report",
     "diagnosis",
     "migration",
+    "rehearsal",
     "cli",
     "train",
 ]

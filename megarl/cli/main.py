@@ -40,6 +40,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "Train": (
         Command(name="train", help="train on this machine, or on several together", takes_keys=True),
         Command(name="plan", help="predict memory, traffic and time of a run, without a GPU", takes_keys=True),
+        Command(
+            name="rehearse",
+            help="run the layout here, on CPU ranks with a small model: kill and resume",
+            takes_keys=True,
+        ),
         Command(name="branch", help="begin a new run from a checkpoint of another run", takes_keys=True),
         Command(name="runs", help="list the runs in a folder: owner, state, step, last metrics, GPU-hours"),
         Command(name="report", help="make a page of curves, rollouts, timeline and settings of runs"),

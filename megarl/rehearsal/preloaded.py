@@ -1,0 +1,19 @@
+"""Imports what ranks need, in the process whose forks they are: the memory of modules is shared by all of them."""
+
+from __future__ import annotations
+
+import gc
+
+gc.disable()  # it would write into the memory that is to be shared, and find nothing
+
+from megarl.parallel.cpu import enable_cpu_ranks  # noqa: E402
+
+enable_cpu_ranks()  # before Megatron-Core is imported
+import megarl.flows.learn  # noqa: E402
+import megarl.flows.ppo  # noqa: E402
+import megarl.rank  # noqa: E402
+import megarl.rollout.native.engine  # noqa: E402
+import megarl.trainer.session.take_part  # noqa: E402, F401
+
+gc.freeze()
+gc.enable()

@@ -1,0 +1,106 @@
+"""Shrinks the model of a config.json: the same family and kinds of layers, no wider than its layouts need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
+
+LEAST_WIDTH = 32
+"""Of an MLP or an expert."""
+MOST_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
+HEAD_DIMS = (8, 16, 32, 64, 80, 96, 112, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """Says into how many parts layouts cut a model.
+
+    Attributes:
+        tensor: tensor-parallel sizes, of training and of generation.
+        chunks: parts of the pipeline, at most.
+        sequence_parallel: whether a layout splits norms along the sequence.
+    """
+
+    tensor: frozenset[int]
+    chunks: int
+    sequence_parallel: bool
+
+
+def small_config(
+    config: Mapping[str, Any], splits: Splits, vocab_size: int | None, serves: Callable[[Architecture], bool]
+) -> dict[str, Any]:
+    """Shrink a model; heads divide, or are shared, over the tensor-parallel ranks as those of the real one are.
+
+    Llama-3-70B for TP8 x PP4: 4 layers instead of 80, 16 heads of width 8 in 8 groups instead of 64 of width 128.
+
+    Args:
+        config: the fields of config.json.
+        vocab_size: of the small model; None: the real one's.
+        serves: says whether the engine can generate with a model.
+
+    Raises:
+        ValueError: no model of this family is small and fits the layouts.
+    """
+    small = {**config, "num_hidden_layers": _layers(config["num_hidden_layers"], splits.chunks)}
+    width = math.lcm(*splits.tensor)
+    width *= -(-LEAST_WIDTH // width)
+    for name in ("intermediate_size", "moe_intermediate_size"):
+        if name in small:
+            small[name] = width
+    for name in ("num_experts", "num_local_experts"):
+        if name in small:
+            small[name] = min(small[name], MOST_EXPERTS)
+    if "num_experts_per_tok" in small:
+        small["num_experts_per_tok"] = min(small["num_experts_per_tok"], EXPERTS_PER_TOKEN)
+    if small.get("layer_types"):
+        small["layer_types"] = small["layer_types"][: small["num_hidden_layers"]]
+    if vocab_size is not None:  # the tokens that the files name are another tokenizer's
+        small |= {"vocab_size": vocab_size, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
+    return _with_heads(small, splits, serves)
+
+
+def _layers(layers: int, chunks: int) -> int:
+    """Count 2 layers, or as few as there are chunks, and one more where chunks of the real model differ by a layer."""
+    return min(layers, max(2, chunks + (layers % chunks > 0)))
+
+
+def _with_heads(config: Mapping[str, Any], splits: Splits, serves: Callable[[Architecture], bool]) -> dict[str, Any]:
+    """Give the model heads that every layout can split, the fewest and narrowest."""
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    queries = heads // groups
+    choices = product(_divisors(groups), _divisors(queries, least=min(2, queries)), HEAD_DIMS)
+    for few_groups, few_queries, width in sorted(choices, key=math.prod):
+        if any((few_groups % tp == 0) != (groups % tp == 0) for tp in splits.tensor):
+            continue
+        small = {
+            **config,
+            "num_attention_heads": few_groups * few_queries,
+            "num_key_value_heads": few_groups,
+            "head_dim": width,
+            "hidden_size": few_groups * few_queries * width,
+        }
+        arch = FAMILIES[config["architectures"][0].replace("ForSequenceClassification", "ForCausalLM")](small)
+        if _fits(arch, splits) and serves(arch):
+            return small
+    raise ValueError(f"no small model has heads for tensor-parallel sizes {sorted(splits.tensor)}")
+
+
+def _fits(arch: Architecture, splits: Splits) -> bool:
+    try:
+        for tp in splits.tensor:
+            arch.check_training(tp=tp, pp=1, chunks=1, sequence_parallel=splits.sequence_parallel)
+            arch.check_generation(tp=tp)
+    except ValueError:
+        return False
+    return True
+
+
+def _divisors(number: int, least: int = 1) -> list[int]:
+    return [i for i in range(least, number + 1) if number % i == 0]
