@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -25,6 +27,7 @@ from megarl.cli.words import add_config
 from megarl.config import Config, load_config
 from megarl.config.load import check_nothing_hidden
 from megarl.private_folder import private_folder
+from megarl.processes import signals_handled
 from megarl.telemetry.console import plain_console
 from megarl.telemetry.progress import print_table
 
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     arch = check_layouts(config)
     FLOWS.check(config.trainer.flow)
     console = plain_console()
-    with _folder(args.keep) as folder:
+    with signals_handled([signal.SIGTERM], _leave), _folder(args.keep) as folder:
         small = _small_run(config, arch, folder, args.ranks)
         check_run(small.config)
         console.print(_headline(config, small))
@@ -85,6 +88,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     for line in _not_rehearsed(config, small):
         console.print(f"not rehearsed: {line}")
     return _print_needs(config, arch, args.gpu_memory)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Leave by an exception, so that ranks and folders go first."""
+    sys.exit(128 + number)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ RESPONSE, EPISODE = 16, 64
 """Tokens of a response, without and with an environment that answers."""
 SENT_AWAY = ("wandb", "mlflow", "prometheus")
 """Values of `trainer.logger` that would show the rehearsal to others."""
+NOT_REPEATED = ("console", "jsonl", *SENT_AWAY)
 _OTHERS = ("critic", "reward_model", "teacher")
 
 
@@ -54,7 +55,9 @@ def small_keys(config: Config, run_dir: str) -> dict[str, Any]:
         "resume_from_path": "",
         "resume_allow": [],
         "agreement_freq": min(1, config.trainer.agreement_freq),
-        "logger": [*dict.fromkeys(["jsonl", *(name for name in config.trainer.logger if name not in SENT_AWAY)])],
+        "logger": [
+            *dict.fromkeys(["console", "jsonl", *(name for name in config.trainer.logger if name not in SENT_AWAY)])
+        ],
         "default_local_dir": run_dir,
     }
     tree["profiler"] = ProfilerConfig().model_dump()

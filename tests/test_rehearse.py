@@ -1,0 +1,184 @@
+"""`megarl rehearse`: small models for every layout, small runs of every recipe, and whole rehearsals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_run import FOUR_RANKS, ROOT, megarl, write_run
+
+from megarl.cli.main import main
+from megarl.config import load_config
+from megarl.models.families import FAMILIES, read_architecture
+from megarl.rehearsal.small_keys import with_ranks
+from megarl.rehearsal.small_model import Splits, small_config
+from megarl.rehearsal.small_run import SmallRunMaker
+from megarl.trainer.admission.checks import check_run
+from megarl.trainer.layouts import train_layout
+
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+
+
+def shape_of(recipe: Path) -> str:
+    found = re.search(r"configs/models/[a-z0-9_.]+[a-z0-9]", recipe.read_text())
+    assert found is not None
+    return str(ROOT / found[0])
+
+
+@pytest.mark.parametrize(
+    ("shape", "tensor", "chunks", "layers", "heads", "groups"),
+    [
+        ("llama3_70b", {8}, 4, 4, 16, 8),
+        ("llama3_70b", {2, 4}, 3, 4, 8, 4),  # 80 layers are no multiple of 3: a stage has one more
+        ("llama3_70b", {16}, 1, 2, 16, 8),  # two ranks share a group, as in the real model
+        ("qwen2.5_7b", {2}, 1, 2, 14, 2),
+        ("qwen3_30b_a3b", {4}, 2, 2, 8, 4),
+    ],
+)
+def test_a_small_model_is_split_as_the_real_one(
+    shape: str, tensor: set[int], chunks: int, layers: int, heads: int, groups: int
+) -> None:
+    config = json.loads((ROOT / "configs" / "models" / shape / "config.json").read_text())
+    splits = Splits(tensor=frozenset(tensor), chunks=chunks, sequence_parallel=True)
+    small = small_config(config, splits, 300, lambda arch: True)
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    assert [small[name] for name in names] == [layers, heads, groups, 300]
+    arch, real = FAMILIES[small["architectures"][0]](small), FAMILIES[config["architectures"][0]](config)
+    for tp in tensor:
+        arch.check_training(tp=tp, pp=chunks, chunks=1, sequence_parallel=True)
+        arch.check_generation(tp=tp)
+    assert (arch.family, arch.output, arch.moe is None) == (real.family, real.output, real.moe is None)
+    assert arch.hidden_size < 300 and small_config(config, splits, None, lambda a: True)["vocab_size"] > 100_000
+
+
+def test_an_engine_may_want_wider_heads() -> None:
+    config = json.loads((ROOT / "configs" / "models" / "llama3_8b" / "config.json").read_text())
+    splits = Splits(tensor=frozenset({1}), chunks=1, sequence_parallel=False)
+    wide = small_config(config, splits, 300, lambda arch: arch.attention.cache_shape(1)[-1] >= 32)
+    assert wide["head_dim"] == 32
+    with pytest.raises(ValueError, match="no small model has heads for tensor-parallel sizes"):
+        small_config(config, splits, 300, lambda arch: False)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
+def test_every_recipe_has_a_small_run(tmp_path: Path, recipe: Path) -> None:
+    """Without its model, its tokenizer and its rows, which are not here."""
+    config = load_config(str(recipe), [f"actor_rollout_ref.model.path={shape_of(recipe)}"])
+    layout = with_ranks(config, 2) or with_ranks(config, 1)
+    assert layout is not None
+    small = SmallRunMaker(layout, str(tmp_path / "small"), engine="native").make()
+    inputs = check_run(small.config)
+    assert inputs.total_steps == 3 and inputs.config.trainer.run_dir.startswith(str(tmp_path))
+    one, other = train_layout(small.config), train_layout(config)
+    assert (one.tp, one.pp, one.chunks) == (other.tp, other.pp, other.chunks) and one.dp == min(2, other.dp)
+    arch, real = read_architecture(str(tmp_path / "small" / "policy")), read_architecture(shape_of(recipe))
+    assert arch.family == real.family and arch.num_layers == max(2, one.pp * one.chunks)
+    assert any("tokenizer of bytes" in line for line in small.differences)
+    again = load_config(small.file)
+    assert again.model_dump() == small.config.model_dump()
+
+
+def test_rows_and_tokenizer_that_are_here_are_taken(tmp_path: Path) -> None:
+    """The shortest rows, in files of the same names."""
+    config = load_config(str(write_run(tmp_path, trainer__logger=["wandb"])))
+    small = SmallRunMaker(config, str(tmp_path / "small"), engine="native").make()
+    inputs = check_run(small.config)
+    assert {prompt.data_source for prompt in inputs.train_prompts} == {"train"}
+    assert inputs.arch.vocab_size == 18 and inputs.tokenizer.vocab_size < 18
+    assert small.config.data.max_prompt_length == 4 and small.config.trainer.logger == ["console", "jsonl"]
+    assert small.differences == (
+        "a function that differs between responses is added to the score",
+        "nothing is sent to wandb",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["actor_rollout_ref.model.path=nowhere"], "no config.json in 'nowhere', and a rehearsal takes the model's sh"),
+        (["data.train_batch_size=7"], "data.train_batch_size = 7 is not a multiple of actor.ppo_mini_batch_size = 8"),
+        (["--ranks", "3", "data.seed=1"], "--ranks 3 is too few: the layout needs 4 ranks at least"),
+        (["--keep", "{folder}", "data.seed=1"], "it is there already; name another folder"),
+        (["trainer.flow=eval"], "megarl rehearse plays runs that train, and trainer.flow = eval does not"),
+        (["data.val_files=[{folder}/bad.jsonl]"], "bad.jsonl:1 is not JSON"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    config = write_run(tmp_path, **FOUR_RANKS)
+    assert main(["rehearse", str(config), *(word.format(folder=tmp_path) for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+
+
+def test_what_memory_does_not_hold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megarl.rehearsal import room
+
+    monkeypatch.setattr(room, "free_memory", lambda: 2**30)
+    recipe = ROOT / "configs" / "recipes" / "math_grpo_llama3_70b.yaml"
+    assert main(["rehearse", str(recipe), f"actor_rollout_ref.model.path={shape_of(recipe)}"]) == 2
+    assert re.search(r"32 ranks take about 4\.\d GiB, and 1\.0 GiB of this machine's", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_a_rehearsal(tmp_path: Path) -> None:
+    config = write_run(tmp_path, **FOUR_RANKS, trainer__nnodes=2, trainer__total_training_steps=50)
+    kept = tmp_path / "kept"
+    done = megarl("rehearse", str(config), "--ranks", "4", "--keep", str(kept), timeout=550)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout
+    assert "rehearsing TP2 x PP2 x DP1 on 4 CPU ranks" in said and "the run has TP2 x PP2 x DP2" in said
+    assert re.search(r"the run, left alone: 3 steps, 3 checkpoints of \d+\.\d MiB with their exports", said)
+    assert re.search(r"rank 3 killed: SIGKILL after a step; global_step_[12] is whole", said)
+    assert re.search(r"goes on: from global_step_[12]; the same numbers in 4 rows, the same weights", said)
+    assert "not rehearsed: data parallelism" in said and "50 steps on 8 GPUs" in said
+    assert (kept / "alone" / "checkpoints" / "global_step_3" / "huggingface" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_rehearsal_that_fails_shows_what_the_ranks_said(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(response, row):\n    raise RuntimeError('the judge is out')\n")
+    config = write_run(tmp_path, reward__name=f"{reward}:score")
+    done = megarl("rehearse", str(config), timeout=550, TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    assert "megarl: the run failed: rank 0, code 1" in done.stderr and "the judge is out" in done.stderr
+    assert "--keep FOLDER keeps the runs" in done.stderr
+    assert not list(tmp_path.glob("megarl-rehearsal-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    config, log = write_run(tmp_path), tmp_path / "kept" / "alone.log"
+    command = [sys.executable, "-m", "megarl.cli.main", "rehearse", str(config), "--keep", str(log.parent)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ}, stderr=subprocess.PIPE, text=True, preexec_fn=_default_interrupt
+    )
+    while not log.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert started
+    process.send_signal(number)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(started, timeout=100)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def _default_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
