@@ -60,6 +60,7 @@ setup(
             "sqlalchemy>=2.0",
             "wandb>=0.21",
         ],
+        "tune": ["optuna>=4.5"],
         "dev": [
             "accelerate>=1.0",
             "alembic>=1.13",
@@ -74,6 +75,7 @@ setup(
             "moto>=5.0",
             "mypy>=1.11",
             "openai>=2.0",
+            "optuna>=4.5",
             "pandas>=2.2",  # with Flask what MLflow's server needs
             "prometheus_client>=0.20",
             "pytest>=8",

@@ -54,6 +54,7 @@ ORDER = [
     "diagnosis",
     "migration",
     "rehearsal",
+    "tuning",
     "cli",
     "train",
 ]

@@ -124,6 +124,7 @@ def test_what_an_extra_brings_is_imported_somewhere() -> None:
         "vllm": ["vllm"],
         "docs": ["latex2mathml"],
         "loggers": ["prometheus_client", "wandb", "mlflow"],
+        "tune": ["optuna"],
     }
     _, extras = declared()
     assert extras.keys() == {*modules, "dev"}

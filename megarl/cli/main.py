@@ -45,6 +45,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             help="run the layout here, on CPU ranks with a small model: kill and resume",
             takes_keys=True,
         ),
+        Command(name="tune", help="search for settings with Optuna: trials are runs, pruned early", takes_keys=True),
         Command(name="branch", help="begin a new run from a checkpoint of another run", takes_keys=True),
         Command(name="runs", help="list the runs in a folder: owner, state, step, last metrics, GPU-hours"),
         Command(name="report", help="make a page of curves, rollouts, timeline and settings of runs"),

@@ -1,0 +1,152 @@
+"""Opens the Optuna study of a search, and hands out its trials to workers that may be killed at any time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import Study, StudyDirection
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from megarl.tuning.sweep import Choices, Range, Sweep
+
+JOURNAL = "journal.log"
+"""Name of the study's file, which `optuna-dashboard` opens."""
+_RUN, _INSTEAD_OF = "run", "instead of"
+"""Names of a trial's user attributes: the number in the name of its run's folder; the number of the trial that lost
+its worker and whose values and run this one has."""
+
+
+class Trials:
+    """Hands out the trials of a study. Workers on several machines may share its folder.
+
+    A worker holds a lock while it has a trial. A trial that runs without a lock has lost its worker: it fails, and the
+    next trial has its values and the folder of its run, which goes on from its checkpoint, if it left one.
+
+    Attributes:
+        study: of Optuna.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        """Raises ValueError, in one line, if Optuna does not take the search's keys."""
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._sweep = sweep
+        self._distributions = {key: _distribution(key, values) for key, values in sweep.keys.items()}
+        sampler = _made(optuna.samplers, sweep.sampler, "sampler")
+        pruner = _made(optuna.pruners, sweep.pruner, "pruner")
+        os.makedirs(sweep.folder, exist_ok=True)
+        direction = "maximize" if sweep.mode == "max" else "minimize"
+        with self._alone():
+            self.study: Study = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(os.path.join(sweep.folder, JOURNAL))),
+                study_name=sweep.metric,
+                direction=direction,
+                sampler=sampler,
+                pruner=pruner,
+                load_if_exists=True,
+            )
+        if self.study.direction is not StudyDirection[direction.upper()]:
+            raise ValueError(f"{sweep.folder} holds a search with another mode; set another folder")
+
+    @contextmanager
+    def next(self, most: int) -> Iterator[Trial | None]:
+        """Take a trial, and hold it inside; None if there are `most`.
+
+        A trial that has no result when this is left is tried again by the next worker.
+        """
+        with self._alone():
+            self._fail_lost()
+            trial = self.study.ask(self._distributions) if self._started() < most else None
+            lock = self._lock(trial.number) if trial is not None else None
+            assert trial is None or lock is not None, "nobody else has a new trial"
+        try:
+            yield trial
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def folder(self, trial: Trial | FrozenTrial) -> str:
+        """Return the folder of a trial's run."""
+        return os.path.join(self._sweep.folder, f"trial_{trial.user_attrs.get(_RUN, trial.number):04d}")
+
+    def finished(self) -> list[FrozenTrial]:
+        """List the trials that have a result, the best first; pruned ones come last."""
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        trials = [trial for trial in self.study.get_trials(deepcopy=False, states=states) if trial.value is not None]
+        sign = -1 if self._sweep.mode == "max" else 1
+        return sorted(trials, key=lambda trial: (trial.state is TrialState.PRUNED, sign * trial.value))
+
+    def _fail_lost(self) -> None:
+        replaced = self._replaced()
+        for lost in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            if (lock := self._lock(lost.number)) is None:
+                continue
+            if lost.number not in replaced:  # else this worker's predecessor was killed right here
+                run = lost.user_attrs.get(_RUN, lost.number)
+                self.study.enqueue_trial(lost.params, user_attrs={_RUN: run, _INSTEAD_OF: lost.number})
+            self.study.tell(lost.number, state=TrialState.FAIL)
+            os.close(lock)
+
+    def _started(self) -> int:
+        """Count the trials that run or have ended, and whose place no other has."""
+        replaced = self._replaced()
+        trials = self.study.get_trials(deepcopy=False)
+        return sum(trial.state is not TrialState.WAITING and trial.number not in replaced for trial in trials)
+
+    def _replaced(self) -> set[int]:
+        trials = self.study.get_trials(deepcopy=False)
+        return {trial.user_attrs[_INSTEAD_OF] for trial in trials if _INSTEAD_OF in trial.user_attrs}
+
+    def _lock(self, number: int) -> int | None:
+        """Lock a trial; returns the descriptor that holds the lock, or None if another worker has it."""
+        descriptor = self._opened(f"trial_{number:04d}.lock")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the other workers out of the study inside."""
+        descriptor = self._opened("workers.lock")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _opened(self, name: str) -> int:
+        locks = os.path.join(self._sweep.folder, "locks")
+        os.makedirs(locks, exist_ok=True)
+        return os.open(os.path.join(locks, name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _distribution(key: str, values: Any) -> BaseDistribution:
+    try:
+        if not isinstance(values, Range):
+            return CategoricalDistribution(values)
+        numbers = [number for number in (values.low, values.high, values.step) if number is not None]
+        if all(isinstance(number, int) for number in numbers):
+            return IntDistribution(int(values.low), int(values.high), log=values.log, step=int(values.step or 1))
+        return FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+    except ValueError as e:
+        raise ValueError(f"keys.{key}: {' '.join(str(e).split())}") from e
+
+
+def _made(module: Any, choice: Choices, key: str) -> Any:
+    kinds = [name for name in module.__all__ if name.endswith(key.capitalize()) and not name.startswith("Base")]
+    if choice.name not in kinds:
+        raise ValueError(f"{key}.name = {choice.name} is none of {', '.join(kinds)}")
+    try:
+        return getattr(module, choice.name)(**choice.args)
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"{key}.args of {choice.name}: {' '.join(str(e).split())}") from e
