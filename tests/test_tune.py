@@ -140,6 +140,16 @@ def test_a_lost_trial_is_tried_again_once(tmp_path: Path) -> None:
     assert [trial.number for trial in one.finished()] == [2, 1]
 
 
+def test_a_folder_holds_one_search(tmp_path: Path) -> None:
+    from megarl.tuning.study import Trials
+    from megarl.tuning.sweep import read_sweep
+
+    Trials(read_sweep(str(write_sweep(tmp_path))))
+    for change in ({"metric": "val/accuracy"}, {"mode": "min"}):
+        with pytest.raises(ValueError, match="holds a search with another metric or mode; set another folder"):
+            Trials(read_sweep(str(write_sweep(tmp_path, **change))))
+
+
 @pytest.mark.slow
 def test_trials_are_runs_and_the_best_one_is_shown(tmp_path: Path) -> None:
     done = start(write_sweep(tmp_path), "data.train_batch_size=8")

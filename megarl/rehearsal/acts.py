@@ -67,7 +67,7 @@ class Rehearsal:
         if not newest or not os.path.isdir(os.path.join(newest[0].folder, EXPORT)):
             raise RehearsalFailed("the run left no checkpoint with an export")
         steps, saved = self._small.config.trainer.total_training_steps, _size(newest[0].folder)
-        return f"{steps} steps, {len(newest)} checkpoints of {saved / 2**20:.1f} MiB with their exports"
+        return f"{steps} steps, each saved and exported in {saved / 2**20:.1f} MiB"
 
     def _kill(self) -> str:
         ending = self._run("killed", killed=self._small.config.trainer.world_size - 1)

@@ -49,7 +49,7 @@ def small_keys(config: Config, run_dir: str) -> dict[str, Any]:
         "total_training_steps": STEPS,
         "critic_warmup": min(1, config.trainer.critic_warmup),
         "save_freq": 1,
-        "max_ckpt_to_keep": None,
+        "max_ckpt_to_keep": 2,
         "test_freq": -1 if config.trainer.test_freq else 0,
         "resume_mode": "auto",
         "resume_from_path": "",

@@ -77,7 +77,7 @@ def _with_heads(config: Mapping[str, Any], splits: Splits, serves: Callable[[Arc
     queries = heads // groups
     choices = product(_divisors(groups), _divisors(queries, least=min(2, queries)), HEAD_DIMS)
     for few_groups, few_queries, width in sorted(choices, key=math.prod):
-        if any((few_groups % tp == 0) != (groups % tp == 0) for tp in splits.tensor):
+        if any(_sharing(few_groups, tp) != _sharing(groups, tp) for tp in splits.tensor):
             continue
         small = {
             **config,
@@ -90,6 +90,11 @@ def _with_heads(config: Mapping[str, Any], splits: Splits, serves: Callable[[Arc
         if _fits(arch, splits) and serves(arch):
             return small
     raise ValueError(f"no small model has heads for tensor-parallel sizes {sorted(splits.tensor)}")
+
+
+def _sharing(groups: int, tp: int) -> tuple[bool, int]:
+    """Say whether the KV heads divide over the ranks, and how many ranks share one."""
+    return groups % tp == 0, max(1, tp // groups)
 
 
 def _fits(arch: Architecture, splits: Splits) -> bool:

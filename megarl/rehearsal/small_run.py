@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from megarl.checkpoint.huggingface_folder import GENERATION_CONFIG, read_config
 from megarl.config import Config
 from megarl.config.load import build_config
+from megarl.data.scan import with_answer
 from megarl.data.tokenizer import has_tokenizer
 from megarl.flow_kinds import generates
 from megarl.models.architecture import Architecture
@@ -85,28 +86,29 @@ class SmallRunMaker:
             vocab_size = write_tokenizer(place, list(self._config.data.apply_chat_template_kwargs))
             self._tree["actor_rollout_ref"]["rollout"]["stop_token_ids"] = []
             self._differences.append("a tokenizer of bytes stands in for the model's, which is not here")
-        sections = {"policy": self._tree["actor_rollout_ref"]}
-        sections |= {name: self._tree[name] for name in _OTHERS if self._tree[name]["model"]["path"]}
-        for name, section in sections.items():
-            model = section["model"]
-            folder = os.path.join(self._folder, name)
+        self._write_model("policy", self._tree["actor_rollout_ref"]["model"], vocab_size, place)
+        shared = vocab_size or read_config(policy.path)["vocab_size"]
+        for name in _OTHERS:
+            model = self._tree[name]["model"]
             own = model["tokenizer_path"] or model["path"]
-            own_vocabulary = name == "reward_model" and has_tokenizer(own)
-            self._write_model(model["path"], folder, None if own_vocabulary else vocab_size)
-            tokenizer = os.path.abspath(own) if own_vocabulary else place
-            model |= {"path": folder, "tokenizer_path": tokenizer, "random_init": True}
+            if name == "reward_model" and has_tokenizer(own):
+                self._write_model(name, model, None, os.path.abspath(own))
+            elif model["path"]:
+                self._write_model(name, model, shared, place)
         if not (policy.random_init and not policy.checkpoint):
             self._differences.append("weights are random")
         self._tree["actor_rollout_ref"]["model"]["checkpoint"] = ""
 
-    def _write_model(self, source: str, folder: str, vocab_size: int | None) -> None:
+    def _write_model(self, name: str, model: dict[str, Any], vocab_size: int | None, tokenizer: str) -> None:
+        """Write a small model's folder, and have a section's keys name it."""
+        source, folder = model["path"], os.path.join(self._folder, name)
         os.makedirs(folder)
         with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as f:
-            config = small_config(read_config(source), self._splits(), vocab_size, self._serves)
-            json.dump(config, f, indent=1)
+            json.dump(small_config(read_config(source), self._splits(), vocab_size, self._serves), f, indent=1)
         generation = os.path.join(source, GENERATION_CONFIG)
         if vocab_size is None and os.path.isfile(generation):  # it names the tokens that end responses
             shutil.copy(generation, folder)
+        model |= {"path": folder, "tokenizer_path": os.path.abspath(tokenizer), "random_init": True}
 
     def _splits(self) -> Splits:
         config = self._config
@@ -158,7 +160,8 @@ class SmallRunMaker:
         scorers = scorers_of(parts_of(self._config.reward))
         for row in rows_of(self._config, 8):
             source = row.get(self._config.data.source_key)
-            if why := refusal_of(row, source if isinstance(source, str) else "", scorers):
+            columns = with_answer(row, self._config.data.answer_key)
+            if why := refusal_of(columns, source if isinstance(source, str) else "", scorers):
                 return why
         return ""
 

@@ -19,6 +19,8 @@ from megarl.tuning.sweep import Choices, Range, Sweep
 
 JOURNAL = "journal.log"
 """Name of the study's file, which `optuna-dashboard` opens."""
+STUDY, _METRIC = "search", "metric"
+"""Names of the study, and of its user attribute with the metric."""
 _RUN, _INSTEAD_OF = "run", "instead of"
 """Names of a trial's user attributes: the number in the name of its run's folder; the number of the trial that lost
 its worker and whose values and run this one has."""
@@ -46,14 +48,16 @@ class Trials:
         with self._alone():
             self.study: Study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(os.path.join(sweep.folder, JOURNAL))),
-                study_name=sweep.metric,
+                study_name=STUDY,
                 direction=direction,
                 sampler=sampler,
                 pruner=pruner,
                 load_if_exists=True,
             )
-        if self.study.direction is not StudyDirection[direction.upper()]:
-            raise ValueError(f"{sweep.folder} holds a search with another mode; set another folder")
+            metric = self.study.user_attrs.get(_METRIC, sweep.metric)
+            if metric != sweep.metric or self.study.direction is not StudyDirection[direction.upper()]:
+                raise ValueError(f"{sweep.folder} holds a search with another metric or mode; set another folder")
+            self.study.set_user_attr(_METRIC, sweep.metric)
 
     @contextmanager
     def next(self, most: int) -> Iterator[Trial | None]:
