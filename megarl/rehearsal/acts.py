@@ -79,7 +79,7 @@ class Rehearsal:
         begun = checkpoints(self._run_dir("killed"))[0].position.name
         ending = self._run("killed")
         self._expect_end(ending, "the run that goes on")
-        if f"{begun}\n" not in ending.said or "resuming from" not in ending.said:
+        if f"{begun}\n" not in ending.printed or "resuming from" not in ending.printed:
             raise RehearsalFailed(_with_last_lines(f"the run did not go on from {begun}", ending))
         config = self._small.config
         if config.environment.answers or not engine_kind(config.actor_rollout_ref.rollout.name).repeats:
@@ -118,7 +118,7 @@ def numbers(run_dir: str) -> list[dict[str, Any]]:
 
 
 def _with_last_lines(message: str, ending: Ending) -> str:
-    lines = [f"  {line}" for line in ending.said.splitlines() if line.strip()][-LAST_LINES:]
+    lines = [f"  {line}" for line in ending.printed.splitlines() if line.strip()][-LAST_LINES:]
     return "\n".join([message, *lines])
 
 

@@ -32,12 +32,12 @@ class Ending:
     Attributes:
         code: exit code of the first rank that ended with another than 0, negative for a signal; 0 if none did.
         rank: which one that was.
-        said: what the ranks printed.
+        printed: by all ranks.
     """
 
     code: int
     rank: int
-    said: str
+    printed: str
 
 
 class ForkedRanks:
@@ -69,7 +69,7 @@ class ForkedRanks:
                     process.kill()
                     process.join()
         with open(log, encoding="utf-8", errors="replace") as f:
-            return Ending(code=code, rank=rank, said=f.read())
+            return Ending(code=code, rank=rank, printed=f.read())
 
     def _start(self, words: Sequence[str], rank: int, log: str, store: str, *, killed: bool) -> BaseProcess:
         world = str(self._world)
@@ -114,5 +114,9 @@ def _rank(words: list[str], environment: dict[str, str], log: str, killed: bool)
 
 def _kill_between_steps(run_dir: str, loop: str, step: int, row: Metrics) -> None:
     """Kill this process if a checkpoint is there and the warm-up is over, as a callback of a run."""
-    if loop != "warmup" and step >= KILLED_AFTER and any(found.problem is None for found in checkpoints(run_dir)):
+    if (
+        loop != "warmup"
+        and step >= KILLED_AFTER
+        and any(checkpoint.problem is None for checkpoint in checkpoints(run_dir))
+    ):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -70,9 +70,8 @@ class SmallRunMaker:
         self._write_rows()
         self._choose_rewards()
         self._keep_to_rows()
-        sent = [name for name in self._config.trainer.logger if name in SENT_AWAY]
-        if sent:
-            self._differences.append(f"nothing is sent to {', '.join(sent)}")
+        if servers := [name for name in self._config.trainer.logger if name in SENT_AWAY]:
+            self._differences.append(f"nothing is sent to {', '.join(servers)}")
         file = os.path.join(self._folder, "small.yaml")
         with open(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as f:
             f.write(OmegaConf.to_yaml(OmegaConf.create(_escaped(self._tree))))
@@ -90,9 +89,9 @@ class SmallRunMaker:
         shared = vocab_size or read_config(policy.path)["vocab_size"]
         for name in _OTHERS:
             model = self._tree[name]["model"]
-            own = model["tokenizer_path"] or model["path"]
-            if name == "reward_model" and has_tokenizer(own):
-                self._write_model(name, model, None, os.path.abspath(own))
+            tokenizer = model["tokenizer_path"] or model["path"]
+            if name == "reward_model" and has_tokenizer(tokenizer):
+                self._write_model(name, model, None, tokenizer)
             elif model["path"]:
                 self._write_model(name, model, shared, place)
         if not (policy.random_init and not policy.checkpoint):
@@ -134,10 +133,10 @@ class SmallRunMaker:
         missing: list[str] = []
         for section, key, what, count in keys:
             demonstrations = section is warmup
-            section[key], there_not = write_rows(
+            section[key], absentees = write_rows(
                 self._config, section[key], what, self._folder, count, demonstrations=demonstrations
             )
-            missing += there_not
+            missing += absentees
         if missing:
             self._differences.append(f"made-up rows stand in for {', '.join(dict.fromkeys(missing))}, not here")
         self._made_up = bool(missing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import glob
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,8 +61,8 @@ def rows_of(config: Config, count: int, *, demonstrations: bool = False) -> list
         _put(row, data.prompt_key, question)
         _put(row, data.answer_key, answer)
         if format == "demonstrations" and data.messages_key:
-            said = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            _put(row, data.messages_key, said)
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            _put(row, data.messages_key, messages)
         if format == "preferences":
             _put(row, data.chosen_key, answer)
             _put(row, data.rejected_key, wrong)
@@ -80,9 +80,8 @@ def rows_of(config: Config, count: int, *, demonstrations: bool = False) -> list
 
 def absent(entry: str) -> bool:
     """Say whether an entry of `data.train_files` names no file that is here."""
-    from glob import glob
-
-    return "://" not in entry and not glob(os.path.expanduser(entry), recursive=True)
+    path = entry.removeprefix("file://")
+    return "://" not in path and not glob.glob(path, recursive=True)
 
 
 def _put(row: dict[str, Any], key: str, value: Any) -> None:

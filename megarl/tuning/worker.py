@@ -121,10 +121,10 @@ class Worker:
     def _train(self, trial: Trial, words: Sequence[str], folder: str, watched: Watched) -> tuple[int, bool]:
         """Train to the end, or until Optuna prunes the trial; returns the exit code, and whether it does."""
         command = [*module_command("megarl.cli.main"), "train", self._sweep.config, *words]
-        own = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto"]
+        place = [f"trainer.default_local_dir={folder}", "trainer.resume_mode=auto"]
         with open(f"{folder}.log", "ab") as log:
             run = subprocess.Popen(
-                [*command, *own],
+                [*command, *place],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
