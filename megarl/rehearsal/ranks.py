@@ -114,9 +114,6 @@ def _rank(words: list[str], environment: dict[str, str], log: str, killed: bool)
 
 def _kill_between_steps(run_dir: str, loop: str, step: int, row: Metrics) -> None:
     """Kill this process if a checkpoint is there and the warm-up is over, as a callback of a run."""
-    if (
-        loop != "warmup"
-        and step >= KILLED_AFTER
-        and any(checkpoint.problem is None for checkpoint in checkpoints(run_dir))
-    ):
+    whole = [checkpoint for checkpoint in checkpoints(run_dir) if checkpoint.problem is None]
+    if whole and loop != "warmup" and step >= KILLED_AFTER:
         os.kill(os.getpid(), signal.SIGKILL)
