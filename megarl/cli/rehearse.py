@@ -26,6 +26,7 @@ from megarl.cli.plan import bytes_of
 from megarl.cli.words import add_config
 from megarl.config import Config, load_config
 from megarl.config.load import check_nothing_hidden
+from megarl.estimate.accelerator import ACCELERATORS, Accelerator
 from megarl.private_folder import private_folder
 from megarl.processes import signals_handled
 from megarl.telemetry.console import plain_console
@@ -45,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `megarl rehearse`."""
     add_config(parser)
     parser.add_argument("--ranks", type=int, help="at most so many; default what the layout needs and memory holds")
-    parser.add_argument("--gpu-memory", type=bytes_of, help="of the real run's GPUs, such as 80GB; default 139 GiB")
+    parser.add_argument("--accelerator", choices=ACCELERATORS, default="H200", help="the real run's; default H200")
+    parser.add_argument("--gpu-memory", type=bytes_of, help="such as 80GB; default the accelerator's")
     parser.add_argument("--keep", metavar="FOLDER", help="folder to make and keep: the runs, what ranks printed")
 
 
@@ -87,7 +89,9 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     print_table(_rehearsed_table(config, arch, small, acts))
     for line in _not_rehearsed(config, small):
         console.print(f"not rehearsed: {line}")
-    return _print_needs(config, arch, args.gpu_memory)
+    accelerator = ACCELERATORS[args.accelerator]
+    memory = accelerator.memory if args.gpu_memory is None else args.gpu_memory
+    return _print_needs(config, arch, replace(accelerator, memory=memory))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -199,13 +203,11 @@ def _not_rehearsed(config: Config, small: SmallRun) -> Iterator[str]:
     yield from small.differences
 
 
-def _print_needs(config: Config, arch: Architecture, gpu_memory: float | None) -> int:
-    from megarl.estimate.accelerator import H200
+def _print_needs(config: Config, arch: Architecture, accelerator: Accelerator) -> int:
     from megarl.estimate.budget_table import size
     from megarl.rehearsal.needs import needs_of_run
     from megarl.trainer.memory import job_of
 
-    accelerator = H200 if gpu_memory is None else replace(H200, memory=gpu_memory)
     needs, gpus = needs_of_run(job_of(config, arch), accelerator), config.trainer.world_size
     hours = gpus * needs.step_seconds / 3600
     table = Table(title="What the run will need: predictions of megarl plan")
@@ -213,7 +215,7 @@ def _print_needs(config: Config, arch: Architecture, gpu_memory: float | None) -
     table.add_column("", justify="right")
     table.add_row("memory of a GPU, at most", f"{size(needs.gpu_bytes)} of {size(accelerator.memory)}")
     table.add_row("disk, a checkpoint", size(needs.checkpoint_bytes))
-    table.add_row("disk, its export (checkpoint.save_hf)", size(needs.export_bytes))
+    table.add_row("disk, its export (hf_model)", size(needs.export_bytes))
     table.add_row("a step", f"{needs.step_seconds:.0f} s, {hours:.2f} GPU-hours")
     steps = "unknown: its rows are not here" if needs.steps is None else f"{hours * needs.steps:,.0f} GPU-hours"
     table.add_row(f"{'all' if needs.steps is None else needs.steps} steps on {gpus} GPUs", steps)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.checkpoint.export_huggingface import HUGGINGFACE
 from megarl.checkpoint.folder import checkpoints
 from megarl.rehearsal.ranks import Ending, ForkedRanks
 from megarl.rehearsal.small_run import SmallRun
@@ -18,8 +19,6 @@ from megarl.telemetry.lines import complete_lines
 from megarl.telemetry.metrics import TIMED
 from megarl.telemetry.sinks.jsonl import METRICS_FILE, read_row
 
-EXPORT = "huggingface"
-"""Name of the export within a checkpoint."""
 LAST_LINES = 15
 """Of what the ranks printed, shown if a rehearsal fails."""
 
@@ -64,7 +63,7 @@ class Rehearsal:
     def _left_alone(self) -> str:
         self._expect_end(self._run("alone"), "the run")
         newest = checkpoints(self._run_dir("alone"))
-        if not newest or not os.path.isdir(os.path.join(newest[0].folder, EXPORT)):
+        if not newest or not os.path.isdir(os.path.join(newest[0].folder, HUGGINGFACE)):
             raise RehearsalFailed("the run left no checkpoint with an export")
         steps, saved = self._small.config.trainer.total_training_steps, _size(newest[0].folder)
         return f"{steps} steps, each saved and exported in {saved / 2**20:.1f} MiB"
@@ -92,7 +91,9 @@ class Rehearsal:
         if alone != killed:
             differing = [row["step"] for row, other in zip(alone, killed, strict=False) if row != other]
             raise RehearsalFailed(f"the numbers of the killed run differ, first at step {[*differing, 'the last'][0]}")
-        exports = [os.path.join(checkpoints(self._run_dir(name))[0].folder, EXPORT) for name in ("alone", "killed")]
+        exports = [
+            os.path.join(checkpoints(self._run_dir(name))[0].folder, HUGGINGFACE) for name in ("alone", "killed")
+        ]
         files = [name for name in os.listdir(exports[0]) if name.endswith(".safetensors")]
         _, other, unreadable = filecmp.cmpfiles(*exports, files, shallow=False)
         if other or unreadable or not files:

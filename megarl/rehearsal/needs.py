@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from megarl.config import Config
 from megarl.data.readers import iterate_rows
 from megarl.estimate.accelerator import Accelerator
-from megarl.estimate.budget import budget, cache_room
+from megarl.estimate.budget import budget, cache_room, checkpoint_bytes
 from megarl.estimate.fit import what_does_not_fit
 from megarl.estimate.job import Job, parameter_count
-from megarl.estimate.model_memory import FP32
 from megarl.estimate.prediction import Lengths, most_received, reshard_of_some_ranks, step_seconds
 from megarl.rehearsal.stand_ins import absent
 
@@ -43,11 +42,10 @@ def needs_of_run(job: Job, accelerator: Accelerator) -> RealNeeds:
     stages = budget(job, accelerator, moved=most_received(job, traffic))
     lengths = Lengths(prompt=config.data.max_prompt_length, response=config.data.max_response_length)
     cache = cache_room(job, accelerator) if job.generates else None
-    trained = [model.arch for model in (job.actor, *job.other_models) if model.mini_batch is not None]
-    moments = 2 * FP32 + (FP32 if job.itemsize < FP32 else 0)
+    ranks_of_stage = job.train.size // job.train.pp
     return RealNeeds(
         gpu_bytes=max(stage.peak for stage in stages),
-        checkpoint_bytes=sum((job.itemsize + moments) * parameter_count(arch) for arch in trained),
+        checkpoint_bytes=ranks_of_stage * sum(checkpoint_bytes(job, stage) for stage in range(job.train.pp)),
         export_bytes=job.itemsize * parameter_count(job.arch),
         step_seconds=sum(step_seconds(job, accelerator, lengths, cache, traffic).values()),
         steps=_steps(config),

@@ -61,7 +61,10 @@ def small_keys(config: Config, run_dir: str) -> dict[str, Any]:
         "default_local_dir": run_dir,
     }
     tree["profiler"] = ProfilerConfig().model_dump()
-    tree["checkpoint"] |= {"save_hf": True}
+    tree["checkpoint"] |= {
+        "save_contents": ["model", "optimizer", "hf_model"],
+        "local_dir": f"{run_dir}.local" if config.checkpoint.local_dir else "",
+    }
     tree["data"] |= {"cache_dir": f"{run_dir}.rows"}
     warmup = tree["warmup"]
     warmup |= {
