@@ -92,6 +92,7 @@ REFUSALS: list[tuple[dict[str, Any], list[str], str]] = [
     ({"pruner": {"name": "NopPruner", "args": {"x": 1}}}, [], "pruner.args of NopPruner: "),
     ({"metrik": "x"}, [], "metrik: extra inputs are not permitted"),
     ({"config": "nowhere.yaml"}, [], "no config file at 'nowhere.yaml'"),
+    ({"folder": "/dev/null/x"}, [], "folder /dev/null/x cannot be made: Not a directory; set another one"),
     ({}, ["--trials", "0"], "--trials 0 must be 1 or more"),
     ({}, ["trainer.nnodes=2"], "a trial is a run on one machine; set trainer.nnodes=1"),
     ({}, ["trainer.logger=[console]"], "add jsonl to trainer.logger"),

@@ -11,6 +11,7 @@ run's configuration with the best values. Needs `pip install optuna`.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shlex
 import sys
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if most < 1:
         raise ValueError(f"--trials {most} must be 1 or more")
     _check_runs(sweep, words)
+    if importlib.util.find_spec("optuna") is None:
+        raise ValueError("megarl tune needs Optuna: pip install optuna")
     from megarl.tuning.study import Trials
     from megarl.tuning.worker import SweepFailed, SweepStopped, Worker
 

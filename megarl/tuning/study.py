@@ -19,6 +19,7 @@ from megarl.tuning.sweep import Choices, Range, Sweep
 
 JOURNAL = "journal.log"
 """Name of the study's file, which `optuna-dashboard` opens."""
+_LOCKS = "locks"
 STUDY, _METRIC = "search", "metric"
 """Names of the study, and of its user attribute with the metric."""
 _RUN, _INSTEAD_OF = "run", "instead of"
@@ -43,7 +44,10 @@ class Trials:
         self._distributions = {key: _distribution(key, values) for key, values in sweep.keys.items()}
         sampler = _made(optuna.samplers, sweep.sampler, "sampler")
         pruner = _made(optuna.pruners, sweep.pruner, "pruner")
-        os.makedirs(sweep.folder, exist_ok=True)
+        try:
+            os.makedirs(os.path.join(sweep.folder, _LOCKS), exist_ok=True)
+        except OSError as e:
+            raise ValueError(f"folder {sweep.folder} cannot be made: {e.strerror}; set another one") from e
         direction = "maximize" if sweep.mode == "max" else "minimize"
         with self._alone():
             self.study: Study = optuna.create_study(
@@ -129,9 +133,11 @@ class Trials:
             os.close(descriptor)
 
     def _opened(self, name: str) -> int:
-        locks = os.path.join(self._sweep.folder, "locks")
-        os.makedirs(locks, exist_ok=True)
-        return os.open(os.path.join(locks, name), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        path = os.path.join(self._sweep.folder, _LOCKS, name)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise ValueError(f"{path} cannot be opened: {e.strerror}; set another folder") from e
 
 
 def _distribution(key: str, values: Any) -> BaseDistribution:
