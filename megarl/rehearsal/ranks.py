@@ -91,8 +91,9 @@ def _first_failure(processes: Sequence[BaseProcess]) -> tuple[int, int]:
     """Wait until all ranks have ended with 0, or one has not; returns that rank and its exit code, or (0, 0)."""
     alive = {process.sentinel: rank for rank, process in enumerate(processes)}
     while alive:
-        for sentinel in wait(list(alive)):
-            rank = alive.pop(sentinel)  # type: ignore[arg-type]
+        ended = wait(list(alive))
+        for sentinel in [sentinel for sentinel in alive if sentinel in ended]:
+            rank = alive.pop(sentinel)
             processes[rank].join()
             if code := processes[rank].exitcode:
                 return rank, code

@@ -89,7 +89,7 @@ class Trials:
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         trials = [trial for trial in self.study.get_trials(deepcopy=False, states=states) if trial.value is not None]
         sign = -1 if self._sweep.mode == "max" else 1
-        return sorted(trials, key=lambda trial: (trial.state is TrialState.PRUNED, sign * trial.value))
+        return sorted(trials, key=lambda trial: (trial.state is TrialState.PRUNED, sign * (trial.value or 0.0)))
 
     def _fail_lost(self) -> None:
         replaced = self._replaced()
