@@ -46,7 +46,8 @@ def small_keys(config: Config, run_dir: str) -> dict[str, Any]:
     _lengths(config, tree)
     trainer, policy = tree["trainer"], tree["actor_rollout_ref"]
     trainer |= {
-        "total_training_steps": STEPS,
+        # with a disk of the nodes' own a checkpoint is whole one step later
+        "total_training_steps": STEPS + bool(config.checkpoint.local_dir),
         "critic_warmup": min(1, config.trainer.critic_warmup),
         "save_freq": 1,
         "max_ckpt_to_keep": 2,
