@@ -62,7 +62,10 @@ def cases(draw: st.DrawFn) -> Case:
     world = -(-tp * pp * dp * cp // generation_tp) * generation_tp
     if world % (tp * pp * cp):  # fewer training ranks than one generation replica
         world = tp * pp * cp * generation_tp
-    train = TrainLayout(ranks=range(world), tp=tp, pp=pp, cp=cp, chunks=chunks)
+    ep, etp = draw(st.sampled_from((1, 1, 2, 4))), draw(st.sampled_from((None, None, 1, 2)))
+    if (world // pp) % (ep * (etp or tp)):
+        world *= ep * (etp or tp)
+    train = TrainLayout(ranks=range(world), tp=tp, pp=pp, cp=cp, chunks=chunks, ep=ep, etp=etp)
     groups = draw(st.sampled_from((1, 2, 4)))
     most = max(tp, generation_tp)
     arch = architecture(
@@ -74,7 +77,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.sampled_from((4, 8))),
         qkv_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
-        moe=draw(st.sampled_from((None, EXPERTS))),
+        moe=draw(st.sampled_from((None, replace(EXPERTS, num_experts=max(2, ep * draw(st.integers(1, 3))))))),
     )
     if draw(st.booleans()):  # the first layers have an MLP of another width, as DeepSeek-V3's have
         dense = replace(arch.layer(0), mlp=SwiGLU(ffn_hidden_size=12))
@@ -90,7 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
         source=training_side(arch, train, names),
         target=engine_side(arch, GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride)),
         ranks_per_node=draw(st.sampled_from((sys.maxsize, 2, 4))),
-        block=train.model_ranks(draw(st.integers(0, world - 1))),
+        block=draw(st.sampled_from(train.copies)),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config import Config
 from megarl.data.formats import SEQUENCES
@@ -16,9 +16,9 @@ from megarl.models.sizes import kv_bytes_per_token
 from megarl.models.tensors import volume
 from megarl.models.weights import EMBEDDING, engine_placements, training_placements
 from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.repeat import FIRST_EXPERT, Repetitions, layer_of, of_expert, repetitions
+from megarl.reshard.repeat import Repetitions, expert_of, layer_of, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
-from megarl.reshard.sides import Side, engine_side, training_side
+from megarl.reshard.sides import Side, engine_side, training_runs, training_side
 from megarl.role_kinds import ACTOR
 from megarl.rollout.kinds import NATIVE, EngineKind, engine_kind
 
@@ -113,14 +113,14 @@ class Job:
 
 def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int:
     """Count the elements of a rank's training weights, but for the few rows that pad the vocabulary."""
-    times = repetitions(arch, layout.all_layers(arch.num_layers))
-    return _elements(training_placements(arch, layout, rank, layers=times.layers, experts=FIRST_EXPERT), times)
+    times = repetitions(arch, training_runs(arch, layout))
+    return _elements(training_placements(arch, layout, rank, layers=times.layers, experts=times.experts), times)
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
     """Count the elements of the weights of a generation replica's first rank; no other rank of it has more."""
     times = repetitions(arch)
-    return _elements(engine_placements(arch, tp, 0, layers=times.layers, experts=FIRST_EXPERT), times)
+    return _elements(engine_placements(arch, tp, 0, layers=times.layers, experts=times.experts), times)
 
 
 def shared_of_first_layers(job: Job, rank: int) -> dict[str, SharedPlace]:
@@ -148,12 +148,13 @@ def _own_elements(job: Job, rank: int) -> int:
     places = shared_of_first_layers(job, rank)
     shared_layers = {layer for name in places if (layer := layer_of(name)) is not None}
 
+    in_chunk, times = repetitions(job.arch, job.training.runs), repetitions(job.arch)
+
     def placements(layers: Container[int]) -> Iterator[Placement]:
-        return job.engines.placements(rank, layers=layers, experts=FIRST_EXPERT)
+        return job.engines.placements(rank, layers=layers, experts=times.experts)
 
     shared = (placement for placement in placements(shared_layers) if placement.param in places)
-    in_chunk, times = repetitions(job.arch, job.training.runs), repetitions(job.arch)
-    return _elements(placements(times.layers), times) - _elements(shared, in_chunk)
+    return _elements(placements(times.layers), times) - _elements(shared, replace(in_chunk, experts=times.experts))
 
 
 def parameter_count(arch: Architecture) -> int:
@@ -165,17 +166,17 @@ def active_parameter_count(arch: Architecture) -> int:
     """Count the elements that multiply a token: only its own experts, and not the embedding that it looks up."""
     times = repetitions(arch)
     if arch.moe:
-        times = Repetitions(layers=times.layers, experts=arch.moe.experts_per_token)
+        times = Repetitions(layers=times.layers, experts={0: arch.moe.experts_per_token})
     whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
-    placements = training_placements(arch, whole, 0, layers=times.layers, experts=FIRST_EXPERT)
+    placements = training_placements(arch, whole, 0, layers=times.layers, experts=times.experts)
     return _elements((p for p in placements if p.tensor != EMBEDDING or arch.tied), times)
 
 
 def expert_elements(arch: Architecture) -> int:
     """Count the elements of all experts; 0 without experts."""
     times = repetitions(arch)
-    placements = engine_placements(arch, 1, 0, layers=times.layers, experts=FIRST_EXPERT)
-    return _elements((p for p in placements if of_expert(p.tensor)), times)
+    placements = engine_placements(arch, 1, 0, layers=times.layers, experts=times.experts)
+    return _elements((p for p in placements if expert_of(p.tensor) is not None), times)
 
 
 def _elements(placements: Iterable[Placement], times: Repetitions) -> int:

@@ -86,6 +86,26 @@ def place_filled(tensor: str, param: str, box: Box, first_row: int = 0, rows: in
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertPlace:
+    """Locates a rank among those that hold the experts of a layer together.
+
+    Attributes:
+        tp, rank: number of ranks that share each expert, and the place among them.
+        ep, part: number of parts into which the experts are dealt out, and the rank's part.
+    """
+
+    tp: int
+    rank: int
+    ep: int = 1
+    part: int = 0
+
+    def own(self, count: int) -> range:
+        """Number the experts, of so many in a layer, that the rank has, or has a share of."""
+        each = count // self.ep
+        return range(self.part * each, (self.part + 1) * each)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerPlace:
     """Names a layer and a tensor-parallel rank.
 
@@ -94,6 +114,7 @@ class LayerPlace:
         params: prefix of the names of its parameters: "0.decoder.layers.1.".
         hidden: residual width.
         tp, rank: size of the tensor-parallel group, and the rank in it.
+        expert_place: the rank's place among those with the layer's experts.
         experts: place these alone.
     """
 
@@ -102,6 +123,7 @@ class LayerPlace:
     hidden: int
     tp: int
     rank: int
+    expert_place: ExpertPlace
     experts: Container[int] = EVERY
 
     def whole(self, tensor: str, param: str, *shape: int) -> Placement:

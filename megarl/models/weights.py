@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 
 from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
-from megarl.models.placements import EVERY, LayerPlace, Placement, place_filled, place_whole
+from megarl.models.placements import EVERY, ExpertPlace, LayerPlace, Placement, place_filled, place_whole
 from megarl.models.tensors import LogicalTensor, table
 from megarl.parallel.layout import TrainLayout
 
@@ -74,6 +74,7 @@ def training_placements(
                     hidden=arch.hidden_size,
                     tp=layout.tp,
                     rank=at.tp,
+                    expert_place=ExpertPlace(tp=layout.expert_tp, rank=at.expert_tp, ep=layout.ep, part=at.ep),
                     experts=experts,
                 )
                 yield place.whole(INPUT_NORM, names.input_norm(layer), arch.hidden_size)
@@ -110,7 +111,15 @@ def engine_placements(
     for number, layer in enumerate(arch.each_layer):
         if number in layers:
             prefix = layer_prefix(number)
-            place = LayerPlace(tensors=prefix, params=prefix, hidden=hidden, tp=tp, rank=r, experts=experts)
+            place = LayerPlace(
+                tensors=prefix,
+                params=prefix,
+                hidden=hidden,
+                tp=tp,
+                rank=r,
+                expert_place=ExpertPlace(tp=tp, rank=r),
+                experts=experts,
+            )
             yield place.whole(INPUT_NORM, INPUT_NORM, hidden)
             yield from layer.attention.engine(place)
             yield place.whole(MLP_NORM, MLP_NORM, hidden)

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCoords:
-    """Locates a rank in the training layout."""
+    """Locates a rank in the training layout.
+
+    Attributes:
+        ep: which part of the experts it has.
+        expert_tp: its place among the ranks that share these.
+    """
 
     tp: int
     cp: int
     dp: int
     pp: int
+    ep: int
+    expert_tp: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLayout:
     """Has Megatron-Core's `tp-cp-dp-pp` rank order: tensor-parallel ranks are neighbours, stages farthest apart.
 
+    The ranks of a stage hold its experts in an order of their own, `tp-ep-dp`, with other sizes.
+
     Attributes:
         ranks: the job's ranks that hold the models of this layout.
         tp, pp, cp: tensor, pipeline and context parallel sizes.
         chunks: model chunks per pipeline stage (virtual pipeline size); 1 is the plain 1F1B schedule.
+        ep: ranks over which the experts of a layer are dealt out.
+        etp: ranks that share each expert; None: tp.
     """
 
     ranks: range
@@ -30,12 +42,19 @@ class TrainLayout:
     pp: int = 1
     cp: int = 1
     chunks: int = 1
+    ep: int = 1
+    etp: int | None = None
 
     def __post_init__(self) -> None:
         if self.size % (self.tp * self.pp * self.cp):
             raise ValueError(
                 f"{self.size} ranks cannot be split into tensor x pipeline x context = "
                 f"{self.tp} x {self.pp} x {self.cp}; use a multiple of {self.tp * self.pp * self.cp} ranks"
+            )
+        if self._stage % (self.expert_tp * self.ep):
+            raise ValueError(
+                f"the {self._stage} ranks of a pipeline stage cannot be split into expert x expert-tensor = "
+                f"{self.ep} x {self.expert_tp}; use a multiple of {self.expert_tp * self.ep * self.pp} ranks"
             )
 
     @property
@@ -47,27 +66,58 @@ class TrainLayout:
     def dp(self) -> int:
         return self.size // (self.tp * self.pp * self.cp)
 
+    @property
+    def expert_tp(self) -> int:
+        """Count the ranks that share each expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def _stage(self) -> int:
+        """Count the ranks of a pipeline stage."""
+        return self.size // self.pp
+
     def __str__(self) -> str:
         chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"TP{self.tp} x PP{self.pp}{chunks} x DP{self.dp}"
+        experts = f", experts EP{self.ep} x TP{self.expert_tp}" if self.ep > 1 or self.expert_tp != self.tp else ""
+        return f"TP{self.tp} x PP{self.pp}{chunks} x DP{self.dp}{experts}"
 
     def coords(self, rank: int) -> TrainCoords:
         rest, tp = divmod(rank - self.ranks.start, self.tp)
         cp, rest = rest % self.cp, rest // self.cp
-        return TrainCoords(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp)
+        of_experts, expert_tp = divmod((rank - self.ranks.start) % self._stage, self.expert_tp)
+        ep = of_experts % self.ep
+        return TrainCoords(tp=tp, cp=cp, dp=rest % self.dp, pp=rest // self.dp, ep=ep, expert_tp=expert_tp)
 
     def rank(self, *, tp: int, dp: int, pp: int, cp: int = 0) -> int:
         return self.ranks.start + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
+    def expert_runs(self, count: int) -> list[range]:
+        """List the parts of the experts, of so many in a layer, in order."""
+        each = count // self.ep
+        return [range(first, first + each) for first in range(0, count, each)]
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Say what tells a rank's part of the model from another's: ranks of one place hold the same."""
+        at = self.coords(rank)
+        return at.pp, at.tp, at.ep, at.expert_tp
+
     def model_ranks(self, rank: int) -> tuple[int, ...]:
-        """List the ranks that hold one whole model together with `rank`: same dp and cp, every tp and pp. Ascending."""
+        """List the ranks of the same dp and cp, every tp and pp, ascending: a whole model but for experts of others."""
         at = self.coords(rank)
         return tuple(self.rank(tp=tp, cp=at.cp, dp=at.dp, pp=pp) for pp in range(self.pp) for tp in range(self.tp))
 
     @property
     def copies(self) -> list[tuple[int, ...]]:
-        """List the ranks of each whole model (`model_ranks`)."""
-        return [self.model_ranks(self.rank(tp=0, dp=dp, pp=0, cp=cp)) for dp in range(self.dp) for cp in range(self.cp)]
+        """List the ranks, ascending, that hold one whole model together, of each copy.
+
+        That is neighbours in every stage, as few as have a multiple both of the tensor-parallel ranks and of those with
+        all experts: of the former there may be several sets in a copy, or of the latter.
+        """
+        each = math.lcm(self.tp, self.expert_tp * self.ep)
+        starts = [self.ranks.start + pp * self._stage for pp in range(self.pp)]
+        return [
+            tuple(start + first + i for start in starts for i in range(each)) for first in range(0, self._stage, each)
+        ]
 
     def layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
         """Number the layers in a model chunk, over the whole model (interleaved, arXiv 2104.04473 section 2.2).

@@ -17,8 +17,8 @@ A copy and the ranks that it serves are a block. Every rank of a block walks the
 source box, destination placement) and keeps those it takes part in. So sender and receiver agree on the order of their
 pieces without talking.
 
-Layers are alike, and so are experts: the first layer of each model chunk and the first expert are planned, and the
-others follow (`megarl.reshard.repeat`).
+Layers are alike, and so are experts: the first layer of each model chunk and the first expert of each part are planned,
+and the others follow (`megarl.reshard.repeat`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, even_share, intersect, relative, volume
-from megarl.reshard.repeat import FIRST_EXPERT, RepeatedPlacement, Repetitions, layer_of, of_expert, repetitions
+from megarl.reshard.repeat import RepeatedPlacement, Repetitions, expert_of, layer_of, repetitions
 from megarl.reshard.sides import Side
 
 Pieces = tuple["Piece", ...]
@@ -165,17 +165,17 @@ class Step:
 
 
 def plan_once(source: Side, target: Side, rank: int, ranks_per_node: int) -> list[Step]:
-    """Plan what belongs to no layer, the first of the layers that are alike, and in it the first expert.
+    """Plan what belongs to no layer, the first of the layers that are alike, and in it the first of such experts.
 
     All other layers and experts are planned alike, so the time does not depend on their number.
     """
     block, times = _Block(source, target, rank, ranks_per_node), repetitions(source.arch, source.runs, target.runs)
     one_of_each = {place: taker for taker, place in block.place.items()}
     needs = {
-        place: by_tensor(target.placements(taker, layers=times.layers, experts=FIRST_EXPERT))
+        place: by_tensor(target.placements(taker, layers=times.layers, experts=times.experts))
         for place, taker in one_of_each.items()
     }
-    placements = {r: source.placements(r, layers=times.layers, experts=FIRST_EXPERT) for r in block.holders}
+    placements = {r: source.placements(r, layers=times.layers, experts=times.experts) for r in block.holders}
     steps: list[Step] = []
     for tensor, boxes in _holders(placements).items():
         pieces: list[Piece] = []
@@ -263,8 +263,10 @@ def _repeat(steps: Iterable[Step], times: Repetitions) -> Iterator[Piece]:
 
     for (_, number), in_layer in groupby(steps, key=layer):
         parts = [
-            _RepeatedPieces([piece for step in part for piece in step.pieces], times.experts if expert else 1)
-            for expert, part in groupby(in_layer, key=lambda step: of_expert(step.tensor))
+            _RepeatedPieces(
+                [piece for step in part for piece in step.pieces], 1 if expert is None else times.experts[expert]
+            )
+            for expert, part in groupby(in_layer, key=lambda step: expert_of(step.tensor))
         ]
         for i in range(1 if number is None else times.layers[number]):
             for part in parts:

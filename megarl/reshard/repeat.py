@@ -1,20 +1,17 @@
 """Counts out layers and experts that are alike: what holds for one holds for the others, with other numbers.
 
-Planning looks at the first layer of every run and at the first expert.
+Planning looks at the first layer, and at the first expert, of every run.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement
-
-FIRST_EXPERT = (0,)
-"""The experts that are looked at."""
 
 _LAYER, _EXPERT = re.compile(r"\blayers\.(\d+)\."), re.compile(r"experts\.(\d+)\.")
 
@@ -25,9 +22,10 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def of_expert(name: str) -> bool:
-    """Whether the tensor or parameter is one expert's own."""
-    return _EXPERT.search(name) is not None
+def expert_of(name: str) -> int | None:
+    """Read the expert's number in the name of a tensor or parameter; None if it is no expert's own."""
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +34,44 @@ class Repetitions:
 
     Attributes:
         layers: how many are alike, by the number of the first.
-        experts: in each layer.
+        experts: the same of a layer's experts.
     """
 
     layers: Mapping[int, int]
-    experts: int
+    experts: Mapping[int, int]
 
     def of(self, tensor: str) -> int:
         """Count the tensors that the one of this name stands for."""
-        number = layer_of(tensor)
-        return (1 if number is None else self.layers[number]) * (self.experts if of_expert(tensor) else 1)
+        number, expert = layer_of(tensor), expert_of(tensor)
+        return (1 if number is None else self.layers[number]) * (1 if expert is None else self.experts[expert])
 
 
-def repetitions(arch: Architecture, *runs: Iterable[range]) -> Repetitions:
-    """Count out a model whose layers of one kind are alike within the runs of every side (`Side.runs`).
+@dataclass(frozen=True, kw_only=True)
+class Runs:
+    """Lists stretches whose placements on a side differ in their number alone, in the model's order.
+
+    Attributes:
+        layers: of the model.
+        experts: of each layer; empty without experts.
+    """
+
+    layers: Sequence[range] = ()
+    experts: Sequence[range] = ()
+
+
+def repetitions(arch: Architecture, *sides: Runs) -> Repetitions:
+    """Count out a model whose layers of one kind, and whose experts, are alike within the runs of every side.
 
     Runs of 0-3 and 4-7 on one side and of 0-5 and 6-7 on the other make three stretches, of 4, 2 and 2 layers.
     """
-    firsts = sorted({*arch.firsts, *(run.start for side in runs for run in side)})
-    layers = {first: after - first for first, after in pairwise([*firsts, arch.num_layers])}
-    return Repetitions(layers=layers, experts=arch.moe.num_experts if arch.moe else 1)
+    layers = {*arch.firsts, *(run.start for side in sides for run in side.layers)}
+    experts = {0, *(run.start for side in sides for run in side.experts)}
+    count = arch.moe.num_experts if arch.moe else 1
+    return Repetitions(layers=_stretches(layers, arch.num_layers), experts=_stretches(experts, count))
+
+
+def _stretches(firsts: Iterable[int], count: int) -> dict[int, int]:
+    return {first: after - first for first, after in pairwise([*sorted(firsts), count])}
 
 
 class RepeatedPlacement:
@@ -66,16 +82,16 @@ class RepeatedPlacement:
     def __init__(self, first: Placement) -> None:
         self._first = first
         self._tensor, self._param = _Name(first.tensor), _Name(first.param)
-        self._stacked = of_expert(first.tensor) and not of_expert(first.param)
+        self._stacked = expert_of(first.tensor) is not None and expert_of(first.param) is None
 
     def at(self, layer: int, expert: int) -> Placement:
-        """Shift the placement by `layer` layers, and to this expert. Boxes are shared, not copied."""
+        """Shift the placement by so many layers and experts. Boxes are shared, not copied."""
         first = self._first
         return Placement(
             tensor=self._tensor.at(layer, expert),
             box=first.box,
             param=self._param.at(layer, expert),
-            rows=(expert, expert + 1) if self._stacked else first.rows,
+            rows=(first.rows[0] + expert, first.rows[1] + expert) if self._stacked else first.rows,
             view=first.view,
             index=first.index,
         )
@@ -84,11 +100,11 @@ class RepeatedPlacement:
 class _Name:
     """A name with places for the numbers of layer and expert."""
 
-    __slots__ = ("_first_layer", "_pattern")
+    __slots__ = ("_first_expert", "_first_layer", "_pattern")
 
     def __init__(self, name: str) -> None:
-        self._first_layer = layer_of(name) or 0
+        self._first_layer, self._first_expert = layer_of(name) or 0, expert_of(name) or 0
         self._pattern = _EXPERT.sub("experts.{expert}.", _LAYER.sub("layers.{layer}.", name))
 
     def at(self, layer: int, expert: int) -> str:
-        return self._pattern.format(layer=self._first_layer + layer, expert=expert)
+        return self._pattern.format(layer=self._first_layer + layer, expert=self._first_expert + expert)

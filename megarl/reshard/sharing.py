@@ -15,7 +15,7 @@ from megarl.models.placements import EVERY, Placement, geometry
 from megarl.models.tensors import relative
 from megarl.models.weights import EMBEDDING, OUTPUT
 from megarl.reshard.plan import by_tensor
-from megarl.reshard.repeat import FIRST_EXPERT, of_expert, repetitions
+from megarl.reshard.repeat import expert_of, repetitions
 from megarl.reshard.sides import Side
 
 ALIGNMENT = 8
@@ -45,8 +45,9 @@ def plan_shared(source: Side, target: Side, rank: int, *, first_layers: bool = F
         source, target: training and generation.
         first_layers: look only at the first layer of each of the rank's model chunks, which the others are like.
     """
-    layers: Container[int] = repetitions(source.arch, source.runs).layers if first_layers else EVERY
-    training, engine = (list(side.placements(rank, layers=layers, experts=FIRST_EXPERT)) for side in (source, target))
+    times = repetitions(source.arch, source.runs)
+    layers: Container[int] = times.layers if first_layers else EVERY
+    training, engine = (list(side.placements(rank, layers=layers, experts=times.experts)) for side in (source, target))
     room, needed = _sizes(source, training), _sizes(target, engine)
     return {
         name: place
@@ -85,7 +86,7 @@ def _sizes(side: Side, placements: Iterable[Placement]) -> dict[str, int]:
         rows = placement.rows[1]
         if placement.tensor in (EMBEDDING, OUTPUT):
             rows = side.vocab_rows
-        elif side.arch.moe and of_expert(placement.tensor) and not of_expert(placement.param):
+        elif side.arch.moe and expert_of(placement.tensor) is not None and expert_of(placement.param) is None:
             rows = side.arch.moe.num_experts
         sizes[placement.param] = max(sizes.get(placement.param, 0), rows * placement.columns)
     return sizes

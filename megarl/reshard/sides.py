@@ -12,6 +12,7 @@ from megarl.models.parameter_names import ParameterNames
 from megarl.models.placements import EVERY, Placement
 from megarl.models.weights import engine_placements, training_placements
 from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.reshard.repeat import Runs
 
 
 class PlacementsOf(Protocol):
@@ -30,7 +31,7 @@ class Side:
         copies: the ranks, ascending, of each copy of the model.
         placements: of a rank.
         place: of a rank in its copy; ranks of one place have the same placements.
-        runs: stretches of layers whose placements differ in the layer's number alone, in the model's order.
+        runs: layers and experts that are alike.
         vocab_rows: rows of the embedding, and of the output layer, on each rank that has them, padding included.
     """
 
@@ -38,8 +39,14 @@ class Side:
     copies: Sequence[tuple[int, ...]]
     placements: PlacementsOf
     place: Callable[[int], object]
-    runs: Sequence[range]
+    runs: Runs
     vocab_rows: int
+
+
+def training_runs(arch: Architecture, layout: TrainLayout) -> Runs:
+    """List the layers and experts that are alike on every rank of a training layout."""
+    experts = layout.expert_runs(arch.moe.num_experts) if arch.moe else []
+    return Runs(layers=layout.all_layers(arch.num_layers), experts=experts)
 
 
 def training_side(arch: Architecture, layout: TrainLayout, names: ParameterNames) -> Side:
@@ -48,8 +55,8 @@ def training_side(arch: Architecture, layout: TrainLayout, names: ParameterNames
         arch=arch,
         copies=layout.copies,
         placements=partial(training_placements, arch, layout, names=names),
-        place=lambda rank: (layout.coords(rank).pp, layout.coords(rank).tp),
-        runs=layout.all_layers(arch.num_layers),
+        place=layout.place,
+        runs=training_runs(arch, layout),
         vocab_rows=arch.padded_vocab_size(layout.tp) // layout.tp,
     )
 
@@ -72,6 +79,6 @@ def engine_side(arch: Architecture, layout: GenerationLayout, vocab_rows: int | 
         copies=[layout.replica_ranks(replica) for replica in range(layout.replicas)],
         placements=placements,
         place=lambda rank: layout.coords(rank).tp,
-        runs=[range(arch.num_layers)],
+        runs=Runs(),
         vocab_rows=vocab_rows or arch.padded_vocab_size(layout.tp) // layout.tp,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megarl.models.parts.part import Part, check_counts
@@ -82,20 +82,26 @@ class Experts(Part):
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
         yield at.whole(self.router, "mlp.router.weight", self.moe.num_experts, at.hidden)
-        for expert in range(self.moe.num_experts):
+        for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
-                local = f"mlp.experts.local_experts.{expert}."
-                params = (f"{local}linear_fc1.weight", f"{local}linear_fc2.weight")
-                yield from place_gated(at, self._module(expert), self._matrices, params, self.ffn_hidden_size)
+                module = f"mlp.experts.local_experts.{local}."
+                params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
+                yield from self._place(at, expert, params)
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
         """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp]."""
         yield at.whole(self.router, self.router, self.moe.num_experts, at.hidden)
         gate_up, down = (f"{self.moe.module}.{name}" for name in STACKED)
-        for expert in range(self.moe.num_experts):
+        for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
-                module = self._module(expert)
-                yield from place_gated(at, module, self._matrices, (gate_up, down), self.ffn_hidden_size, row=expert)
+                yield from self._place(at, expert, (gate_up, down), row=local)
+
+    def _place(
+        self, at: LayerPlace, expert: int, params: tuple[str, str], row: int | None = None
+    ) -> Iterator[Placement]:
+        share = replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
+        module = self._module(expert)
+        yield from place_gated(share, module, self._matrices, params, self.ffn_hidden_size, row=row)
 
     def check_split(self, tp: int, key: str) -> None:
         check_width(self.ffn_hidden_size, tp, key)
