@@ -18,6 +18,7 @@ from megarl.models.families import FAMILIES, read_architecture
 from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.rope import rope_frequencies, rope_table
 from megarl.models.weights import logical_tensors
+from megarl.parallel.layout import TrainLayout
 
 
 def test_every_family_is_registered_and_in_the_test_table() -> None:
@@ -139,17 +140,17 @@ def test_scaling_may_be_said_in_both_ways(tmp_path: Path) -> None:
 def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
     arch = ARCHITECTURES["mixtral"]
     assert isinstance(arch.moe, MixtureOfExperts)
-    arch.check_training(tp=2, pp=2, chunks=1, sequence_parallel=True)
-    arch.check_training(tp=1, pp=2, chunks=1, sequence_parallel=False)
+    arch.check_training(TrainLayout(ranks=range(4), tp=2, pp=2), sequence_parallel=True)
+    arch.check_training(TrainLayout(ranks=range(2), tp=1, pp=2), sequence_parallel=False)
     with pytest.raises(
         ValueError, match=r"tensor_model_parallel_size = 2 needs actor\.megatron\.sequence_parallel=true"
     ):
-        arch.check_training(tp=2, pp=1, chunks=1, sequence_parallel=False)
+        arch.check_training(TrainLayout(ranks=range(2), tp=2, pp=1), sequence_parallel=False)
 
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:
     """Six heads over one KV head: Megatron-Core would cut 64 rows into three."""
     arch = changed(ARCHITECTURES["llama"], num_attention_heads=6, num_key_value_heads=1, head_dim=8, ffn_hidden_size=48)
-    arch.check_training(tp=2, pp=1, chunks=1, sequence_parallel=False)
+    arch.check_training(TrainLayout(ranks=range(2), tp=2, pp=1), sequence_parallel=False)
     with pytest.raises(ValueError, match="= 3 does not divide the 64 rows of the model's queries, keys and values"):
-        arch.check_training(tp=3, pp=1, chunks=1, sequence_parallel=False)
+        arch.check_training(TrainLayout(ranks=range(3), tp=3, pp=1), sequence_parallel=False)

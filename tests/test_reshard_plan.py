@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn) -> Case:
         arch = replace(
             arch, layers=((dense, first), (arch.layer(0), arch.num_layers - first))[: 1 + (first < arch.num_layers)]
         )
-    arch.check_training(tp=tp, pp=pp, chunks=chunks, sequence_parallel=True)
+    arch.check_training(train, sequence_parallel=True)
     arch.check_generation(tp=generation_tp)
     stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1
     names = ParameterNames(fused_norms=draw(st.booleans()))

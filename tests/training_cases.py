@@ -49,6 +49,8 @@ class Case:
     dp: int = 1
     chunks: int = 1
     gen_tp: int = 1
+    ep: int = 1
+    etp: int | None = None
     sequence_parallel: bool = False
     packed: bool = True
     config: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +62,8 @@ class Case:
     @property
     def name(self) -> str:
         tags = [f"x{self.chunks}" * (self.chunks > 1), "sp" * self.sequence_parallel, "padded" * (not self.packed)]
-        return "-".join([f"{self.tp}{self.pp}{self.dp}", *filter(None, tags)])
+        experts = f"ep{self.ep}" + (f"x{self.etp}" if self.etp else "") if self.ep > 1 or self.etp else ""
+        return "-".join([f"{self.tp}{self.pp}{self.dp}", *filter(None, [experts, *tags])])
 
 
 def fixed_batch() -> Batch:
@@ -138,7 +141,8 @@ def beside(
 
 
 def layout_of(case: Case) -> TrainLayout:
-    return TrainLayout(ranks=range(dist.get_world_size()), tp=case.tp, pp=case.pp, chunks=case.chunks)
+    ranks = range(dist.get_world_size())
+    return TrainLayout(ranks=ranks, tp=case.tp, pp=case.pp, chunks=case.chunks, ep=case.ep, etp=case.etp)
 
 
 def _model_in(

@@ -52,10 +52,10 @@ def huggingface_to_megatron(
     arch = read_architecture(source)
     refuse_remote_code(source)
     check_weights(source, arch)
-    arch.check_training(tp=tp, pp=pp, chunks=1, sequence_parallel=True)
+    layout = TrainLayout(ranks=range(tp * pp), tp=tp, pp=pp)
+    arch.check_training(layout, sequence_parallel=True)
     weights = HuggingFaceWeights(source, arch)
     dtype = dtype or (torch.bfloat16 if weights.dtypes == {"BF16"} else torch.float32)
-    layout = TrainLayout(ranks=range(tp * pp), tp=tp, pp=pp)
     ranks = [describe(arch, layout, rank, dtype) for rank in layout.ranks]
     written = [p for rank in ranks for p in rank.parameters.values() if p.chunks(p.meta)]
     total, done = sum(p.meta.numel() for p in written), 0

@@ -62,6 +62,12 @@ class MegatronConfig(Section):
     virtual_pipeline_model_parallel_size: Size | None = Field(
         None, ge=2, description="model chunks per stage; 2 or more uses the interleaved schedule"
     )
+    expert_model_parallel_size: Size = Field(
+        1, ge=1, description="ranks over which the experts of a layer are dealt out; data-parallel ranks are among them"
+    )
+    expert_tensor_parallel_size: Size | None = Field(
+        None, ge=1, description="ranks that share each expert; default tensor_model_parallel_size"
+    )
     sequence_parallel: bool = Field(False, description="split norms and residuals along the sequence within TP")
     use_distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")

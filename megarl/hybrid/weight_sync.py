@@ -43,7 +43,7 @@ class WeightSync:
             plan.without(shared.places),
             model.parameters(),
             destination,
-            model.groups.model,
+            model.groups.copy,
             transport=reshard.transport,
             bucket_bytes=reshard.bucket_bytes,
         )

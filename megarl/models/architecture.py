@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.models.parts.part import AttentionPart, Part, check_counts, check_numbers
+from megarl.parallel.layout import TrainLayout
 
 MOST_LAYERS = 10_000
 """Every tensor of a model is listed before it is read: with more layers the list would fill the memory."""
@@ -107,15 +108,18 @@ class Architecture:
         """Count the rows of the embedding, padded so that every tensor-parallel rank holds the same number."""
         return -(-self.vocab_size // tp) * tp
 
-    def check_training(self, *, tp: int, pp: int, chunks: int, sequence_parallel: bool) -> None:
+    def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         """Raises ValueError with what to change if the training layout cannot hold this model."""
-        self._check_split(tp, "tensor_model_parallel_size")
+        self._check_split(layout.tp, "tensor_model_parallel_size")
         for layer in self.kinds:
             for part in (layer.attention, layer.mlp):
-                part.check_training(tp, sequence_parallel=sequence_parallel)
-        if self.num_layers < pp * chunks:
-            what = "pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if chunks > 1 else "")
-            raise ValueError(f"{what} = {pp * chunks} is more than the model's {self.num_layers} layers")
+                part.check_training(layout, sequence_parallel=sequence_parallel)
+        if self.moe is None and (layout.ep > 1 or layout.expert_tp != layout.tp):
+            raise ValueError("expert_model_parallel_size and expert_tensor_parallel_size: the model has no experts")
+        if self.num_layers < (chunks := layout.pp * layout.chunks):
+            virtual = " x virtual_pipeline_model_parallel_size" if layout.chunks > 1 else ""
+            what = f"pipeline_model_parallel_size{virtual}"
+            raise ValueError(f"{what} = {chunks} is more than the model's {self.num_layers} layers")
 
     def check_generation(self, *, tp: int) -> None:
         """Raises ValueError with what to change if the generation layout cannot hold this model."""

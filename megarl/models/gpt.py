@@ -121,6 +121,8 @@ def transformer_fields(
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=sequence_parallel and layout.tp > 1,
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts

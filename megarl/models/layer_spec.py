@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -22,10 +22,13 @@ from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.parallel.cpu import counts_on_host
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-Core 0.16 asks `is not None`, and forgets to define it where Transformer Engine is not installed
     moe_utils.te_general_gemm = None
+if not torch.cuda.is_available():
+    token_dispatcher.maybe_move_tensor_to_cpu = counts_on_host
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,11 @@ def enable_cpu_ranks() -> None:
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
+def counts_on_host(counts: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Hand on counts of tokens as Megatron-Core's dispatcher of experts does that of a GPU: as an array, if asked."""
+    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+
+
 def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Callable[..., Any]:
     """`torch.compile`, with and without arguments, that compiles nothing."""
     return function if function is not None else _as_it_is

@@ -37,10 +37,12 @@ class MegatronState:
 
     Attributes:
         pgs: its groups.
+        copy: the ranks of this rank's copy of the model.
         set_aside: its modules' globals of this layout, while those of another are in place; None: these are.
     """
 
     pgs: ProcessGroupCollection
+    copy: dist.ProcessGroup
     set_aside: dict[str, Any] | None = None
 
 
@@ -54,11 +56,13 @@ class TrainGroups:
 
     Attributes:
         pgs: Megatron-Core's groups, passed explicitly to everything below.
+        copy: the ranks that hold this rank's copy of the model (`TrainLayout.copies`).
     """
 
     world: World
     layout: TrainLayout
     pgs: ProcessGroupCollection
+    copy: dist.ProcessGroup
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -73,11 +77,6 @@ class TrainGroups:
             yield
         finally:
             _exchange(state, before)
-
-    @property
-    def model(self) -> dist.ProcessGroup:
-        """Group the ranks that hold one whole model: same data-parallel index, every tensor and pipeline index."""
-        return self.pgs.mp
 
 
 def in_its_layout(method: Callable[P, T]) -> Callable[P, T]:
@@ -104,7 +103,8 @@ def train_groups(world: World, layout: TrainLayout, seed: int = 1) -> TrainGroup
     assert layout.ranks == range(world.size), "a layout over some of the ranks has no groups yet"
     if layout not in _STATES:
         _STATES[layout] = _first_state(world, layout, seed) if not _STATES else _further_state(world, layout, seed)
-    return TrainGroups(world=world, layout=layout, pgs=_STATES[layout].pgs)
+    state = _STATES[layout]
+    return TrainGroups(world=world, layout=layout, pgs=state.pgs, copy=state.copy)
 
 
 @contextmanager
@@ -161,12 +161,23 @@ def _first_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=_training_timeout() / timedelta(minutes=1),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     world.note(*(group for group in parallel_state._global_process_group_list or () if group is not None))
-    return MegatronState(pgs=ProcessGroupCollection.use_mpu_process_groups())
+    pgs = ProcessGroupCollection.use_mpu_process_groups()
+    return MegatronState(pgs=pgs, copy=_copy_group(world, layout, pgs))
+
+
+def _copy_group(world: World, layout: TrainLayout, pgs: ProcessGroupCollection) -> dist.ProcessGroup:
+    """Group the ranks of each copy; Megatron-Core has such a group where no expert is on ranks of its own."""
+    if layout.copies[0] == layout.model_ranks(layout.ranks.start):
+        return pgs.mp
+    groups = {ranks: world.new_group(ranks) for ranks in layout.copies}
+    return next(group for ranks, group in groups.items() if world.rank in ranks)
 
 
 def _further_state(world: World, layout: TrainLayout, seed: int) -> MegatronState:

@@ -21,6 +21,8 @@ def train_layout(config: Config, megatron: MegatronConfig | None = None) -> Trai
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
         chunks=megatron.virtual_pipeline_model_parallel_size or 1,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
     )
 
 

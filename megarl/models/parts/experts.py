@@ -10,6 +10,7 @@ from megarl.models.parts.part import Part, check_counts
 from megarl.models.parts.swiglu import MATRICES, check_width, gated_tensors, place_gated
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor, table
+from megarl.parallel.layout import TrainLayout
 
 MOST_EXPERTS = 10_000
 """Every tensor of a model is listed before it is read: with more experts the list would fill the memory."""
@@ -106,12 +107,17 @@ class Experts(Part):
     def check_split(self, tp: int, key: str) -> None:
         check_width(self.ffn_hidden_size, tp, key)
 
-    def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
-        if tp > 1 and not sequence_parallel:
+    def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
+        if layout.tp > 1 and not sequence_parallel:
             # Megatron-Core refuses it too, in the first training step: every rank would dispatch every token.
             raise ValueError(
-                f"a mixture of experts with tensor_model_parallel_size = {tp} needs "
+                f"a mixture of experts with tensor_model_parallel_size = {layout.tp} needs "
                 "actor.megatron.sequence_parallel=true"
+            )
+        check_width(self.ffn_hidden_size, layout.expert_tp, "expert_tensor_parallel_size")
+        if self.moe.num_experts % layout.ep:
+            raise ValueError(
+                f"expert_model_parallel_size = {layout.ep} does not divide the model's {self.moe.num_experts} experts"
             )
 
     def activations(self, hidden: int, tp: int) -> float:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, table
+from megarl.parallel.layout import TrainLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +189,11 @@ class GroupedQuery(AttentionPart):
                 f"{key} = {tp} neither divides nor is a multiple of the model's {self.num_key_value_heads} KV heads"
             )
 
-    def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
+    def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-        if qkv % tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv evenly
+        if qkv % layout.tp:  # with fewer KV heads than ranks Megatron-Core cuts the rows of linear_qkv evenly
             raise ValueError(
-                f"tensor_model_parallel_size = {tp} does not divide the {qkv} rows of the model's queries, keys "
+                f"tensor_model_parallel_size = {layout.tp} does not divide the {qkv} rows of the model's queries, keys "
                 "and values"
             )
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor
+from megarl.parallel.layout import TrainLayout
 
 
 class Part(Protocol):
@@ -35,8 +36,8 @@ class Part(Protocol):
         """Raises ValueError if `tp` ranks cannot share the part; `key` names the setting of `tp`."""
         ...
 
-    def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
-        """Raises ValueError if `tp` ranks cannot train the part."""
+    def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
+        """Raises ValueError, beyond `check_split`, if the layout's ranks cannot train the part."""
         ...
 
     def activations(self, hidden: int, tp: int) -> float:

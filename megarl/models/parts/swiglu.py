@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from megarl.models.parts.part import Part, check_counts
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor, table
+from megarl.parallel.layout import TrainLayout
 
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 """Names of the matrices in Hugging Face files."""
@@ -43,7 +44,7 @@ class SwiGLU(Part):
     def check_split(self, tp: int, key: str) -> None:
         check_width(self.ffn_hidden_size, tp, key)
 
-    def check_training(self, tp: int, *, sequence_parallel: bool) -> None:
+    def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         pass
 
     def activations(self, hidden: int, tp: int) -> float:

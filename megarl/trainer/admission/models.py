@@ -25,12 +25,7 @@ from megarl.trainer.resuming.model_files import write_exported_files
 def check_shapes(config: Config, arch: Architecture) -> None:
     """Check that the layouts can hold the models, the models the sequences, and the engine all of it."""
     layout, actor = train_layout(config), config.actor_rollout_ref.actor
-    arch.check_training(
-        tp=layout.tp,
-        pp=layout.pp,
-        chunks=layout.chunks,
-        sequence_parallel=actor.megatron.sequence_parallel,
-    )
+    arch.check_training(layout, sequence_parallel=actor.megatron.sequence_parallel)
     arch.check_generation(tp=generation_layout(config).tp)
     if generates(config):
         rollout = config.actor_rollout_ref.rollout

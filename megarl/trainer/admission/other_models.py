@@ -53,7 +53,7 @@ def _check_layout(role: OtherRole, config: Config, policy: Architecture) -> None
         _check_vocabulary(arch, policy)
     layout = train_layout(config, megatron)
     check_megatron(megatron)
-    arch.check_training(tp=layout.tp, pp=layout.pp, chunks=layout.chunks, sequence_parallel=megatron.sequence_parallel)
+    arch.check_training(layout, sequence_parallel=megatron.sequence_parallel)
     longest = config.data.max_sequence_length
     what = f"data.max_prompt_length + data.max_response_length = {longest}"
     if longest > arch.max_position_embeddings:
