@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 _FACTORIES = [
@@ -85,6 +86,8 @@ def enable_cpu_ranks() -> None:
     tensor.pin_memory = lambda self, *_: self
     tensor.type = _type_as_cuda(torch.Tensor.type)
 
+    dist.all_gather, dist.reduce_scatter = _gather_any_sizes(dist.all_gather), _scatter_any_sizes(dist.reduce_scatter)
+
     # Megatron-Core decorates a few functions with it as it is imported, which loads the compiler: a third of the time
     # that a rank takes to start. On a CPU they run as they are.
     compile_, loose.compile = loose.compile, _as_it_is
@@ -95,6 +98,39 @@ def enable_cpu_ranks() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _gather_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL gathers tensors of several sizes, gloo does not: ranks that share experts have different numbers of tokens."""
+
+    @functools.wraps(original)
+    def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+        if len({part.shape for part in parts}) <= 1:
+            return original(parts, mine, group, **kwargs)
+        for source, part in enumerate(parts):
+            if source == dist.get_rank(group):
+                part.copy_(mine)
+            dist.broadcast(part, group=group, group_src=source)
+
+    return all_gather
+
+
+def _scatter_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same in the other direction."""
+
+    @functools.wraps(original)
+    def reduce_scatter(
+        mine: torch.Tensor, parts: list[torch.Tensor], *args: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
+        if len({part.shape for part in parts}) <= 1:
+            return original(mine, parts, *args, group=group, **kwargs)
+        for taker, part in enumerate(parts):
+            total = part.clone()
+            dist.reduce(total, group=group, group_dst=taker)
+            if taker == dist.get_rank(group):
+                mine.copy_(total)
+
+    return reduce_scatter
 
 
 def counts_on_host(counts: Any, as_numpy: bool = False, **_: Any) -> Any:
