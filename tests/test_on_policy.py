@@ -119,6 +119,8 @@ def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) 
     cases = [
         Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
         Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
+        Case(dp=4, ep=2, gen_tp=2, config=_engine_config(2)),
+        Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=4, config=_engine_config(4)),
     ]
     responses = set()
     for case in cases:

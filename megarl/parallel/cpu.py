@@ -101,7 +101,7 @@ def enable_cpu_ranks() -> None:
 
 
 def _gather_any_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """NCCL gathers tensors of several sizes, gloo does not: ranks that share experts have different numbers of tokens."""
+    """NCCL gathers tensors of several sizes, gloo does not. Ranks that share experts have unequally many tokens."""
 
     @functools.wraps(original)
     def all_gather(parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
