@@ -20,7 +20,7 @@ from architectures import changed
 from ranks import Ranks
 from small_disk import fill, small_disk
 from small_state import STATE, rl_step, state_at, warmup_step
-from training_cases import ARCH, Case, actor_in, fixed_batch, save_checkpoint, update
+from training_cases import ARCH, WITH_EXPERTS, Case, actor_in, fixed_batch, save_checkpoint, update
 
 from megarl.checkpoint.folder import (
     Position,
@@ -36,6 +36,7 @@ from megarl.checkpoint.folder import (
     write_state,
 )
 from megarl.checkpoint.manifest import FORMAT, files_of, record_files, write_manifest
+from megarl.models.architecture import Architecture
 
 
 def fake(run_dir: Path, step: int, at: Callable[[int], Position] = rl_step) -> Path:
@@ -160,6 +161,9 @@ def test_what_cannot_be_deleted_stays_and_is_said(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- on real ranks
 
+FIVE_LAYERS = changed(ARCH, num_layers=5)
+"""No stages of equal size."""
+
 
 def _save(actor: Any, run_dir: str, step: int) -> str:
     state = {"actor": actor.sharded_state(loading=False)}
@@ -211,13 +215,13 @@ def _tensors(folder: str) -> dict[str, torch.Tensor]:
     return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
-def _layouts(run_dir: str, cases: list[Case]) -> list[Any]:
+def _layouts(run_dir: str, cases: list[Case], arch: Architecture = FIVE_LAYERS) -> list[Any]:
     """Trained and saved in the first layout, then read and saved again in each; the last word of each on this rank."""
     written, before, there = [], "", _children()  # other tests of these ranks may have left some
     torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN then
     try:
         for step, case in enumerate(cases, 1):
-            with actor_in(case, changed(ARCH, num_layers=5), lr=1e-2) as actor:  # no stages of equal size
+            with actor_in(case, arch, lr=1e-2) as actor:
                 if before:
                     _load(actor, before)
                 else:
@@ -348,6 +352,13 @@ def test_sums_are_those_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
         read = ranks.run(case.world, _bits_read, str(folder), case)[0]
         assert {key: f"{value:016x}" for key, value in read.items()} == {key: recorded[key] for key in read}
         assert len(recorded) - len(read) in (0, 4, 8)
+
+
+@pytest.mark.slow
+def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
+    over = Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
+    cases = [Case(dp=4, ep=2), over, Case(dp=4), Case(pp=2, dp=2, ep=2), Case(dp=4, ep=2, etp=2)]
+    assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 4
 
 
 @pytest.mark.slow
