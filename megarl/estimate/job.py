@@ -111,10 +111,15 @@ class Job:
         return self.config.data.max_sequence_length
 
 
-def training_elements(arch: Architecture, layout: TrainLayout, rank: int) -> int:
-    """Count the elements of a rank's training weights, but for the few rows that pad the vocabulary."""
+def training_elements(arch: Architecture, layout: TrainLayout, rank: int, *, of_experts: bool = False) -> int:
+    """Count the elements of a rank's training weights, but for the few rows that pad the vocabulary.
+
+    Args:
+        of_experts: those of experts alone.
+    """
     times = repetitions(arch, training_runs(arch, layout))
-    return _elements(training_placements(arch, layout, rank, layers=times.layers, experts=times.experts), times)
+    placements = training_placements(arch, layout, rank, layers=times.layers, experts=times.experts)
+    return _elements((p for p in placements if not of_experts or expert_of(p.tensor) is not None), times)
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
@@ -140,7 +145,7 @@ def own_engine_elements(job: Job, stage: int) -> int:
     """
     train, generation = job.train, job.generation
     first, ranks = train.rank(tp=0, dp=0, pp=stage), train.size // train.pp
-    one_of_each = {(train.coords(rank).tp, generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
+    one_of_each = {(train.place(rank), generation.coords(rank).tp): rank for rank in range(first, first + ranks)}
     return max(_own_elements(job, rank) for rank in one_of_each.values())
 
 

@@ -72,7 +72,7 @@ def state_of(model: ModelJob, stage: int) -> Items:
     if model.mini_batch is not None:
         moments = 2 * FP32
         items[Item.GRADIENTS] = FP32 * elements
-        items[Item.OPTIMIZER] = -(-(_master(model) + moments) * elements // _split(model))
+        items[Item.OPTIMIZER] = (_master(model) + moments) * _stepped(model, stage)
     return {item_name(model.role, item): nbytes for item, nbytes in items.items()}
 
 
@@ -86,21 +86,26 @@ def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
     moved = megatron.param_offload and megatron.optimizer_offload and phase in model.kind.without(Item.OPTIMIZER)
     if model.mini_batch is None or not moved or not _master(model):
         return {}
-    return {f"{model.role} fp32 weights": -(-_master(model) * _elements(model, stage) // _split(model))}
+    return {f"{model.role} fp32 weights": _master(model) * _stepped(model, stage)}
 
 
-def _elements(model: ModelJob, stage: int) -> int:
-    return training_elements(model.arch, model.layout, model.layout.rank(tp=0, dp=0, pp=stage))
+def _elements(model: ModelJob, stage: int, *, of_experts: bool = False) -> int:
+    rank = model.layout.rank(tp=0, dp=0, pp=stage)
+    return training_elements(model.arch, model.layout, rank, of_experts=of_experts)
+
+
+def _stepped(model: ModelJob, stage: int) -> int:
+    """Count the elements whose optimizer state a rank has: experts are on fewer ranks than the rest, or on more."""
+    elements, of_experts = _elements(model, stage), _elements(model, stage, of_experts=True)
+    if not splits_optimizer(model):
+        return elements
+    layout = model.layout
+    return -(-(elements - of_experts) // (layout.dp * layout.cp)) + -(-of_experts // layout.expert_dp)
 
 
 def _master(model: ModelJob) -> int:
     """Count the bytes of a master weight; fp32 weights are their own."""
     return FP32 if model.itemsize < FP32 else 0
-
-
-def _split(model: ModelJob) -> int:
-    """Count the ranks over which the optimizer's state is split."""
-    return model.layout.dp * model.layout.cp if splits_optimizer(model) else 1
 
 
 def splits_optimizer(model: ModelJob) -> bool:

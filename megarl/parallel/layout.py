@@ -72,6 +72,11 @@ class TrainLayout:
         return self.tp if self.etp is None else self.etp
 
     @property
+    def expert_dp(self) -> int:
+        """Count the ranks that have the same part of the same experts."""
+        return self._stage // (self.expert_tp * self.ep)
+
+    @property
     def _stage(self) -> int:
         """Count the ranks of a pipeline stage."""
         return self.size // self.pp

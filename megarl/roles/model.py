@@ -30,7 +30,7 @@ from megarl.reshard.copying import copy_weights
 from megarl.reshard.sides import training_side
 from megarl.role_kinds import RoleKind
 from megarl.roles.passes import Passes, StepPlan, plan_passes
-from megarl.roles.writers import spread_over_replicas
+from megarl.roles.writers import replicas_of, spread_over_replicas
 from megarl.types import Batch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -129,7 +129,11 @@ class MegatronModel:
             optimizer: as for `sharded_state`.
         """
         del optimizer
-        return sum(p.nbytes for p in self.parameters().values()) // self.groups.layout.dp
+        return sum(p.nbytes // self._replicas(p) for p in self.parameters().values())
+
+    def _replicas(self, parameter: Tensor) -> int:
+        """Count the ranks that hold the same parameter."""
+        return replicas_of(parameter, self.groups.pgs).size()
 
     def gather_parameters(self) -> None:
         """Bring the parameters back, to be read; every rank calls it."""

@@ -189,8 +189,8 @@ class TrainedModel(MegatronModel):
 
     def saved_bytes(self, *, optimizer: bool = True) -> int:
         """See `MegatronModel.saved_bytes`; fp32 weights and two moments beside the weights."""
-        elements = sum(p.numel() for p in self.parameters().values()) if optimizer else 0
-        return super().saved_bytes() + 3 * torch.float32.itemsize * elements // self.groups.layout.dp
+        stepped = sum(p.numel() // self._replicas(p) for p in self.parameters().values()) if optimizer else 0
+        return super().saved_bytes() + 3 * torch.float32.itemsize * stepped
 
     def sharded_state(self, prefix: str = "", *, loading: bool, optimizer: bool = True) -> dict[str, Any]:
         """See `MegatronModel.sharded_state`: weights, optimizer and schedule."""
