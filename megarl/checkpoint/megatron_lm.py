@@ -90,7 +90,7 @@ def check_arguments(folder: str, arch: Architecture) -> str | None:
     for name, expected in _expected(arch, arguments):
         value = arguments.get(name, expected)
         are_numbers = isinstance(value, int | float) and isinstance(expected, int | float)
-        if not (math.isclose(value, expected) if are_numbers else value == expected):  # type: ignore[arg-type]
+        if not (math.isclose(value, expected) if are_numbers else value == expected):
             raise ValueError(
                 f"'{folder}' was trained with {name} = {str(value)[:80]}, and by config.json it is {expected}: take "
                 f"the config.json of that model"

@@ -91,6 +91,6 @@ def _nothing_to_learn(index: Index, rules: ExampleScan) -> tuple[str, ...]:
         return (f"remark: {rules.what}: in {index.same} of {len(index.rows)} pairs chosen and rejected are the same",)
     labels = np.unique(index.rows["value"]) if rules.format == "judged" else ()
     if len(labels) == 1:
-        count, label = len(index.rows), f"{labels[0]:g}"
+        count, label = len(index.rows), f"{float(labels.item()):g}"
         return (f"remark: {rules.what}: all {count} answers have the label {label}; the other one is missing",)
     return ()

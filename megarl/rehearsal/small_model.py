@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
+from megarl.parallel.layout import TrainLayout
 
 LEAST_WIDTH = 32
 """Of an MLP or an expert."""
@@ -100,7 +101,7 @@ def _sharing(groups: int, tp: int) -> tuple[bool, int]:
 def _fits(arch: Architecture, splits: Splits) -> bool:
     try:
         for tp in splits.tensor:
-            arch.check_training(tp=tp, pp=1, chunks=1, sequence_parallel=splits.sequence_parallel)
+            arch.check_training(TrainLayout(ranks=range(tp), tp=tp), sequence_parallel=splits.sequence_parallel)
             arch.check_generation(tp=tp)
     except ValueError:
         return False

@@ -48,12 +48,11 @@ class Trials:
             os.makedirs(os.path.join(sweep.folder, _LOCKS), exist_ok=True)
         except OSError as e:
             raise ValueError(f"folder {sweep.folder} cannot be made: {e.strerror}; set another one") from e
-        direction = "maximize" if sweep.mode == "max" else "minimize"
         with self._alone():
             self.study: Study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(os.path.join(sweep.folder, JOURNAL))),
                 study_name=STUDY,
-                direction=direction,
+                direction="maximize" if sweep.mode == "max" else "minimize",
                 sampler=sampler,
                 pruner=pruner,
                 load_if_exists=True,
