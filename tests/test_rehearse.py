@@ -18,6 +18,7 @@ from tiny_run import FOUR_RANKS, ROOT, megarl, write_run
 from megarl.cli.main import main
 from megarl.config import load_config
 from megarl.models.families import FAMILIES, read_architecture
+from megarl.parallel.layout import TrainLayout
 from megarl.rehearsal.room import layouts
 from megarl.rehearsal.small_model import Splits, small_config
 from megarl.rehearsal.small_run import SmallRunMaker
@@ -53,7 +54,7 @@ def test_a_small_model_is_split_as_the_real_one(
     assert [small[name] for name in names] == [layers, heads, groups, 300]
     arch, real = FAMILIES[small["architectures"][0]](small), FAMILIES[config["architectures"][0]](config)
     for tp in tensor:
-        arch.check_training(tp=tp, pp=chunks, chunks=1, sequence_parallel=True)
+        arch.check_training(TrainLayout(ranks=range(tp * chunks), tp=tp, pp=chunks), sequence_parallel=True)
         arch.check_generation(tp=tp)
     assert (arch.family, arch.output, arch.moe is None) == (real.family, real.output, real.moe is None)
     assert arch.hidden_size < 300 and small_config(config, splits, None, lambda a: True)["vocab_size"] > 100_000

@@ -89,8 +89,8 @@ def _nothing_to_learn(index: Index, rules: ExampleScan) -> tuple[str, ...]:
     """Remark on rows that teach nothing, of a format whose rows only together teach something."""
     if index.same:
         return (f"remark: {rules.what}: in {index.same} of {len(index.rows)} pairs chosen and rejected are the same",)
-    labels = np.unique(index.rows["value"]) if rules.format == "judged" else ()
+    labels = np.unique(index.rows["value"]).tolist() if rules.format == "judged" else []
     if len(labels) == 1:
-        count, label = len(index.rows), f"{float(labels.item()):g}"
+        count, label = len(index.rows), f"{labels[0]:g}"
         return (f"remark: {rules.what}: all {count} answers have the label {label}; the other one is missing",)
     return ()

@@ -32,7 +32,7 @@ def with_ranks(config: Config, dp: int) -> Config | None:
     changed = build_config(tree)
     try:
         generation_layout(changed)
-        for section in (changed.critic, changed.reward_model, changed.teacher):
+        for section in (changed.actor_rollout_ref.actor, changed.critic, changed.reward_model, changed.teacher):
             train_layout(changed, section.megatron)
     except ValueError:
         return None

@@ -23,14 +23,16 @@ class Splits:
     """Says into how many parts layouts cut a model.
 
     Attributes:
-        tensor: tensor-parallel sizes, of training and of generation.
+        tensor: tensor-parallel sizes, of training, of its experts and of generation.
         chunks: parts of the pipeline, at most.
         sequence_parallel: whether a layout splits norms along the sequence.
+        experts: parts into which the experts are dealt out, over all layouts.
     """
 
     tensor: frozenset[int]
     chunks: int
     sequence_parallel: bool
+    experts: int = 1
 
 
 def small_config(
@@ -56,7 +58,7 @@ def small_config(
             small[name] = width
     for name in ("num_experts", "num_local_experts"):
         if name in small:
-            small[name] = min(small[name], MOST_EXPERTS)
+            small[name] = min(small[name], splits.experts * -(-MOST_EXPERTS // splits.experts))
     if "num_experts_per_tok" in small:
         small["num_experts_per_tok"] = min(small["num_experts_per_tok"], EXPERTS_PER_TOKEN)
     if small.get("layer_types"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -114,9 +115,10 @@ class SmallRunMaker:
         sections = (config.actor_rollout_ref.actor, config.critic, config.reward_model, config.teacher)
         layouts = [train_layout(config, section.megatron) for section in sections]
         return Splits(
-            tensor=frozenset({generation_layout(config).tp, *(layout.tp for layout in layouts)}),
+            tensor=frozenset({generation_layout(config).tp, *(n for at in layouts for n in (at.tp, at.expert_tp))}),
             chunks=max(layout.pp * layout.chunks for layout in layouts),
             sequence_parallel=any(section.megatron.sequence_parallel for section in sections),
+            experts=math.lcm(*(layout.ep for layout in layouts)),
         )
 
     def _serves(self, arch: Architecture) -> bool:

@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -48,11 +48,12 @@ class Trials:
             os.makedirs(os.path.join(sweep.folder, _LOCKS), exist_ok=True)
         except OSError as e:
             raise ValueError(f"folder {sweep.folder} cannot be made: {e.strerror}; set another one") from e
+        direction: Literal["maximize", "minimize"] = "maximize" if sweep.mode == "max" else "minimize"
         with self._alone():
             self.study: Study = optuna.create_study(
                 storage=JournalStorage(JournalFileBackend(os.path.join(sweep.folder, JOURNAL))),
                 study_name=STUDY,
-                direction="maximize" if sweep.mode == "max" else "minimize",
+                direction=direction,
                 sampler=sampler,
                 pruner=pruner,
                 load_if_exists=True,
