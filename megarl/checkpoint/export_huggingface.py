@@ -121,15 +121,15 @@ def export_beside(folder: str, *, prefix: str, scalar: bool) -> None:
         prefix, scalar: of the model in the checkpoint.
 
     Raises:
-        OSError: with what the process said last.
+        OSError: with what the process lines last.
     """
     command = [*module_command(__name__), folder, prefix, "scalar" if scalar else ""]
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # of this thread and the process: the run's main thread acts
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if ended.returncode:
-        said = ended.stderr.decode(errors="replace").strip().splitlines()
-        raise OSError(f"the Hugging Face folder: {said[-1] if said else ending(ended.returncode)}")
+        lines = ended.stderr.decode(errors="replace").strip().splitlines()
+        raise OSError(f"the Hugging Face folder: {lines[-1] if lines else ending(ended.returncode)}")
 
 
 def main(folder: str, prefix: str, scalar: str) -> None:

@@ -214,13 +214,13 @@ def bring_back_replaced(run_dir: str) -> None:
 
 def listed_partials(run_dir: str) -> list[tuple[str, str]]:
     """List the unfinished checkpoints that have a manifest, oldest first, each with the path that it is to have."""
-    found = []
+    listed = []
     for name in _left_in(run_dir, ".partial"):
         partial, final = (os.path.join(run_dir, "checkpoints", each) for each in (name, os.path.splitext(name)[0][1:]))
         with suppress(ValueError):
             read_manifest(partial)
-            found.append((_read_state(partial)["order"], loop_and_step(os.path.basename(final))[1], partial, final))
-    return [(partial, final) for _, _, partial, final in sorted(found)]
+            listed.append((_read_state(partial)["order"], loop_and_step(os.path.basename(final))[1], partial, final))
+    return [(partial, final) for _, _, partial, final in sorted(listed)]
 
 
 def remove_partials(run_dir: str) -> list[str]:

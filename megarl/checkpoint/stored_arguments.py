@@ -56,9 +56,9 @@ class _ArgumentsUnpickler(Unpickler):
 
     def load_build(self) -> None:
         """Set the attributes of a namespace; nothing of any other object."""
-        *_, made, state = self.stack  # type: ignore[attr-defined]
-        if type(made) is _Arguments and isinstance(state, dict):
-            vars(made).update({name: value for name, value in state.items() if type(name) is str})
+        *_, target, state = self.stack  # type: ignore[attr-defined]
+        if type(target) is _Arguments and isinstance(state, dict):
+            vars(target).update({name: value for name, value in state.items() if type(name) is str})
         self.stack.pop()  # type: ignore[attr-defined]
 
     dispatch: ClassVar[dict[int, Any]] = {**Unpickler.dispatch, b"b"[0]: load_build}

@@ -61,15 +61,15 @@ def _checkpoint(run_dir: str, at: str | None) -> Found:
     """Find a checkpoint by its step or name. Raises ValueError naming those that are there."""
     if not os.path.isdir(run_dir):
         raise ValueError(f"no run folder at '{run_dir}'")
-    found = checkpoints(run_dir)
-    whole = [candidate for candidate in found if candidate.problem is None]
-    wanted = [c for c in found if at in (None, str(c.position.step), c.position.name)] if at else whole
-    if not wanted:
+    candidates = checkpoints(run_dir)
+    whole = [candidate for candidate in candidates if candidate.problem is None]
+    matches = [c for c in candidates if at in (None, str(c.position.step), c.position.name)] if at else whole
+    if not matches:
         names = ", ".join(candidate.position.name for candidate in reversed(whole)) or "none"
         raise ValueError(f"{run_dir} has no checkpoint{f' {at}' if at else ''}; whole ones there: {names}")
-    if (problem := wanted[0].problem) is not None:
-        raise ValueError(f"no run can begin from {wanted[0].folder}: {problem}")
-    return wanted[0]
+    if (problem := matches[0].problem) is not None:
+        raise ValueError(f"no run can begin from {matches[0].folder}: {problem}")
+    return matches[0]
 
 
 def _check_target(target: str, run_dir: str) -> None:

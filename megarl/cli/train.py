@@ -12,12 +12,16 @@ import os
 import shlex
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megarl.cli.nodes import add_nodes, node_rank_of
 from megarl.cli.words import add_config
 from megarl.config import Config, load_config
 from megarl.config.load import check_nothing_hidden
 from megarl.processes import module_command
+
+if TYPE_CHECKING:  # imports torch
+    from megarl.trainer.inputs import Inputs
 
 EXAMPLE = "megarl train --nproc 4 configs/quickstart.yaml trainer.total_training_steps=20"
 
@@ -67,34 +71,20 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if lowered := _lowered(config):
         overrides = [*overrides, *lowered]
         config = load_config(args.config, [*overrides, *ranks])
-    from megarl.flow_kinds import FLOWS
-    from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
-    from megarl.trainer.hub_models import pinned_keys
-    from megarl.trainer.resuming.identity import configuration_digest
-    from megarl.trainer.resuming.resume import expected_start, finished
-    from megarl.trainer.run_lock import check_free
-    from megarl.trainer.scoring.trial import try_reward
-
-    inputs = check_run(config)
-    FLOWS.check(config.trainer.flow)
-    if reason := finished(inputs, expected_start(inputs)):
-        print(f"megarl: {reason}", file=sys.stderr)
+    inputs = _check(config, first=node_rank == 0)
+    if inputs is None:
         return 0
-    if node_rank == 0:  # on another node, the ranks of node 0 may hold the folder already
-        check_free(config.trainer.run_dir)
-        for line in try_reward(inputs):
-            print(f"megarl: {line}", file=sys.stderr)
-    say_how_to_profile(config)
-    pins = pinned_keys(inputs.config)
-    overrides = [*overrides, *pins]
     from megarl.nodes import Node
     from megarl.supervisor import Restarts, Supervisor
     from megarl.telemetry.console import copy_into_log
     from megarl.telemetry.log_file import LOG
+    from megarl.trainer.hub_models import pinned_keys
+    from megarl.trainer.resuming.identity import configuration_digest
 
     copy_into_log()
     LOG.open_if_there(config.trainer.run_dir, f"node_{node_rank}")
-
+    pins = pinned_keys(inputs.config)
+    overrides = [*overrides, *pins]
     node = Node(nproc=config.trainer.n_gpus_per_node, nnodes=config.trainer.nnodes, node_rank=node_rank)
     if node.nnodes > 1:
         same = {
@@ -110,6 +100,34 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         print("megarl: --restarts goes on from checkpoints: set trainer.save_freq=20, say", file=sys.stderr)
     restarts = Restarts(limit=args.restarts, least_nodes=least_nodes, first_wait=args.restart_wait)
     return Supervisor(command, node, lambda more: load_config(args.config, [*overrides, *ranks, *more]), restarts).run()
+
+
+def _check(config: Config, *, first: bool) -> Inputs | None:
+    """Check the run without its ranks; None if it has nothing left to do, which is said.
+
+    Args:
+        first: this is the first node, which looks at the run's folder and tries the reward.
+
+    Raises:
+        ValueError: as `run`.
+    """
+    from megarl.flow_kinds import FLOWS
+    from megarl.trainer.admission.checks import check_run  # imports torch: a misspelt key is refused sooner
+    from megarl.trainer.resuming.resume import expected_start, finished
+    from megarl.trainer.run_lock import check_free
+    from megarl.trainer.scoring.trial import try_reward
+
+    inputs = check_run(config)
+    FLOWS.check(config.trainer.flow)
+    if reason := finished(inputs, expected_start(inputs)):
+        print(f"megarl: {reason}", file=sys.stderr)
+        return None
+    if first:  # on another node, the ranks of node 0 may hold the folder already
+        check_free(config.trainer.run_dir)
+        for line in try_reward(inputs):
+            print(f"megarl: {line}", file=sys.stderr)
+    say_how_to_profile(config)
+    return inputs
 
 
 def _lowered(config: Config) -> list[str]:

@@ -53,7 +53,7 @@ class ExampleScan(Scan):
 
     @property
     def settings(self) -> list[object]:
-        """What an index depends on beside files and the tokenizer."""
+        """Holds what an index depends on beside files and the tokenizer."""
         names = (*_TEXTS, "margin_key", "label_key", "max_prompt_length", "max_response_length",
                  "filter_overlong_prompts", "truncation", "read_special_tokens")  # fmt: skip
         return [self.format, [[name, getattr(self.data, name)] for name in names]]

@@ -32,6 +32,6 @@ class Example:
 
     @property
     def contents(self) -> bytes:
-        """What digests are of: token ids, pairs and label. A prompt with one answer and no label is these alone."""
+        """List what digests are of: token ids, pairs and label; of one prompt and answer the ids alone."""
         first, *more = self.sequences
         return json.dumps([*self.sequences, self.label] if more or self.label else first).encode()

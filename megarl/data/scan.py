@@ -116,7 +116,7 @@ class Scan:
 
     @property
     def settings(self) -> list[object]:
-        """What an index depends on beside files, scorers and the tokenizer."""
+        """Holds what an index depends on beside files, scorers and the tokenizer."""
         data = self.data
         names = ("prompt_key", "answer_key", "source_key", "tools_key", "max_prompt_length", "filter_overlong_prompts",
                  "truncation", "read_special_tokens")  # fmt: skip

@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         self._template = TemplateProcess()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process it is opened anew."""
+        """Have another process open it anew."""
         opened = partial(HuggingFaceTokenizer, read_special_tokens=self._reads_special_tokens)
         return opened, (self._directory, self._arguments)
 

@@ -69,8 +69,8 @@ def odd_hosts(hosts: Sequence[HostReport]) -> dict[str, list[str]]:
     for name in hosts[0].versions:
         usual = mode(host.versions.get(name, "none") for host in hosts)
         for host in hosts:
-            if (own := host.versions.get(name, "none")) != usual:
-                reasons[host.name].append(f"{name} {own}, others have {usual}")
+            if (version := host.versions.get(name, "none")) != usual:
+                reasons[host.name].append(f"{name} {version}, others have {usual}")
     usual_gpus = mode(_gpus(host) for host in hosts)
     for host in hosts:
         if _gpus(host) != usual_gpus:

@@ -152,22 +152,22 @@ def _host(run_dir: str, speaks: bool) -> tuple[str, dict[str, str], float | None
     """Describe this host: name, versions, MB/s of its disk, faults. All ranks call it, and one per host speaks."""
     name = socket.gethostname()
     place = _broadcast(_existing(run_dir))
-    own = os.path.join(place, f".megarl-preflight-{dist.get_rank()}")
+    trial_file = os.path.join(place, f".megarl-preflight-{dist.get_rank()}")
     write, faults = None, []
     if speaks:
         faults = [
             f"{finding.name}: {finding.detail}" for finding in packages() + limits() if finding.state is State.MISSING
         ]
         try:
-            write = _write(own)
+            write = _write(trial_file)
         except OSError as e:
             faults.append(f"cannot write into {place}: {e.strerror}")
-    files = [file for file in _gather(own if write is not None else None) if file is not None]
+    files = [file for file in _gather(trial_file if write is not None else None) if file is not None]
     if speaks and (unseen := [file for file in files if not os.path.exists(file)]):
         faults.append(f"does not see {len(unseen)} of {len(files)} files that nodes wrote into {place}: no shared disk")
     dist.barrier()
     with suppress(OSError):
-        os.remove(own)
+        os.remove(trial_file)
     return name, versions() if speaks else {}, write, faults
 
 

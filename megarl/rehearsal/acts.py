@@ -91,11 +91,11 @@ class Rehearsal:
         if alone != killed:
             differing = [row["step"] for row, other in zip(alone, killed, strict=False) if row != other]
             raise RehearsalFailed(f"the numbers of the killed run differ, first at step {[*differing, 'the last'][0]}")
-        one, two = (
+        left_alone, resumed = (
             os.path.join(checkpoints(self._run_dir(name))[0].folder, HUGGINGFACE) for name in ("alone", "killed")
         )
-        files = [name for name in os.listdir(one) if name.endswith(".safetensors")]
-        _, other, unreadable = filecmp.cmpfiles(one, two, files, shallow=False)
+        files = [name for name in os.listdir(left_alone) if name.endswith(".safetensors")]
+        _, other, unreadable = filecmp.cmpfiles(left_alone, resumed, files, shallow=False)
         if other or unreadable or not files:
             raise RehearsalFailed("the weights of the killed run differ from those of the run that was left alone")
         return f"the same numbers in {len(alone)} rows, the same weights"

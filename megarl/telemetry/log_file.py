@@ -56,8 +56,8 @@ class LogFile:
             self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             self._name, self._most, self._begins_line, self._later = f"{name}.log", most, True, None
             self._open_file()
-            held, self._held = self._held, ""
-            self.write(f"--- {name} on {socket.gethostname()}, pid {os.getpid()}\n{held}")
+            waiting, self._held = self._held, ""
+            self.write(f"--- {name} on {socket.gethostname()}, pid {os.getpid()}\n{waiting}")
 
     def open_if_there(self, run_dir: str, name: str) -> None:
         """Do as `open` as soon as something is written, but only if the ranks have made RUN/logs by then."""

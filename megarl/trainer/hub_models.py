@@ -32,7 +32,7 @@ POLL_SECONDS, WORD_SECONDS = 0.2, 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Mention:
     """A model of the Hub that a key of the configuration names."""
 
     section: str
@@ -56,27 +56,27 @@ def fetch_models(config: Config, *, config_only: bool = False, alone: bool = Fal
     Raises:
         ValueError: a model cannot be had, in one line that says what to do.
     """
-    asked = list(_asked(config, config_only))
+    mentions = list(_mentions(config, config_only))
     if alone or "RANK" not in os.environ:
         _say_hidden(config)
-        pins = _pins(asked, _recorded(asked, config.trainer))
-        _fetch(asked, pins)
-    elif not asked:
+        pins = _pins(mentions, _recorded(mentions, config.trainer))
+        _fetch(mentions, pins)
+    elif not mentions:
         return config
     elif "MEGARL_LAUNCHER" not in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        pins = _pins_of_all_ranks(asked, config.trainer)
+        pins = _pins_of_all_ranks(mentions, config.trainer)
     else:
-        pins = _pins(asked, {}, offline=True)
-        _fetch(asked, pins, offline=True)
-    return _with_pins(config, asked, pins)
+        pins = _pins(mentions, {}, offline=True)
+        _fetch(mentions, pins, offline=True)
+    return _with_pins(config, mentions, pins)
 
 
 def pinned_keys(config: Config) -> list[str]:
     """List `key=value` for each model of the Hub, so that ranks take the same commits."""
-    return [f"{asked.key}={asked.model}" for asked in _asked(config, config_only=False)]
+    return [f"{mention.key}={mention.model}" for mention in _mentions(config, config_only=False)]
 
 
-def _asked(config: Config, config_only: bool) -> Iterator[_Asked]:
+def _mentions(config: Config, config_only: bool) -> Iterator[_Mention]:
     policy = config.actor_rollout_ref.model
     models: dict[str, tuple[ModelFiles, bool]] = {
         "actor_rollout_ref": (policy, not (policy.random_init or policy.checkpoint))
@@ -84,57 +84,59 @@ def _asked(config: Config, config_only: bool) -> Iterator[_Asked]:
     for role in other_roles(config, needs_of(config)):
         models[role.kind.name] = (role.settings.model, not role.settings.model.random_init)
     for section, (files, with_weights) in models.items():
-        wanted = Wanted.CONFIG if config_only else Wanted.WEIGHTS if with_weights else Wanted.TOKENIZER
-        own = section == "actor_rollout_ref" and not files.tokenizer_path and not config_only
+        content = Wanted.CONFIG if config_only else Wanted.WEIGHTS if with_weights else Wanted.TOKENIZER
+        own_tokenizer = section == "actor_rollout_ref" and not files.tokenizer_path and not config_only
         if model := hub_model(files.path):
-            yield _Asked(section=section, name="path", model=model, wanted=wanted, own_tokenizer=own)
+            yield _Mention(section=section, name="path", model=model, wanted=content, own_tokenizer=own_tokenizer)
         if not config_only and (model := hub_model(files.tokenizer_path)):
-            name, wanted = "tokenizer_path", Wanted.TOKENIZER
-            yield _Asked(section=section, name=name, model=model, wanted=wanted, own_tokenizer=True)
+            name = "tokenizer_path"
+            yield _Mention(section=section, name=name, model=model, wanted=Wanted.TOKENIZER, own_tokenizer=True)
 
 
-def _pins(asked: Sequence[_Asked], recorded: Mapping[str, HubModel], *, offline: bool = False) -> dict[str, HubModel]:
+def _pins(
+    mentions: Sequence[_Mention], recorded: Mapping[str, HubModel], *, offline: bool = False
+) -> dict[str, HubModel]:
     """Find the commits; by key."""
     commits: dict[HubModel, HubModel] = {}
     pins: dict[str, HubModel] = {}
-    for one in asked:
-        earlier, model = recorded.get(one.key), one.model
+    for mention in mentions:
+        earlier, model = recorded.get(mention.key), mention.model
         if not model.is_pinned and earlier is not None and earlier.repository == model.repository:
-            pins[one.key] = earlier
-            _say(f"{one.key}: the run goes on with {earlier}; to change that, name another commit")
+            pins[mention.key] = earlier
+            _say(f"{mention.key}: the run goes on with {earlier}; to change that, name another commit")
             continue
         if not (model.is_pinned or offline or model in commits):
-            _say(f"{one.key}: there is no folder {model.repository} here: it is looked for on the Hugging Face Hub")
-        with _named(one):
-            pins[one.key] = commits[model] = commits.get(model) or pin(model, offline=offline)
+            _say(f"{mention.key}: there is no folder {model.repository} here: it is looked for on the Hugging Face Hub")
+        with _named(mention):
+            pins[mention.key] = commits[model] = commits.get(model) or pin(model, offline=offline)
     return pins
 
 
-def _fetch(asked: Sequence[_Asked], pins: Mapping[str, HubModel], *, offline: bool = False) -> None:
-    for one in asked:
-        with _named(one):
-            fetch(pins[one.key], one.wanted, offline=offline, own_tokenizer=one.own_tokenizer)
+def _fetch(mentions: Sequence[_Mention], pins: Mapping[str, HubModel], *, offline: bool = False) -> None:
+    for mention in mentions:
+        with _named(mention):
+            fetch(pins[mention.key], mention.wanted, offline=offline, own_tokenizer=mention.own_tokenizer)
 
 
 @contextmanager
-def _named(asked: _Asked) -> Iterator[None]:
+def _named(mention: _Mention) -> Iterator[None]:
     try:
         yield
     except ValueError as e:
-        raise ValueError(f"{asked.key}: {str(e).removeprefix('actor_rollout_ref.model.path: ')}") from e
+        raise ValueError(f"{mention.key}: {str(e).removeprefix('actor_rollout_ref.model.path: ')}") from e
 
 
-def _with_pins(config: Config, asked: Sequence[_Asked], pins: Mapping[str, HubModel]) -> Config:
-    for one in asked:
-        section = getattr(config, one.section)
-        model = section.model.model_copy(update={one.name: str(pins[one.key])})
-        config = config.model_copy(update={one.section: section.model_copy(update={"model": model})})
+def _with_pins(config: Config, mentions: Sequence[_Mention], pins: Mapping[str, HubModel]) -> Config:
+    for mention in mentions:
+        section = getattr(config, mention.section)
+        model = section.model.model_copy(update={mention.name: str(pins[mention.key])})
+        config = config.model_copy(update={mention.section: section.model_copy(update={"model": model})})
     return config
 
 
-def _recorded(asked: Sequence[_Asked], trainer: TrainerConfig) -> dict[str, HubModel]:
+def _recorded(mentions: Sequence[_Mention], trainer: TrainerConfig) -> dict[str, HubModel]:
     """Read the commits that a run began with, by key; none if it begins afresh, or names all its commits itself."""
-    if trainer.resume_mode == "disable" or all(one.model.is_pinned for one in asked):
+    if trainer.resume_mode == "disable" or all(mention.model.is_pinned for mention in mentions):
         return {}
     run_dir = trainer.run_dir
     if trainer.resume_mode == "resume_path":
@@ -155,7 +157,7 @@ def _recorded(asked: Sequence[_Asked], trainer: TrainerConfig) -> dict[str, HubM
     return models
 
 
-def _pins_of_all_ranks(asked: Sequence[_Asked], trainer: TrainerConfig) -> dict[str, HubModel]:
+def _pins_of_all_ranks(mentions: Sequence[_Mention], trainer: TrainerConfig) -> dict[str, HubModel]:
     """Have the first rank find the commits, and one rank of each node fetch the files. Every rank calls it.
 
     Raises:
@@ -178,15 +180,15 @@ def _pins_of_all_ranks(asked: Sequence[_Asked], trainer: TrainerConfig) -> dict[
         return str(result)
 
     def commits() -> str:
-        pins = _pins(asked, _recorded(asked, trainer))
+        pins = _pins(mentions, _recorded(mentions, trainer))
         return json.dumps({key: str(model) for key, model in pins.items()})
 
     def files() -> str:
-        _fetch(asked, pins)
+        _fetch(mentions, pins)
         return "there"
 
-    found = json.loads(once(f"{place}/commits", os.environ["RANK"] == "0", commits))
-    pins = {key: model for key, value in found.items() if (model := hub_model(value)) is not None}
+    commits_by_key = json.loads(once(f"{place}/commits", os.environ["RANK"] == "0", commits))
+    pins = {key: model for key, value in commits_by_key.items() if (model := hub_model(value)) is not None}
     once(f"{place}/node {os.environ.get('GROUP_RANK', '0')}", os.environ["LOCAL_RANK"] == "0", files)
     return pins
 

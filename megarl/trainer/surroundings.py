@@ -84,15 +84,15 @@ def code_version() -> dict[str, Any]:
 
     `changed` says whether a file of the working copy differs from the commit.
     """
-    found: dict[str, Any] = {"version": megarl.__version__}
+    code: dict[str, Any] = {"version": megarl.__version__}
     if _git("ls-files", "--error-unmatch", "__init__.py") is not None:  # else megarl only lies below another project
         described = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or ""
         commit, _, changed = described.partition("-")
-        return found | {"commit": commit, "changed": bool(changed)}
+        return code | {"commit": commit, "changed": bool(changed)}
     with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):  # PEP 610: of an installation from git
         origin = json.loads(distribution("megarl").read_text("direct_url.json") or "{}")
-        found["commit"] = str(origin["vcs_info"]["commit_id"])
-    return found
+        code["commit"] = str(origin["vcs_info"]["commit_id"])
+    return code
 
 
 def command_line() -> list[str]:
@@ -144,10 +144,10 @@ def _drivers() -> dict[str, str]:
 
     if not torch.cuda.is_available():
         return {}
-    found = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    versions = {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     with suppress(Exception):  # ImportError, or an NVMLError
         import pynvml
 
         pynvml.nvmlInit()
-        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
-    return found
+        versions["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+    return versions

@@ -190,21 +190,13 @@ class Checkpointing:
             raise RunStopped(f"not saved: {e}; the last checkpoint is {self.latest or 'none'}") from e
         if problem := self._world.broadcast(self._report.folder_problem(), "a look at the run's folder"):
             raise RunStopped(f"step {position.step} is not saved: {problem}")
-        state = {
-            **kept.states,
-            "row": row,
-            "models": sorted(self.models),
-            "identity": self._identity,
-            "validation": finite(validation),
-            "contents": self._config.checkpoint.save_contents,
-        }
         large = kept.large if self._world.rank == 0 else {}
         try:
             snapshot = take_snapshot(
                 self._config.trainer.run_dir,
                 position,
                 sharded,
-                state,
+                self._small_state(kept, row, validation),
                 arrays={name: joined.arrays() for name, joined in large.items()},
                 rng=kept.rng,
                 model_files=self._write_model_files,
@@ -225,6 +217,16 @@ class Checkpointing:
         elif not snapshot.parts.copied:
             self._report.warn("no memory for a copy of the checkpoint: training waits for its files")
             futures.wait([writing.work])
+
+    def _small_state(self, kept: Kept, row: int, validation: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            **kept.states,
+            "row": row,
+            "models": sorted(self.models),
+            "identity": self._identity,
+            "validation": finite(validation),
+            "contents": self._config.checkpoint.save_contents,
+        }
 
     def prepare(self) -> None:
         """Take pinned memory for copies while the first steps run; without a GPU a save takes memory as it needs it."""

@@ -192,8 +192,8 @@ def _take_folder(inputs: Inputs, start: Start) -> None:
 
 
 def _environment(run_dir: str, start: Start) -> dict[str, Any]:
-    holder, held = holder_of(run_dir)
-    began = holder.get("began") if held else None  # when this process took the folder, before it loaded anything
+    holder, is_held = holder_of(run_dir)
+    began = holder.get("began") if is_held else None  # when this process took the folder, before it loaded anything
     parent = {"parent": parent} if (parent := read_parent(run_dir)) else {}
     return {"began": began or time.time(), "checkpoint": start.folder, **parent, **surroundings(start.places)}
 
