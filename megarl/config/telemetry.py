@@ -50,6 +50,11 @@ class MlflowConfig(Section):
     )
     tags: list[str] = Field(default_factory=list, description="labels to find the run by")
     rollouts: bool = Field(True, description="send a table of the step's sample rollouts (trainer.log_rollouts)")
+    registered_model: str = Field(
+        "",
+        description="name in MLflow's model registry, of which each Hugging Face folder that the run exports becomes a "
+        "version: its files but the weights, its path and the step's metrics; default none",
+    )
 
 
 class TelemetryConfig(Section):

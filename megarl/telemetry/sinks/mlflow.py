@@ -1,4 +1,4 @@
-"""The MLflow sink: metrics, parameters, tables of sample rollouts, the configuration."""
+"""The MLflow sink: metrics, parameters, tables of sample rollouts, the configuration, versions of a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +23,12 @@ RUN_FILE = "mlflow_run.txt"
 
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 500
 """Metrics and parameters per request, and characters per parameter, that every version of the server accepts."""
+
+_MOST_STEPS = 100
+"""Steps whose metrics are known when a checkpoint of one of them has been written."""
+
+_SHOWN = ("val/", "reward/mean")
+"""Beginnings of the metrics that a version of a registered model has as tags."""
 
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 """Defaults of the environment for a request: few tries, because `Background` tries again anyway."""
@@ -48,6 +54,7 @@ class _Mlflow:
         self._noted, self._config = os.path.join(run_dir, RUN_FILE), config
         self._client: Any = None
         self._id, self._names = "", Names(metric_name)
+        self._newest: dict[int, Mapping[str, float]] = {}  # step -> metrics
 
     def open(self) -> None:
         for key, value in _PATIENCE.items():
@@ -72,8 +79,10 @@ class _Mlflow:
 
         now, points = int(time.time() * 1000), []
         for step, metrics in rows:
+            self._newest[step] = metrics
             names = self._names.of(metrics)
             points += [Metric(names[name], float(value), now, step) for name, value in metrics.items()]
+        self._newest = dict(list(self._newest.items())[-_MOST_STEPS:])
         for part in _in_parts(points, _MOST_METRICS):
             self._client.log_batch(self._id, metrics=part)
 
@@ -86,8 +95,35 @@ class _Mlflow:
         """Log config.yaml as a file, and a folder of weights, which are large, as its path."""
         if os.path.isdir(path):
             self._client.set_tag(self._id, "megarl.model", os.path.abspath(path))
-        else:
+            if self._config.telemetry.mlflow.registered_model:
+                self._register(path, self._config.telemetry.mlflow.registered_model)
+        elif os.path.exists(path):  # else its checkpoint was deleted meanwhile
             self._client.log_artifact(self._id, path)
+
+    def _register(self, path: str, name: str) -> None:
+        """Make a version of a registered model. A server takes a source below the run's artifacts alone: so the files
+        but the weights go there, and a tag names the folder."""
+        from mlflow.exceptions import MlflowException
+
+        checkpoint = os.path.basename(os.path.dirname(os.path.abspath(path)))
+        place = f"models/{checkpoint}"
+        for file in sorted(os.scandir(path), key=lambda entry: entry.name):
+            if file.is_file() and not file.name.endswith(".safetensors"):
+                self._client.log_artifact(self._id, file.path, place)
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as e:
+            if e.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        step = checkpoint.rpartition("_")[2]
+        metrics = self._newest.get(int(step), {}) if step.isdecimal() else {}
+        shown = {metric_name(key): f"{value:.6g}" for key, value in metrics.items() if key.startswith(_SHOWN)}
+        self._client.create_model_version(
+            name,
+            f"{self._client.get_run(self._id).info.artifact_uri}/{place}",
+            self._id,
+            tags={"megarl.path": os.path.abspath(path), "megarl.checkpoint": checkpoint, **shown},
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
