@@ -44,10 +44,10 @@ def save_megatron_lm(
         model = _model(arch, tp, changes)
         metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         metadata |= changes.get("metadata", {})
-        sharded = model.sharded_state_dict(metadata=metadata)
         if source:
-            model.load_state_dict(dist_checkpointing.load(sharded, source, strict="ignore_all"))
-            sharded = model.sharded_state_dict(metadata=metadata)
+            plain = _model(arch, tp, {})
+            model.load_state_dict(dist_checkpointing.load(plain.sharded_state_dict(), source, strict="ignore_all"))
+        sharded = model.sharded_state_dict(metadata=metadata)
         wrapped, optimizer = _optimizer(model)
         state = {
             "args": arguments(arch, tp, pp, changes.get("args", {})),
