@@ -27,7 +27,7 @@ setup(
         "aiohttp>=3.10",
         "argcomplete>=3.5",
         "einops>=0.8",
-        "huggingface_hub>=1.0",
+        "huggingface-hub>=1.0",
         "math-verify[antlr4_13_2]>=0.9,<0.10",
         "numpy>=2.0",
         "nvidia-ml-py>=12.560",

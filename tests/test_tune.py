@@ -24,7 +24,7 @@ optuna = pytest.importorskip("optuna")
 FIXED = "import zlib\ndef score(response, row):\n    return zlib.crc32(response.encode()) / 2**32\n"
 
 
-def write_sweep(folder: Path, **changes: Any) -> Path:
+def write_sweep(folder: Path, /, **changes: Any) -> Path:
     """Write a run of one rank and a search over it; returns the search's file."""
     reward = folder / "reward.py"
     reward.write_text(FIXED)
