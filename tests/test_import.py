@@ -70,6 +70,11 @@ def test_importing_changes_nothing_in_torch(with_megatron: bool) -> None:
     python(f"WITH_MEGATRON = {with_megatron}\n{NO_RANKS}")
 
 
+def test_a_launcher_does_without_megatron() -> None:
+    """It checks a run in half of the time."""
+    python("import sys, megarl.supervisor\nassert not [name for name in sys.modules if name.startswith('megatron')]")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is redirected where there is a GPU")
 def test_megatron_may_be_imported_before_the_ranks_begin(tmp_path: Path, ranks: Ranks) -> None:

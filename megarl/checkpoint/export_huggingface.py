@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.export_beside import HUGGINGFACE
 from megarl.checkpoint.huggingface_folder import INDEX, SINGLE
 from megarl.checkpoint.megatron_folder import MegatronWeights
 from megarl.checkpoint.safetensors_file import SafetensorsWriter
@@ -24,10 +23,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.tensors import LogicalTensor, volume
 from megarl.models.weights import logical_tensors
-from megarl.processes import STOP_SIGNALS, die_with_parent, ending, module_command
-
-HUGGINGFACE = "huggingface"
-"""The folder in a checkpoint."""
+from megarl.processes import die_with_parent
 
 Advance = Callable[[int, int], None]
 """Called with the elements done so far and in all."""
@@ -110,26 +106,6 @@ def refuse_nonfinite(name: str, tensor: Tensor) -> None:
     low, high = tensor.aminmax()
     if not (low.isfinite() and high.isfinite()):
         raise ValueError(f"{name} is not finite everywhere: the weights are of no use, and nothing is written")
-
-
-def export_beside(folder: str, *, prefix: str, scalar: bool) -> None:
-    """Write a model's weights from a checkpoint's files into its `huggingface/`, whose other files are there already.
-
-    A process of its own does it at low priority: it takes no GPU, and training does not share Python's lock with it.
-
-    Args:
-        prefix, scalar: of the model in the checkpoint.
-
-    Raises:
-        OSError: with what the process lines last.
-    """
-    command = [*module_command(__name__), folder, prefix, "scalar" if scalar else ""]
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # of this thread and the process: the run's main thread acts
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if ended.returncode:
-        lines = ended.stderr.decode(errors="replace").strip().splitlines()
-        raise OSError(f"the Hugging Face folder: {lines[-1] if lines else ending(ended.returncode)}")
 
 
 def main(folder: str, prefix: str, scalar: str) -> None:

@@ -17,10 +17,9 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
@@ -38,6 +37,9 @@ from torch.serialization import _get_layout
 
 from megarl.checkpoint.manifest import one_line
 from megarl.telemetry.lines import only_file
+
+if TYPE_CHECKING:  # a launcher checks a run without Megatron-Core
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"

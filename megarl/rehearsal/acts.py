@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.checkpoint.export_huggingface import HUGGINGFACE
+from megarl.checkpoint.export_beside import HUGGINGFACE
 from megarl.checkpoint.folder import checkpoints
 from megarl.rehearsal.ranks import Ending, ForkedRanks
 from megarl.rehearsal.small_run import SmallRun

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from megarl.checkpoint.arrays import Array, read_arrays
-from megarl.checkpoint.export_huggingface import HUGGINGFACE, export_beside
+from megarl.checkpoint.export_beside import HUGGINGFACE, export_beside
 from megarl.checkpoint.folder import Position, prune_checkpoints, read_state
 from megarl.checkpoint.staging import Staging
 from megarl.checkpoint.store import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megarl.checkpoint.export_huggingface import HUGGINGFACE
+from megarl.checkpoint.export_beside import HUGGINGFACE
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, token_ids
 from megarl.checkpoint.huggingface_folder import copy_model_files
 from megarl.data.tokenizer import tokenizer_place
