@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -17,7 +18,7 @@ def version() -> str:
     """
     release = _release()
     if (PACKAGE.parent / ".git").exists():
-        return release + _commit(f"v{release}")
+        return release + _local_part(release)
     try:
         installed = importlib.metadata.distribution("megarl")
     except importlib.metadata.PackageNotFoundError:
@@ -33,17 +34,36 @@ def _release() -> str:
     return match.group(1)
 
 
-def _commit(tag: str) -> str:
-    """Return the local part of the version; nothing at the tag of a release, and where git does not answer."""
-    if tag in _git("tag", "--points-at", "HEAD").split() and not _git("status", "--porcelain", "-uno"):
+def commit_of(package: Path) -> tuple[str, bool] | None:
+    """Return the commit of the working copy that a package belongs to, and whether one of its files was changed.
+
+    None where git has no answer, and where the package only lies below another project.
+    """
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    described = _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or ""
+    commit, _, changed = described.partition("-")
+    return (commit, bool(changed)) if commit else None
+
+
+def _local_part(release: str) -> str:
+    """Return what follows the release in a clone; nothing at the release's tag, and where git does not answer."""
+    if (working_copy := commit_of(PACKAGE)) is None:
         return ""
-    commit = _git("describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=.dirty")
-    return f"+g{commit}" if commit else ""
+    commit, changed = working_copy
+    if not changed and f"v{release}" in (_git(PACKAGE, "tag", "--points-at", "HEAD") or "").split():
+        return ""
+    return f"+g{commit[:7]}{'.dirty' if changed else ''}"
 
 
-def _git(*words: str) -> str:
+def _git(folder: Path, *words: str) -> str | None:
+    """Ask git about a folder; None if it has no answer."""
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(folder), *words]
     try:
-        command = ["git", "-C", str(PACKAGE.parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=20, env=environment, stdin=subprocess.DEVNULL
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

@@ -12,6 +12,7 @@ from itertools import permutations
 
 from megarl.diagnosis.finding import Finding, State
 from megarl.diagnosis.packages import on_gpu, torch_here, version_of
+from megarl.version import PACKAGE, commit_of
 
 GIB = 2**30
 SHARED_MEMORY = 1 * GIB
@@ -100,9 +101,9 @@ def communication_variables() -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all hosts of a job, by name."""
     installed = {name: version_of(name) or "none" for name in ("torch", "megatron-core", "megarl")}
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if commit := _output("git", "-C", here, "describe", "--always", "--dirty", "--exclude=*").strip():
-        installed["megarl"] = commit
+    if (working_copy := commit_of(PACKAGE)) is not None:
+        commit, changed = working_copy
+        installed["megarl"] = f"{commit[:7]}{'-dirty' if changed else ''}"
     return {"python": ".".join(map(str, sys.version_info[:3])), **installed, "driver": _driver() or "none"}
 
 

