@@ -9,11 +9,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
+from megarl.models.bits import bits_of
+
 _CHUNK = 1 << 24
 """Elements that are widened at a time."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer type with the bits of an element, by element size in bytes."""
 
 
 @torch.no_grad()
@@ -27,7 +26,7 @@ def bit_sums(parts: Iterable[ShardedTensor]) -> dict[str, int]:
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for part in parts:
         layer = sum(part.global_offset[: part.prepend_axis_num])
-        bits = part.data.detach().reshape(-1).view(_INTEGERS[part.data.element_size()])
+        bits = bits_of(part.data.detach())
         total = sum((chunk.sum(dtype=torch.int64) for chunk in bits.split(_CHUNK)), torch.zeros((), dtype=torch.int64))
         by_device.setdefault(total.device, []).append((part.key, (2 * layer + 1) * total))
     return total_of(

@@ -17,6 +17,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from megarl.models.tensors import Box
+from megarl.parallel.layout import dealt_out
 
 EVERY = range(sys.maxsize)
 """All layers, or all experts."""
@@ -101,8 +102,7 @@ class ExpertPlace:
 
     def own(self, count: int) -> range:
         """Number the experts, of so many in a layer, that the rank has, or has a share of."""
-        each = count // self.ep
-        return range(self.part * each, (self.part + 1) * each)
+        return dealt_out(count, self.ep)[self.part]
 
 
 @dataclass(frozen=True, kw_only=True)

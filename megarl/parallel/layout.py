@@ -6,6 +6,12 @@ import math
 from dataclasses import dataclass
 
 
+def dealt_out(count: int, parts: int) -> list[range]:
+    """Divide so many experts into equal parts of neighbours."""
+    each = count // parts
+    return [range(first, first + each) for first in range(0, count, each)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainCoords:
     """Locates a rank in the training layout.
@@ -95,11 +101,6 @@ class TrainLayout:
 
     def rank(self, *, tp: int, dp: int, pp: int, cp: int = 0) -> int:
         return self.ranks.start + tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
-
-    def expert_runs(self, count: int) -> list[range]:
-        """List the parts of the experts, of so many in a layer, in order."""
-        each = count // self.ep
-        return [range(first, first + each) for first in range(0, count, each)]
 
     def place(self, rank: int) -> tuple[int, ...]:
         """Say what tells a rank's part of the model from another's: ranks of one place hold the same."""

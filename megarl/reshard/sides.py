@@ -11,7 +11,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.placements import EVERY, Placement
 from megarl.models.weights import engine_placements, training_placements
-from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.parallel.layout import GenerationLayout, TrainLayout, dealt_out
 from megarl.reshard.repeat import Runs
 
 
@@ -45,7 +45,7 @@ class Side:
 
 def training_runs(arch: Architecture, layout: TrainLayout) -> Runs:
     """List the layers and experts that are alike on every rank of a training layout."""
-    experts = layout.expert_runs(arch.moe.num_experts) if arch.moe else []
+    experts = dealt_out(arch.moe.num_experts, layout.ep) if arch.moe else []
     return Runs(layers=layout.all_layers(arch.num_layers), experts=experts)
 
 

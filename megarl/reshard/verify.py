@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megarl.models.bits import bits_of
 from megarl.reshard.execute import Resharder
 from megarl.reshard.plan import Piece, Pieces
 from megarl.reshard.transport.collective import post_exchange
@@ -14,9 +15,6 @@ from megarl.reshard.views import StridedView
 
 CHUNK = 1 << 22
 """Elements summed at a time: bounds the extra memory to some 100 MB."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integer type with the bits of an element, by element size in bytes."""
 
 
 @torch.no_grad()
@@ -50,13 +48,9 @@ def checksum(view: StridedView) -> torch.Tensor:
     for start in range(0, view.numel, CHUNK):
         stop = min(start + CHUNK, view.numel)
         i = torch.arange(start, stop, device=total.device)
-        bits = [_bits(part.tensor()) for part in view.flat_range(start, stop)]
+        bits = [bits_of(part.tensor()).to(torch.int64) for part in view.flat_range(start, stop)]
         total += (torch.cat(bits) * (i * (i + 1) + 1)).sum()
     return total
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(_INTEGERS[tensor.element_size()]).reshape(-1).to(torch.int64)
 
 
 def _differing_from_peers(
