@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class TrainedModel(MegatronModel):
                 for i, chunk in enumerate(self.chunks)
             ]
         self.gradient_sync = Stopwatch(next(self.ddp[0].parameters()).device)
-        self.transformer_config.finalize_model_grads_func = self._finalize_without_token_count
+        # hooks of the parameters hold the configuration where no collection looks: the model must not be in it
+        self.transformer_config.finalize_model_grads_func = partial(_finalize_without_token_count, self.gradient_sync)
         self.transformer_config.grad_scale_func = None
         if megatron.overlap_grad_reduce:
             hooks = [chunk.no_sync for chunk in self.ddp]
@@ -235,13 +237,6 @@ class TrainedModel(MegatronModel):
             return Rebuilt(weights, self.optimizer.masters, self.optimizer.rebuild_weights)
         return OnHost(weights)
 
-    def _finalize_without_token_count(self, models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-        """Reduce the gradients over ranks. Megatron-Core would divide them by the number of tokens; our losses already
-        carry their denominator."""
-        del num_tokens
-        with self.gradient_sync:
-            finalize_model_grads(models, None, **kwargs)
-
     def _gradient_buffers(self) -> Iterator[Tensor]:
         for model in self.ddp:
             yield from (buffer.grad_data for buffer in model.buffers + model.expert_parallel_buffers)
@@ -301,3 +296,13 @@ def _over_chunks(
         values.append(of_chunks.double().sum() if kind == "sum" else of_chunks.max().double())
     numbers = torch.stack(values).tolist() if values else []
     return {name: (number, kind) for (name, kind), number in zip(sorted(kinds.items()), numbers, strict=True)}
+
+
+def _finalize_without_token_count(
+    watch: Stopwatch, models: list[Any], num_tokens: Tensor | None = None, **kwargs: Any
+) -> None:
+    """Reduce the gradients over ranks. Megatron-Core would divide them by the number of tokens; our losses already
+    carry their denominator."""
+    del num_tokens
+    with watch:
+        finalize_model_grads(models, None, **kwargs)
