@@ -79,6 +79,7 @@ setup(
             "pandas>=2.2",  # with Flask what MLflow's server needs
             "prometheus_client>=0.20",
             "pytest>=8",
+            "pytest-instafail>=0.5",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.6",

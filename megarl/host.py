@@ -1,7 +1,8 @@
-"""Measures what this machine has for the processes of a job. Torch-free."""
+"""Measures what this machine has for the processes of a job, and names their user. Torch-free."""
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +21,14 @@ def host_memory() -> int:
 def cpu_rank_memory() -> int:
     """Return this rank's part of the host's memory, in bytes, where CPU ranks train."""
     return host_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def user_name() -> str:
+    """Return the name of the user of this process, or the number where no name is known."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container knows the number alone
+        return str(os.getuid())
 
 
 def _limits_above(root: str, path: str, name: str) -> Iterator[int]:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch.distributed import distributed_c10d
-from training_cases import Case, actor_in, fixed_batch, update
+from training_cases import ARCH, WITH_EXPERTS, Case, actor_in, fixed_batch, update
 
+from megarl.models.architecture import Architecture
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
 
 
@@ -259,17 +260,18 @@ def test_ranks_that_do_not_divide_are_refused() -> None:
         GenerationLayout(ranks=range(6), tp=4)
 
 
-def _trained_and_forgotten(overlap: bool) -> tuple[bool, bool]:
-    """Whether a model and its optimizer are gone once nobody has them."""
-    with actor_in(Case(dp=2, config={"actor": {"megatron": {"overlap_grad_reduce": overlap}}})) as actor:
+def _trained_and_forgotten(arch: Architecture, overlap: bool) -> list[str]:
+    """What of a model and its optimizer is there once nobody has them."""
+    with actor_in(Case(dp=2, config={"actor": {"megatron": {"overlap_grad_reduce": overlap}}}), arch) as actor:
         update(actor, fixed_batch())
-        model, optimizer = weakref.ref(actor), weakref.ref(actor.optimizer)
+        parts = [weakref.ref(part) for part in (actor, actor.optimizer, actor.ddp[0], actor.chunks[0])]
     del actor
     gc.collect()
-    return model() is None, optimizer() is None
+    return [type(part()).__name__ for part in parts if part() is not None]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_model_is_gone_when_nobody_has_it(ranks: Ranks, overlap: bool) -> None:
+@pytest.mark.parametrize("arch", [ARCH, WITH_EXPERTS], ids=["dense", "experts"])
+def test_a_model_is_gone_when_nobody_has_it(ranks: Ranks, arch: Architecture, overlap: bool) -> None:
     """With its process groups, and on a GPU its memory; what Megatron-Core holds for good does not lead to it."""
-    assert ranks.run(2, _trained_and_forgotten, overlap) == [(True, True)] * 2
+    assert ranks.run(2, _trained_and_forgotten, arch, overlap) == [[], []]

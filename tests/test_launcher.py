@@ -206,10 +206,12 @@ def end_of(launcher: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_the_store_of_one_node_is_a_file_that_no_other_user_can_open(tmp_path: Path) -> None:
     """The launcher has no socket, and the file is gone with the job."""
+    before = [connection.laddr for connection in psutil.Process().net_connections("inet")]  # of other tests
     source = (
         "import stat, psutil\nfile = os.environ['MEGARL_STORE']; folder = os.path.dirname(file)\n"
         "assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700 and os.stat(folder).st_uid == os.getuid()\n"
-        "assert not psutil.Process(os.getppid()).net_connections('inet')\n"
+        "sockets = psutil.Process(os.getppid()).net_connections('inet')\n"
+        f"assert not {{tuple(socket.laddr) for socket in sockets}} - {{*{[tuple(where) for where in before]}}}\n"
         f"open(os.path.join({str(tmp_path)!r}, 'told' + rank), 'w').write(folder)"
     )
     assert job(source, tmp_path) == 0

@@ -29,6 +29,12 @@ from megarl.telemetry.sinks.prometheus import prometheus_name
 MONITORING = Path(__file__).parents[1] / "monitoring"
 
 
+@pytest.fixture(autouse=True)
+def ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user of every test."""
+    monkeypatch.setenv("LOGNAME", "ada")
+
+
 def config_of(**settings: Any) -> Config:
     return build_config(
         {
@@ -83,7 +89,7 @@ def test_a_scrape_has_the_newest_row(tmp_path: Path) -> None:
     sink.log(1, {"reward/mean": 0.25, "val/pass@4": 0.5, "actor/loss": float("nan")})
     sink.log(2, {"reward/mean": 0.75})
     text = got(f"http://127.0.0.1:{port}/metrics")
-    labels = '{experiment="e",project="p",run="r1"}'
+    labels = '{experiment="e",project="p",run="r1",user="ada"}'
     assert f"megarl_reward_mean{labels} 0.75\n" in text and f"megarl_step{labels} 2.0\n" in text
     assert f"megarl_val_pass_4{labels} 0.5\n" in text and f"megarl_actor_loss{labels} NaN\n" in text
     assert "# HELP megarl_reward_mean reward/mean (score): score of the responses that have one\n" in text
@@ -124,15 +130,17 @@ def test_a_text_file_is_whole_and_goes_with_the_run(tmp_path: Path) -> None:
         ["prometheus"], str(tmp_path / "r"), 1, pytest.fail, config_of(mode="textfile", textfile=str(path))
     )
     sink.log(-1, {"warmup/loss": 2.5})
-    assert 'megarl_warmup_loss{experiment="e",project="p",run="r"} 2.5\n' in path.read_text()
+    assert 'megarl_warmup_loss{experiment="e",project="p",run="r",user="ada"} 2.5\n' in path.read_text()
     sink.log(1, {"reward/mean": 1.0})
-    assert 'megarl_reward_mean{experiment="e",project="p",run="r"} 1.0\n' in path.read_text()
+    assert 'megarl_reward_mean{experiment="e",project="p",run="r",user="ada"} 1.0\n' in path.read_text()
     assert list(tmp_path.iterdir()) == [path]
     sink.close()
     assert not path.exists()
 
 
-def test_a_pushgateway_gets_rows_and_forgets_a_run_that_is_over(tmp_path: Path) -> None:
+def test_a_pushgateway_gets_rows_and_forgets_a_run_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, port = needs("prometheus-pushgateway"), free_port()
     url = f"http://127.0.0.1:{port}"
     with running(program, f"--web.listen-address=127.0.0.1:{port}", ready=f"{url}/-/ready"):
@@ -140,9 +148,20 @@ def test_a_pushgateway_gets_rows_and_forgets_a_run_that_is_over(tmp_path: Path) 
             ["prometheus"], str(tmp_path / "r"), 1, pytest.fail, config_of(mode="pushgateway", gateway=url)
         )
         sink.log(7, {"reward/mean": 0.5})
-        line = r'megarl_reward_mean\{experiment="e",instance="",job="megarl",project="p",run="r"\} 0\.5'
+        line = r'megarl_reward_mean\{experiment="e",instance="",job="megarl",project="p",run="r",user="ada"\} 0\.5'
         assert eventually(lambda: re.search(line, got(f"{url}/metrics")), 120)
+        monkeypatch.setenv("LOGNAME", "bob")  # his run has the same names
+        (other,) = open_sinks(
+            ["prometheus"], str(tmp_path / "r"), 1, pytest.fail, config_of(mode="pushgateway", gateway=url)
+        )
+        other.log(8, {"reward/mean": 0.25})
+        his = line.replace("ada", "bob").replace("5", "25")
+        assert eventually(lambda: re.search(his, got(f"{url}/metrics")), 120)
+        assert re.search(line, got(f"{url}/metrics"))
         sink.close()
+        left = got(f"{url}/metrics")
+        assert not re.search(line, left) and re.search(his, left)
+        other.close()
         assert "megarl_reward_mean" not in got(f"{url}/metrics")
 
 
@@ -164,7 +183,7 @@ def test_prometheus_scrapes_a_run_and_loads_the_rules(tmp_path: Path) -> None:
         def asked(query: str) -> Any:
             return json.loads(got(f"{url}/api/v1/query?query={quote(query)}"))["data"]["result"]
 
-        found = eventually(lambda: asked('megarl_reward_mean{run="r"}'), 120)
+        found = eventually(lambda: asked('megarl_reward_mean{run="r",user="ada"}'), 120)
         assert found[0]["value"][1] == "0.625" and found[0]["metric"]["project"] == "p"
         rules = json.loads(got(f"{url}/api/v1/rules"))["data"]["groups"][0]["rules"]
         assert len(rules) == 10 and all(rule["health"] in ("ok", "unknown") for rule in rules)

@@ -244,11 +244,12 @@ ELSEWHERE = {
     "rollout/native/model.py": "over the ranks of a replica",
     "rollout/native/cache_size.py": "over the ranks of a replica",
     "environments/broadcast.py": "from the first rank of a replica",
-    "roles/optimizer_state.py": "over the optimizer's shards",
     "reshard/transport/direct_reads.py": "over the ranks that hold one model",
     "reshard/transport/collective.py": "over the ranks that hold one model",
     "reshard/transport/peer.py": "over the ranks that hold one model",
     "diagnosis/all_reduce.py": "measured",
+    "diagnosis/preflight.py": "of a job of its own, with a limit of its own",
+    "parallel/cpu.py": "in the place of one that its caller watches",
 }
 """Where collectives of fewer ranks stand."""
 

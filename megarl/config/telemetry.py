@@ -10,7 +10,7 @@ from megarl.config.fields import NonEmpty, Section, Size
 
 
 class PrometheusConfig(Section):
-    """Gauges named megarl_*, with the labels project, experiment and run."""
+    """Gauges named megarl_*, with the labels project, experiment, run and user."""
 
     mode: Literal["pull", "pushgateway", "textfile"] = Field(
         "pull",

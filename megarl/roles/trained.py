@@ -176,7 +176,9 @@ class TrainedModel(MegatronModel):
         self.optimizer.zero_grad()
         columns, sequence_columns = columns_for(loss, batch, self.head.per)
         (sequence_columns if self.head.per == "sequence" else columns)["weights"] = weights
-        return self._run(batch, passes, loss, columns, sequence_columns)
+        passed = self._run(batch, passes, loss, columns, sequence_columns)
+        _forget_graphs(self.chunks)
+        return passed
 
     def gather_parameters(self) -> None:
         """See `MegatronModel.gather_parameters`; ends what `overlap_param_gather` left to the next training pass.
@@ -306,3 +308,15 @@ def _finalize_without_token_count(
     del num_tokens
     with watch:
         finalize_model_grads(models, None, **kwargs)
+
+
+def _forget_graphs(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let go of the autograd graph of the last pass, of which the dispatchers of experts keep a tensor.
+
+    The graph leads to the hooks of the parameters, and they to the model, where no collection looks: it would stay.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
+                kept = {name: value for name, value in vars(dispatcher).items() if isinstance(value, Tensor)}
+                vars(dispatcher).update({name: value.detach() for name, value in kept.items()})

