@@ -49,7 +49,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def child(model: str) -> subprocess.Popen[str]:
     """A process of its own that fetches a model."""
-    code = "import sys; from megarl.checkpoint.hub_download import *; local_folder(sys.argv[1], Wanted.WEIGHTS)"
+    code = (
+        "import signal, sys; from megarl.checkpoint.hub_download import *\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it\n"
+        "local_folder(sys.argv[1], Wanted.WEIGHTS)"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code, model], cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
     )
