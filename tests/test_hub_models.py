@@ -248,7 +248,7 @@ def test_a_run_keeps_its_commit(hub: Hub, tmp_path: Path) -> None:
 def test_torchrun(hub: Hub, tmp_path: Path) -> None:
     """Local rank 0 fetches, once; the others wait. A refusal reaches all ranks."""
     config, commit = write_hub_run(tmp_path / "run", hub, trainer__n_gpus_per_node=2)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += ["-m", "megarl.train", str(config), "trainer.total_training_steps=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 
