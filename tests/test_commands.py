@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_cases import write_folder
-from tiny_run import ROOT, TrainedRun, write_run
+from tiny_run import ROOT, TrainedRun, default_interrupt, write_run
 
 import megarl.cli
 from megarl.cli.main import COMMANDS, GROUPS, main
@@ -29,11 +29,6 @@ from megarl.trainer.run_lock import RunLock
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 COMMAND = [sys.executable, "-m", "megarl.cli.main"]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-
-
-def default_interrupt() -> None:
-    """What a shell's job in the foreground has; one in the background, as these tests may be, ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def lines_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[str]:

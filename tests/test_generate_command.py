@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from chat_tokenizer import write_chat_tokenizer
 from ranks import Ranks
-from tiny_run import ROOT, TrainedRun
+from tiny_run import ROOT, TrainedRun, default_interrupt
 
 from megarl.cli.generate import Printed, Turn, Words, _of_row
 from megarl.cli.main import main, parser_for
@@ -198,7 +198,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+            preexec_fn=default_interrupt,
         )
         os.close(theirs)
         self.said = ""

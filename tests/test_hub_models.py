@@ -17,7 +17,7 @@ from hub_server import GATED, PRIVATE, Hub, hub_server
 from huggingface_cases import write_folder
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tiny_run import ROOT, megarl, write_run
+from tiny_run import ROOT, default_interrupt, megarl, write_run
 
 from megarl.checkpoint.hub_download import Wanted, fetch, pin
 from megarl.hub import HubModel, folder_of, hub_model
@@ -49,13 +49,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def child(model: str) -> subprocess.Popen[str]:
     """A process of its own that fetches a model."""
-    code = (
-        "import signal, sys; from megarl.checkpoint.hub_download import *\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it\n"
-        "local_folder(sys.argv[1], Wanted.WEIGHTS)"
-    )
+    code = "import sys; from megarl.checkpoint.hub_download import *; local_folder(sys.argv[1], Wanted.WEIGHTS)"
     return subprocess.Popen(
-        [sys.executable, "-c", code, model], cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, model],
+        cwd=ROOT,
+        text=True,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=default_interrupt,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+from other_user import python_of, with_path
 from ranks import free_port
 from test_endpoint import agent_run
 from tiny_run import FOUR_RANKS, ROOT
@@ -192,40 +193,26 @@ def test_another_user_can_neither_read_nor_change_a_run(tmp_path: Path) -> None:
 
 
 def test_two_users_train_side_by_side() -> None:
-    """The same configuration with a reward pool, an endpoint for agents and a row cache, at once, on one machine."""
-    if not shutil.which("setpriv"):
-        pytest.skip("needs setpriv")
-    become = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    # this Python may lie in root's home: the system's of the same version reads the same packages
-    pythons = [os.path.realpath(sys.executable), "/usr/bin/python{}.{}".format(*sys.version_info)]
-    packages = os.pathsep.join([str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
-    can_start = (subprocess.run([*become, "test", "-x", python]).returncode == 0 for python in pythons)
-    python = next((python for python, can in zip(pythons, can_start, strict=True) if can), None)
-    if python is None:
-        pytest.skip("no Python that other users can start")
-    runs = {}
+    """The same configuration with an agent on four ranks, at once, on one machine."""
+    pythons = {"root": [sys.executable], "nobody": python_of(NOBODY)}
     shared = Path("/tmp") / f"two-users-{os.getpid()}"
     shared.mkdir(mode=0o755)
+    runs = {}
     try:
-        for user, words in (("root", []), ("nobody", become)):
+        for user, python in pythons.items():
             folder = shared / user
             folder.mkdir()
             config = agent_run(folder, "two_turns", **{**FOUR_RANKS, "trainer__total_training_steps": 3})
             for path in (folder, *folder.rglob("*")):
-                shutil.chown(path, user, NOBODY if words else 0)
-            environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "LOGNAME": user}
-            environment |= {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
-            log = open(folder / "log", "w")  # noqa: SIM115
-            command = [*words, python, "-m", "megarl.cli.main", "train", str(config)]
-            runs[user] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-            log.close()
-        ended = {user: run.wait(500) for user, run in runs.items()}
-        assert ended == {"root": 0, "nobody": 0}, [(shared / user / "log").read_text() for user in ended]
-        rows = {user: (shared / user / "run" / "metrics.jsonl").read_text().splitlines() for user in runs}
-        assert {user: len(lines) for user, lines in rows.items()} == {
-            "root": 4,
-            "nobody": 4,
-        }  # with the validation before them
+                shutil.chown(path, user)
+            environment = {**with_path(), "HOME": str(folder), "LOGNAME": user, "OMP_NUM_THREADS": "1"}
+            command = [*python, "-m", "megarl.cli.main", "train", str(config)]
+            with open(folder / "log", "w") as log:
+                runs[user] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        codes = {user: run.wait(500) for user, run in runs.items()}
+        assert codes == {"root": 0, "nobody": 0}, [(shared / user / "log").read_text() for user in codes]
+        rows = {user: len((shared / user / "run" / "metrics.jsonl").read_text().splitlines()) for user in runs}
+        assert rows == {"root": 4, "nobody": 4}  # with the validation before the steps
         owners = {user: {path.owner() for path in (shared / user / "run").rglob("*")} for user in runs}
         assert owners == {"root": {"root"}, "nobody": {"nobody"}}
     finally:

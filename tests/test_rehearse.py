@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import FOUR_RANKS, ROOT, megarl, write_run
+from tiny_run import FOUR_RANKS, ROOT, default_interrupt, megarl, write_run
 
 from megarl.cli.main import main
 from megarl.config import load_config
@@ -170,7 +170,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
     config, log = write_run(tmp_path), tmp_path / "kept" / "alone.log"
     command = [sys.executable, "-m", "megarl.cli.main", "rehearse", str(config), "--keep", str(log.parent)]
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ}, stderr=subprocess.PIPE, text=True, preexec_fn=_default_interrupt
+        command, cwd=ROOT, env={**os.environ}, stderr=subprocess.PIPE, text=True, preexec_fn=default_interrupt
     )
     while not log.exists():
         assert process.poll() is None
@@ -183,7 +183,3 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
     assert "Traceback" not in err
     _, alive = psutil.wait_procs(started, timeout=100)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-
-
-def _default_interrupt() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import pytest
+from other_user import python_of, with_path
 
 from megarl.isolation.call_filter import filter_code
 from megarl.isolation.launch import IsolatedProcess, start_isolated
@@ -58,11 +59,6 @@ def running(below: int | None = None) -> set[psutil.Process]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.add(process)
     return found
-
-
-def with_path() -> dict[str, str]:
-    """This environment, for a Python that finds what this one finds."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
 def run(source: str, stdin: str = "", limits: Limits = FAIR) -> Outcome:
@@ -528,15 +524,9 @@ def test_at_once_from_many_threads() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="root alone can become another user")
 def test_as_an_ordinary_user() -> None:
     """Its namespaces come from a user namespace of its own; the interpreter must be one that the user may read."""
-    python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
-    wanted = f"{sys.version_info.major}.{sys.version_info.minor}"
-    ask = ["-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    if python is None or subprocess.run([python, *ask], capture_output=True, text=True).stdout.strip() != wanted:
-        pytest.skip(f"no Python {wanted} of the system")
-    command = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", python, "-m", "pytest", __file__]
+    command = [*python_of(12345), "-m", "pytest", __file__]
     environment = {**with_path(), "HOME": "/nonexistent"}
     command += ["-p", "no:cacheprovider", "--noconftest", "-k", "daemon or secret or signals or network or privileges"]
     done = subprocess.run([*command, f"--rootdir={ROOT}"], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -545,15 +535,7 @@ def test_as_an_ordinary_user() -> None:
 
 def as_nobody(code: str) -> str:
     """What a program of user 65534 prints; its interpreter must be one that the user may run."""
-    if os.getuid() or not shutil.which("setpriv"):
-        pytest.skip("root alone can become another user")
-    python = shutil.which("python3", path="/usr/local/bin:/usr/bin")
-    ask = ["-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    wanted = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if python is None or subprocess.run([python, *ask], capture_output=True, text=True).stdout.strip() != wanted:
-        pytest.skip(f"no Python {wanted} of the system")
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c", code]
-    done = subprocess.run(command, cwd="/", env=with_path(), capture_output=True, text=True)
+    done = subprocess.run([*python_of(65534), "-c", code], cwd="/", env=with_path(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -131,6 +132,11 @@ def write_run(folder: Path, **sections: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def default_interrupt() -> None:
+    """What a shell's job in the foreground has; one in the background, as these tests may be, ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def megarl(*args: str, timeout: float = 400, **environment: str) -> subprocess.CompletedProcess[str]:

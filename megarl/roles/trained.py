@@ -12,6 +12,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
 from megarl.algorithms.aggregation import token_weights
@@ -76,6 +77,8 @@ class TrainedModel(MegatronModel):
                 )
                 for i, chunk in enumerate(self.chunks)
             ]
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        self._dispatchers = [module.token_dispatcher for module in modules if isinstance(module, MoELayer)]
         self.gradient_sync = Stopwatch(next(self.ddp[0].parameters()).device)
         # hooks of the parameters hold the configuration where no collection looks: the model must not be in it
         self.transformer_config.finalize_model_grads_func = partial(_finalize_without_token_count, self.gradient_sync)
@@ -177,7 +180,8 @@ class TrainedModel(MegatronModel):
         columns, sequence_columns = columns_for(loss, batch, self.head.per)
         (sequence_columns if self.head.per == "sequence" else columns)["weights"] = weights
         passed = self._run(batch, passes, loss, columns, sequence_columns)
-        _forget_graphs(self.chunks)
+        for dispatcher in self._dispatchers:
+            _forget_graph(dispatcher)
         return passed
 
     def gather_parameters(self) -> None:
@@ -310,13 +314,10 @@ def _finalize_without_token_count(
         finalize_model_grads(models, None, **kwargs)
 
 
-def _forget_graphs(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let go of the autograd graph of the last pass, of which the dispatchers of experts keep a tensor.
+def _forget_graph(dispatcher: object) -> None:
+    """Let go of the autograd graph of the last pass, of which a dispatcher of tokens to experts keeps tensors.
 
     The graph leads to the hooks of the parameters, and they to the model, where no collection looks: it would stay.
     """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if (dispatcher := getattr(module, "token_dispatcher", None)) is not None:
-                kept = {name: value for name, value in vars(dispatcher).items() if isinstance(value, Tensor)}
-                vars(dispatcher).update({name: value.detach() for name, value in kept.items()})
+    kept = {name: value for name, value in vars(dispatcher).items() if isinstance(value, Tensor)}
+    vars(dispatcher).update({name: value.detach() for name, value in kept.items()})
