@@ -99,7 +99,7 @@ def test_nodes_with_different_code_do_not_train_together(tmp_path: Path) -> None
     shutil.copytree(ROOT / "megarl", other / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     with open(other / "megarl" / "algorithms" / "losses" / "vanilla.py", "a") as f:
         f.write("# another line\n")
-    config = write_run(tmp_path, **QUIET)
+    config = write_run(tmp_path, **QUIET, reward__trial=0)
     place = ["--nnodes=2", "--nproc=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     nodes = [
         subprocess.Popen(

@@ -58,7 +58,7 @@ def test_a_run_without_streams_writes_its_files_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_terminal_that_lacks_a_character_gets_an_escape(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(ARROW)
-    config = write_run(tmp_path, reward={"name": f"{tmp_path / 'reward.py'}:score", "on_error": "drop"})
+    config = write_run(tmp_path, reward={"name": f"{tmp_path / 'reward.py'}:score", "on_error": "drop", "trial": 0})
     done = megarl("train", str(config), PYTHONIOENCODING="latin-1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\\u2192 no number" in done.stdout + done.stderr

@@ -25,4 +25,5 @@ def test_a_run_that_is_killed_while_it_saves_ends_with_the_same_bits(
     assert "0 tensors differ; metrics equal: True" in said
     kills = json.loads((out / "kills.json").read_text())
     assert [(kill["moment"], kill["left"]) for kill in kills] == [(moment, 0) for moment in moments]
-    assert [".global_step_" in name for name in kills[2]["partial"]] == [True]  # whole, but for its name
+    partial = kills[2]["partial"]  # whole, but for its name; with a local disk the next one may have begun, too
+    assert partial and all(".global_step_" in name for name in partial)

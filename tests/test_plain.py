@@ -103,7 +103,9 @@ def test_what_a_model_says_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_a_reward_s_message_and_a_row_s_text_in_a_run(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(f"def score(response, row):\n    raise ValueError({HOSTILE!r})\n")
-    config = write_run(tmp_path, reward__name=f"{tmp_path}/reward.py:score", trainer__val_before_train=False)
+    config = write_run(
+        tmp_path, reward={"name": f"{tmp_path}/reward.py:score", "trial": 0}, trainer__val_before_train=False
+    )
     for words, module in ((("train", str(config)), "megarl.cli.main"), ((str(config),), "megarl.train")):
         done = run(*words, module=module)
         assert done.returncode == ExitCode.INPUT and r"\u001b[2J" in done.stdout + done.stderr

@@ -59,6 +59,7 @@ def dying_run(folder: Path, **sections: Any) -> Path:
         "trainer__val_before_train": False,
         "trainer__test_freq": 0,
         "trainer__flow": f"{folder / 'flow.py'}:flow",
+        "checkpoint__async_save": False,  # so that the newest checkpoint is known when a rank dies
     }
     return write_run(folder, **{**settings, **sections})
 

@@ -71,17 +71,18 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if lowered := _lowered(config):
         overrides = [*overrides, *lowered]
         config = load_config(args.config, [*overrides, *ranks])
+    from megarl.telemetry.console import go_on_without
+
+    go_on_without()
     inputs = _check(config, first=node_rank == 0)
     if inputs is None:
         return 0
     from megarl.nodes import Node
     from megarl.supervisor import Restarts, Supervisor
-    from megarl.telemetry.console import copy_into_log
     from megarl.telemetry.log_file import LOG
     from megarl.trainer.hub_models import pinned_keys
     from megarl.trainer.resuming.identity import configuration_digest
 
-    copy_into_log()
     LOG.open_if_there(config.trainer.run_dir, f"node_{node_rank}")
     pins = pinned_keys(inputs.config)
     overrides = [*overrides, *pins]
