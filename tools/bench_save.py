@@ -44,6 +44,7 @@ class Figures:
         gib: that each save wrote, over all ranks.
         link_s: seconds of a copy of the rank's part into pinned memory.
         host_gib: memory of the process after each save.
+        device_gib: memory of the GPU that torch holds tensors in after each save.
     """
 
     what: str
@@ -54,6 +55,7 @@ class Figures:
     gib: float
     link_s: float
     host_gib: list[float]
+    device_gib: list[float]
 
 
 def main(argv: list[str]) -> int:
@@ -86,6 +88,7 @@ class Watch:
         self.stops: list[float] = []
         self.written: list[float] = []
         self.host: list[float] = []
+        self.device: list[float] = []
         self.rows: list[tuple[bool, float]] = []
         self._checkpoints, self._began = run.checkpoints, 0.0
         self._save, self._after = run.checkpoints.save, run.checkpoints._after
@@ -96,6 +99,7 @@ class Watch:
         self._save(*args, **more)
         self.stops.append(time.monotonic() - self._began)
         self.host.append(psutil.Process().memory_info().rss / 2**30)
+        self.device.append(torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0)
 
     def after(self, *args: Any) -> None:
         self._after(*args)
@@ -126,6 +130,7 @@ def measure(inputs: Inputs, world: World) -> Figures:
         gib=size / 2**30,
         link_s=link,
         host_gib=watch.host,
+        device_gib=watch.device,
     )
 
 
@@ -148,7 +153,8 @@ def print_table(figures: Figures) -> None:
     print(f"stops    {' '.join(f'{s:.2f}' for s in figures.stops)} s")
     print(f"written  {' '.join(f'{s:.1f}' for s in figures.written)} s after the save began")
     print(f"steps    {figures.steps:.3f} s, beside a write {figures.steps_beside:.3f} s")
-    print(f"host     {' '.join(f'{s:.1f}' for s in figures.host_gib)} GiB")
+    print(f"host     {' '.join(f'{s:.2f}' for s in figures.host_gib)} GiB")
+    print(f"device   {' '.join(f'{s:.2f}' for s in figures.device_gib)} GiB")
 
 
 if __name__ == "__main__":

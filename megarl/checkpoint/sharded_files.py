@@ -81,10 +81,13 @@ class ShardedParts:
         """
         parts, self._common = save_preprocess(sharded)  # checks that the ranks' parts cover every tensor exactly once
         mine = [part for part in nested_values(parts) if is_main_replica(part.replica_id)]
-        bits, self.copied = bit_sums(part for part in mine if isinstance(part, ShardedTensor)), False
+        tensors, self.copied = [part for part in mine if isinstance(part, ShardedTensor)], False
         if staging is not None:
             with suppress(MemoryError):
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
+        bits = bit_sums(tensors)  # while they are copied
+        if staging is not None:
+            staging.wait()
         self._planner = _Planner(mine)
         everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
         self._plans = [items for items, _ in everyone]

@@ -24,6 +24,7 @@ class Staging:
     def __init__(self) -> None:
         self._slabs: list[Tensor] = []
         self._taking: threading.Thread | None = None
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def prepare(self, nbytes: int) -> None:
         """Take memory for so many bytes in a thread, if it is not there."""
@@ -40,7 +41,7 @@ class Staging:
         self._taking.start()
 
     def copy(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Copy tensors, and wait until they may change. The copies are lost with the next call.
+        """Begin to copy tensors, which may change after `wait`. The copies are lost with the next call.
 
         Raises:
             MemoryError: the host has too little memory; nothing is held.
@@ -51,15 +52,21 @@ class Staging:
         tensors = list(tensors)
         free = [len(slab) for slab in self._slabs]
         copies: dict[int, Tensor] = {}
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
-                copies[i] = self._place(tensors[i], free).copy_(tensors[i].detach(), non_blocking=True)
+            with torch.cuda.stream(self._stream):  # None changes nothing
+                for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
+                    copies[i] = self._place(tensors[i], free).copy_(tensors[i].detach(), non_blocking=True)
         except MemoryError:
             self._slabs.clear()
             raise
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
         return [copies[i] for i in range(len(tensors))]
+
+    def wait(self) -> None:
+        """Wait until all that was begun is copied."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _place(self, tensor: Tensor, free: list[int]) -> Tensor:
         """Find room for a tensor in the first slab that has some, or in a new one.

@@ -262,9 +262,8 @@ class Checkpointing:
 
     def _make_room(self) -> None:
         """Wait until the memory for copies is free, and at most one checkpoint is still on the nodes' own disks."""
-        if self._local_dir is None:
-            self.settle()
-        while len(self._writing) > 1 or not all(writing.save.copies_are_free for writing in self._writing):
+        others = 0 if self._local_dir is None else 1
+        while len(self._writing) > others or not all(writing.save.copies_are_free for writing in self._writing):
             self._go_on()
 
     def _go_on(self) -> None:
