@@ -22,6 +22,7 @@ from tiny_run import ROOT
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 NODES = ("n0", "n1", "n2")
 ANSWER_SECONDS = 400.0
+GOING_ON = ("PENDING", "RUNNING", "COMPLETING", "SIGNALING")
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -44,7 +45,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=15
+SlurmdTimeout=10
 KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -95,9 +96,11 @@ class Cluster:
 
     def lose_node(self, name: str) -> None:
         """Kill all that runs on a node at once, as a power failure would."""
-        tasks = [
-            psutil.Process(pid) for pid, said in processes_of(self.folder).items() if f"SLURMD_NODENAME={name}" in said
-        ]
+        tasks = []
+        for pid, said in processes_of(self.folder).items():
+            if f"SLURMD_NODENAME={name}" in said:
+                with suppress(psutil.NoSuchProcess):
+                    tasks.append(psutil.Process(pid))
         watchers = {parent for task in tasks if (parent := task.parent()) is not None and parent.name() == "slurmstepd"}
         node = psutil.Process(int((self.folder / f"slurmd-{name}.pid").read_text()))
         for process in [node, *watchers, *tasks]:
@@ -127,7 +130,7 @@ class Job:
         end = time.monotonic() + ANSWER_SECONDS
         while not re.search(pattern, self.out):
             state = self["JobState"]
-            assert time.monotonic() < end and state in ("PENDING", "RUNNING", "COMPLETING"), f"{state}\n{self.out}"
+            assert time.monotonic() < end and state in GOING_ON, f"{state}\n{self.out}"
             time.sleep(0.2)
         return self.out
 
@@ -140,9 +143,13 @@ class Job:
         return self.out
 
     def start_again(self) -> None:
-        """Start a requeued job at once: Slurm lets it wait for two minutes."""
+        """Start a requeued job soon: Slurm lets it wait for two minutes.
+
+        Not at once: a node refuses a job that it ended in the same second, and a node that was lost is asked to end the
+        job's old tasks and taken to be free when it answers, with a new job on it as well.
+        """
         self.until("PENDING")
-        self._cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        self._cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now+5")
 
     def signal(self, name: str) -> None:
         """Send a signal to the job's tasks."""
