@@ -51,8 +51,12 @@ def go_on_without() -> None:
         stream: Any = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or isinstance(getattr(stream.buffer, "raw", None), _Unfailing):
             continue
-        stream.flush()
-        through = io.BufferedWriter(_Unfailing(stream.fileno(), "wb", closefd=False))
+        try:
+            stream.flush()
+            descriptor = stream.fileno()
+        except OSError:  # no file: what a program has put in the place of its output
+            continue
+        through = io.BufferedWriter(_Unfailing(descriptor, "wb", closefd=False))
         new_stream = plain_stream(stream, through)
         at_once = stream.line_buffering or stream.write_through  # the latter by PYTHONUNBUFFERED
         new_stream.reconfigure(line_buffering=at_once, write_through=False)
