@@ -286,6 +286,18 @@ def _written_later(run_dir: str, memory: bool) -> tuple[bool, bool]:
     return snapshot.parts.copied, same and moved == memory
 
 
+def test_a_copy_is_a_storage_of_its_own() -> None:
+    """Else torch's writer copies each tensor once more: it takes a storage that is larger for a view's."""
+    from megarl.checkpoint.staging import Staging
+
+    tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.zeros(0, 4), torch.tensor(2.5)]
+    staging = Staging()
+    copies = staging.copy(tensors)
+    staging.wait()
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy, tensor) and copy.untyped_storage().nbytes() == tensor.nbytes
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_copy_is_written_as_it_was(ranks: Ranks, tmp_path: Path, memory: bool) -> None:
     """Without memory for a copy nothing is copied, and the rank writes before it goes on."""

@@ -100,7 +100,8 @@ class Watch:
         self.stops.append(time.monotonic() - self._began)
         self.host.append(psutil.Process().memory_info().rss / 2**30)
         self.device.append(torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0)
-        print(f"save {len(self.stops)}: {self.stops[-1]:.2f} s, host {self.host[-1]:.2f} GiB, device {self.device[-1]:.2f}")
+        memory = f"host {self.host[-1]:.2f} GiB, device {self.device[-1]:.2f} GiB"
+        print(f"save {len(self.stops)}: {self.stops[-1]:.2f} s, {memory}")
 
     def after(self, *args: Any) -> None:
         self._after(*args)

@@ -59,6 +59,7 @@ class Staging:
                 for i in sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes):
                     copies[i] = self._place(tensors[i], free).copy_(tensors[i].detach(), non_blocking=True)
         except MemoryError:
+            self.wait()
             self._slabs.clear()
             raise
         return [copies[i] for i in range(len(tensors))]
@@ -73,7 +74,12 @@ class Staging:
 
         Args:
             free: bytes at the end of each slab, which this changes.
+
+        Returns:
+            a tensor of the same shape and type. Its storage is no larger: torch's writer would copy a part of one.
         """
+        if tensor.numel() == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         needed = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         number = next((i for i, room in enumerate(free) if room >= needed), len(free))
         if number == len(free):
@@ -82,7 +88,8 @@ class Staging:
             free.append(len(self._slabs[-1]))
         start = len(self._slabs[number]) - free[number]
         free[number] -= needed
-        return self._slabs[number][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        room = torch.frombuffer(self._slabs[number].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        return room.view(tensor.shape)
 
 
 def _slab(nbytes: int) -> Tensor:
