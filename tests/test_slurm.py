@@ -89,49 +89,31 @@ def test_the_time_limit_saves_and_the_requeued_job_goes_on_to_the_end(cluster: C
     assert "communication: no NCCL_*, GLOO_*, UCX_* or FI_* variable is set\n" in out
 
 
-def losses_of(job: Job) -> list[str]:
-    """The nodes that a job has lost, as it remembers them."""
-    file = ROOT / ".cache" / f"slurm-{job.number}.lost"
-    return file.read_text().split() if file.exists() else []
-
-
-def lose(cluster: Cluster, job: Job, name: str) -> None:
-    """A node fails, the job is requeued, and the node is back."""
-    cluster.lose_node(name)
-    job.until("PENDING")
-    cluster.start_node(name)
-
-
 def test_a_node_that_is_lost_twice_is_left_out(cluster: Cluster, waiting: dict[str, str], tmp_path: Path) -> None:
+    """Once it runs a task, once the script, too."""
     job = cluster.submit("--nodelist=n0,n1", *WAITS, **waiting)
+    losses = ROOT / ".cache" / f"slurm-{job.number}.lost"
     job.until_said("begins on n1")
-    lose(cluster, job, "n1")
-    assert losses_of(job) == ["n1"]
+    cluster.lose_node("n1")
+    job.until("PENDING")
+    assert losses.read_text().split() == ["n1"]
+    cluster.start_node("n1")
+    cluster.call("scontrol", "update", f"JobId={job.number}", "ReqNodeList=n1,n2")
     job.start_again()
-    job.until_said("(?s)begins on n1.*begins on n1")
-    lose(cluster, job, "n1")
+    job.until_said("begins on n2")
+    assert losses.read_text().split() == ["n1", "n1"]  # the second one is the script's node, until it says otherwise
+    cluster.lose_node("n1")
+    job.until("PENDING")
+    cluster.start_node("n1")
     job.start_again()
     job.until_said("n1 was lost twice and is left out; the job is requeued for start 4 of at most 21")
     cluster.call("scontrol", "update", f"JobId={job.number}", "ReqNodeList=")
     job.start_again()
-    job.until_said("(?s)n1 was lost twice.*begins on n2")
+    job.until_said("(?s)n1 was lost twice.*begins on n0")
     assert job["ExcNodeList"] == "n1" and job["NodeList"] == "n[0,2]"
     (tmp_path / "go").touch()
     job.until("COMPLETED")
-    assert losses_of(job) == []
-
-
-def test_the_node_of_the_script_is_lost(cluster: Cluster, waiting: dict[str, str], tmp_path: Path) -> None:
-    """It can say nothing any more, so that it counts as lost until it says otherwise."""
-    job = cluster.submit("--nodelist=n1,n2", *WAITS, **waiting)
-    job.until_said("begins on n2")
-    lose(cluster, job, "n1")
-    job.start_again()
-    job.until_said("(?s)begins on n2.*begins on n2")
-    assert losses_of(job).count("n1") == 2
-    (tmp_path / "go").touch()
-    job.until("COMPLETED")
-    assert losses_of(job) == []
+    assert not losses.exists()
 
 
 def test_a_preempted_job_is_requeued(cluster: Cluster, waiting: dict[str, str], tmp_path: Path) -> None:
