@@ -17,7 +17,6 @@ Without `data.train_files` the prompts are random, of `data.max_prompt_length` t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
-from benchmark import finish, inputs_of, run_of, start
+from benchmark import command_line, finish, inputs_of, run_of, start
 
 from megarl.config import ConfigError, load_run_config
 from megarl.parallel.world import World
@@ -64,11 +63,8 @@ class Figures:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="measured rounds")
-    parser.add_argument("--json", help="file for the figures")
     args = parser.parse_intermixed_args(argv)
     carrying = ["actor_rollout_ref.rollout.carry_over.enable=true", "algorithm.rollout_correction.rollout_is=token"]
     try:

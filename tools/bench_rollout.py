@@ -20,7 +20,6 @@ count. The reshard, waking and going to sleep are reported beside them.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -33,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmark import finish, inputs_of, run_of, start
+from benchmark import command_line, finish, inputs_of, run_of, start
 
 from megarl.config import ConfigError, load_run_config
 from megarl.parallel.generation_groups import GenerationGroups
@@ -74,12 +73,9 @@ class Figures:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that warms up")
     parser.add_argument("--peer", choices=["vllm"], help="engine to compare the native one with, on one GPU")
-    parser.add_argument("--json", help="file for the figures")
     args = parser.parse_intermixed_args(argv)
     try:
         inputs = inputs_of(load_run_config(args.config, args.overrides))

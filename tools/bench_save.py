@@ -9,7 +9,6 @@ as many bytes from the GPU into pinned memory in the same process, which is as f
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 from bench_step import SETTINGS
-from benchmark import finish, run_of, start, synthetic_inputs
+from benchmark import command_line, finish, run_of, start, synthetic_inputs
 
 from megarl.config import ConfigError, load_run_config
 from megarl.flows import ppo
@@ -59,12 +58,9 @@ class Figures:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line(__doc__)
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--every", type=int, default=6, help="steps from a save to the next")
-    parser.add_argument("--json", help="file for the figures")
     args = parser.parse_intermixed_args(argv)
     steps = WARM_UP + args.saves * args.every
     saving = [f"trainer.save_freq={args.every}", f"trainer.total_training_steps={steps}", "trainer.max_ckpt_to_keep=1"]

@@ -14,7 +14,6 @@ stages), and plain vLLM (with rollout.name=vllm the same engine; with rollout.na
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from bench_rollout import check_peer, peer_vllm, raw_vllm, replica_share, seconds
 from bench_train import Phase, measure_training, model_flops, phase
-from benchmark import finish, run_of, start, synthetic_inputs
+from benchmark import command_line, finish, run_of, start, synthetic_inputs
 
 from megarl.config import Config, ConfigError, load_run_config
 from megarl.flows import ppo
@@ -96,12 +95,9 @@ def _named(row: Metrics, prefix: str, suffix: str) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help=f"measured steps, after {WARM_UP} that warm up")
     parser.add_argument("--alone", action="store_true", help="measure plain Megatron-Core and vLLM as well")
-    parser.add_argument("--json", help="file for the figures")
     args = parser.parse_intermixed_args(argv)
     steps = f"trainer.total_training_steps={WARM_UP + args.rounds}"
     try:

@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench_step import SETTINGS, WARM_UP
+from benchmark import command_line
 
 from megarl.config import Config, ConfigError, load_run_config
 
@@ -31,12 +33,9 @@ TOOLS = Path(__file__).parent
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help=f"measured steps, after {WARM_UP} that warm up")
     parser.add_argument("--vllm", action="store_true", help="TRL generates with vLLM")
-    parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--only-trl", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     try:
@@ -88,26 +87,23 @@ def trl_steps(config: Config, steps: int, *, vllm: bool) -> list[float]:
     on_gpu = torch.cuda.is_available()
     model_config = AutoConfig.from_pretrained(ours.model.path)
     model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    micro = max(1, min(ours.actor.ppo_max_token_len_per_gpu // length(config), sequences(config)))
-    while sequences(config) % micro:
-        micro -= 1
+    most = max(1, min(ours.actor.ppo_max_token_len_per_gpu // length(config), sequences(config)))
+    micro = max(count for count in range(1, most + 1) if sequences(config) % count == 0)
     rng = random.Random(0)
     prompts = [
         " ".join(str(rng.randrange(model_config.vocab_size - 2)) for _ in range(data.max_prompt_length))
         for _ in range(data.train_batch_size)
     ]
-    began, taken = [0.0], list[float]()
+    ends = list[float]()
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            began[0] = began[0] or time.monotonic()
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.monotonic())
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             if on_gpu:
                 torch.cuda.synchronize()
-            now = time.monotonic()
-            taken.append(now - began[0])
-            began[0] = now
+            ends.append(time.monotonic())
 
     with tempfile.TemporaryDirectory() as folder:
         if vllm:
@@ -142,7 +138,7 @@ def trl_steps(config: Config, steps: int, *, vllm: bool) -> list[float]:
             callbacks=[Clock()],
         )
         trainer.train()
-    return taken
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 def numbers_as_words(vocab_size: int) -> Any:

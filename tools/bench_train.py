@@ -12,7 +12,6 @@ Only the model's shape, the layout, micro-batch sizes and kernels are taken from
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import random
@@ -23,7 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from benchmark import finish, random_weights, run_of, start, synthetic_inputs
+from benchmark import command_line, finish, random_weights, run_of, start, synthetic_inputs
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -84,9 +83,7 @@ class Figures:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser = command_line(__doc__)
     parser.add_argument("--lengths", default="64x1024", help="sequences x tokens for each data-parallel rank")
     parser.add_argument("--rounds", type=int, default=10, help=f"measured rounds, after {WARM_UP} that warm up")
     parser.add_argument("--profile", help="file for a table of one step's kernels")
@@ -94,7 +91,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sequences", type=int, default=256, help="with --packing")
     parser.add_argument("--longest", type=int, default=4096, help="tokens, with --packing")
     parser.add_argument("--log-probs", type=int, metavar="TOKENS")
-    parser.add_argument("--json", help="file for the figures")
     args = parser.parse_intermixed_args(argv)
     try:
         config = load_run_config(args.config, args.overrides)

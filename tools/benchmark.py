@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
@@ -34,6 +35,15 @@ from megarl.types import Prompt
 
 Figures = TypeVar("Figures", bound=Any)
 """A dataclass of what was measured."""
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """What the words of every benchmark are: a configuration, keys that change it, and a file for the figures."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--json", help="file for the figures")
+    return parser
 
 
 def start() -> World:

@@ -88,8 +88,8 @@ class Staging:
             free.append(len(self._slabs[-1]))
         start = len(self._slabs[number]) - free[number]
         free[number] -= needed
-        room = torch.frombuffer(self._slabs[number].numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        return room.view(tensor.shape)
+        memory = self._slabs[number].numpy()
+        return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
 
 
 def _slab(nbytes: int) -> Tensor:

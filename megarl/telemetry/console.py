@@ -52,20 +52,15 @@ def go_on_without() -> None:
         if not isinstance(stream, io.TextIOWrapper) or isinstance(getattr(stream.buffer, "raw", None), _Unfailing):
             continue
         try:
-            stream.flush()
             descriptor = stream.fileno()
-        except OSError:  # no file: what a program has put in the place of its output
+        except io.UnsupportedOperation:  # what a program has put in the place of its output
             continue
+        stream.flush()
         through = io.BufferedWriter(_Unfailing(descriptor, "wb", closefd=False))
         new_stream = plain_stream(stream, through)
         at_once = stream.line_buffering or stream.write_through  # the latter by PYTHONUNBUFFERED
         new_stream.reconfigure(line_buffering=at_once, write_through=False)
         setattr(sys, name, new_stream)
-    copy_into_log()
-
-
-def copy_into_log() -> None:
-    """Copy what this process prints into the log file, too."""
     LOG.is_fed = True
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, PlainText):

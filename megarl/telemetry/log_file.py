@@ -156,7 +156,7 @@ def keep_records(level: str) -> None:
 
 
 def keep_log(run_dir: str, rank: int, level: str) -> None:
-    """Keep what this rank prints from now on, and has printed, if its streams are copied: `copy_into_log`.
+    """Keep what this rank prints from now on, and has printed, if its streams are copied: `go_on_without`.
 
     Args:
         level: of records of Python's logging, see `keep_records`.
