@@ -38,7 +38,8 @@ class Figures:
     Attributes:
         what: the case.
         stops: seconds that each save stopped training.
-        steps, steps_beside: median seconds of steps with nothing to write, and beside a checkpoint that is written.
+        steps, steps_beside: median seconds of steps with nothing to write, and of those beside a checkpoint that is
+            written or an earlier one that is deleted; without the seconds of `stops`.
         written: seconds from each save to its checkpoint's name.
         gib: that each save wrote, over all ranks.
         link_s: seconds of a copy of the rank's part into pinned memory.
@@ -86,7 +87,7 @@ class Watch:
         self.host: list[float] = []
         self.device: list[float] = []
         self.rows: list[tuple[bool, float]] = []
-        self._checkpoints, self._began = run.checkpoints, 0.0
+        self._checkpoints, self._began, self._was_busy = run.checkpoints, 0.0, False
         self._save, self._after = run.checkpoints.save, run.checkpoints._after
         run.checkpoints.save, run.checkpoints._after = self.save, self.after
 
@@ -104,7 +105,10 @@ class Watch:
         self.written.append(time.monotonic() - self._began)
 
     def row(self, loop: str, step: int, row: Mapping[str, float]) -> None:
-        self.rows.append((self._checkpoints._writing is not None, row["timing/step_s"]))
+        work = [*(writing.work for writing in self._checkpoints._writing), *self._checkpoints._pruned]
+        busy = any(not each.done() for each in work)
+        self.rows.append((busy or self._was_busy, row["timing/step_s"] - row.get("timing/save_s", 0.0)))
+        self._was_busy = busy
 
 
 def measure(inputs: Inputs, world: World) -> Figures:

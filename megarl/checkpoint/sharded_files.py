@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.bit_sums import bit_sums, total_of
+from megarl.checkpoint.manifest import FileRecord, record_files
 from megarl.checkpoint.plan_items import (
     chunk_index,
     object_bytes,
@@ -46,6 +47,7 @@ from megarl.checkpoint.plan_items import (
     stored_shape,
     tensor_item,
 )
+from megarl.checkpoint.recorded_files import RecordingWriter
 from megarl.checkpoint.staging import Staging
 from megarl.checkpoint.stored_objects import COMMON_FILE, CheckpointReader, read_common, read_object
 from megarl.data.balance import karmarkar_karp
@@ -69,7 +71,7 @@ class ShardedParts:
     Attributes:
         rank: the one whose share it is.
         copied: whether everything is a copy.
-        files: names of what this rank has written.
+        records: of the files that this rank has written, by name.
         bits: the whole tensors' sums, see `bit_sums`, as they were before they were copied; known to the first rank.
     """
 
@@ -85,34 +87,34 @@ class ShardedParts:
         if staging is not None:
             with suppress(MemoryError):
                 self._common, mine, self.copied = copy.deepcopy(self._common), _copied(mine, staging), True
-        bits = bit_sums(tensors)  # while they are copied
+        self._planner = _Planner(mine)  # this and the next two lines run while the tensors are copied
+        bits = bit_sums(tensors)
+        everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
         if staging is not None:
             staging.wait()
-        self._planner = _Planner(mine)
-        everyone = world.gather((self._planner.items, bits), "the plan of a checkpoint")
         self._plans = [items for items, _ in everyone]
         self.bits = total_of(sums for _, sums in everyone)
         self.rank = world.rank
-        self.files: list[str] = []
+        self.records: dict[str, FileRecord] = {}
 
     def write(self, folder: str) -> list[WriteResult]:
-        """Write this rank's part into an existing folder; waits for no other rank. Raises OSError."""
+        """Write this rank's part into an existing folder, to the disk; waits for no other rank. Raises OSError."""
         if self.rank == 0:
             write_common(folder, self._common)
+            self.records |= record_files(folder, [COMMON_FILE], sync=True)
         planner, first = self._planner, self.rank * FILES_PER_RANK
         sizes = [planner.nbytes(item) for item in planner.items]
         files = min(FILES_PER_RANK, 1 + sum(sizes) // FILE_BYTES)
         shares = [share for share in karmarkar_karp(sizes, range(len(sizes)), files) if share]
         plans = [SavePlan([]) for _ in range(first)]  # the writer names files by the place in this list
         plans += [SavePlan([planner.items[i] for i in share]) for share in shares]
-        writer = _writer(folder)
+        writer = RecordingWriter(folder)
         plans = writer.prepare_global_plan(plans)[first:]
         with ThreadPoolExecutor(FILES_PER_RANK) as pool:
             # the writer's own threads would keep an error to themselves
             by_file = pool.map(lambda plan: writer.write_data(plan, planner).wait(), plans)
             results = [result for of_file in by_file for result in of_file]
-        names = {result.storage_data.relative_path for result in results}
-        self.files = sorted(names | ({COMMON_FILE} if self.rank == 0 else set()))
+        self.records |= writer.records
         return results
 
     def finish(self, folder: str, results: list[list[WriteResult]]) -> None:
@@ -122,7 +124,7 @@ class ShardedParts:
             results: of each rank's `write`, in rank order.
         """
         _, metadata = self._planner.create_global_plan([SavePlan(items) for items in self._plans])
-        _writer(folder).finish(metadata, results)
+        FileSystemWriter(folder).finish(metadata, results)
         save_config(CheckpointingConfig("torch_dist"), folder)
 
 
@@ -181,40 +183,31 @@ def remove_parts(folder: str) -> None:
             os.unlink(os.path.join(folder, name))
 
 
-def _writer(folder: str) -> FileSystemWriter:
-    return FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
-
-
 def _copied(parts: Sequence[ShardedTensor | ShardedObject], staging: Staging) -> list[ShardedTensor | ShardedObject]:
     tensors = iter(staging.copy(part.data for part in parts if isinstance(part, ShardedTensor)))
-    return [
-        replace(part, data=next(tensors) if isinstance(part, ShardedTensor) else copy.deepcopy(part.data))
-        for part in parts
-    ]
+    return [replace(part, data=next(tensors)) if isinstance(part, ShardedTensor) else part for part in parts]
 
 
 class _Planner(DefaultSavePlanner):
-    """Lists this rank's items, and gives the writer their data."""
+    """Lists this rank's items, and gives the writer their data. Objects are serialised at once."""
 
     def __init__(self, parts: Sequence[ShardedTensor | ShardedObject]) -> None:
         super().__init__(flatten_state_dict=False)
         self.items: list[WriteItem] = []
-        self._parts: dict[MetadataIndex, ShardedTensor | ShardedObject] = {}
+        self._data: dict[MetadataIndex, Tensor | io.BytesIO] = {}
         for part in parts:
-            item = object_item(part.unique_key) if isinstance(part, ShardedObject) else tensor_item(part)
+            is_object = isinstance(part, ShardedObject)
+            item = object_item(part.unique_key) if is_object else tensor_item(part)
             self.items.append(item)
-            self._parts[item.index] = part
+            self._data[item.index] = object_bytes(part) if is_object else part.data.detach().view(stored_shape(part))
 
     def nbytes(self, item: WriteItem) -> int:
         """Count the bytes of an item; 0 for an object, which is small."""
-        part = self._parts[item.index]
-        return 0 if isinstance(part, ShardedObject) else int(part.data.nbytes)
+        data = self._data[item.index]
+        return data.nbytes if isinstance(data, Tensor) else 0
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        part = self._parts[write_item.index]
-        if isinstance(part, ShardedObject):
-            return object_bytes(part)
-        return part.data.detach().view(stored_shape(part))
+        return self._data[write_item.index]
 
 
 class Reads(DefaultLoadPlanner):

@@ -120,7 +120,7 @@ class Snapshot:
         written: list[Written] = yield partial(self._write, local or self.partial)
         yield partial(self._describe, written) if first else _nothing
         if local is not None:
-            yield partial(copy_over, local, self.partial, self.parts.files)
+            yield partial(copy_over, local, self.partial, sorted(self.parts.records))
         if self.export is not None:
             yield partial(self._export, written) if first else _nothing
 
@@ -141,11 +141,11 @@ class Snapshot:
             self.model_files(self.partial)
         with _without_warnings():
             results = self.parts.write(place)
-        records = record_files(place, self.parts.files, sync=True)
+        records = self.parts.records
         if self.parts.rank == 0:
             # all but the parts of other ranks
             rest = [name for name in files_of(self.partial) if not name.endswith(DEFAULT_SUFFIX)]
-            records |= record_files(self.partial, sorted(set(rest) - records.keys()), sync=True)
+            records = records | record_files(self.partial, sorted(set(rest) - records.keys()), sync=True)
         return Written(results=results, records=records)
 
     def _describe(self, written: Sequence[Written]) -> None:

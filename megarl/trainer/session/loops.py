@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -75,6 +76,7 @@ class Loops:
             yield from self._steps(loop, order, total, before, validate)
         finally:
             self._current = None
+            gc.unfreeze()
 
     def _steps(self, loop: str, order: int, total: int, before: int | None, validate: Validate | None) -> Iterator[int]:
         validates_first = validate is not None and self._config.trainer.val_before_train
@@ -203,6 +205,9 @@ class Loops:
             self._save(kept)
 
     def _end_step(self, total: int, validate: Validate | None) -> None:
+        if self.is_first_step:
+            gc.collect()
+            gc.freeze()  # half a million objects, most of them of modules, at which each collection would look again
         self.is_first_step = False
         metrics, speed = self._records.collect(), self._records.speed()
         if validate is not None and _due(self._config.trainer.test_freq, self.position.step, total, at_end=True):
