@@ -37,10 +37,10 @@ FIELDS = np.dtype(
         ("index", "<u4"),  # position in the file list
         ("file", "<u4"),
         ("at", "<i8"),  # byte where the line begins; batch x BATCH_ROWS + row in an Arrow file
-        ("size", "<u4"),  # bytes of the line; 0 in an Arrow file; of an example, its tokens
+        ("size", "<u4"),  # bytes of the line; 0 in an Arrow file; of an example that is tokenised, its tokens
         ("line", "<u4"),  # for people, from 1
-        ("prompt", "<u8"),  # digest of the prompt's column, or of an example's sequences
-        ("row", "<u8"),  # digest of the columns; 0 for an example
+        ("prompt", "<u8"),  # digest of the prompt's column, or of what stands for an example's sequences
+        ("row", "<u8"),  # digest of the columns; 0 for an example that is tokenised
         ("tokens_at", "<i8"),  # where its tokens begin among those that are stored; -1: none are
         ("tokens", "<u4"),  # numbers that are stored there
         ("check", "<u4"),  # checksum of the other fields and of the stored tokens
@@ -69,10 +69,11 @@ class Scan:
         special_tokens: of the tokenizer, as texts may spell them.
         scorers: that must be able to score a response to a row; empty: nothing is known of them.
         training: whether `data.filter` and `data.curriculum` apply.
+        hint: said once, where looking at the rows takes long.
     """
 
     answers: ClassVar[bool] = False
-    """Whether rows come with their answers: all are tokenised at once, and none is read again."""
+    """Whether rows come with their answers."""
 
     what: str
     data: DataConfig
@@ -80,6 +81,12 @@ class Scan:
     special_tokens: tuple[str, ...] = ()
     scorers: Scorers = ()
     training: bool = True
+    hint: str = ""
+
+    @property
+    def read_again(self) -> bool:
+        """Whether rows are read again when they are drawn; else they are tokenised at once."""
+        return True
 
     @property
     def cuts(self) -> bool:
@@ -288,13 +295,14 @@ def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any
 
 
 def digest_of(columns: Mapping[str, Any]) -> int:
-    """`FIELDS.row`: the same however the file writes them. A column or field that is null counts as one that is not
-    there, since tables fill these in.
-    """
+    """`FIELDS.row`: the same however the file writes them."""
+    return number_of(as_json(columns).encode())
+
+
+def as_json(columns: Mapping[str, Any]) -> str:
+    """Write columns as JSON, in ASCII. What is null counts as not there, since tables fill such fields in."""
     text = _encode(columns)
-    if "null" in text:
-        text = _encode(without_nulls(columns))
-    return number_of(text.encode())
+    return _encode(without_nulls(columns)) if "null" in text else text
 
 
 def checks_of(rows: Any) -> Any:
