@@ -271,6 +271,15 @@ def test_what_cannot_be_used_is_refused_before_the_run(
     assert str(refused.value).startswith(refusal.replace("FILE", file)) and "\n" not in str(refused.value)
 
 
+def test_the_first_row_of_a_form_that_the_template_refuses_is_named(tmp_path: Path, later: None, cached: None) -> None:
+    """Whichever process looked at it, and at others of its form, behind rows of forms that it takes."""
+    write_chat_tokenizer(tmp_path, STRICT)
+    good, bad = {"m": said("7", "8")}, {"m": [{"role": "system", "content": "7"}, *said("7", "8")]}
+    file = write_rows(tmp_path / "a.jsonl", [good] * 50 + [bad] * 50)
+    with pytest.raises(ValueError, match=r"a.jsonl:51: the chat template refuses the messages: no system$"):
+        load(str(tmp_path), file, "demonstrations", messages_key="m")
+
+
 def test_tools_that_the_template_drops_are_refused_before_the_run(tmp_path: Path, later: None) -> None:
     """However many conversations with the same roles, and no tools, came before."""
     write_chat_tokenizer(tmp_path, TEMPLATE.partition("{% endif %}")[2])

@@ -25,9 +25,8 @@ from megarl.data.examples import Example, Turns
 from megarl.data.formats import Format
 from megarl.data.messages import strings_in
 from megarl.data.readers import Row, value_or_none
-from megarl.data.row_looks import OF_ROW, RowLooks
+from megarl.data.row_looks import OF_ROW, LateTokenizer, RowLooks
 from megarl.data.scan import FIELDS, Placed, Scan, Scanned, as_json, finder_of, number_of
-from megarl.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +35,14 @@ class ExampleScan(Scan):
 
     Attributes:
         format: of the rows.
-        tokenizer: pickled for a worker process, it is opened anew there.
+        tokenizer: pickled for a worker process, it is opened anew there, when it is needed.
         drawn: rows are looked at, and tokenised when they are drawn.
     """
 
     answers: ClassVar[bool] = True
 
     format: Format
-    tokenizer: Tokenizer
+    tokenizer: LateTokenizer
     drawn: bool = False
     bounded: bool = False
     training: bool = False
@@ -63,6 +62,10 @@ class ExampleScan(Scan):
     def looks(self) -> RowLooks:
         """Looks at rows without tokenising them."""
         return RowLooks(self.format, self.data, self.tokenizer)
+
+    def settle(self, scanned: Scanned) -> None:
+        for form, row in scanned.forms:
+            self.looks.accept(form, row)
 
     def look_at(self, rows: Iterable[Placed], stem: str) -> Scanned:
         """Look at some rows, or tokenise them, one after the other, up to the first that cannot be used."""
@@ -84,7 +87,9 @@ class ExampleScan(Scan):
         written = as_json(placed.row.columns)
         spells = bool(self._may_spell(written)) and self._spells_special_token(placed.row)
         out.special += spells
-        example = self.looks.checked(placed.row, spells_special=spells and not self.data.read_special_tokens)
+        example, form = self.looks.look(placed.row, spells_special=spells and not self.data.read_special_tokens)
+        if form is not None:
+            out.forms.append((form, placed.row))
         out.same += _same(example)
         where = (out.seen - 1, 0, placed.at, placed.size, placed.line)
         kept.fields.append((*where, _number_of(example), number_of(written.encode()), -1, 0, 0, example.label))
@@ -93,7 +98,7 @@ class ExampleScan(Scan):
         """Store the tokens of a row, or leave it out as too long."""
         out.special += self._spells_special_token(placed.row)
         try:
-            example = OF_ROW[self.format](placed.row, self.data, self.tokenizer)
+            example = OF_ROW[self.format](placed.row, self.data, self.tokenizer.opened)
         except TooLong:
             if not self.data.filter_overlong_prompts:
                 raise

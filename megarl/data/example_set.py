@@ -17,7 +17,7 @@ from megarl.data.index_cache import index_of
 from megarl.data.readers import Row
 from megarl.data.row_files import RowRefused
 from megarl.data.row_index import Index
-from megarl.data.row_looks import OF_ROW
+from megarl.data.row_looks import OF_ROW, LateTokenizer
 from megarl.data.row_set import RowSet
 from megarl.data.tokenizer import Tokenizer
 
@@ -63,7 +63,7 @@ def load_examples(
         data=data,
         special_tokens=tuple(tokenizer.special_tokens),
         format=format,
-        tokenizer=tokenizer,
+        tokenizer=LateTokenizer(tokenizer),
         drawn=drawn,
         hint="data.filter_overlong_prompts=true has rows tokenised when they are drawn" if large and not drawn else "",
     )

@@ -104,6 +104,7 @@ class _Making:
             rows, seen = scanned.rows, self._index.seen
             rows["index"] += seen
             rows["file"] = file
+            self._rules.settle(scanned)
             kept = self._settle(scanned.unsettled, rows)
             self._store(scanned, rows)
             rows["check"] ^= checks_of(rows)

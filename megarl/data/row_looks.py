@@ -7,6 +7,7 @@ numbers stand for a text, and for a message. Torch-free, for worker processes.
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -29,6 +30,30 @@ OF_ROW: Mapping[Format, Callable[[Row, DataConfig, Tokenizer], Example]] = {
 }
 """Tokenises a row of a format."""
 
+
+class LateTokenizer:
+    """A tokenizer that another process opens when it first needs it: transformers has 60 MB.
+
+    Attributes:
+        opened: the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.opened = tokenizer
+
+    def __getstate__(self) -> bytes:
+        return pickle.dumps(self.opened)
+
+    def __setstate__(self, state: bytes) -> None:
+        self._pickled = state
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "opened":
+            raise AttributeError(name)
+        self.opened = pickle.loads(self._pickled)
+        return self.opened
+
+
 Form = tuple[Any, ...]
 """How the messages of a row follow each other: for each conversation that is encoded, roles, and which are empty."""
 
@@ -39,13 +64,13 @@ _two_numbers = struct.Struct("<II").unpack
 
 
 class RowLooks:
-    """Looks at rows of a format, and tokenises those of whose form none was tokenised before."""
+    """Looks at rows of a format. The first row of each form is tokenised, to see that the chat template takes it."""
 
-    def __init__(self, format: Format, data: DataConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, format: Format, data: DataConfig, tokenizer: LateTokenizer) -> None:
         self._of_row, self._tokenizer = OF_ROW[format], tokenizer
         self._data = data.model_copy(update=_NO_LIMIT)
         self._stand_in = StandIn(tokenizer)
-        self._accepted: set[Form] = {()}
+        self._noted, self._accepted = {()}, {()}
 
     def stand_in(self, row: Row) -> Example:
         """Return the row's example, with numbers that stand for its texts in the place of tokens.
@@ -58,8 +83,8 @@ class RowLooks:
         self._stand_in.begin()
         return self._of_row(row, self._data, cast(Tokenizer, self._stand_in))
 
-    def checked(self, row: Row, *, spells_special: bool) -> Example:
-        """Return the same, of a row that the tokenizer and its chat template take, unless they look at the words.
+    def look(self, row: Row, *, spells_special: bool) -> tuple[Example, Form | None]:
+        """Return the same, and the row's form if it is the first of that form that this process sees: see `accept`.
 
         Args:
             spells_special: the row has texts of which only the tokenizer knows whether they can be read.
@@ -68,11 +93,18 @@ class RowLooks:
             ValueError: the row cannot be used; how long it is does not matter.
         """
         example, form = self.stand_in(row), self._stand_in.form
-        if form is None or spells_special or form not in self._accepted:
-            self._of_row(row, self._data, self._tokenizer)
-            if form is not None:
-                self._accepted.add(form)
-        return example
+        if form is None or spells_special:
+            self._of_row(row, self._data, self._tokenizer.opened)
+        if form is None or form in self._noted:
+            return example, None
+        self._noted.add(form)
+        return example, form
+
+    def accept(self, form: Form, row: Row) -> None:
+        """Tokenise a row, unless one of its form was tokenised before; raises ValueError where that fails."""
+        if form not in self._accepted:
+            self._of_row(row, self._data, self._tokenizer.opened)
+            self._accepted.add(form)
 
 
 class StandIn:
@@ -85,7 +117,7 @@ class StandIn:
 
     eos_id = _END
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: LateTokenizer) -> None:
         self._tokenizer = tokenizer
         self.begin()
 
@@ -95,7 +127,7 @@ class StandIn:
         self._numbers: dict[tuple[str, str], tuple[int, int]] = {}  # of the messages of this row
 
     def encode(self, text: str) -> list[int]:
-        return [*_numbers(text)] if _SURE(text) or self._tokenizer.encode(text) else []
+        return [*_numbers(text)] if _SURE(text) or self._tokenizer.opened.encode(text) else []
 
     def encode_chat(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> list[int]:
         numbers, roles, known = [_BEGINNING], list[Any](), self._numbers

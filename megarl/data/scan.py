@@ -143,6 +143,9 @@ class Scan:
         """
         return scan(rows, self, stem)
 
+    def settle(self, scanned: Scanned) -> None:
+        """Tokenise what the rows of a chunk, and of those before it, depend on; raises ValueError where that fails."""
+
     def needs_tokens(self, prompt: str | Conversation) -> bool:
         """Whether only its tokens tell that a prompt can be used."""
         return not isinstance(prompt, str) or not self.fits(prompt)
@@ -180,6 +183,7 @@ class Scanned:
         sources: data sources of those that are kept, at most `MOST_SOURCES`.
         tokens: int32, of examples; `tokens_at` counts from the first.
         contents: of examples, as `digested` has them.
+        forms: of examples that are tokenised when they are drawn, with the first row of each.
         overlong: examples that were left out.
         same: pairs whose answers are the same.
         refusal: why the row after the last one cannot be used; the chunk's other rows were not looked at.
@@ -193,6 +197,7 @@ class Scanned:
     unsettled: list[Unsettled] = field(default_factory=list)
     tokens: bytes = b""
     contents: bytes = b""
+    forms: list[tuple[tuple[Any, ...], Row]] = field(default_factory=list)
     overlong: int = 0
     same: int = 0
     refusal: str = ""

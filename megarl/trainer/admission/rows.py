@@ -48,7 +48,7 @@ def _check_examples(inputs: Inputs) -> None:
     """Check that every pair fits into a micro-batch, and that batches are as large as the flow needs."""
     config, actor = inputs.config, inputs.config.actor_rollout_ref.actor
     sets = [rows for rows in (inputs.train_examples, inputs.val_examples) if isinstance(rows, ExampleSet)]
-    tokens, together, whose = max(_most_tokens(rows, config.data) for rows in sets)
+    tokens, together, whose = max((_most_tokens(rows, config.data) for rows in sets), key=lambda most: most[0])
     limit = actor.ppo_max_token_len_per_gpu
     if actor.use_dynamic_bsz and tokens > limit:
         raise ValueError(
