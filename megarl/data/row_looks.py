@@ -130,7 +130,7 @@ class StandIn:
         return [*_numbers(text)] if _SURE(text) or self._tokenizer.opened.encode(text) else []
 
     def encode_chat(self, messages: Messages, *, reply: bool = True, tools: Messages = ()) -> list[int]:
-        numbers, roles, known = [_BEGINNING], list[Any](), self._numbers
+        numbers, roles, known = [_BEGINNING], [], self._numbers
         if tools:
             numbers += _numbers(json.dumps(tools, sort_keys=True))
         for message in messages:
@@ -139,9 +139,10 @@ class StandIn:
                 self.form = None
                 numbers += _numbers(json.dumps(message, sort_keys=True))
                 continue
-            if key not in known:
-                known[key] = _numbers(f"{role}\n{content}")
-            numbers += known[key]
+            pair = known.get(key)
+            if pair is None:
+                pair = known[key] = _numbers(f"{role}\n{content}")
+            numbers += pair
             roles.append(role if content else (role,))
         if tools:
             self.form = None
