@@ -127,7 +127,7 @@ class ExampleScan(Scan):
 
 @dataclass
 class _Kept:
-    """What is kept of the rows of a chunk: see `Scanned`; `stored` counts the int32s of their tokens."""
+    """Holds what is kept of the rows of a chunk: see `Scanned`; `stored` counts the int32s of their tokens."""
 
     fields: list[tuple[int | float, ...]] = field(default_factory=list)
     tokens: list[bytes] = field(default_factory=list)

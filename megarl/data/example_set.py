@@ -112,7 +112,7 @@ class ExampleSet(RowSet[Example]):
 
     @property
     def sequences(self) -> int:
-        """How many sequences each example has."""
+        """Count the sequences of each example."""
         return 2 if self._rules.format == "preferences" else 1
 
     @property
@@ -128,10 +128,10 @@ class ExampleSet(RowSet[Example]):
         return Example(sequences=sequences, label=float(fields["value"]), source=self._source(fields))
 
     def _read_drawn(self, fields: Any) -> Example:
-        held = self._held.pop(int(fields["index"]), None)
-        if held is not None:
-            self._held_numbers -= len(held[0])
-            return Example(sequences=sequences_of(held[0]), label=held[1], source=self._source(fields))
+        numbers, label = self._held.pop(int(fields["index"]), (None, 0.0))
+        if numbers is not None:
+            self._held_numbers -= len(numbers)
+            return Example(sequences=sequences_of(numbers), label=label, source=self._source(fields))
         try:
             return self._tokenised(fields)
         except ValueError as e:
