@@ -89,7 +89,7 @@ def main(argv: list[str], callbacks: Sequence[Callback] = ()) -> int:
 
 def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
     """Say what ended the run, the rank that knows most first; returns the exit code."""
-    from megarl.data.row_files import RowsChanged
+    from megarl.data.row_files import RowRefused, RowsChanged
     from megarl.parallel.watch import Stalled, is_peer_loss
     from megarl.rewards.results import RewardError
     from megarl.telemetry.profiler import OutOfMemory
@@ -116,6 +116,9 @@ def _failed(error: BaseException, rank: int, stop: StopRequest) -> int:
         text = f"rank {rank} lost its connection to another rank, which has failed or is gone ({reason[:200]})"
     elif isinstance(error, Stalled):
         text = str(error)
+    elif isinstance(error, RowRefused):  # one rank need say it
+        time.sleep(SECOND_VOICE_SECONDS if rank else 0.0)
+        text = f"rank {rank} failed: {error}"
     elif isinstance(error, RowsChanged | RewardError | OutOfMemory):  # its text says all, and our frames nothing
         if isinstance(error, RewardError) and error.everywhere:  # one rank need say it
             time.sleep(SECOND_VOICE_SECONDS if rank else 0.0)
@@ -129,12 +132,12 @@ def _code_of(error: BaseException) -> ExitCode:
     """Return the exit code that tells a launcher what kind of failure it was."""
     from torch import AcceleratorError, OutOfMemoryError
 
-    from megarl.data.row_files import RowsChanged
+    from megarl.data.row_files import RowRefused, RowsChanged
     from megarl.parallel.watch import Stalled, is_communication_failure
     from megarl.rewards.results import RewardError
     from megarl.telemetry.profiler import OutOfMemory
 
-    if isinstance(error, RewardError | RowsChanged):
+    if isinstance(error, RewardError | RowsChanged | RowRefused):
         return ExitCode.INPUT
     if isinstance(error, Stalled):
         return ExitCode.STALLED

@@ -150,3 +150,16 @@ def a_reshard_that_loses_a_bit() -> Callable[[], None]:
         Resharder.run = original  # type: ignore[method-assign]
 
     return undo
+
+
+def rows_are_drawn() -> Callable[[], None]:
+    """Rows with answers of any size are tokenised when they are drawn, and before the run the first and the last."""
+    from megarl.data import example_set
+
+    kept = example_set.LATER_BYTES, example_set.TRIED
+    example_set.LATER_BYTES, example_set.TRIED = -1, 2
+
+    def undo() -> None:
+        example_set.LATER_BYTES, example_set.TRIED = kept
+
+    return undo

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import megarl.data.index_making
 import megarl.data.prompts
+import megarl.data.row_set
 from megarl.config.data import DataConfig
 from megarl.data.prompts import PromptSet
 from megarl.data.row_files import RowsChanged
@@ -180,7 +181,7 @@ def test_nothing_is_left(tmp_path: Path, tokenizer: str, way: dict[str, Any]) ->
 
 
 def test_more_files_than_are_open(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megarl.data.prompts, "OPEN_FILES", 3)
+    monkeypatch.setattr(megarl.data.row_set, "OPEN_FILES", 3)
     for i in range(10):
         write_rows(tmp_path / f"{i}.jsonl", [{"prompt": str(i)}] * 2)
     found, before = read(tokenizer, [f"{tmp_path}/*.jsonl"]), len(os.listdir("/proc/self/fd"))

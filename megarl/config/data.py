@@ -74,7 +74,9 @@ class DataConfig(Section):
     max_prompt_length: Whole = Field(512, ge=1, description="tokens; longer prompts follow `truncation`")
     max_response_length: Whole = Field(512, ge=1, description="maximum number of generated tokens")
     filter_overlong_prompts: bool = Field(
-        False, description="drop rows with prompts over max_prompt_length or answers over max_response_length"
+        False,
+        description="drop rows with prompts over max_prompt_length or answers over max_response_length; training rows "
+        "with answers of more than 64 MiB are tokenised when they are drawn then, and passed over where too long",
     )
     truncation: Literal["error", "left", "right", "middle"] = Field(
         "error", description="treatment of a prompt over max_prompt_length: the part that is cut, or an error"

@@ -61,6 +61,8 @@ def check_nothing_is_left_out(
     Templates know what they know: one for chats writes a call of a tool as nothing, and the model would learn to answer
     nothing. So words that stand for what the messages hold are looked for in what it writes.
     """
+    if not tools and all(message["role"] in USUAL_ROLES and "tool_calls" not in message for message in messages):
+        return
     probes: dict[str, str] = {}
 
     def probe(what: str) -> str:

@@ -13,7 +13,7 @@ from megarl.data.row_index import Index, meta_of_index, open_index
 from megarl.data.scan import Scan, hexadecimal
 from megarl.data.tokenizer import Tokenizer
 
-_FORMAT = 4  # of an index: those of another one are made again
+_FORMAT = 5  # of an index: those of another one are made again
 
 
 def index_of(
@@ -32,7 +32,7 @@ def index_of(
     small = bool(sources) and not is_remote and sum(file.size for file in sources) <= small_bytes
     if tokenizer_key and not small:
         return _cached(sources, rules, tokenizer, tokenizer_key)
-    if not small and (not sources or (is_remote and not rules.answers)):
+    if not small and (not sources or (is_remote and rules.read_again)):
         raise ValueError(f"{rules.what}: rows that have to be kept need a tokenizer that is known by its files")
     try:
         return make_index(sources, rules, tokenizer, None, lambda: None)

@@ -78,7 +78,7 @@ class _Making:
         self._stretches: list[tuple[int, int]] = []  # file and bytes of each, in order
         self._rows_of: list[int] = []  # seen in each file
         self._done, self._total = 0, 0  # bytes
-        self._last_line = time.monotonic()
+        self._last_line, self._hint = time.monotonic(), f"; {rules.hint}" if rules.hint else ""
 
     def stretches(self, files: list[DataFile]) -> Iterator[Stretch]:
         """Divide the files, in order; what has to be fetched or converted is so on the way."""
@@ -104,6 +104,7 @@ class _Making:
             rows, seen = scanned.rows, self._index.seen
             rows["index"] += seen
             rows["file"] = file
+            self._rules.settle(scanned)
             kept = self._settle(scanned.unsettled, rows)
             self._store(scanned, rows)
             rows["check"] ^= checks_of(rows)
@@ -134,11 +135,11 @@ class _Making:
             first[np.unique(index.rows["prompt"], return_index=True)[1]] = True
             index.duplicates = int((~first).sum())
             index.rows = index.rows[first] if self._folder is None else _rewritten(index.rows, first)
-        if self._rules.answers:
+        if self._rules.read_again:
+            index.digest = _digest(index.rows, self._rules)
+        else:
             index.digest = self._contents.hexdigest()
             self._forget_rows()
-        else:
-            index.digest = _digest(index.rows, self._rules)
         return index
 
     def _store(self, scanned: Scanned, rows: Any) -> None:
@@ -210,7 +211,7 @@ class _Making:
             sizes = _write_arrow(bounded, sink, self._progress)
         source = path or sink.getvalue()
         number = self._add_file(file.name, file.entry, "arrow", os.path.basename(path) if path else source)
-        step, line = 1 if self._rules.answers else 16, 1  # the tokens of a stretch are in memory
+        step, line = 16 if self._rules.read_again else 1, 1  # the tokens of a stretch are in memory
         for first in range(0, len(sizes), step):
             rows = sum(sizes[first : first + step])
             self._stretches.append((number, file.size * rows // sum(sizes)))
@@ -245,7 +246,8 @@ class _Making:
             return
         self._last_line = time.monotonic()
         part = f"{self._done / self._total:.0%} of {self._total / 1e9:.1f} GB looked at, " if self._total else ""
-        print(f"megarl: {self._rules.what}: {part}{self._index.seen} rows", file=sys.stderr, flush=True)
+        print(f"megarl: {self._rules.what}: {part}{self._index.seen} rows{self._hint}", file=sys.stderr, flush=True)
+        self._hint = ""
 
 
 def _stretches(f: BinaryIO, prefix: str, what: str) -> Iterator[tuple[int, int, int]]:
@@ -303,7 +305,8 @@ def _digest(rows: Any, rules: Scan) -> str:
     data, step = rules.data, 2**16
     cut: list[str | int] = [data.truncation, data.max_prompt_length] if rules.cuts else []
     cut += ["read_special_tokens"] if data.read_special_tokens else []
-    total = hashlib.blake2b(json.dumps([data.answer_key, *cut]).encode(), digest_size=8)
+    settings = rules.settings if rules.answers else []
+    total = hashlib.blake2b(json.dumps([data.answer_key, *cut, *settings]).encode(), digest_size=8)
     for i in range(0, len(rows), step):
         block = rows[i : i + step]
         total.update(np.stack([block["prompt"], block["row"]], 1).tobytes())

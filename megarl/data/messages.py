@@ -53,8 +53,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def _message(message: Mapping[str, Any], place: str) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if len(message) == 2 and role and isinstance(role, str) and isinstance(content, str):
+        return {"role": role, "content": content}
     given = {key: value for key, value in message.items() if value is not None}
-    role = given.get("role")
     if not isinstance(role, str) or not role:
         raise ValueError(f"{place}: its role must be a name such as user, not {_kind(message.get('role'))}")
     for key in _LOST:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from megarl.data.curriculum import Order
+from megarl.data.row_files import RowRefused
 
 _ORDER = {  # what the order of the prompts depends on: how it is called, and its part of a run in trainer.resume_allow
     "n_rows": ("rows of data.train_files", "data"),
@@ -28,6 +29,8 @@ class PromptSampler:
         shuffle: a new order every epoch; false: always 0, 1, 2, ...
         order: puts the rows of an epoch in another order than that.
         allow: parts of a run that may differ from where a state was taken, as in `trainer.resume_allow`.
+        fits: whether a row can be used; those that cannot are passed over. It gives the same for a row whenever it is
+            asked. Default: all can.
         called: of `n_rows` and `batch_size`, for messages: the key, and its part of a run; default those of training.
 
     Raises:
@@ -43,8 +46,10 @@ class PromptSampler:
         *,
         order: Order | None = None,
         allow: Collection[str] = (),
+        fits: Callable[[int], bool] | None = None,
         called: Mapping[str, tuple[str, str]] | None = None,
     ) -> None:
+        self._fits = fits
         self._called = {**_ORDER, **(called or {})}
         if batch_size > n_rows:
             (key, _), (rows, _) = self._called["batch_size"], self._called["n_rows"]
@@ -54,12 +59,37 @@ class PromptSampler:
         self._start(epoch=0, position=0)
 
     def next(self) -> list[int]:
-        """Draw the positions of the next batch's rows."""
-        if self._position + self._batch_size > self._n_rows:
-            self._start(epoch=self._epoch + 1, position=0)
-        start = self._position
-        self._position += self._batch_size
-        return [int(i) for i in self._order[start : self._position]]
+        """Draw the positions of the next batch's rows.
+
+        Raises:
+            RowRefused: the rows of a whole epoch that fit do not make one batch.
+        """
+        while True:
+            if self._position + self._batch_size > self._n_rows:
+                self._start(epoch=self._epoch + 1, position=0)
+            begins, batch = self._position == 0, self._fill()
+            if len(batch) == self._batch_size:
+                return batch
+            if begins:
+                raise RowRefused(self._too_few(len(batch)))
+
+    def _fill(self) -> list[int]:
+        """Draw rows that fit until they are a batch, or until what is left of the epoch is too little for one."""
+        batch: list[int] = []
+        while len(batch) < self._batch_size <= len(batch) + self._n_rows - self._position:
+            place = int(self._order[self._position])
+            self._position += 1
+            if self._fits is None or self._fits(place):
+                batch.append(place)
+        return batch
+
+    def _too_few(self, count: int) -> str:
+        (key, _), (rows, _) = self._called["batch_size"], self._called["n_rows"]
+        return (
+            f"{key} = {self._batch_size} is more than the {rows} that keep to data.max_prompt_length and "
+            f"data.max_response_length: {self._position} of {self._n_rows} were tried, {count} do; raise a length, or "
+            f"lower {key}"
+        )
 
     def state(self) -> dict[str, Any]:
         """Return `epoch`, counted from 0, `position`, rows of it already drawn, and what the order depends on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from megarl.data.encode import prompt_ids, special_remark
 from megarl.data.files import data_files, stem_of
 from megarl.data.index_cache import index_of
 from megarl.data.readers import Row
-from megarl.data.row_files import open_file
 from megarl.data.row_index import Index
 from megarl.data.row_set import RowSet
 from megarl.data.scan import Scan, bounded, check_filter, source_of, with_answer
@@ -25,9 +23,6 @@ from megarl.types import Prompt
 
 SMALL_BYTES = 16 * 2**20
 """Files up to this size together are read by every process for itself: nothing is written for them."""
-
-OPEN_FILES = 64
-"""At a time: there may be more files of rows than a process can have open."""
 
 
 def load_prompts(
@@ -84,9 +79,6 @@ class PromptSet(RowSet[Prompt]):
     def __init__(self, index: Index, rules: Scan, tokenizer: Tokenizer) -> None:
         super().__init__(index, _remarks(index, rules))
         self._rules, self._data, self._tokenizer = rules, rules.data, tokenizer
-        self._file = lru_cache(OPEN_FILES)(lambda number: open_file(*index.files[number]))
-        for number in range(min(len(index.files), OPEN_FILES)):  # what replaces one of these is not read
-            self._file(number)
         self._stems = [stem_of(name) for name, *_ in index.files]
 
     def row(self, i: int) -> Row:
@@ -117,8 +109,7 @@ class PromptSet(RowSet[Prompt]):
         return self._index.rows["value"]
 
     def _row(self, fields: Any) -> Row:
-        self._index.stored(fields)
-        source, columns = self._file(int(fields["file"])).read(fields)
+        source, columns = self._source_and_columns(fields)
         return Row(source, with_answer(columns, self._data.answer_key))
 
     def _read(self, fields: Any) -> Prompt:

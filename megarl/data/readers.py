@@ -101,7 +101,7 @@ def parse(line: bytes, source: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what}: {source} is nested too deeply") from e
     if line.count(b"[") + line.count(b"{") > _NESTED and _deeper(columns, _NESTED):
         raise ValueError(f"{what}: {source} is nested more than {_NESTED} deep")
-    if re.search(rb"\\ud[89a-f]", line, re.IGNORECASE):
+    if b"\\u" in line and re.search(rb"\\ud[89a-f]", line, re.IGNORECASE):
         try:
             json.dumps(columns, ensure_ascii=False).encode()
         except UnicodeEncodeError:

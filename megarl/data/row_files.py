@@ -16,6 +16,10 @@ class RowsChanged(RuntimeError):
     """A file of rows is no longer what it was when its rows were looked at."""
 
 
+class RowRefused(ValueError):
+    """Rows that were looked at before the run cannot be used when they are drawn; raised on every rank alike."""
+
+
 class RowFile(Protocol):
     """A file that is open for single rows."""
 

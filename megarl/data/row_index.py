@@ -3,12 +3,12 @@
 An index is a folder, or is held in memory if it is small:
 
     rows.bin       `scan.FIELDS` of every row that is used, in the order of the files
-    tokens.bin     int32: token ids of the prompts that were tokenised on the way, or all examples
+    tokens.bin     int32: token ids of the prompts, or of the examples, that were tokenised on the way
     N.jsonl        the rows of file N, where they were fetched from a store or come from `data.source`; and of a file of
                    text that is packed or has no lines of JSON, so that single rows can be read
     N.arrow        the same of a table
 
-Examples are read from tokens.bin alone, so that their index keeps no N.jsonl and N.arrow.
+Examples that were tokenised are read from tokens.bin alone, so that their index keeps no N.jsonl and N.arrow.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Index:
         return tokens
 
     def in_common(self, other: Index) -> int:
-        """Count the rows whose prompt, or sequences, the other index has too."""
+        """Count the rows whose prompt, or what stands for their sequences, the other index has too."""
         prompts, step = np.unique(self.rows["prompt"]), 2**16
         there = np.zeros(len(prompts), bool)
         for i in range(0, len(other.rows), step):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, overload
 
+from megarl.data.row_files import open_file
 from megarl.data.row_index import Index
 
 T = TypeVar("T")
+
+OPEN_FILES = 64
+"""At a time: there may be more files of rows than a process can have open."""
 
 
 class RowSet(Sequence[T], ABC):
@@ -18,8 +23,15 @@ class RowSet(Sequence[T], ABC):
         remarks: on the rows, and on what was left out, for the start of the run.
     """
 
-    def __init__(self, index: Index, remarks: tuple[str, ...]) -> None:
+    def __init__(self, index: Index, remarks: tuple[str, ...], *, reads_files: bool = True) -> None:
+        """
+        Args:
+            reads_files: rows are read from their files; false: from what is stored in the index.
+        """
         self._index, self.remarks = index, remarks
+        self._file = lru_cache(OPEN_FILES)(lambda number: open_file(*index.files[number]))
+        for number in range(min(len(index.files), OPEN_FILES) if reads_files else 0):
+            self._file(number)  # what replaces one of these is not read
 
     def __len__(self) -> int:
         return len(self._index.rows)
@@ -41,6 +53,11 @@ class RowSet(Sequence[T], ABC):
     def in_common(self, other: RowSet[T]) -> int:
         """Count the rows whose prompts, or sequences, the other set has too."""
         return self._index.in_common(other._index)
+
+    def _source_and_columns(self, fields: Any) -> tuple[str, Mapping[str, Any]]:
+        """Read a row from its file; raises RowsChanged if it is not the one that was looked at."""
+        self._index.stored(fields)
+        return self._file(int(fields["file"])).read(fields)
 
     @abstractmethod
     def _read(self, fields: Any) -> T:

@@ -37,10 +37,10 @@ FIELDS = np.dtype(
         ("index", "<u4"),  # position in the file list
         ("file", "<u4"),
         ("at", "<i8"),  # byte where the line begins; batch x BATCH_ROWS + row in an Arrow file
-        ("size", "<u4"),  # bytes of the line; 0 in an Arrow file; of an example, its tokens
+        ("size", "<u4"),  # bytes of the line; 0 in an Arrow file; of an example that is tokenised, its tokens
         ("line", "<u4"),  # for people, from 1
-        ("prompt", "<u8"),  # digest of the prompt's column, or of an example's sequences
-        ("row", "<u8"),  # digest of the columns; 0 for an example
+        ("prompt", "<u8"),  # digest of the prompt's column, or of what stands for an example's sequences
+        ("row", "<u8"),  # digest of the columns; 0 for an example that is tokenised
         ("tokens_at", "<i8"),  # where its tokens begin among those that are stored; -1: none are
         ("tokens", "<u4"),  # numbers that are stored there
         ("check", "<u4"),  # checksum of the other fields and of the stored tokens
@@ -69,10 +69,11 @@ class Scan:
         special_tokens: of the tokenizer, as texts may spell them.
         scorers: that must be able to score a response to a row; empty: nothing is known of them.
         training: whether `data.filter` and `data.curriculum` apply.
+        hint: said once, where looking at the rows takes long.
     """
 
     answers: ClassVar[bool] = False
-    """Whether rows come with their answers: all are tokenised at once, and none is read again."""
+    """Whether rows come with their answers."""
 
     what: str
     data: DataConfig
@@ -80,6 +81,12 @@ class Scan:
     special_tokens: tuple[str, ...] = ()
     scorers: Scorers = ()
     training: bool = True
+    hint: str = ""
+
+    @property
+    def read_again(self) -> bool:
+        """Whether rows are read again when they are drawn; else they are tokenised at once."""
+        return True
 
     @property
     def cuts(self) -> bool:
@@ -136,6 +143,9 @@ class Scan:
         """
         return scan(rows, self, stem)
 
+    def settle(self, scanned: Scanned) -> None:
+        """Tokenise what the rows of a chunk, and of those before it, depend on; raises ValueError where that fails."""
+
     def needs_tokens(self, prompt: str | Conversation) -> bool:
         """Whether only its tokens tell that a prompt can be used."""
         return not isinstance(prompt, str) or not self.fits(prompt)
@@ -173,6 +183,7 @@ class Scanned:
         sources: data sources of those that are kept, at most `MOST_SOURCES`.
         tokens: int32, of examples; `tokens_at` counts from the first.
         contents: of examples, as `digested` has them.
+        forms: of examples that are tokenised when they are drawn, with the first row of each.
         overlong: examples that were left out.
         same: pairs whose answers are the same.
         refusal: why the row after the last one cannot be used; the chunk's other rows were not looked at.
@@ -186,6 +197,7 @@ class Scanned:
     unsettled: list[Unsettled] = field(default_factory=list)
     tokens: bytes = b""
     contents: bytes = b""
+    forms: list[tuple[tuple[Any, ...], Row]] = field(default_factory=list)
     overlong: int = 0
     same: int = 0
     refusal: str = ""
@@ -288,13 +300,14 @@ def with_answer(columns: Mapping[str, Any], answer_key: str) -> Mapping[str, Any
 
 
 def digest_of(columns: Mapping[str, Any]) -> int:
-    """`FIELDS.row`: the same however the file writes them. A column or field that is null counts as one that is not
-    there, since tables fill these in.
-    """
+    """`FIELDS.row`: the same however the file writes them."""
+    return number_of(as_json(columns).encode())
+
+
+def as_json(columns: Mapping[str, Any]) -> str:
+    """Write columns as JSON, in ASCII. What is null counts as not there, since tables fill such fields in."""
     text = _encode(columns)
-    if "null" in text:
-        text = _encode(without_nulls(columns))
-    return number_of(text.encode())
+    return _encode(without_nulls(columns)) if "null" in text else text
 
 
 def checks_of(rows: Any) -> Any:

@@ -15,6 +15,7 @@ from megarl.config import Config
 from megarl.config.other_models import OtherModelConfig, RewardModelConfig, TeacherConfig
 from megarl.config.policy import ModelConfig, OptimConfig
 from megarl.data.curriculum import Columns, Order, as_asked, easy_first
+from megarl.data.example_set import fits_of
 from megarl.data.mixture import MixtureSampler
 from megarl.data.prompt_sampler import PromptSampler
 from megarl.data.prompts import PromptSet
@@ -198,8 +199,9 @@ def _weights(model: ModelConfig | OtherModelConfig, arch: Architecture, seed: in
 def prompt_sampler(inputs: Inputs) -> PromptSampler:
     """Build the sampler that draws the training prompts, or examples, in their order."""
     data, allow, prompts = inputs.config.data, inputs.config.trainer.resume_allow, inputs.train_prompts
-    if inputs.train_examples:
-        return PromptSampler(len(inputs.train_examples), data.train_batch_size, data.shuffle, data.seed, allow=allow)
+    if examples := inputs.train_examples:
+        size = data.train_batch_size
+        return PromptSampler(len(examples), size, data.shuffle, data.seed, allow=allow, fits=fits_of(examples))
     size, order = data.prompts_per_draw, None
     called = {"batch_size": ("data.gen_batch_size", "batch")} if data.gen_batch_size else {}
     if isinstance(prompts, PromptSet):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.data import DataConfig
 from megarl.data.example_set import ExampleSet
 from megarl.data.prompts import PromptSet
 from megarl.flow_kinds import flow_kind, generates, trains
@@ -46,13 +47,13 @@ def _check_scoring(inputs: Inputs) -> None:
 def _check_examples(inputs: Inputs) -> None:
     """Check that every pair fits into a micro-batch, and that batches are as large as the flow needs."""
     config, actor = inputs.config, inputs.config.actor_rollout_ref.actor
-    of_sets = [rows.longest for rows in (inputs.train_examples, inputs.val_examples) if isinstance(rows, ExampleSet)]
-    longest = max(of_sets, key=lambda example: example.tokens)
-    limit, together = actor.ppo_max_token_len_per_gpu, len(longest.sequences)
-    if actor.use_dynamic_bsz and longest.tokens > limit:
+    sets = [rows for rows in (inputs.train_examples, inputs.val_examples) if isinstance(rows, ExampleSet)]
+    tokens, together, whose = max((_most_tokens(rows, config.data) for rows in sets), key=lambda most: most[0])
+    limit = actor.ppo_max_token_len_per_gpu
+    if actor.use_dynamic_bsz and tokens > limit:
         raise ValueError(
-            f"{longest.source}: the pair has {longest.tokens} tokens, more than actor.ppo_max_token_len_per_gpu = "
-            f"{limit}, and its two answers are compared within one micro-batch; raise the key"
+            f"{whose} {tokens} tokens, more than actor.ppo_max_token_len_per_gpu = {limit}, and its two answers are "
+            "compared within one micro-batch; raise the key"
         )
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu < together:
         raise ValueError("actor.ppo_micro_batch_size_per_gpu = 1 holds no pair; set it to 2 or more")
@@ -61,6 +62,15 @@ def _check_examples(inputs: Inputs) -> None:
             f"{config.trainer.flow} compares each answer with those to other prompts: data.train_batch_size, and the "
             "rows of data.val_files, must be 2 or more"
         )
+
+
+def _most_tokens(rows: ExampleSet, data: DataConfig) -> tuple[int, int, str]:
+    """Return how many tokens an example has at most, how many sequences it has, and words that say whose they are."""
+    if rows.drawn:
+        count, both = rows.sequences, "2 x (data.max_prompt_length + data.max_response_length) ="
+        return count * data.max_sequence_length, count, f"a pair, tokenised when it is drawn, may have {both}"
+    longest = rows.longest
+    return longest.tokens, len(longest.sequences), f"{longest.source}: the pair has"
 
 
 def _at_most(key: str, size: int, there_are: int, files: str) -> None:

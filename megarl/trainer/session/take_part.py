@@ -12,6 +12,7 @@ import torch
 
 from megarl.config.refusal import is_refusal
 from megarl.config.secrets import hide
+from megarl.data.row_files import RowRefused
 from megarl.parallel.deterministic import deterministic
 from megarl.parallel.meeting import follow_launcher
 from megarl.parallel.train_groups import leave_world
@@ -102,8 +103,10 @@ def take_part(
             _close_after(failure, session, ends=ends)
             raise failure from e
         except BaseException as e:
+            if isinstance(e, RowRefused):
+                _save_before(session, "has a row that cannot be used")
             if isinstance(e, RewardError) and e.everywhere:
-                _save_before(session)
+                _save_before(session, "could not be scored")
             _close_after(e, session, ends=ends)
             raise
     session.close(engines=not ends)
@@ -120,14 +123,14 @@ def _close_after(failure: BaseException, session: Run, *, ends: bool) -> None:
         _say(session.world, f"the run's records could not be closed: {type(e).__name__}: {e}")
 
 
-def _save_before(session: Run) -> None:
-    """Save the steps before one that could not be scored: it has changed nothing."""
+def _save_before(session: Run, problem: str) -> None:
+    """Save the steps before one with a problem, on all ranks: it has changed nothing."""
     step = session.position.step
     try:
         session.save_whole_steps()
     except Exception as e:
         _say(session.world, f"the steps before could not be saved: {type(e).__name__}: {e}")
-    _say(session.world, f"step {step} could not be scored; {_goes_on(session)}")
+    _say(session.world, f"step {step} {problem}; {_goes_on(session)}")
 
 
 def _agree(inputs: Inputs, world: World) -> Start:
