@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 
 _NAME = re.compile(r"((?!-)[\w.-]*\w/(?!-)[\w.-]*\w)(?:@([\w.-]+(?:/[\w.-]+)*))?", re.ASCII)
+_FOLDERS = ("checkpoints", "data", "models", "runs")
+"""No users of the Hub: what begins so is a path, which may be mistyped."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -69,5 +71,7 @@ def folder_of(path: str) -> str:
 def _parsed(path: str) -> HubModel | None:
     match = _NAME.fullmatch(path)
     if match is None or ".." in path or "--" in match[1] or match[1].startswith(".") or "/." in match[1]:
+        return None
+    if match[1].split("/")[0] in _FOLDERS:
         return None
     return HubModel(match[1], match[2] or "")

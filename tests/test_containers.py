@@ -15,6 +15,7 @@ import yaml
 
 from megarl.cli import train
 from megarl.config import Config
+from megarl.endings import ExitCode
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -92,8 +93,9 @@ def test_a_pod_that_is_stopped_has_the_time_to_save() -> None:
 
 
 def test_a_refused_run_is_not_started_again() -> None:
+    values = [code.value for code in (ExitCode.REFUSED, ExitCode.STOPPED, ExitCode.INPUT)]
     (rule,) = JOB["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"] == {"containerName": CONTAINER["name"], "operator": "In", "values": [2]}
+    assert rule["onExitCodes"] == {"containerName": CONTAINER["name"], "operator": "In", "values": values}
     (policy,) = JOBSET["spec"]["failurePolicy"]["rules"]
     assert (policy["action"], policy["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     assert POD["restartPolicy"] == "Never" and JOB["backoffLimit"] == 0

@@ -67,7 +67,7 @@ def child(model: str) -> subprocess.Popen[str]:
         ("a/b@refs/pr/1", HubModel("a/b", "refs/pr/1")),
         *(
             (path, None)
-            for path in ("", "gpt2", "/a/b", "a/b/c", "./a/b", "../b", "a/b@", "a/../b", "a/b@../c", "~/b", "a/b\n")
+            for path in ("", "gpt2", "/a/b", "a/b/c", "./a/b", "../b", "a/b@", "a/../b", "a/b@../c", "~/b", "a/b\n", "runs/a")
         ),
     ],
 )

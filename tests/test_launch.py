@@ -72,6 +72,11 @@ def test_slurm_without_slurm() -> None:
     assert command[15:] == [str(ROOT / "configs" / "a.yaml"), "data.seed=3"]
 
 
+def test_slurm_starts_failed_ranks_again_where_that_is_asked() -> None:
+    command = dry_run("slurm/train.sbatch", "a.yaml", RESTARTS="3")
+    assert command[11:15] == ["train", "--restarts", "3", "--nnodes=1"]
+
+
 def test_slurm_takes_the_job_s_numbers() -> None:
     job = {"SLURM_NNODES": "16", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "123456", "MASTER_ADDR": "n7"}
     command = dry_run("slurm/train.sbatch", "a.yaml", **job)
