@@ -97,5 +97,5 @@ def test_gradients(ranks: Ranks, family: str, tmp_path: Path) -> None:
     buffers = {name for name, tensor in logical_tensors(ARCHITECTURES[family]).items() if tensor.kind == "buffer"}
     assert got.keys() == wanted.keys() - buffers
     for name, gradient in got.items():
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: n + text)
     assert all(gradient.any() for name, gradient in got.items() if ".experts." not in name)  # some get no token

@@ -141,7 +141,7 @@ MIXED = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_log_probs_with_layers_of_two_kinds(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
-    """The routers' biases are float32 in both; the reshard compares sums of bits. A rounded score may choose otherwise."""
+    """The routers' biases are float32 in both; the reshard compares bits. Rounding may choose other experts."""
     responses = set()
     for case in MIXED:
         for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, SOME_WITH_EXPERTS, dtype):
