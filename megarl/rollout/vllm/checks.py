@@ -31,7 +31,7 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
     with open(os.path.join(path, "config.json"), encoding="utf-8") as f:
         if "model_type" not in json.load(f):
             raise ValueError(f"rollout.name = vllm needs the field model_type in '{path}/config.json' (qwen2, say)")
-    check_vllm_model(arch, tp)
+    check_vllm_tp(arch, tp)
     widths = {layer.attention.cache_shape(tp)[-1] for layer in arch.kinds}
     for width in () if on_gpu else widths - set(CPU_HEAD_DIMS):
         sizes = ", ".join(map(str, CPU_HEAD_DIMS))
@@ -45,13 +45,17 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
         )
 
 
-def check_vllm_model(arch: Architecture, tp: int) -> None:
-    """The part of `check_vllm` that does not depend on what is installed."""
+def check_vllm_routers(arch: Architecture) -> None:
+    """Raises ValueError for a model whose routers vLLM keeps in another type than training does."""
     if arch.moe is not None and arch.moe.correction_bias:
         raise ValueError(
             f"vLLM keeps the routers of {arch.family} in float32, and the reshard copies the bits of training's; "
             "set rollout.name=native"
         )
+
+
+def check_vllm_tp(arch: Architecture, tp: int) -> None:
+    """The part of `check_vllm` that does not depend on what is installed."""
     padded = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if padded % tp:
         raise ValueError(

@@ -13,8 +13,9 @@ from megarl.rollout.vllm.checks import (
     BLOCK_SIZE,
     VOCAB_MULTIPLE,
     check_vllm,
-    check_vllm_model,
+    check_vllm_routers,
     check_vllm_temperature,
+    check_vllm_tp,
 )
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class VLLMKind(EngineKind):
         check_vllm_temperature(rollout.val_kwargs.temperature, "rollout.val_kwargs.temperature")
         if trains:
             check_vllm_temperature(rollout.temperature, "rollout.temperature")
-        check_vllm_model(arch, rollout.tensor_model_parallel_size)
+        check_vllm_routers(arch)
+        check_vllm_tp(arch, rollout.tensor_model_parallel_size)
 
     def check_here(self, rollout: RolloutConfig, arch: Architecture, path: str, *, on_gpu: bool) -> None:
         check_vllm(arch, path=path, tp=rollout.tensor_model_parallel_size, on_gpu=on_gpu)

@@ -187,10 +187,7 @@ def _rotate_and_store(
     tl.store(to, (a * cos - b * sin).to(out.dtype.element_ty), mask=inside)
     tl.store(to + HALF, (b * cos + a * sin).to(out.dtype.element_ty), mask=inside)
     if 2 * HALF < DIM:  # the rest of each head stays as it is
-        rest = 2 * HALF + tl.arange(0, REST_2)[None, :]
-        inside = (head < HEADS) & (rest < DIM)
-        kept = tl.load(q + row * q_stride + head * DIM + rest, mask=inside)
-        tl.store(out + row * HEADS * DIM + head * DIM + rest, kept, mask=inside)
+        _copy(q + row * q_stride + head * DIM, out + (row * HEADS + head) * DIM, head < HEADS, 2 * HALF, DIM, REST_2)
 
     head = tl.arange(0, KV_HEADS_2)[:, None]
     inside = (head < KV_HEADS) & (column < HALF)
@@ -201,14 +198,16 @@ def _rotate_and_store(
     tl.store(keys + place + column, (a * cos - b * sin).to(keys.dtype.element_ty), mask=inside)
     tl.store(keys + place + HALF + column, (b * cos + a * sin).to(keys.dtype.element_ty), mask=inside)
     if 2 * HALF < DIM:
-        rest = 2 * HALF + tl.arange(0, REST_2)[None, :]
-        inside = (head < KV_HEADS) & (rest < DIM)
-        kept = tl.load(k + row * k_stride + head * DIM + rest, mask=inside)
-        tl.store(keys + place + rest, kept, mask=inside)
-    column = tl.arange(0, DIM_2)[None, :]
-    inside = (head < KV_HEADS) & (column < DIM)
-    value = tl.load(v + row * v_stride + head * DIM + column, mask=inside)
-    tl.store(values + place + column, value, mask=inside)
+        _copy(k + row * k_stride + head * DIM, keys + place, head < KV_HEADS, 2 * HALF, DIM, REST_2)
+    _copy(v + row * v_stride + head * DIM, values + place, head < KV_HEADS, 0, DIM, DIM_2)
+
+
+@triton.jit
+def _copy(source, target, there, FIRST: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy columns FIRST to LAST of the heads that are there."""
+    column = FIRST + tl.arange(0, COLUMNS)[None, :]
+    inside = there & (column < LAST)
+    tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
 
 
 @triton.jit
