@@ -9,6 +9,7 @@ from architectures import alike
 from megarl.config import build_config
 from megarl.estimate.job import Job
 from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
 from megarl.models.parts.experts import MixtureOfExperts
 from megarl.parallel.layout import GenerationLayout, TrainLayout
 
@@ -35,6 +36,24 @@ QWEN3_235B = alike(
     max_position_embeddings=40_960,
     qk_norm=True,
     moe=MixtureOfExperts(num_experts=128, experts_per_token=8, norm_topk_prob=True),
+)
+GLM_45_AIR = FAMILIES["Glm4MoeForCausalLM"](
+    {
+        "hidden_size": 4096,
+        "num_hidden_layers": 46,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_bias": True,
+        "vocab_size": 151_552,
+        "max_position_embeddings": 131_072,
+    }
 )
 
 

@@ -19,6 +19,8 @@ from training_cases import Case, save_checkpoint
 
 from megarl.checkpoint.folder import checkpoint_folder
 from megarl.models.families import read_architecture
+from megarl.models.fill import dtype_of
+from megarl.models.weights import logical_tensors
 from megarl.types import Batch, batch_of
 
 
@@ -28,8 +30,10 @@ def write_folder(
     """A tiny model's folder with `random_weights`, in one or several files; `config`: fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name] | config))
-    weights = random_weights(read_architecture(str(folder)), seed)
-    write_weights(folder, {key: value.to(dtype) for key, value in weights.items()}, files)
+    arch = read_architecture(str(folder))
+    kinds = logical_tensors(arch)
+    weights = {key: value.to(dtype_of(kinds[key], dtype)) for key, value in random_weights(arch, seed).items()}
+    write_weights(folder, weights, files)
     return folder
 
 

@@ -84,11 +84,11 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 def _model(arch: Any, tp: int, changes: dict[str, Any]) -> Any:
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
     kind = arch.kinds[0]
-    fields = kind.attention.megatron_fields() | kind.mlp.megatron_fields() | changes.get("config", {})
+    fields = _fields(arch) | changes.get("config", {})
     config = TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -112,6 +112,8 @@ def _model(arch: Any, tp: int, changes: dict[str, Any]) -> Any:
     spec = get_gpt_layer_local_spec(
         num_experts=fields.get("num_moe_experts"), qk_layernorm=fields["qk_layernorm"], normalization="RMSNorm"
     )
+    if len(arch.kinds) > 1:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     if changes.get("unmapped_norms"):  # as checkpoints of layers that Megatron-Core's map of names does not know
         spec.submodules.sharded_state_dict_keys_map = {}
     padded = -(-arch.vocab_size // (128 * tp)) * 128 * tp
@@ -127,7 +129,16 @@ def _model(arch: Any, tp: int, changes: dict[str, Any]) -> Any:
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=kind.attention.rope_theta,
+        rotary_percent=kind.attention.partial_rotary_factor,
     )
+
+
+def _fields(arch: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for kind in arch.kinds:
+        fields |= kind.attention.megatron_fields() | kind.mlp.megatron_fields()
+    freq = [int(hasattr(kind.mlp, "moe")) for kind in arch.each_layer]
+    return fields | ({"moe_layer_freq": freq} if len(arch.kinds) > 1 else {})
 
 
 def _optimizer(model: Any) -> tuple[Any, Any]:
@@ -143,7 +154,7 @@ def _optimizer(model: Any) -> tuple[Any, Any]:
 def arguments(arch: Any, tp: int, pp: int, changes: dict[str, Any]) -> Namespace:
     from megatron.core.transformer.enums import AttnBackend
 
-    attention, mlp = arch.attention, arch.kinds[0].mlp
+    attention, mlp, fields = arch.attention, arch.kinds[0].mlp, _fields(arch)
     values: dict[str, Any] = {
         "num_layers": arch.num_layers,
         "hidden_size": arch.hidden_size,
@@ -160,7 +171,7 @@ def arguments(arch: Any, tp: int, pp: int, changes: dict[str, Any]) -> Namespace
         "add_bias_linear": False,
         "position_embedding_type": "rope",
         "rotary_base": int(attention.rope_theta),
-        "rotary_percent": 1.0,
+        "rotary_percent": attention.partial_rotary_factor,
         "untie_embeddings_and_output_weights": not arch.tied,
         "apply_layernorm_1p": False,
         "use_rope_scaling": False,
@@ -173,12 +184,11 @@ def arguments(arch: Any, tp: int, pp: int, changes: dict[str, Any]) -> Namespace
         "activation_func": torch.nn.functional.silu,
         "data_path": ["a", "b"],
         "save": Path("/somewhere"),
-        "moe_layer_freq": 1,
+        "moe_layer_freq": fields.get("moe_layer_freq", 1),
     }
     if arch.moe is not None:
-        fields = mlp.megatron_fields()
-        values |= {"num_experts": arch.moe.num_experts, "moe_router_score_function": "softmax"}
-        values |= {name: fields[name] for name in ("moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax")}
+        values |= {"num_experts": arch.moe.num_experts, "moe_shared_expert_overlap": False}
+        values |= {name: value for name, value in fields.items() if name.startswith("moe_")}
     return Namespace(**{**values, **changes})
 
 

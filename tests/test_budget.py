@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from architectures import changed
-from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
+from considered_jobs import GLM_45_AIR, LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 from rich.table import Table
+from training_cases import SOME_WITH_EXPERTS
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -55,15 +56,22 @@ def test_parameter_counts() -> None:
     assert parameter_count(LLAMA_3_8B) - active_parameter_count(LLAMA_3_8B) == 128_256 * 4096
     assert parameter_count(QWEN3_235B) / 1e9 == pytest.approx(235.1, abs=0.1)
     assert active_parameter_count(QWEN3_235B) / 1e9 == pytest.approx(22, abs=0.5)  # "A22B", with the look-up
-    for arch in (LLAMA_3_8B, architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS)):
+    assert parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(106, abs=1)
+    assert active_parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(12, abs=1)
+    for arch in (LLAMA_3_8B, SOME_WITH_EXPERTS, architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS)):
         assert parameter_count(arch) == sum(volume(t.box) for t in logical_tensors(arch).values())
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(
     "arch",
-    [LLAMA_3_8B, architecture(num_layers=4, tied=True, moe=EXPERTS), architecture(num_layers=5, qk_norm=True)],
-    ids=["8B", "tiny", "uneven"],
+    [
+        LLAMA_3_8B,
+        architecture(num_layers=4, tied=True, moe=EXPERTS),
+        architecture(num_layers=5, qk_norm=True),
+        SOME_WITH_EXPERTS,
+    ],
+    ids=["8B", "tiny", "uneven", "two kinds"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)

@@ -20,7 +20,7 @@ from architectures import changed
 from ranks import Ranks
 from small_disk import fill, small_disk
 from small_state import STATE, rl_step, state_at, warmup_step
-from training_cases import ARCH, WITH_EXPERTS, Case, actor_in, fixed_batch, save_checkpoint, update
+from training_cases import ARCH, SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, fixed_batch, save_checkpoint, update
 
 from megarl.checkpoint.folder import (
     Position,
@@ -226,6 +226,9 @@ def _layouts(run_dir: str, cases: list[Case], arch: Architecture = FIVE_LAYERS) 
                     _load(actor, before)
                 else:
                     _step(actor)
+                    for bias in actor.parameters().values():
+                        if not isinstance(bias, torch.nn.Parameter):  # no step changes it
+                            bias.add_(1)
                 before = _save_in_turns(actor, run_dir, step)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -371,6 +374,11 @@ def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path)
     over = Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)
     cases = [Case(dp=4, ep=2), over, Case(dp=4), Case(pp=2, dp=2, ep=2), Case(dp=4, ep=2, etp=2)]
     assert ranks.run(4, _layouts, str(tmp_path), cases, WITH_EXPERTS)[0][0] == [True] * 4
+
+
+def test_layers_of_two_kinds_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
+    cases = [Case(dp=4, ep=2), Case(tp=2, pp=2, sequence_parallel=True), Case(pp=2, dp=2, ep=2, chunks=2)]
+    assert ranks.run(4, _layouts, str(tmp_path), cases, SOME_WITH_EXPERTS)[0][0] == [True] * 2
 
 
 @pytest.mark.slow

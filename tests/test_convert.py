@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_cases import assert_same_weights, log_probs, read_weights, write_folder
+from huggingface_cases import assert_same_weights, log_probs, read_weights, write_folder, write_weights
 from ranks import Ranks
 from safetensors.torch import save_file
 from selection import quick
@@ -44,6 +44,24 @@ def test_bits_survive_both_ways(tmp_path: Path, name: str, tp: int, pp: int) -> 
     assert main(["megatron-to-hf", str(megatron), str(back), "--max-shard-bytes=20000", "--verify"]) == 0
     assert_same_weights(read_weights(source), read_weights(back))
     assert json.loads((back / "config.json").read_text()).items() >= CONFIGS[name].items()
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And whoever reads the export is not told that there are some."""
+    source, megatron, back = tmp_path / "glm", tmp_path / "megatron", tmp_path / "back"
+    write_folder(source, "glm4_moe", num_nextn_predict_layers=1)
+    weights = read_weights(source)
+    further = {"model.layers.4.eh_proj.weight": torch.ones(32, 64)}
+    write_weights(source, weights | further)
+    assert main(["hf-to-megatron", str(source), str(megatron)]) == 0
+    assert "glm' has 1 layer for multi-token prediction, left out here and in every export" in capsys.readouterr().out
+    assert main(["megatron-to-hf", str(megatron), str(back), "--verify"]) == 0
+    assert_same_weights(weights, read_weights(back))
+    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    write_folder(source, "glm4_moe")
+    write_weights(source, weights | further)
+    assert main(["hf-to-megatron", str(source), str(tmp_path / "x")]) != 0
+    assert "the architecture has no model.layers.4.eh_proj.weight" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -118,6 +118,11 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ("qwen3_moe", {"mlp_only_layers": [1]}, "qwen3_moe: mlp_only_layers = [1] is not supported (only [])"),
         ("qwen3_moe", {"num_experts_per_tok": 7}, "7 experts per token of 6 experts"),
         ("mixtral", {"num_experts_per_tok": 1}, "norm_topk_prob with one expert per token makes every weight 1"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False with sigmoid scores is not supported"),
+        ("glm4_moe", {"n_group": 3, "topk_group": 2}, "2 of 3 groups of 8 experts: n_group must divide the experts"),
+        ("glm4_moe", {"n_group": 4}, "4 experts per token of 1 groups: Megatron-Core would score a group by other"),
+        ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1 rotates 0 of a head's 8 channels"),
+        ("glm4_moe", {"hidden_act": "gelu"}, "glm4_moe: hidden_act = 'gelu' is not supported (only 'silu')"),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
 )

@@ -40,12 +40,14 @@ def test_softmax(
         torch.testing.assert_close(a, b, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("half", [12, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, half: int) -> None:
+    """Of whole heads of 24 channels, and of half of each."""
     from megarl.models import rope
 
     states = torch.randn(50, 14, 24, device="cuda", dtype=dtype)[:, 2:].requires_grad_()  # heads within a wider tensor
-    angles = torch.rand(50, 12, device="cuda") * 6
+    angles = torch.rand(50, half, device="cuda") * 6
     cos_sin = torch.stack((angles.cos(), angles.sin()), 1)
     results = []
     for triton in (True, False):

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from architectures import changed
 from ranks import Ranks
 from selection import quick
-from training_cases import ARCH, WITH_EXPERTS, Case, train
+from training_cases import ARCH, SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, fixed_batch, train, update
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
@@ -99,6 +100,42 @@ def test_loss_and_gradient_norm_agree_with_experts(
 ) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", WITH_EXPERTS):
         for got, want in zip(history, plain_with_experts, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+MIXED_CASES = [
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(dp=2, pp=2, ep=2, chunks=2),
+    Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True),
+    Case(dp=2, ep=2),
+    Case(tp=2, sequence_parallel=True, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+]
+
+
+def _train_with_biases(case: Case) -> tuple[list[tuple[float, float]], bool]:
+    """Losses and gradient norms, and whether the routers' biases stayed as they were."""
+    with actor_in(case, SOME_WITH_EXPERTS, lr=3e-3) as actor:
+        biases = {name: p for name, p in actor.parameters().items() if name.endswith("expert_bias")}
+        before = {name: p.clone() for name, p in biases.items()}
+        updates = [update(actor, fixed_batch(), size=2) for _ in range(3)]
+        kept = all(torch.equal(p, before[name]) and p.any() for name, p in biases.items())
+        return [(metrics["loss"], metrics["grad_norm"]) for metrics in updates], kept
+
+
+@pytest.fixture(scope="module")
+def plain_mixed(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, _train_with_biases, Case())[0][0]
+
+
+@pytest.mark.parametrize(
+    "case", quick(MIXED_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
+)
+def test_loss_and_gradient_norm_agree_with_layers_of_two_kinds(
+    ranks: Ranks, plain_mixed: list[tuple[float, float]], case: Case
+) -> None:
+    for history, kept in ranks.run(case.world, _train_with_biases, case):
+        assert kept
+        for got, want in zip(history, plain_mixed, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

@@ -26,7 +26,7 @@ from megarl.models.families import read_architecture
 from tools.convert import main
 
 
-@pytest.mark.parametrize("name", quick(["qwen2", "qwen3", "llama", "qwen3_moe"], 0))
+@pytest.mark.parametrize("name", quick(["qwen2", "qwen3", "llama", "qwen3_moe", "glm4_moe", "glm4_moe_groups"], 0, 4))
 def test_megatron_lms_own_weights(ranks: Ranks, tmp_path: Path, name: str) -> None:
     """Random weights of Megatron-LM's: transformers computes with the export what Megatron-Core's model computed."""
     import transformers
@@ -55,6 +55,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
         ("qwen3", 2, 1, "norms by themselves"),
         ("qwen3_moe", 2, 1, "as it is"),
         ("qwen3_moe", 1, 2, "layers that may differ"),
+        ("glm4_moe", 2, 2, "as it is"),
     ],
 )
 def test_bits_in_every_layout(ranks: Ranks, tmp_path: Path, name: str, tp: int, pp: int, how: str) -> None:

@@ -1,17 +1,21 @@
-"""The training layout's log-probabilities against `transformers`, from the same weights."""
+"""The training layout's log-probabilities and gradients against `transformers`, from the same weights."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from full_weights import random_weights, source_of
 from hugging_face import hugging_face
 from ranks import Ranks
+from safetensors.torch import load_file
 from tiny_families import ARCHITECTURES
 from training_cases import Case, actor_in
 
+from megarl.models.weights import logical_tensors
 from megarl.types import Batch, batch_of
 
 CASES = [Case(), Case(tp=2), Case(pp=2), Case(tp=2, pp=2), Case(tp=4)]
@@ -51,3 +55,47 @@ def test_log_probs(ranks: Ranks, family: str, case: Case) -> None:
     assert wanted.std() > 0.5
     for got in ranks.run(case.world, _megatron_log_probs, case, family):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+def _hf_gradients(family: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Of the mean cross-entropy, by the names in Hugging Face's files: saved as if they were the weights."""
+    model, batch = deepcopy(hugging_face(family)), _batch()
+    for i in range(len(batch)):
+        tokens = batch.tokens[batch.cu_seqlens[i] : batch.cu_seqlens[i + 1]]
+        logits = model(tokens[None]).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")
+        (loss / batch.response_mask.sum()).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def _megatron_gradients(family: str) -> dict[str, torch.Tensor]:
+    from megarl.algorithms.cross_entropy import cross_entropy
+    from megarl.models.fill import local_view
+
+    arch, batch = ARCHITECTURES[family], _batch()
+    with actor_in(Case(), arch) as actor:
+        actor.load(source_of(random_weights(arch, 1)))
+        weights = torch.full((len(batch.tokens),), 1.0 / int(batch.response_mask.sum()))
+        actor.accumulate_gradients(batch, actor.plan(batch, len(batch)), weights, cross_entropy)
+        gradients = {name: p.main_grad for name, p in actor.parameters().items() if hasattr(p, "main_grad")}
+        tensors = logical_tensors(arch)
+        return {
+            at.tensor: local_view(gradients[at.param], at).reshape(tensors[at.tensor].hf_shape).clone()
+            for at in actor.side.placements(0)
+            if at.param in gradients
+        }
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_gradients(ranks: Ranks, family: str, tmp_path: Path) -> None:
+    """Of every weight; a router's bias for the choice has none."""
+    wanted, (got,) = _hf_gradients(family, tmp_path), ranks.run(1, _megatron_gradients, family)
+    buffers = {name for name, tensor in logical_tensors(ARCHITECTURES[family]).items() if tensor.kind == "buffer"}
+    assert got.keys() == wanted.keys() - buffers
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: n + text)
+    assert all(gradient.any() for name, gradient in got.items() if ".experts." not in name)  # some get no token

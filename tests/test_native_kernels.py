@@ -93,15 +93,23 @@ def filled_cache(heads: int, dim: int, positions: list[int], dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [0, 1, 3, 4])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "positions"),
-    [(4, 2, 8, [0, 15, 16, 200]), (6, 1, 24, [64, 63]), (3, 3, 16, [130]), (12, 2, 128, [300, 1, 90])],
+    ("heads", "kv_heads", "dim", "part", "positions"),
+    [
+        (4, 2, 8, 1.0, [0, 15, 16, 200]),
+        (4, 2, 16, 0.5, [0, 15, 16, 200]),
+        (6, 1, 24, 1.0, [64, 63]),
+        (6, 1, 24, 0.25, [64, 63]),
+        (3, 3, 16, 1.0, [130]),
+        (12, 2, 128, 1.0, [300, 1, 90]),
+    ],
 )
 def test_attention_equals_torch(
-    heads: int, kv_heads: int, dim: int, positions: list[int], splits: int, dtype: torch.dtype
+    heads: int, kv_heads: int, dim: int, part: float, positions: list[int], splits: int, dtype: torch.dtype
 ) -> None:
     rows = len(positions)
     cache, want_cache = (filled_cache(kv_heads, dim, positions, dtype) for _ in range(2))
-    rope = rope_table(changed(ARCHITECTURES["qwen2"], head_dim=dim).layer(0).attention, 512, DEVICE).to(dtype)
+    arch = changed(ARCHITECTURES["qwen2"], head_dim=dim, partial_rotary_factor=part)
+    rope = rope_table(arch.layer(0).attention, 512, DEVICE).to(dtype)
     qkv = noise(rows, heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     at = torch.tensor(positions, device=DEVICE)
@@ -168,7 +176,7 @@ def test_draw_survives_nan() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_native_cuda.py does it with compiled kernels")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "glm4_moe"])
 def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     how = SamplingParams(temperature=0.9, max_tokens=5)
     want = engine_of(ARCHITECTURES[family]).generate(GROUPS[::3], how, seeds=range(9))

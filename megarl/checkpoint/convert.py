@@ -15,7 +15,12 @@ from torch import Tensor
 from megarl.checkpoint.export_huggingface import Advance, refuse_nonfinite, write_weights
 from megarl.checkpoint.exported_files import export_model_files, keep_tokenizer, prompts_of
 from megarl.checkpoint.folder import STATE_FILE, check_whole
-from megarl.checkpoint.huggingface_folder import check_weights, copy_model_files, refuse_remote_code
+from megarl.checkpoint.huggingface_folder import (
+    check_weights,
+    copy_model_files,
+    further_layers_remark,
+    refuse_remote_code,
+)
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.manifest import (
     checksum_problem,
@@ -40,11 +45,14 @@ from megarl.parallel.layout import TrainLayout
 
 def huggingface_to_megatron(
     source: str, target: str, *, tp: int, pp: int, dtype: torch.dtype | None, max_file_bytes: int, advance: Advance
-) -> None:
+) -> list[str]:
     """Write the checkpoint that a job of tp x pp ranks would write; a job in any other layout can read it, too.
 
     Args:
         dtype: of the weights; None takes the narrowest of bfloat16 and float32 that changes no weight.
+
+    Returns:
+        remarks for readers of the checkpoint.
 
     Raises:
         ValueError: the source cannot be imported, or the target is already there.
@@ -77,6 +85,7 @@ def huggingface_to_megatron(
         copy_model_files(source, tokenizer, partial, dtype=dtype_name(dtype))
         keep_tokenizer(source, tokenizer, partial)
         write_manifest(partial, record_files(partial, files_of(partial), sync=True))
+    return further_layers_remark(source)
 
 
 def megatron_to_huggingface(
@@ -106,7 +115,7 @@ def megatron_to_huggingface(
     if check:
         check_contents(source)
     arch = read_architecture(model_files)
-    remarks = []
+    remarks = further_layers_remark(model_files)
     if is_megatron_lm(source):
         check_format(source)
         remarks += [remark for remark in [check_arguments(source, arch)] if remark is not None]

@@ -21,6 +21,7 @@ from megarl.checkpoint.safetensors_file import SafetensorsWriter
 from megarl.debugging import hush_dependencies
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
+from megarl.models.fill import dtype_of
 from megarl.models.tensors import LogicalTensor, volume
 from megarl.models.weights import logical_tensors
 from megarl.processes import die_with_parent
@@ -40,12 +41,12 @@ class WeightFile:
     tensors: tuple[LogicalTensor, ...]
 
 
-def plan_files(tensors: Iterable[LogicalTensor], itemsize: int, max_shard_bytes: int) -> list[WeightFile]:
-    """Spread tensors over files of at most `max_shard_bytes` (or one tensor); `itemsize` is bytes per element."""
+def plan_files(tensors: Iterable[LogicalTensor], dtype: torch.dtype, max_shard_bytes: int) -> list[WeightFile]:
+    """Spread tensors over files of at most `max_shard_bytes` (or one tensor); `dtype` is that of weights."""
     parts: list[list[LogicalTensor]] = []
     room = 0
     for tensor in tensors:
-        size = volume(tensor.box) * itemsize
+        size = _nbytes(tensor, dtype)
         if size > room:
             parts.append([])
             room = max_shard_bytes
@@ -59,10 +60,14 @@ def plan_files(tensors: Iterable[LogicalTensor], itemsize: int, max_shard_bytes:
     ]
 
 
-def write_index(folder: str, files: Sequence[WeightFile], itemsize: int) -> None:
+def _nbytes(tensor: LogicalTensor, dtype: torch.dtype) -> int:
+    return volume(tensor.box) * dtype_of(tensor, dtype).itemsize
+
+
+def write_index(folder: str, files: Sequence[WeightFile], dtype: torch.dtype) -> None:
     """Write `model.safetensors.index.json`, where there is more than one file."""
     if len(files) > 1:
-        total = sum(volume(tensor.box) for file in files for tensor in file.tensors) * itemsize
+        total = sum(_nbytes(tensor, dtype) for file in files for tensor in file.tensors)
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
         with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as f:
             json.dump({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, f, indent=2)
@@ -70,8 +75,8 @@ def write_index(folder: str, files: Sequence[WeightFile], itemsize: int) -> None
 
 def open_file(folder: str, file: WeightFile, dtype: torch.dtype) -> SafetensorsWriter:
     """Start a file, for `append` to write its tensors in their order."""
-    shapes = [(tensor.name, tensor.hf_shape) for tensor in file.tensors]
-    return SafetensorsWriter(os.path.join(folder, file.name), DTYPE_NAMES[dtype], shapes)
+    tensors = [(tensor.name, DTYPE_NAMES[dtype_of(tensor, dtype)], tensor.hf_shape) for tensor in file.tensors]
+    return SafetensorsWriter(os.path.join(folder, file.name), tensors)
 
 
 def append(writer: SafetensorsWriter, tensor: Tensor) -> None:
@@ -89,7 +94,7 @@ def write_weights(
     """
     tensors = logical_tensors(arch)
     total, done = sum(volume(tensor.box) for tensor in tensors.values()), 0
-    files = plan_files(tensors.values(), source.dtype.itemsize, max_shard_bytes)
+    files = plan_files(tensors.values(), source.dtype, max_shard_bytes)
     for file in files:
         writer = open_file(folder, file, source.dtype)
         for tensor in file.tensors:
@@ -98,7 +103,7 @@ def write_weights(
             append(writer, value)
             done += volume(tensor.box)
             advance(done, total)
-    write_index(folder, files, source.dtype.itemsize)
+    write_index(folder, files, source.dtype)
 
 
 def refuse_nonfinite(name: str, tensor: Tensor) -> None:

@@ -20,13 +20,15 @@ from typing import Any
 from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, read_header
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
-from megarl.models.weights import EMBEDDING, OUTPUT, SCORE, logical_tensors
+from megarl.models.weights import EMBEDDING, OUTPUT, SCORE, layer_prefix, logical_tensors
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+"""Fields of `config.json` that count layers after the last, for multi-token prediction (arXiv 2412.19437)."""
 _COMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")  # buffers that old files hold and every model computes
 OF_TOKENIZERS = re.compile(
     r"(special_tokens_map|added_tokens|vocab|chat_template)\.json|tokenizer.*\.(json|model)"
@@ -38,7 +40,8 @@ def check_weights(folder: str, arch: Architecture) -> None:
     """Refuse weights that are not exactly those of the architecture; reads headers only. Raises ValueError.
 
     A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte. A scalar output
-    may be absent, and a language model's output, which is left out, may be in its place.
+    may be absent, and a language model's output, which is left out, may be in its place. Left out are also layers that
+    predict further tokens, if config.json names some.
     """
     stored, tensors = weight_entries(folder), logical_tensors(arch)
     if arch.tied and OUTPUT in stored and EMBEDDING in stored:
@@ -52,7 +55,9 @@ def check_weights(folder: str, arch: Architecture) -> None:
         del tensors[SCORE]
         stored.pop(OUTPUT, None)
     _refuse(folder, "the files lack", (name for name in tensors if name not in stored))
-    _refuse(folder, "the architecture has no", (n for n in stored if n not in tensors and not _COMPUTED.search(n)))
+    more = tuple(layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder))))
+    unknown = (name for name in stored if name not in tensors and not _COMPUTED.search(name))
+    _refuse(folder, "the architecture has no", (name for name in unknown if not name.startswith(more)))
     entries = {name: stored[name] for name in tensors}
     _refuse(
         folder,
@@ -68,6 +73,18 @@ def check_weights(folder: str, arch: Architecture) -> None:
         f"only {', '.join(ITEMSIZE)} can be read (no quantised weights), not",
         (f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in ITEMSIZE),
     )
+
+
+def further_layers_remark(folder: str) -> list[str]:
+    """Say, in at most one line, that layers of a folder which predict further tokens are left out."""
+    count = _further_layers(read_config(folder))
+    layers = "1 layer" if count == 1 else f"{count} layers"
+    left_out = f"remark: '{folder}' has {layers} for multi-token prediction, left out here and in every export"
+    return [left_out] if count else []
+
+
+def _further_layers(config: Mapping[str, Any]) -> int:
+    return max(0, *(config.get(key) or 0 for key in _FURTHER_LAYERS))
 
 
 def refuse_remote_code(folder: str) -> None:
@@ -172,6 +189,7 @@ def copy_model_files(
         classifier: the target is a sequence classifier with one label, whatever the source is.
     """
     config = {**read_config(source), **(token_ids or {})}
+    config |= {key: 0 for key in _FURTHER_LAYERS if config.get(key)}  # else readers would look for their weights
     config.setdefault("model_type", read_architecture(source).family)  # without it transformers and vLLM read nothing
     if classifier:
         names = config.get("architectures") or []

@@ -28,8 +28,9 @@ class HuggingFaceWeights:
 
     @property
     def dtypes(self) -> set[str]:
-        """List the types of the weights, as safetensors names them."""
-        return {self._entries[name].dtype for name in self.tensors if name in self._entries}
+        """List the types of the weights, as safetensors names them; not of what is float32 in any model."""
+        names = (tensor.name for tensor in self.tensors.values() if tensor.kind != "buffer")
+        return {self._entries[name].dtype for name in names if name in self._entries}
 
     def box(self, tensor: LogicalTensor, box: Box) -> Tensor:
         """Read a box of a logical tensor, in the file's type: a view of the mapped file, which holds no memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,6 +62,11 @@ class StoredParameter:
     meta: Tensor
     placements: list[Placement]
     sharded: ShardedTensor | ShardedTensorFactory
+
+    @property
+    def trained(self) -> bool:
+        """Say whether it is a weight; a buffer is float32 in a model of any type."""
+        return isinstance(self.meta, torch.nn.Parameter)
 
     def chunks(self, data: Tensor) -> list[ShardedTensor]:
         """Cut `data` into views, each with its key and its place in the checkpoint; none if another rank stores it."""
@@ -201,10 +206,14 @@ class MegatronWeights:
             place.tensor: name for name, stored in self.parameters.items() for place in stored.placements
         }
         self._kept: dict[str, Tensor] = {}
-        chunks = [chunk for stored in self.parameters.values() for chunk in stored.chunks(stored.meta)]
-        chunks = [as_stored(chunk, self._reader.stored) for chunk in chunks]
+        chunks = [
+            (stored, as_stored(chunk, self._reader.stored))
+            for stored in self.parameters.values()
+            for chunk in stored.chunks(stored.meta)
+        ]
         self.dtype = self._check(chunks)
-        self._refuse_others((f"{prefix}decoder.", *([f"{prefix}output_layer."] if arch.tied else [])), chunks)
+        used = {chunk.key for _, chunk in chunks}
+        self._refuse_others((f"{prefix}decoder.", *([f"{prefix}output_layer."] if arch.tied else [])), used)
 
     def tensor(self, name: str) -> Tensor:
         """Read a whole logical tensor, in the checkpoint's type and with its logical shape."""
@@ -219,7 +228,7 @@ class MegatronWeights:
     def parameter(self, name: str) -> Tensor:
         """Read a parameter of the one-rank model, in the checkpoint's type."""
         stored = self.parameters[name]
-        whole = torch.empty(stored.meta.shape, dtype=self.dtype)
+        whole = torch.empty(stored.meta.shape, dtype=self.dtype if stored.trained else stored.meta.dtype)
         planner = Reads(self._reader)
         for chunk in stored.chunks(whole):
             planner.add(as_stored(chunk, self._reader.stored))
@@ -229,21 +238,21 @@ class MegatronWeights:
             raise ValueError(f"'{self._folder}': {name} cannot be read: {one_line(e)}") from e
         return whole
 
-    def _check(self, chunks: list[ShardedTensor]) -> torch.dtype:
+    def _check(self, chunks: list[tuple[StoredParameter, ShardedTensor]]) -> torch.dtype:
         dtypes = set()
-        for chunk in chunks:
+        for parameter, chunk in chunks:
             stored = self._reader.stored.get(chunk.key)
             if (problem := shape_problem(chunk, stored)) is not None:
                 raise ValueError(f"'{self._folder}': {problem}")
             assert isinstance(stored, TensorStorageMetadata)
-            dtypes.add(stored.properties.dtype)
+            if parameter.trained:
+                dtypes.add(stored.properties.dtype)
         if len(dtypes) > 1:
             raise ValueError(f"'{self._folder}' mixes weights of several types: {', '.join(sorted(map(str, dtypes)))}")
         return dtypes.pop()
 
-    def _refuse_others(self, beginnings: tuple[str, ...], chunks: list[ShardedTensor]) -> None:
+    def _refuse_others(self, beginnings: tuple[str, ...], used: Container[str]) -> None:
         """Refuse weights that the model has not, such as biases: without them it would compute something else."""
-        used = {chunk.key for chunk in chunks}
         for key, stored in self._reader.stored.items():
             if isinstance(stored, TensorStorageMetadata) and key.startswith(beginnings) and key not in used:
                 raise ValueError(

@@ -17,12 +17,22 @@ from typing import Any
 
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.manifest import MANIFEST_FILE, one_line
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Layer
 from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling
 from megarl.telemetry.lines import only_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DESCRIPTION = "metadata.json"
+_OF_ROUTERS = (
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_intermediate_size",
+)
+"""Arguments of Megatron-LM's that decide what routers choose, and what is computed beside the chosen."""
 _OLD = re.compile(r"mp_rank_\d+(_\d+)*")
 
 
@@ -108,12 +118,11 @@ def _expected(arch: Architecture, arguments: Mapping[str, object]) -> Iterator[t
     yield "swiglu", True
     yield "add_bias_linear", False
     yield "position_embedding_type", "rope"
-    yield "rotary_percent", 1.0
     yield "rotary_interleaved", False
     yield "multi_latent_attention", False
     if arch.output != "scalar":
         yield "untie_embeddings_and_output_weights", arch.output == "lm"
-    fields = arch.attention.megatron_fields() | arch.kinds[0].mlp.megatron_fields()
+    fields = {name: value for layer in arch.kinds for name, value in _fields_of(layer)}
     names = ["num_attention_heads", "kv_channels", "add_qkv_bias", "qk_layernorm"]
     if grouped := arguments.get("group_query_attention"):
         names.append("num_query_groups")
@@ -121,15 +130,19 @@ def _expected(arch: Architecture, arguments: Mapping[str, object]) -> Iterator[t
         yield "group_query_attention", fields["num_query_groups"] != fields["num_attention_heads"]
     if isinstance(arch.attention, GroupedQuery):
         yield "rotary_base", arch.attention.rope_theta
+        yield "rotary_percent", arch.attention.partial_rotary_factor
         yield from _expected_scaling(arch.attention.rope_scaling)
-    if arch.moe is None:
-        names.append("ffn_hidden_size")
-    else:
-        yield "num_experts", arch.moe.num_experts
-        yield "moe_router_score_function", "softmax"
-        names += ["moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"]
+    yield "num_experts", fields.get("num_moe_experts")
+    names += ["ffn_hidden_size", "moe_ffn_hidden_size", "moe_router_topk", *_OF_ROUTERS]
     for name in names:
-        yield name, fields[name]
+        says_nothing = fields.get(name) is None and arguments.get(name) == 1  # one group, or a factor of 1
+        if name in fields and not says_nothing:
+            yield name, fields[name]
+
+
+def _fields_of(layer: Layer) -> Iterator[tuple[str, Any]]:
+    yield from layer.attention.megatron_fields().items()
+    yield from layer.mlp.megatron_fields().items()
 
 
 def _expected_scaling(scaling: RopeScaling | None) -> Iterator[tuple[str, Any]]:

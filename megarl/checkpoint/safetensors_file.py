@@ -70,16 +70,15 @@ def read_header(file: str) -> dict[str, Entry]:
 class SafetensorsWriter:
     """Writes a file whose tensors are named at once, and written one by one in that order."""
 
-    def __init__(self, file: str, dtype: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(self, file: str, tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
         """
         Args:
-            dtype: name of every tensor's type in the format.
-            tensors: name and shape of each.
+            tensors: name of each, name of its type in the format, and shape.
         """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         self._sizes = []
-        for name, shape in tensors:
+        for name, dtype, shape in tensors:
             size = math.prod(shape) * ITEMSIZE[dtype]
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
             self._sizes.append(size)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.checkpoint.import_huggingface import HuggingFaceWeights
 from megarl.checkpoint.megatron_folder import MegatronWeights
 from megarl.models.architecture import Architecture
+from megarl.models.fill import dtype_of
 from megarl.models.gpt import build_chunks, named_parameters, transformer_config
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.train_groups import stand_in
@@ -30,7 +31,7 @@ def compare_weights(huggingface: str, megatron: str, arch: Architecture) -> int:
     """
     folder, checkpoint = HuggingFaceWeights(huggingface, arch), MegatronWeights(megatron, arch)
     for name, tensor in folder.tensors.items():
-        value = folder.box(tensor, tensor.box).to(checkpoint.dtype)
+        value = folder.box(tensor, tensor.box).to(dtype_of(tensor, checkpoint.dtype))
         if not torch.equal(_bits(value), _bits(checkpoint.tensor(name))):
             raise ValueError(f"{name} in '{huggingface}' differs from that in '{megatron}'")
     return len(folder.tensors)

@@ -116,10 +116,9 @@ def convert(args: argparse.Namespace) -> None:
 
     from megarl.checkpoint.convert import huggingface_to_megatron, megatron_to_huggingface
 
-    remarks: list[str] = []
     with progress(f"{args.way} {args.name}") as advance:
         if args.way == "hf-to-megatron":
-            huggingface_to_megatron(
+            remarks = huggingface_to_megatron(
                 args.source,
                 args.target,
                 tp=args.tp,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.policy import ReshardConfig
-from megarl.models.weights import EMBEDDING
+from megarl.models.weights import EMBEDDING, buffers
 from megarl.parallel.layout import GenerationLayout
 from megarl.reshard.execute import Resharder, ReshardStatistics
 from megarl.reshard.plan import plan_reshard
@@ -46,6 +46,7 @@ class WeightSync:
             model.groups.copy,
             transport=reshard.transport,
             bucket_bytes=reshard.bucket_bytes,
+            buffers=buffers(model.arch),
         )
 
     @property

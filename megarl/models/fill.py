@@ -21,6 +21,11 @@ _OF_A_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 """Parameters whose last rows may be padding, on some ranks all of them."""
 
 
+def dtype_of(tensor: LogicalTensor, weights: torch.dtype) -> torch.dtype:
+    """Give the type of a tensor in a model with weights of a type."""
+    return torch.float32 if tensor.kind == "buffer" else weights
+
+
 def local_view(parameter: Tensor, placement: Placement) -> Tensor:
     """View the part of a physical parameter that a placement names, with the shape of its box."""
     lo, hi = placement.rows

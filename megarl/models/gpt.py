@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.layer_spec import LayerSpec, torch_layers
+from megarl.models.parts.experts import Experts
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.rope import rope_frequencies
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
@@ -143,6 +144,8 @@ def transformer_fields(
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(layout.all_layers(arch.num_layers)))
     for layer in arch.kinds:
         fields |= layer.attention.megatron_fields() | layer.mlp.megatron_fields()
+    if arch.moe and len(arch.kinds) > 1:
+        fields |= dict(moe_layer_freq=[int(isinstance(layer.mlp, Experts)) for layer in arch.each_layer])
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return fields
@@ -189,6 +192,7 @@ def build_chunks(
                 post_process=layout.is_last(at.pp, chunk),
                 share_embeddings_and_output_weights=arch.tied,
                 position_embedding_type="none" if layers.rotates else "rope",
+                rotary_percent=arch.attention.partial_rotary_factor if isinstance(arch.attention, GroupedQuery) else 1,
                 pg_collection=groups.pgs,
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
@@ -203,5 +207,14 @@ def build_chunks(
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:
-    """Name the parameters as `training_placements` uses: "{chunk}.{name in the chunk}"."""
-    return {f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    """Name the parameters as `training_placements` uses: "{chunk}.{name in the chunk}".
+
+    Among them are the correction biases of routers, which Megatron-Core has as buffers: they are no `Parameter`.
+    """
+    return {
+        f"{i}.{name}": tensor
+        for i, chunk in enumerate(chunks)
+        for named in (chunk.named_parameters(), chunk.named_buffers())
+        for name, tensor in named
+        if isinstance(tensor, torch.nn.Parameter) or name.endswith(".expert_bias")
+    }

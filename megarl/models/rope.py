@@ -12,12 +12,12 @@ from megarl.models.parts.grouped_query import GroupedQuery
 
 
 def rope_frequencies(attention: GroupedQuery, device: torch.device | str) -> Tensor:
-    """Compute the radians per position: float32 [head_dim / 2], with the attention's scaling.
+    """Compute the radians per position: float32 [rotary_dim / 2], with the attention's scaling.
 
     Llama 3.1's rule is that of its reference code (`apply_scaling` in meta-llama/llama-models, `llama3` in
     transformers): between the two wavelengths the weight of the unscaled frequency is linear in 1 / wavelength.
     """
-    exponent = torch.arange(0, attention.head_dim, 2, dtype=torch.float32, device=device) / attention.head_dim
+    exponent = torch.arange(0, attention.rotary_dim, 2, dtype=torch.float32, device=device) / attention.rotary_dim
     frequencies = 1.0 / attention.rope_theta**exponent
     scaling = attention.rope_scaling
     if scaling is None:
@@ -31,23 +31,24 @@ def rope_frequencies(attention: GroupedQuery, device: torch.device | str) -> Ten
 
 
 def rope_table(attention: GroupedQuery, length: int, device: torch.device | str) -> Tensor:
-    """Tabulate cos and sin of every position: float32 [length, 2, head_dim / 2]."""
+    """Tabulate cos and sin of every position: float32 [length, 2, rotary_dim / 2]."""
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, rope_frequencies(attention, device))
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate queries or keys.
+    """Rotate the first channels of queries or keys.
 
     Args:
         x: [tokens, heads, head_dim].
-        cos_sin: [tokens, 2, head_dim / 2], rows of `rope_table` at the tokens' positions.
+        cos_sin: [tokens, 2, rotary_dim / 2], rows of `rope_table` at the tokens' positions.
     """
     if TRITON and x.is_cuda:
         from megarl.models import rope_triton
 
         return rope_triton.apply_rope(x, cos_sin)
     cos, sin = cos_sin.to(x.dtype).unsqueeze(2).unbind(1)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    half = cos.shape[-1]
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

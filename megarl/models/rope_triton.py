@@ -1,4 +1,4 @@
-"""Triton kernel behind `megarl.models.rope.apply_rope`: both halves of a head in one pass, in fp32."""
+"""Triton kernel behind `megarl.models.rope.apply_rope`: both halves of what turns in one pass, in fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Rotation(torch.autograd.Function):
 
 def _rotated(x: Tensor, cos_sin: Tensor, direction: float) -> Tensor:
     """x turned by the angles (direction 1) or back (-1), contiguous."""
-    tokens, heads, dim = x.shape
+    (tokens, heads, dim), half = x.shape, cos_sin.shape[-1]
     assert cos_sin.is_contiguous()
     x = x if x.stride(2) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -42,9 +42,11 @@ def _rotated(x: Tensor, cos_sin: Tensor, direction: float) -> Tensor:
             x.stride(1),
             heads,
             direction,
-            HALF=dim // 2,
+            DIM=dim,
+            HALF=half,
             HEADS=triton.next_power_of_2(heads),
-            COLUMNS=triton.next_power_of_2(dim // 2),
+            COLUMNS=triton.next_power_of_2(half),
+            REST=triton.next_power_of_2(dim - 2 * half),
             num_warps=4,
         )
     return out
@@ -59,9 +61,11 @@ def _rotate(
     head_stride,
     heads,
     direction,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    REST: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, COLUMNS)[None, :]
@@ -72,6 +76,11 @@ def _rotate(
     first = x + token * token_stride + head * head_stride + column
     a = tl.load(first, mask=there).to(tl.float32)
     b = tl.load(first + HALF, mask=there).to(tl.float32)
-    to = out + token * heads * 2 * HALF + head * 2 * HALF + column
+    to = out + token * heads * DIM + head * DIM + column
     tl.store(to, (a * cos - b * sin).to(out.dtype.element_ty), mask=there)
     tl.store(to + HALF, (b * cos + a * sin).to(out.dtype.element_ty), mask=there)
+    if 2 * HALF < DIM:  # the rest of each head stays as it is
+        column = 2 * HALF + tl.arange(0, REST)[None, :]
+        there = (column < DIM) & (head < heads)
+        kept = tl.load(x + token * token_stride + head * head_stride + column, mask=there)
+        tl.store(out + token * heads * DIM + head * DIM + column, kept, mask=there)

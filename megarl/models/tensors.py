@@ -23,7 +23,8 @@ class LogicalTensor:
         name: its Hugging Face name.
         shape: size of each logical axis. Row-major, the elements come in the order of the Hugging Face tensor.
         hf_shape: shape of the Hugging Face tensor.
-        kind: how it is initialised: "matrix", "bias" (zeros) or "norm" (ones).
+        kind: how it is initialised: "matrix", "bias" (zeros), "norm" (ones), or "buffer": zeros, which are not trained,
+            and float32 whatever the type of the weights.
     """
 
     name: str

@@ -43,6 +43,11 @@ def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
     return {tensor.name: tensor for tensor in tensors}
 
 
+def buffers(arch: Architecture) -> frozenset[str]:
+    """Name the tensors that are float32 whatever the type of the weights; the engines give them the same names."""
+    return frozenset(tensor.name for tensor in logical_tensors(arch).values() if tensor.kind == "buffer")
+
+
 def training_placements(
     arch: Architecture,
     layout: TrainLayout,

@@ -56,9 +56,13 @@ def small_config(
     for name in ("intermediate_size", "moe_intermediate_size"):
         if name in small:
             small[name] = width
-    for name in ("num_experts", "num_local_experts"):
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if name in small:
             small[name] = min(small[name], splits.experts * -(-MOST_EXPERTS // splits.experts))
+    if small.get("n_group", 1) > 1:
+        small |= {"n_group": 2, "topk_group": 1}
+    if small.get("first_k_dense_replace"):
+        small["first_k_dense_replace"] = 1
     if "num_experts_per_tok" in small:
         small["num_experts_per_tok"] = min(small["num_experts_per_tok"], EXPERTS_PER_TOKEN)
     if small.get("layer_types"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +54,7 @@ class Resharder:
         group: the ranks of this rank's block, see `plan`.
         transport: `actor_rollout_ref.reshard.transport`.
         bucket_bytes: see `CollectiveTransport`.
+        buffers: names of the logical tensors that are float32 on both sides, whatever the type of the weights.
 
     Attributes:
         local: source and destination view of each of `plan.local`.
@@ -77,13 +78,14 @@ class Resharder:
         *,
         transport: Literal["auto", "collective"] = "auto",
         bucket_bytes: int,
+        buffers: Container[str] = (),
     ) -> None:
         sent = [piece for pieces in plan.sends.values() for piece in pieces]
         written = [*plan.local, *(p for pieces in plan.receives.values() for p in pieces)]
         taken = [piece for piece in (*plan.local, *sent) if piece.transform is None]
         first = next(iter((destination or source).values()))
-        _check_parameters("training", source, (p.source for p in taken), first.dtype)
-        _check_parameters("engine", destination, (p.destination for p in written), first.dtype)
+        _check_parameters("training", source, (p.source for p in taken), first.dtype, buffers)
+        _check_parameters("engine", destination, (p.destination for p in written), first.dtype, buffers)
         self._transformed: list[tuple[StridedView, Transform, torch.Tensor]] = []
 
         def read(piece: Piece) -> StridedView:
@@ -178,7 +180,11 @@ def _nbytes(streams: Iterable[Iterable[StridedView]]) -> int:
 
 
 def _check_parameters(
-    side: str, parameters: Mapping[str, torch.Tensor], placements: Iterable[Placement], dtype: torch.dtype
+    side: str,
+    parameters: Mapping[str, torch.Tensor],
+    placements: Iterable[Placement],
+    weights: torch.dtype,
+    buffers: Container[str],
 ) -> None:
     """Raise ValueError if a placement does not fit its parameter. More rows than placed are vocabulary padding."""
     for placement in placements:
@@ -192,9 +198,12 @@ def _check_parameters(
                 f"{side} parameter {name} has shape {list(parameter.shape)}, but {placement.tensor} needs its rows "
                 f"{start} to {stop} with {columns} elements each; check the {side} layout against the model's"
             )
+        dtype, other = weights, "the engine's first parameter"
+        if placement.tensor in buffers:
+            dtype, other = torch.float32, placement.tensor
         if parameter.dtype != dtype:
             raise ValueError(
-                f"{side} parameter {name} is {parameter.dtype}, but the engine's first parameter is {dtype}; "
+                f"{side} parameter {name} is {parameter.dtype}, but {other} is {dtype}; "
                 f"the reshard copies bits, so give both models one dtype"
             )
         if not parameter.is_contiguous():

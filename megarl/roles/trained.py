@@ -237,7 +237,7 @@ class TrainedModel(MegatronModel):
 
     def _weights_that_leave(self) -> Resident:
         def weights() -> Iterator[Tensor]:
-            yield from self.parameters().values()
+            yield from (p for p in self.parameters().values() if isinstance(p, torch.nn.Parameter))
 
         if all(p.dtype == torch.bfloat16 for p in weights()):
             return Rebuilt(weights, self.optimizer.masters, self.optimizer.rebuild_weights)

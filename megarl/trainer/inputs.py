@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megarl.checkpoint.huggingface_folder import end_tokens
+from megarl.checkpoint.huggingface_folder import end_tokens, further_layers_remark
 from megarl.config import Config
 from megarl.data.example_set import ExampleSet, load_examples
 from megarl.data.examples import Example
@@ -119,6 +119,7 @@ def read_inputs(config: Config, *, reward: Reward | None = None) -> Inputs:
     rewards = parts_of(config.reward, reward) if generates(config) else ()
     rows = _prompts(config, tokenizer, rewards) if generates(config) else _examples(config, tokenizer)
     rows["remarks"] += (*unsafe_remarks(config), *(unread(config) if trains(config) else ()))
+    rows["remarks"] += tuple(further_layers_remark(model.folder))
     return Inputs(
         config=config,
         arch=arch,

@@ -28,8 +28,12 @@ def model(config: dict[str, Any], family: str, kind: Layer) -> Architecture:
     )
 
 
-def layer(config: dict[str, Any], family: str) -> Layer:
-    """Read the layer that every Llama-like family shares."""
+def layer(config: dict[str, Any], family: str, *, partial_rotary: bool = False) -> Layer:
+    """Read the layer that every Llama-like family shares.
+
+    Args:
+        partial_rotary: whether the family rotates a part of each head only.
+    """
     for key, supported in (("hidden_act", "silu"), ("mlp_bias", False), ("attention_bias", False)):
         if config.get(key, supported) != supported:
             raise ValueError(f"{family}: {key} = {config[key]!r} is not supported (only {supported!r})")
@@ -43,6 +47,10 @@ def layer(config: dict[str, Any], family: str) -> Layer:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         **_rope(config, family),
     )
+    if attention.partial_rotary_factor != 1.0 and not partial_rotary:
+        raise ValueError(
+            f"{family}: partial_rotary_factor = {attention.partial_rotary_factor} is not supported (only 1.0)"
+        )
     return Layer(attention=attention, mlp=SwiGLU(ffn_hidden_size=config["intermediate_size"]))
 
 
@@ -58,16 +66,16 @@ def _rope(config: dict[str, Any], family: str) -> dict[str, Any]:
 def _rope_of(rope: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{family}: rope_parameters of their own for each kind of layer are not supported")
-    theta = float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ValueError(f"{family}: partial_rotary_factor = {partial} is not supported (only 1.0)")
+    read: dict[str, Any] = dict(
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
+        partial_rotary_factor=rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
+    )
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
-        return dict(rope_theta=theta)
+        return read
     if kind == "linear":
-        return dict(rope_theta=theta, rope_scaling=RopeScaling(factor=rope["factor"]))
+        return read | dict(rope_scaling=RopeScaling(factor=rope["factor"]))
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return dict(rope_theta=theta, rope_scaling=RopeScaling(**{name: rope[name] for name in names}))
+        return read | dict(rope_scaling=RopeScaling(**{name: rope[name] for name in names}))
     raise ValueError(f"{family}: rope type {kind!r} is not supported (only 'default', 'linear', 'llama3')")

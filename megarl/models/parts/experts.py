@@ -7,45 +7,27 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from megarl.models.parts.part import Part, check_counts
+from megarl.models.parts.router import Router
 from megarl.models.parts.swiglu import MATRICES, check_width, gated_tensors, place_gated
 from megarl.models.placements import LayerPlace, Placement
-from megarl.models.tensors import LogicalTensor, table
+from megarl.models.tensors import LogicalTensor
 from megarl.parallel.layout import TrainLayout
-
-MOST_EXPERTS = 10_000
-"""Every tensor of a model is listed before it is read: with more experts the list would fill the memory."""
 
 STACKED = ("experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight")
 """Names, within the block, of the engines' parameters for all experts: gate and up together, and down."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureOfExperts:
-    """Says how a token's experts are chosen, and what the block is called.
+class MixtureOfExperts(Router):
+    """Says how a token's experts are chosen, and what they are called.
 
     Attributes:
-        num_experts: experts per layer.
-        experts_per_token: how many of them a token goes to: the most probable under softmax(router(x)).
-        norm_topk_prob: scale a token's expert weights to sum to 1; otherwise they are the probabilities themselves.
-        module: the block's name within a layer, in Hugging Face files and in vLLM.
         gate_proj, up_proj, down_proj: names of an expert's matrices in Hugging Face files.
     """
 
-    num_experts: int
-    experts_per_token: int
-    norm_topk_prob: bool
-    module: str = "mlp"
     gate_proj: str = MATRICES[0]
     up_proj: str = MATRICES[1]
     down_proj: str = MATRICES[2]
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.experts_per_token <= self.num_experts <= MOST_EXPERTS:
-            raise ValueError(f"{self.experts_per_token} experts per token of {self.num_experts} experts")
-        if self.experts_per_token == 1 and self.norm_topk_prob:
-            raise ValueError(
-                "norm_topk_prob with one expert per token makes every weight 1, so that nothing would train the router"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +36,22 @@ class Experts(Part):
 
     Attributes:
         ffn_hidden_size: width of each expert.
+        shared_ffn_hidden_size: width of an MLP beside them that every token goes through; 0: there is none.
     """
 
     fused_norm: ClassVar = None  # the router needs the normalised input as well
 
     ffn_hidden_size: int
     moe: MixtureOfExperts
+    shared_ffn_hidden_size: int = 0
 
     def __post_init__(self) -> None:
-        check_counts(self, "ffn_hidden_size")
+        check_counts(self, "ffn_hidden_size", *(["shared_ffn_hidden_size"] if self.shared_ffn_hidden_size else []))
 
     @property
-    def router(self) -> str:
-        """Name the router's weight within a layer, in Hugging Face files and in the engines."""
-        return f"{self.moe.module}.gate.weight"
+    def shared_module(self) -> str:
+        """Name the shared MLP within a layer, in Hugging Face files and in the engines."""
+        return f"{self.moe.module}.shared_experts."
 
     @property
     def _matrices(self) -> tuple[str, str, str]:
@@ -77,25 +61,30 @@ class Experts(Part):
         return f"{self.moe.module}.experts.{expert}."
 
     def tensors(self, layer: str, hidden: int) -> Iterator[LogicalTensor]:
-        yield table(layer + self.router, "matrix", expert=self.moe.num_experts, hidden=hidden)
+        yield from self.moe.router_tensors(layer, hidden)
         for expert in range(self.moe.num_experts):
             yield from gated_tensors(layer + self._module(expert), self._matrices, hidden, self.ffn_hidden_size)
+        if self.shared_ffn_hidden_size:
+            yield from gated_tensors(layer + self.shared_module, MATRICES, hidden, self.shared_ffn_hidden_size)
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
-        yield at.whole(self.router, "mlp.router.weight", self.moe.num_experts, at.hidden)
+        yield from self.moe.router_in_training(at)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
                 module = f"mlp.experts.local_experts.{local}."
                 params = (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight")
                 yield from self._place(at, expert, params)
+        module = "mlp.shared_experts."
+        yield from self._place_shared(at, (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight"))
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
         """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp]."""
-        yield at.whole(self.router, self.router, self.moe.num_experts, at.hidden)
+        yield from self.moe.router_in_engine(at)
         gate_up, down = (f"{self.moe.module}.{name}" for name in STACKED)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
                 yield from self._place(at, expert, (gate_up, down), row=local)
+        yield from self._place_shared(at, self.shared_in_engine)
 
     def _place(
         self, at: LayerPlace, expert: int, params: tuple[str, str], row: int | None = None
@@ -104,8 +93,18 @@ class Experts(Part):
         module = self._module(expert)
         yield from place_gated(share, module, self._matrices, params, self.ffn_hidden_size, row=row)
 
+    @property
+    def shared_in_engine(self) -> tuple[str, str]:
+        """Name the shared MLP's parameters in the engines: gate and up together, and down."""
+        return f"{self.shared_module}gate_up_proj.weight", f"{self.shared_module}down_proj.weight"
+
+    def _place_shared(self, at: LayerPlace, params: tuple[str, str]) -> Iterator[Placement]:
+        if self.shared_ffn_hidden_size:
+            yield from place_gated(at, self.shared_module, MATRICES, params, self.shared_ffn_hidden_size)
+
     def check_split(self, tp: int, key: str) -> None:
         check_width(self.ffn_hidden_size, tp, key)
+        check_width(self.shared_ffn_hidden_size, tp, key)
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         if layout.tp > 1 and not sequence_parallel:
@@ -121,20 +120,16 @@ class Experts(Part):
             )
 
     def activations(self, hidden: int, tp: int) -> float:
-        """Count k (2 h + 3 ffn / t): k experts per token, with their inputs and outputs."""
-        return self.moe.experts_per_token * (2 * hidden + 3 * self.ffn_hidden_size / tp)
+        """Count k (2 h + 3 ffn / t): k experts per token, with their inputs and outputs; 3 ffn / t of the shared."""
+        routed = self.moe.experts_per_token * (2 * hidden + 3 * self.ffn_hidden_size / tp)
+        return routed + 3 * self.shared_ffn_hidden_size / tp
 
     def prefill_activations(self, hidden: int, tp: int) -> int:
-        return self.moe.experts_per_token * (2 * hidden + 4 * self.ffn_hidden_size // tp)
+        routed = self.moe.experts_per_token * (2 * hidden + 4 * self.ffn_hidden_size // tp)
+        return routed + 4 * self.shared_ffn_hidden_size // tp
 
     def megatron_fields(self) -> dict[str, Any]:
-        return dict(
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_moe_experts=self.moe.num_experts,
+        return self.moe.router_fields() | dict(
             moe_ffn_hidden_size=self.ffn_hidden_size,
-            moe_router_topk=self.moe.experts_per_token,
-            moe_router_pre_softmax=not self.moe.norm_topk_prob,  # a softmax over the chosen experts alone sums to 1
-            moe_router_dtype="fp32",  # rounded logits would tie, and a tie may go to another expert than in the engine
-            moe_router_load_balancing_type="none",  # the configured loss alone
-            moe_aux_loss_coeff=0.0,
+            moe_shared_expert_intermediate_size=self.shared_ffn_hidden_size or None,
         )

@@ -41,6 +41,7 @@ class GroupedQuery(AttentionPart):
         qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
         rope_theta: base of the rotary frequencies.
         rope_scaling: how those frequencies are changed; None leaves them.
+        partial_rotary_factor: part of each head, from its first channel on, that is rotated.
     """
 
     fused_norm: ClassVar = "self_attention.linear_qkv.layer_norm_weight"
@@ -52,15 +53,27 @@ class GroupedQuery(AttentionPart):
     qk_norm: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
-        check_numbers(self, "rope_theta")
+        check_numbers(self, "rope_theta", "partial_rotary_factor")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor = {self.partial_rotary_factor} rotates {self.rotary_dim} of a head's "
+                f"{self.head_dim} channels, which must be an even number of them"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Count the channels of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def queries_per_group(self) -> int:

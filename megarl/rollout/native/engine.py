@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import BLOCK_SIZE
+from megarl.models.weights import buffers
 from megarl.rollout.engine import Engine, Request, Share, share_nothing
 from megarl.rollout.native import kernels
 from megarl.rollout.native.blocks import SCRATCH_BLOCK
@@ -78,9 +79,12 @@ class NativeEngine(Engine):
         self._decode_text = decode
         shapes = parameter_shapes(arch, self._tp)
         shared = share(shapes)
-        assert all(p.dtype == dtype and p.shape == shapes[name] for name, p in shared.items())
+        dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(buffers(arch), torch.float32)
+        assert all(p.dtype == dtypes[name] and p.shape == shapes[name] for name, p in shared.items())
         self._own = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items() if name not in shared
+            name: torch.zeros(shape, dtype=dtypes[name], device=device)
+            for name, shape in shapes.items()
+            if name not in shared
         }
         self._parameters = {name: shared[name] if name in shared else self._own[name] for name in shapes}
         self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)

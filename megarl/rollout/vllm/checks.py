@@ -45,6 +45,15 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
         )
 
 
+def check_vllm_routers(arch: Architecture) -> None:
+    """Raises ValueError for a model whose routers vLLM keeps in another type than training does."""
+    if arch.moe is not None and arch.moe.correction_bias:
+        raise ValueError(
+            f"vLLM keeps the routers of {arch.family} in float32, and the reshard copies the bits of training's; "
+            "set rollout.name=native"
+        )
+
+
 def check_vllm_tp(arch: Architecture, tp: int) -> None:
     """The part of `check_vllm` that does not depend on what is installed."""
     padded = -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

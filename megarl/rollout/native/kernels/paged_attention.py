@@ -29,7 +29,7 @@ class PagedAttention:
     Reads nothing on the host, so that it can be captured in a CUDA graph.
 
     Args:
-        rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
+        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
         slots, positions, blocks: int64 [T]; position i goes to blocks[i]. Each is a column of one row-major table.
     """
 
@@ -55,13 +55,13 @@ def rotate_and_store(
     Args:
         q: [T, heads, head_dim]; the last two axes dense, as k's and v's.
         k, v: [T, kv_heads, head_dim].
-        rope: [positions, 2, head_dim / 2].
+        rope: [positions, 2, rotary_dim / 2].
         keys, values: [blocks, kv_heads, BLOCK_SIZE, head_dim], written to.
         positions, blocks: int64 [T], where each token is in its sequence, and the block it goes to.
 
     Returns: the rotated queries, [T, heads, head_dim], dense.
     """
-    (rows, heads, dim), kv_heads = q.shape, k.shape[1]
+    (rows, heads, dim), kv_heads, half = q.shape, k.shape[1], rope.shape[-1]
     assert positions.stride() == blocks.stride()
     assert all(x.stride()[1:] == (dim, 1) for x in (q, k, v))
     out = q.new_empty(rows, heads, dim)
@@ -81,11 +81,14 @@ def rotate_and_store(
         positions.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
-        HALF=dim // 2,
+        DIM=dim,
+        HALF=half,
         BLOCK_SIZE=BLOCK_SIZE,
         HEADS_2=triton.next_power_of_2(heads),
         KV_HEADS_2=triton.next_power_of_2(kv_heads),
-        HALF_2=triton.next_power_of_2(dim // 2),
+        DIM_2=triton.next_power_of_2(dim),
+        HALF_2=triton.next_power_of_2(half),
+        REST_2=triton.next_power_of_2(dim - 2 * half),
     )
     return out
 
@@ -159,11 +162,14 @@ def _rotate_and_store(
     place_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS_2: tl.constexpr,
     KV_HEADS_2: tl.constexpr,
+    DIM_2: tl.constexpr,
     HALF_2: tl.constexpr,
+    REST_2: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row * place_stride)
@@ -174,23 +180,34 @@ def _rotate_and_store(
 
     head = tl.arange(0, HEADS_2)[:, None]
     inside = (head < HEADS) & (column < HALF)
-    at = head * 2 * HALF + column
+    at = head * DIM + column
     a = tl.load(q + row * q_stride + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(q + row * q_stride + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    to = out + row * HEADS * 2 * HALF + at
+    to = out + row * HEADS * DIM + at
     tl.store(to, (a * cos - b * sin).to(out.dtype.element_ty), mask=inside)
     tl.store(to + HALF, (b * cos + a * sin).to(out.dtype.element_ty), mask=inside)
+    if 2 * HALF < DIM:  # the rest of each head stays as it is
+        _copy(q + row * q_stride + head * DIM, out + (row * HEADS + head) * DIM, head < HEADS, 2 * HALF, DIM, REST_2)
 
     head = tl.arange(0, KV_HEADS_2)[:, None]
     inside = (head < KV_HEADS) & (column < HALF)
-    at = head * 2 * HALF + column
-    place = ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * 2 * HALF + column
+    at = head * DIM + column
+    place = ((block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE) * DIM
     a = tl.load(k + row * k_stride + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(k + row * k_stride + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(keys + place, (a * cos - b * sin).to(keys.dtype.element_ty), mask=inside)
-    tl.store(keys + place + HALF, (b * cos + a * sin).to(keys.dtype.element_ty), mask=inside)
-    tl.store(values + place, tl.load(v + row * v_stride + at, mask=inside, other=0.0), mask=inside)
-    tl.store(values + place + HALF, tl.load(v + row * v_stride + at + HALF, mask=inside, other=0.0), mask=inside)
+    tl.store(keys + place + column, (a * cos - b * sin).to(keys.dtype.element_ty), mask=inside)
+    tl.store(keys + place + HALF + column, (b * cos + a * sin).to(keys.dtype.element_ty), mask=inside)
+    if 2 * HALF < DIM:
+        _copy(k + row * k_stride + head * DIM, keys + place, head < KV_HEADS, 2 * HALF, DIM, REST_2)
+    _copy(v + row * v_stride + head * DIM, values + place, head < KV_HEADS, 0, DIM, DIM_2)
+
+
+@triton.jit
+def _copy(source, target, there, FIRST: tl.constexpr, LAST: tl.constexpr, COLUMNS: tl.constexpr):
+    """Copy columns FIRST to LAST of the heads that are there."""
+    column = FIRST + tl.arange(0, COLUMNS)[None, :]
+    inside = there & (column < LAST)
+    tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -76,7 +76,7 @@ class PrefillAttention:
     """Attends over the first `lengths[i]` tokens of the sequence in `slots[i]`, one sequence after another.
 
     Args:
-        rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
+        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
     """
 
     def __init__(self, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]) -> None:
@@ -104,7 +104,7 @@ class GatheredAttention:
     with a mask would otherwise copy the keys and values once per query head on CUDA.
 
     Args:
-        rope: [max_model_len, 2, head_dim / 2], as of `rope_table`.
+        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
         slots, positions: int64 [T].
         longest: max(positions) + 1, which the caller knows without asking the device.
     """
