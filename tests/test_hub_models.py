@@ -65,9 +65,10 @@ def child(model: str) -> subprocess.Popen[str]:
     [
         ("Qwen/Qwen2.5-0.5B", HubModel("Qwen/Qwen2.5-0.5B")),
         ("a/b@refs/pr/1", HubModel("a/b", "refs/pr/1")),
+        ("runs/a", None),
         *(
             (path, None)
-            for path in ("", "gpt2", "/a/b", "a/b/c", "./a/b", "../b", "a/b@", "a/../b", "a/b@../c", "~/b", "a/b\n", "runs/a")
+            for path in ("", "gpt2", "/a/b", "a/b/c", "./a/b", "../b", "a/b@", "a/../b", "a/b@../c", "~/b", "a/b\n")
         ),
     ],
 )

@@ -45,7 +45,8 @@ class _RecordingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _RecordedFile(path, "wb") as file, serialization.patch({"save.compute_crc32": False}):
+        without_crc = serialization.patch({"save.compute_crc32": False})  # type: ignore[attr-defined]
+        with _RecordedFile(path, "wb") as file, without_crc:
             yield file
         self._records[os.path.basename(path)] = FileRecord(size=file.size, blake2b=file.digest.hexdigest())
 
