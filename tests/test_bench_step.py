@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import Ranks
 from training_cases import ARCH
+
+ROOT = Path(__file__).parents[1]
 
 SETTINGS: dict[str, Any] = {
     "data": {"train_batch_size": 4, "max_prompt_length": 6, "max_response_length": 10},
@@ -54,3 +57,14 @@ def test_a_step(ranks: Ranks, world: int, tp: int) -> None:
         assert phases["update"]["mfu"] * phases["update"]["seconds"] == pytest.approx(
             3 * phases["log_probs"]["mfu"] * phases["log_probs"]["seconds"]
         )
+
+
+def test_a_step_beside_trl_s_is_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    import bench_step_trl
+
+    config = str(ROOT / "configs" / "bench_train.yaml")
+    assert bench_step_trl.main([config, "trainer.n_gpus_per_node=2"]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        "bench_step_trl: error: TRL's step is compared on one rank: trainer.nnodes=1 trainer.n_gpus_per_node=1\n"
+    )
