@@ -213,6 +213,10 @@ def test_too_few_rows_fit(tmp_path: Path, tokenizer: str, later: None, monkeypat
         "data.train_batch_size = 4 is more than the rows of data.train_files that keep to data.max_p"
     )
     assert "were tried, 1 do; raise a length, or lower data.train_batch_size" in text or ", 0 do;" in text
+    monkeypatch.setattr(megarl.data.prompt_sampler, "MOST_TRIED", 0)
+    sampler = PromptSampler(1000, 4, False, 0, fits=lambda i: i % 200 == 0)
+    with pytest.raises(RowRefused, match=r"400 of 1000 were tried, 2 do; raise a length"):
+        sampler.next()
     monkeypatch.setattr(megarl.data.example_set, "TRIED", 2)
     with pytest.raises(ValueError, match="none of the 2 rows that were tried"):
         load(tokenizer, file, "demonstrations", max_prompt_length=8)
@@ -405,7 +409,7 @@ def test_a_row_that_is_refused_when_it_is_drawn_loses_no_step(ranks: Ranks, tmp_
     for end, out in ranks.run(2, run_here, str(config), keys, "rows_are_drawn"):
         assert end.startswith(f"refused: {tmp_path}/train.jsonl:{bad + 1}: the chat template refuses the messages: bad")
         saved = tmp_path / "run" / "checkpoints" / "train_step_2"
-        line = f"step 3 has a row that cannot be used; checkpoint {saved}; the same command goes on from it"
+        line = f"step 3 lacks rows that can be used; checkpoint {saved}; the same command goes on from it"
         assert line in out or "megarl: " not in out
     bad = -1
     rows(read := [{}] * 80)

@@ -18,6 +18,10 @@ _ORDER = {  # what the order of the prompts depends on: how it is called, and it
 }
 
 
+MOST_TRIED = 10_000
+"""Rows that are tried for one batch, or a hundred times its size: some 10 s."""
+
+
 class PromptSampler:
     """Batches of row positions, epoch after epoch; the rows left over at the end of an epoch are not used.
 
@@ -62,32 +66,38 @@ class PromptSampler:
         """Draw the positions of the next batch's rows.
 
         Raises:
-            RowRefused: the rows of a whole epoch that fit do not make one batch.
+            RowRefused: of `MOST_TRIED` rows, or of those of a whole epoch, too few fit for one batch.
         """
         while True:
             if self._position + self._batch_size > self._n_rows:
                 self._start(epoch=self._epoch + 1, position=0)
-            begins, batch = self._position == 0, self._fill()
+            begins, batch = self._position, self._fill()
             if len(batch) == self._batch_size:
                 return batch
-            if begins:
-                raise RowRefused(self._too_few(len(batch)))
+            tried = self._position - begins
+            if begins == 0 or tried >= self._most_tried:
+                raise RowRefused(self._too_few(tried, len(batch)))
 
     def _fill(self) -> list[int]:
         """Draw rows that fit until they are a batch, or until what is left of the epoch is too little for one."""
         batch: list[int] = []
-        while len(batch) < self._batch_size <= len(batch) + self._n_rows - self._position:
+        last = self._position + self._most_tried
+        while self._position < last and len(batch) < self._batch_size <= len(batch) + self._n_rows - self._position:
             place = int(self._order[self._position])
             self._position += 1
             if self._fits is None or self._fits(place):
                 batch.append(place)
         return batch
 
-    def _too_few(self, count: int) -> str:
+    @property
+    def _most_tried(self) -> int:
+        return max(MOST_TRIED, 100 * self._batch_size)
+
+    def _too_few(self, tried: int, count: int) -> str:
         (key, _), (rows, _) = self._called["batch_size"], self._called["n_rows"]
         return (
             f"{key} = {self._batch_size} is more than the {rows} that keep to data.max_prompt_length and "
-            f"data.max_response_length: {self._position} of {self._n_rows} were tried, {count} do; raise a length, or "
+            f"data.max_response_length: {tried} of {self._n_rows} were tried, {count} do; raise a length, or "
             f"lower {key}"
         )
 

@@ -18,6 +18,8 @@ def architecture(config: dict[str, Any]) -> Architecture:
         qkv_bias=bool(config.get("attention_bias", False)), qk_norm=bool(config.get("use_qk_norm", False))
     )
     first, count = config.get("first_k_dense_replace", 1), config["num_hidden_layers"]
+    if type(first) is not int or first < 0:
+        raise ValueError(f"glm4_moe: first_k_dense_replace must be a whole number from 0 on, not {first!r:.40}")
     runs = ((dense, min(first, count)), (replace(dense, mlp=_experts(config)), max(0, count - first)))
     layers: tuple[tuple[Layer, int], ...] = tuple(run for run in runs if run[1] != 0)
     return replace(llama.model(config, "glm4_moe", dense), layers=layers)

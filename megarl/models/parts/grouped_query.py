@@ -30,6 +30,11 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int | None = None
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "factor", "low_freq_factor", "high_freq_factor", above=0)
+        if self.original_max_position_embeddings is not None:
+            check_counts(self, "original_max_position_embeddings")
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQuery(AttentionPart):
@@ -57,7 +62,7 @@ class GroupedQuery(AttentionPart):
 
     def __post_init__(self) -> None:
         check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
-        check_numbers(self, "rope_theta", "partial_rotary_factor")
+        check_numbers(self, "rope_theta", "partial_rotary_factor", above=0)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "

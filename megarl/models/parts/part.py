@@ -72,9 +72,12 @@ def check_counts(part: object, *names: str, most: int = 2**31 - 1) -> None:
             raise ValueError(f"{name} must be a whole number from 1 to {most}, not {count!r:.40}")
 
 
-def check_numbers(part: object, *names: str) -> None:
-    """Raises ValueError unless these attributes are finite numbers from 0 on."""
+def check_numbers(part: object, *names: str, above: float | None = None) -> None:
+    """Raises ValueError unless these attributes are finite numbers from 0 on, or `above` a number."""
+    least = 0 if above is None else above
     for name in names:
         number = getattr(part, name)
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
-            raise ValueError(f"{name} must be a finite number from 0 on, not {number!r:.40}")
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not least <= number < float("inf") or number == above:
+            where = "from 0 on" if above is None else f"above {above}"
+            raise ValueError(f"{name} must be a finite number {where}, not {number!r:.40}")

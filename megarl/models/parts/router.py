@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.models.parts.part import check_numbers
+from megarl.models.parts.part import check_counts, check_numbers
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor, table
 
@@ -44,8 +44,11 @@ class Router:
     module: str = "mlp"
 
     def __post_init__(self) -> None:
+        check_counts(self, "num_experts", "experts_per_token", most=MOST_EXPERTS)
         check_numbers(self, "scaling_factor")
-        if not 1 <= self.experts_per_token <= self.num_experts <= MOST_EXPERTS:
+        if self.scaling_factor == 0:
+            raise ValueError("routed_scaling_factor = 0 is not supported: Megatron-Core takes it for 1")
+        if self.experts_per_token > self.num_experts:
             raise ValueError(f"{self.experts_per_token} experts per token of {self.num_experts} experts")
         if self.experts_per_token == 1 and self.norm_topk_prob:
             raise ValueError(
@@ -62,10 +65,17 @@ class Router:
         return self.groups_per_token != self.num_groups
 
     def _check_groups(self) -> None:
-        if not 1 <= self.groups_per_token <= self.num_groups or self.num_experts % self.num_groups:
+        check_counts(self, "num_groups", "groups_per_token", most=MOST_EXPERTS)
+        if self.groups_per_token > self.num_groups or self.num_experts % self.num_groups:
             raise ValueError(
                 f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts: n_group must "
                 f"divide the experts, and topk_group be no more than n_group"
+            )
+        size = self.num_experts // self.num_groups
+        if size < BEST_OF_A_GROUP or self.experts_per_token > self.groups_per_token * size:
+            raise ValueError(
+                f"{self.experts_per_token} experts per token of {self.groups_per_token} groups of {size} experts: they "
+                "hold too few"
             )
         if self.experts_per_token // self.groups_per_token != BEST_OF_A_GROUP:
             raise ValueError(

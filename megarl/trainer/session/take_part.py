@@ -104,7 +104,7 @@ def take_part(
             raise failure from e
         except BaseException as e:
             if isinstance(e, RowRefused):
-                _save_before(session, "has a row that cannot be used")
+                _save_before(session, "lacks rows that can be used")
             if isinstance(e, RewardError) and e.everywhere:
                 _save_before(session, "could not be scored")
             _close_after(e, session, ends=ends)
