@@ -136,7 +136,7 @@ def _model(arch: Any, tp: int, changes: dict[str, Any]) -> Any:
 def _fields(arch: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for kind in arch.kinds:
-        fields |= kind.attention.megatron_fields() | kind.mlp.megatron_fields()
+        fields |= kind.megatron_fields()
     freq = [int(hasattr(kind.mlp, "moe")) for kind in arch.each_layer]
     return fields | ({"moe_layer_freq": freq} if len(arch.kinds) > 1 else {})
 

@@ -38,6 +38,11 @@ class FileRecord:
     blake2b: str
 
 
+def new_checksum() -> hashlib.blake2b:
+    """Begin a checksum; its `hexdigest` is that of a `FileRecord`."""
+    return hashlib.blake2b(digest_size=32)
+
+
 def files_of(folder: str) -> list[str]:
     """List every file below the folder but the manifest, relative to it, sorted."""
     paths = [os.path.relpath(os.path.join(at, name), folder) for at, _, names in os.walk(folder) for name in names]
@@ -130,7 +135,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _record(path: str, *, sync: bool) -> FileRecord:
-    digest, size, block = hashlib.blake2b(digest_size=32), 0, bytearray(_BLOCK)
+    digest, size, block = new_checksum(), 0, bytearray(_BLOCK)
     with open(path, "rb", buffering=0, opener=only_file) as f:
         while count := f.readinto(block):
             digest.update(memoryview(block)[:count])

@@ -17,7 +17,7 @@ from typing import Any
 
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.manifest import MANIFEST_FILE, one_line
-from megarl.models.architecture import Architecture, Layer
+from megarl.models.architecture import Architecture
 from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling
 from megarl.telemetry.lines import only_file
 
@@ -122,7 +122,7 @@ def _expected(arch: Architecture, arguments: Mapping[str, object]) -> Iterator[t
     yield "multi_latent_attention", False
     if arch.output != "scalar":
         yield "untie_embeddings_and_output_weights", arch.output == "lm"
-    fields = {name: value for layer in arch.kinds for name, value in _fields_of(layer)}
+    fields = {name: value for layer in arch.kinds for name, value in layer.megatron_fields().items()}
     names = ["num_attention_heads", "kv_channels", "add_qkv_bias", "qk_layernorm"]
     if grouped := arguments.get("group_query_attention"):
         names.append("num_query_groups")
@@ -138,11 +138,6 @@ def _expected(arch: Architecture, arguments: Mapping[str, object]) -> Iterator[t
         says_nothing = fields.get(name) is None and arguments.get(name) == 1  # one group, or a factor of 1
         if name in fields and not says_nothing:
             yield name, fields[name]
-
-
-def _fields_of(layer: Layer) -> Iterator[tuple[str, Any]]:
-    yield from layer.attention.megatron_fields().items()
-    yield from layer.mlp.megatron_fields().items()
 
 
 def _expected_scaling(scaling: RopeScaling | None) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Generator
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.utils.serialization import config as serialization
 
-from megarl.checkpoint.manifest import FileRecord
+from megarl.checkpoint.manifest import FileRecord, new_checksum
 
 _BLOCK = 2**21
 """Bytes that are hashed and then written, while they are in the processor's cache."""
@@ -61,7 +60,7 @@ class _RecordedFile(io.FileIO):
 
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
         super().__init__(path, mode)
-        self.size, self.digest = 0, hashlib.blake2b(digest_size=32)
+        self.size, self.digest = 0, new_checksum()
 
     def write(self, data: Any) -> int:
         """Write all of `data`; raises OSError."""

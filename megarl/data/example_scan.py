@@ -92,7 +92,7 @@ class ExampleScan(Scan):
             out.forms.append((form, placed.row))
         out.same += _same(example)
         where = (out.seen - 1, 0, placed.at, placed.size, placed.line)
-        kept.fields.append((*where, _number_of(example), number_of(written.encode()), -1, 0, 0, example.label))
+        kept.fields.append((*where, _prompt_digest(example), number_of(written.encode()), -1, 0, 0, example.label))
 
     def _tokenise(self, placed: Placed, out: Scanned, kept: _Kept) -> None:
         """Store the tokens of a row, or leave it out as too long."""
@@ -111,7 +111,7 @@ class ExampleScan(Scan):
         where, sizes = (out.seen - 1, 0, 0, example.tokens, placed.line), (kept.stored, len(numbers))
         with suppress(ValueError):  # conversations that are the same once their beginnings are cut
             example = replace(example, sequences=self.looks.stand_in(placed.row).sequences)
-        kept.fields.append((*where, _number_of(example), 0, *sizes, zlib.crc32(raw), example.label))
+        kept.fields.append((*where, _prompt_digest(example), 0, *sizes, zlib.crc32(raw), example.label))
         kept.tokens.append(raw)
         kept.stored += len(numbers)
 
@@ -171,7 +171,7 @@ def _numbers_of(example: Example) -> Iterator[int]:
     yield from chain.from_iterable(turns)
 
 
-def _number_of(example: Example) -> int:
+def _prompt_digest(example: Example) -> int:
     """`FIELDS.prompt` of an example, from what stands for its sequences."""
     return number_of(repr(example.sequences).encode())
 

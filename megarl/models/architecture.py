@@ -27,6 +27,10 @@ class Layer:
         attention: Any = self.attention
         return replace(self, attention=replace(attention, **changes))
 
+    def megatron_fields(self) -> dict[str, Any]:
+        """Set Megatron-Core's TransformerConfig, by field."""
+        return self.attention.megatron_fields() | self.mlp.megatron_fields()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:

@@ -143,7 +143,7 @@ def transformer_fields(
     if arch.num_layers % (layout.pp * layout.chunks):
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(layout.all_layers(arch.num_layers)))
     for layer in arch.kinds:
-        fields |= layer.attention.megatron_fields() | layer.mlp.megatron_fields()
+        fields |= layer.megatron_fields()
     if arch.moe and len(arch.kinds) > 1:
         fields |= dict(moe_layer_freq=[int(isinstance(layer.mlp, Experts)) for layer in arch.each_layer])
     if recompute:

@@ -91,5 +91,5 @@ def transformer_engine_layers(arch: Architecture) -> LayerSpec:
 
 
 def _spec_arguments(kind: Layer) -> dict[str, Any]:
-    fields = kind.attention.megatron_fields() | kind.mlp.megatron_fields()
+    fields = kind.megatron_fields()
     return dict(num_experts=fields.get("num_moe_experts"), qk_layernorm=fields["qk_layernorm"])

@@ -13,9 +13,6 @@ from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor
 from megarl.parallel.layout import TrainLayout
 
-STACKED = ("experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight")
-"""Names, within the block, of the engines' parameters for all experts: gate and up together, and down."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts(Router):
@@ -80,10 +77,9 @@ class Experts(Part):
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
         """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp]."""
         yield from self.moe.router_in_engine(at)
-        gate_up, down = (f"{self.moe.module}.{name}" for name in STACKED)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
-                yield from self._place(at, expert, (gate_up, down), row=local)
+                yield from self._place(at, expert, self.stacked_in_engine, row=local)
         yield from self._place_shared(at, self.shared_in_engine)
 
     def _place(
@@ -92,6 +88,12 @@ class Experts(Part):
         share = replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
         module = self._module(expert)
         yield from place_gated(share, module, self._matrices, params, self.ffn_hidden_size, row=row)
+
+    @property
+    def stacked_in_engine(self) -> tuple[str, str]:
+        """Name the engines' parameters for all experts: gate and up together, and down."""
+        stacked = f"{self.moe.module}.experts.routed_experts."
+        return f"{stacked}w13_weight", f"{stacked}w2_weight"
 
     @property
     def shared_in_engine(self) -> tuple[str, str]:

@@ -31,7 +31,7 @@ class RopeScaling:
     original_max_position_embeddings: int | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, "factor", "low_freq_factor", "high_freq_factor", above=0)
+        check_numbers(self, "factor", "low_freq_factor", "high_freq_factor", positive=True)
         if self.original_max_position_embeddings is not None:
             check_counts(self, "original_max_position_embeddings")
 
@@ -62,13 +62,12 @@ class GroupedQuery(AttentionPart):
 
     def __post_init__(self) -> None:
         check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
-        check_numbers(self, "rope_theta", "partial_rotary_factor", above=0)
+        check_numbers(self, "rope_theta", "partial_rotary_factor", positive=True)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ValueError(
                 f"partial_rotary_factor = {self.partial_rotary_factor} rotates {self.rotary_dim} of a head's "

@@ -72,12 +72,12 @@ def check_counts(part: object, *names: str, most: int = 2**31 - 1) -> None:
             raise ValueError(f"{name} must be a whole number from 1 to {most}, not {count!r:.40}")
 
 
-def check_numbers(part: object, *names: str, above: float | None = None) -> None:
-    """Raises ValueError unless these attributes are finite numbers from 0 on, or `above` a number."""
-    least = 0 if above is None else above
+def check_numbers(part: object, *names: str, positive: bool = False) -> None:
+    """Raises ValueError unless these attributes are finite numbers from 0 on, or above 0."""
     for name in names:
         number = getattr(part, name)
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not least <= number < float("inf") or number == above:
-            where = "from 0 on" if above is None else f"above {above}"
-            raise ValueError(f"{name} must be a finite number {where}, not {number!r:.40}")
+        if not is_number or not 0 <= number < float("inf") or (positive and number == 0):
+            raise ValueError(
+                f"{name} must be a finite number {'above 0' if positive else 'from 0 on'}, not {number!r:.40}"
+            )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megarl.models.parts.experts import STACKED, Experts
+from megarl.models.parts.experts import Experts
 from megarl.rollout.native.parts import part
 from megarl.rollout.native.parts.router import choose
 from megarl.rollout.native.parts.swiglu import gated
@@ -22,7 +22,7 @@ class Weights(part.MLPWeights):
 
     def __init__(self, kind: Experts, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
         self._moe = kind.moe
-        gate_up, down = _stacked(kind)
+        gate_up, down = kind.stacked_in_engine
         self._router, self._bias = weights[kind.moe.weight], weights.get(kind.moe.bias)
         self._gate_up, self._down = weights[gate_up], weights[down]
         self._shared = [weights[name] for name in kind.shared_in_engine if kind.shared_ffn_hidden_size]
@@ -30,7 +30,7 @@ class Weights(part.MLPWeights):
     @staticmethod
     def shapes(kind: Experts, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
         ffn, count, moe = kind.ffn_hidden_size // tp, kind.moe.num_experts, kind.moe
-        (gate_up, down), shared = _stacked(kind), kind.shared_ffn_hidden_size // tp
+        (gate_up, down), shared = kind.stacked_in_engine, kind.shared_ffn_hidden_size // tp
         shapes = ((2 * shared, hidden), (hidden, shared))
         return {
             moe.weight: (count, hidden),
@@ -52,8 +52,3 @@ class Weights(part.MLPWeights):
         # Not index_add: on a GPU that would add a token's experts in any order, and round each time differently.
         routed = (outputs.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         return routed + gated(x, *self._shared) if self._shared else routed
-
-
-def _stacked(kind: Experts) -> tuple[str, str]:
-    gate_up, down = (f"{kind.moe.module}.{name}" for name in STACKED)
-    return gate_up, down
