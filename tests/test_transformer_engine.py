@@ -10,6 +10,7 @@ from architectures import changed
 from ranks import Ranks
 from training_cases import (
     ARCH,
+    SOME_WITH_EXPERTS,
     WITH_EXPERTS,
     Case,
     actor_in,
@@ -56,7 +57,11 @@ def _train_and_generate(case: Case, which: str, arch: Architecture) -> tuple[boo
 LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
 
 
-@pytest.mark.parametrize("arch", [ARCH, changed(ARCH, rope_scaling=LLAMA3), WITH_EXPERTS], ids=["", "rope", "experts"])
+@pytest.mark.parametrize(
+    "arch",
+    [ARCH, changed(ARCH, rope_scaling=LLAMA3), WITH_EXPERTS, SOME_WITH_EXPERTS],
+    ids=["", "rope", "experts", "sigmoid-experts"],
+)
 @pytest.mark.parametrize(
     "case", [Case(), Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True)], ids=lambda case: case.name
 )
