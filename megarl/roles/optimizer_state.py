@@ -121,20 +121,22 @@ def sharded_optimizer_state(optimizer: Any, weights: dict[str, Any], *, loading:
 def refuse_nonfinite(optimizer: Any, weights: dict[str, Any], world: World) -> None:
     """Refuse weights or state that are not finite. Raises ValueError on every rank, naming the first such parameter.
 
-    Each rank looks at the part that it steps: one reduction per tensor, and the device is waited for once.
+    Each rank looks at the part that it steps, with a few kernels for all tensors of a type; it waits for the device
+    once.
 
     Args:
         weights: sharded state dict of the model.
     """
-    names, extremes = [], []
+    tensors: dict[torch.dtype, dict[str, Tensor]] = {}
     slots = Slots(optimizer)
     for weight in parameters_in(weights):
         slot = slots.of(weight.data)
         for name, tensor in {"weight": weight.data, **(slot.tensors() if slot is not None else {})}.items():
             if tensor.numel():
-                names.append(f"{weight.key} ({name})")
-                extremes.append(torch.stack(tensor.detach().aminmax()).float())
-    finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
+                tensors.setdefault(tensor.dtype, {})[f"{weight.key} ({name})"] = tensor.detach()
+    largest = [norm for of_type in tensors.values() for norm in torch._foreach_norm([*of_type.values()], math.inf)]
+    finite = torch.stack([norm.float() for norm in largest]).isfinite().tolist() if largest else []
+    names = [name for of_type in tensors.values() for name in of_type]
     first_here = next((name for name, fine in zip(names, finite, strict=True) if not fine), None)
     if (place := first_of(world, first_here)) is not None:
         raise ValueError(f"{place} is not finite: nothing is saved, and earlier checkpoints stay as they are")
