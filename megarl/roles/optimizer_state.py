@@ -106,15 +106,20 @@ def sharded_optimizer_state(optimizer: Any, weights: dict[str, Any], *, loading:
         if slot is None:
             continue
         *model_parallel, replica = weight.replica_id
-        # ranks that split the state are no replicas of one another in it
-        replica_id = (*model_parallel, 0 if slots.splits(weight.data) else replica)
+        described = replace(
+            weight,
+            data=torch.empty(weight.data.shape, dtype=torch.float32, device="meta"),
+            # ranks that split the state are no replicas of one another in it
+            replica_id=(*model_parallel, 0 if slots.splits(weight.data) else replica),
+            **({"dtype": torch.float32} if hasattr(weight, "dtype") else {}),
+        )
         state[index] = {}
         for name, tensor in slot.tensors().items():
             tensor = tensor.detach()
             if loading:
                 tensor.zero_()
-            boxes = _boxes(weight, f"optimizer.{name}.{weight.key}", tensor.view(-1), slot.start)
-            state[index][name] = dict(enumerate(replace(box, replica_id=replica_id) for box in boxes))
+            boxes = _boxes(described, f"optimizer.{name}.{weight.key}", tensor.view(-1), slot.start)
+            state[index][name] = dict(enumerate(boxes))
     return {"step": _step(optimizer), "state": state}
 
 
@@ -185,12 +190,11 @@ def _boxes(weight: Any, key: str, flat: Tensor, start: int) -> Iterator[ShardedT
     """Cut elements of a flattened weight into boxes of the tensors that a checkpoint has of it.
 
     Args:
-        weight: sharded tensor of the weight, or factory of several, each a block of it.
+        weight: fp32 sharded tensor of the weight without data, or factory of several, each a block of it.
         key: for the boxes; a factory's tensors add to it.
         flat: the elements from `start` on, each box a view of them.
     """
-    like = torch.empty(weight.data.shape, dtype=torch.float32, device="meta")
-    named = replace(weight, key=key, data=like, **({"dtype": torch.float32} if hasattr(weight, "dtype") else {}))
+    named = replace(weight, key=key)
     for part in nested_values(named.build()) if isinstance(weight, ShardedTensorFactory) else (named,):
         assert part.data.is_contiguous(), f"{part.key} is no block of its parameter"
         first = part.data.storage_offset()
