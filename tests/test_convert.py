@@ -46,21 +46,35 @@ def test_bits_survive_both_ways(tmp_path: Path, name: str, tp: int, pp: int) -> 
     assert json.loads((back / "config.json").read_text()).items() >= CONFIGS[name].items()
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And whoever reads the export is not told that there are some."""
-    source, megatron, back = tmp_path / "glm", tmp_path / "megatron", tmp_path / "back"
+def test_layers_for_multi_token_prediction_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint has none of them; an export beside their folder has them, bit for bit; `transformers` reads it."""
+    source, alone, megatron, back = (tmp_path / name for name in ("glm", "without", "megatron", "back"))
     write_folder(source, "glm4_moe", num_nextn_predict_layers=1)
     weights = read_weights(source)
-    further = {"model.layers.4.eh_proj.weight": torch.ones(32, 64)}
+    further = {"model.layers.4.eh_proj.weight": torch.randn(32, 64), "model.layers.4.enorm.weight": torch.ones(32)}
     write_weights(source, weights | further)
     assert main(["hf-to-megatron", str(source), str(megatron)]) == 0
-    assert "glm' has 1 layer for multi-token prediction, left out here and in every export" in capsys.readouterr().out
-    assert main(["megatron-to-hf", str(megatron), str(back), "--verify"]) == 0
-    assert_same_weights(weights, read_weights(back))
-    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 0
-    write_folder(source, "glm4_moe")
-    write_weights(source, weights | further)
-    assert main(["hf-to-megatron", str(source), str(tmp_path / "x")]) != 0
+    said = capsys.readouterr().out
+    assert "glm' has a layer for multi-token prediction: left out; an export with --model=FOLDER has it again" in said
+    assert main(["megatron-to-hf", str(megatron), str(alone), "--verify"]) == 0
+    assert_same_weights(weights, read_weights(alone))
+    assert json.loads((alone / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert main(["megatron-to-hf", str(megatron), str(back), f"--model={source}", "--verify"]) == 0
+    assert "for multi-token prediction: not trained, exported unchanged" in capsys.readouterr().out
+    assert_same_weights(weights | further, read_weights(back))
+    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(back)
+    assert torch.equal(loaded.model.norm.weight, weights["model.norm.weight"])
+    assert main(["hf-to-megatron", str(back), str(tmp_path / "again"), "--verify"]) == 0
+
+
+def test_layers_that_config_json_does_not_name_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path / "glm", "glm4_moe")
+    weights = read_weights(tmp_path / "glm")
+    write_weights(tmp_path / "glm", weights | {"model.layers.4.eh_proj.weight": torch.ones(32, 64)})
+    assert main(["hf-to-megatron", str(tmp_path / "glm"), str(tmp_path / "x")]) != 0
     assert "the architecture has no model.layers.4.eh_proj.weight" in capsys.readouterr().err
 
 

@@ -85,7 +85,7 @@ def huggingface_to_megatron(
         copy_model_files(source, tokenizer, partial, dtype=dtype_name(dtype))
         keep_tokenizer(source, tokenizer, partial)
         write_manifest(partial, record_files(partial, files_of(partial), sync=True))
-    return further_layers_remark(source)
+    return further_layers_remark(source, exports=False)
 
 
 def megatron_to_huggingface(

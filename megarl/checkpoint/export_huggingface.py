@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.export_beside import HUGGINGFACE
-from megarl.checkpoint.huggingface_folder import INDEX, SINGLE
+from megarl.checkpoint.huggingface_folder import FURTHER, INDEX, SINGLE
 from megarl.checkpoint.megatron_folder import MegatronWeights
-from megarl.checkpoint.safetensors_file import SafetensorsWriter
+from megarl.checkpoint.safetensors_file import SafetensorsWriter, read_header
 from megarl.debugging import hush_dependencies
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
@@ -65,10 +65,14 @@ def _nbytes(tensor: LogicalTensor, dtype: torch.dtype) -> int:
 
 
 def write_index(folder: str, files: Sequence[WeightFile], dtype: torch.dtype) -> None:
-    """Write `model.safetensors.index.json`, where there is more than one file."""
-    if len(files) > 1:
+    """Write `model.safetensors.index.json`, where there is more than one file, that of further layers included."""
+    place = os.path.join(folder, FURTHER)
+    further = read_header(place) if os.path.isfile(place) else {}
+    if len(files) > 1 or further:
         total = sum(_nbytes(tensor, dtype) for file in files for tensor in file.tensors)
+        total += sum(entry.stop - entry.start for entry in further.values())
         weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
+        weight_map |= dict.fromkeys(further, FURTHER)
         with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as f:
             json.dump({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, f, indent=2)
 

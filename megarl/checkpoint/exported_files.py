@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
-from megarl.checkpoint.huggingface_folder import TokenIds, copy_model_files, end_tokens, move_tokenizer, read_config
+from megarl.checkpoint.huggingface_folder import (
+    TokenIds,
+    copy_further_layers,
+    copy_model_files,
+    end_tokens,
+    move_tokenizer,
+    read_config,
+)
 from megarl.data.tokenizer import APART, Tokenizer, has_tokenizer, load_tokenizer, tokenizer_place
 from megarl.data.tokenizer_huggingface import HuggingFaceTokenizer
 from megarl.data.tokenizer_sentencepiece import SentencePieceTokenizer
@@ -43,6 +51,8 @@ def export_model_files(
 ) -> list[str]:
     """Write all files but the weights into an existing folder, and compare transformers' reading of them with ours.
 
+    Layers for multi-token prediction, which are not trained, are written, too.
+
     Args:
         source: folder with `config.json`.
         tokenizer: folder of the tokenizer, or a SentencePiece .model file.
@@ -57,12 +67,15 @@ def export_model_files(
         ValueError: the tokenizer cannot be written so, or a text's ids differ; names the text and both.
     """
     tokenizer = tokenizer_place(tokenizer)
+    further = not classifier and copy_further_layers(source, target)
+    copy = partial(
+        copy_model_files, source, tokenizer, target, dtype=dtype, classifier=classifier, further_layers=further
+    )
     if not has_tokenizer(tokenizer):
-        copy_model_files(source, tokenizer, target, dtype=dtype, classifier=classifier)
+        copy()
         return []
     ours = load_tokenizer(tokenizer)
-    ids = token_ids(source, tokenizer, ours, stop_tokens)
-    copy_model_files(source, tokenizer, target, dtype=dtype, token_ids=ids, classifier=classifier)
+    copy(token_ids=token_ids(source, tokenizer, ours, stop_tokens))
     if isinstance(ours, SentencePieceTokenizer):
         write_huggingface_tokenizer(ours, target)
     try:

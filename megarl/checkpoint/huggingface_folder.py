@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, read_header
+from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, SafetensorsWriter, read_header
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.models.weights import EMBEDDING, OUTPUT, SCORE, layer_prefix, logical_tensors
@@ -26,6 +26,8 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FURTHER = "model-mtp.safetensors"
+"""Layers for multi-token prediction in an export, as they were in the folder that the model came from."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 """Fields of `config.json` that count layers after the last, for multi-token prediction (arXiv 2412.19437)."""
@@ -40,8 +42,8 @@ def check_weights(folder: str, arch: Architecture) -> None:
     """Refuse weights that are not exactly those of the architecture; reads headers only. Raises ValueError.
 
     A tied model's `lm_head.weight` is left out, after a check that it is the embedding, byte by byte. A scalar output
-    may be absent, and a language model's output, which is left out, may be in its place. Left out are also layers that
-    predict further tokens, if config.json names some.
+    may be absent, and a language model's output, which is left out, may be in its place. There may also be layers for
+    multi-token prediction, if config.json names some.
     """
     stored, tensors = weight_entries(folder), logical_tensors(arch)
     if arch.tied and OUTPUT in stored and EMBEDDING in stored:
@@ -55,9 +57,9 @@ def check_weights(folder: str, arch: Architecture) -> None:
         del tensors[SCORE]
         stored.pop(OUTPUT, None)
     _refuse(folder, "the files lack", (name for name in tensors if name not in stored))
-    more = tuple(layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder))))
+    further = further_entries(folder, arch)
     unknown = (name for name in stored if name not in tensors and not _COMPUTED.search(name))
-    _refuse(folder, "the architecture has no", (name for name in unknown if not name.startswith(more)))
+    _refuse(folder, "the architecture has no", (name for name in unknown if name not in further))
     entries = {name: stored[name] for name in tensors}
     _refuse(
         folder,
@@ -71,20 +73,53 @@ def check_weights(folder: str, arch: Architecture) -> None:
     _refuse(
         folder,
         f"only {', '.join(ITEMSIZE)} can be read (no quantised weights), not",
-        (f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in ITEMSIZE),
+        (f"{name} ({entry.dtype})" for name, entry in (entries | further).items() if entry.dtype not in ITEMSIZE),
     )
 
 
-def further_layers_remark(folder: str) -> list[str]:
-    """Say, in at most one line, that layers of a folder which predict further tokens are left out."""
+def further_entries(folder: str, arch: Architecture) -> dict[str, Entry]:
+    """List the tensors of a folder's layers for multi-token prediction by name; none where it has no weights."""
+    prefixes = tuple(layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder))))
+    if not prefixes or not any(os.path.isfile(os.path.join(folder, name)) for name in (INDEX, SINGLE)):
+        return {}
+    return {name: entry for name, entry in weight_entries(folder).items() if name.startswith(prefixes)}
+
+
+def further_layers_remark(folder: str, *, exports: bool = True) -> list[str]:
+    """Say, in at most one line, what becomes of a folder's layers for multi-token prediction.
+
+    Args:
+        exports: whether what is written is an export, or a run that writes some; otherwise it holds no such layers.
+    """
     count = _further_layers(read_config(folder))
-    layers = "1 layer" if count == 1 else f"{count} layers"
-    left_out = f"remark: '{folder}' has {layers} for multi-token prediction, left out here and in every export"
-    return [left_out] if count else []
+    if not count:
+        return []
+    layers = "a layer" if count == 1 else f"{count} layers"
+    fate = "not trained, and left out of exports"
+    if further_entries(folder, read_architecture(folder)):
+        fate = "not trained, exported unchanged" if exports else "left out; an export with --model=FOLDER has it again"
+    return [f"remark: '{folder}' has {layers} for multi-token prediction: {fate}"]
 
 
 def _further_layers(config: Mapping[str, Any]) -> int:
     return max(0, *(config.get(key) or 0 for key in _FURTHER_LAYERS))
+
+
+def copy_further_layers(source: str, target: str) -> bool:
+    """Write a folder's layers for multi-token prediction, bit for bit, into another; returns whether there are any."""
+    entries = further_entries(source, read_architecture(source))
+    if entries:
+        tensors = [(name, entry.dtype, entry.shape) for name, entry in entries.items()]
+        writer = SafetensorsWriter(os.path.join(target, FURTHER), tensors)
+        for entry in entries.values():
+            with (
+                open(entry.file, "rb") as f,
+                mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data,
+                memoryview(data) as whole,
+                whole[entry.start : entry.stop] as elements,
+            ):
+                writer.write(elements)
+    return bool(entries)
 
 
 def refuse_remote_code(folder: str) -> None:
@@ -178,6 +213,7 @@ def copy_model_files(
     dtype: str | None = None,
     token_ids: TokenIds | None = None,
     classifier: bool = False,
+    further_layers: bool = False,
 ) -> None:
     """Copy all files but the weights: `config.json`, the tokenizer and the generation settings.
 
@@ -187,9 +223,11 @@ def copy_model_files(
         dtype: of the weights, such as "bfloat16", to be written into `config.json`; None leaves that which is there.
         token_ids: to be written into both configurations; None leaves those that are there.
         classifier: the target is a sequence classifier with one label, whatever the source is.
+        further_layers: the target has the layers for multi-token prediction, if the source has some.
     """
     config = {**read_config(source), **(token_ids or {})}
-    config |= {key: 0 for key in _FURTHER_LAYERS if config.get(key)}  # else readers would look for their weights
+    if not further_layers:  # readers would look for their weights
+        config |= {key: 0 for key in _FURTHER_LAYERS if config.get(key)}
     config.setdefault("model_type", read_architecture(source).family)  # without it transformers and vLLM read nothing
     if classifier:
         names = config.get("architectures") or []
