@@ -42,6 +42,8 @@ setup(
         "tensorboard>=2.17",
         "tokenizers>=0.21",
         "transformers>=4.56",
+        # Megatron-Core imports it from 0.18 on, which wants Python 3.12; torch's build for CPUs does not bring it
+        "triton>=3.4; python_version >= '3.12' and sys_platform == 'linux'",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]>=2.11"],
