@@ -91,6 +91,10 @@ def check_arguments(folder: str, arch: Architecture) -> str | None:
     """
     from megarl.checkpoint.stored_arguments import read_arguments  # imports torch
 
+    if arch.needs_torch_layers:
+        raise ValueError(
+            f"'{folder}': checkpoints of Megatron-LM are not read for {arch.family}; take a Hugging Face folder"
+        )
     try:
         arguments = read_arguments(folder)
     except ValueError as e:

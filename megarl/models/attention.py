@@ -85,7 +85,7 @@ class TorchAttention(torch.nn.Module):
         length, batch = query.shape[:2]
         cos_sin = self._rope(length, query.device).repeat_interleave(batch, 0)
         query, key = (apply_rope(x.flatten(0, 1), cos_sin).view(x.shape) for x in (query, key))
-        out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)))
+        out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self._rule)
         return out.transpose(0, 1).reshape(length, batch, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -99,8 +99,13 @@ class TorchAttention(torch.nn.Module):
             cu_seqlens=packed.cu_seqlens_q,
             longest=packed.max_seqlen_q,
             slots=packed.slots,
+            **self._rule,
         )
         return out.flatten(1)
+
+    @property
+    def _rule(self) -> dict[str, Any]:
+        return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale)
 
     def _rope(self, length: int, device: torch.device) -> Tensor:
         return _cached_rope(self.attention, length, device)

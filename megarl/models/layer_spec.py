@@ -20,6 +20,7 @@ from megarl.models.architecture import Architecture, Layer
 from megarl.models.attention import core_attention_for
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
+from megarl.models.output_norms import LayerWithOutputNorms
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.parallel.cpu import counts_on_host
@@ -70,6 +71,8 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
     module = get_gpt_layer_local_spec(normalization="RMSNorm", **_spec_arguments(kind))
     parts = module.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if kind.output_norms:
+        module.module = LayerWithOutputNorms
     assert isinstance(kind.attention, GroupedQuery)
     attention = parts.self_attention.submodules
     attention.core_attention = core_attention_for(kind.attention)

@@ -10,7 +10,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, longest: int, slots: Tensor) -> Tensor:
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    longest: int,
+    slots: Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """Attend: half precision on a GPU by `varlen_attn` (FlashAttention), everything else by a padded view.
 
     Args:
@@ -19,30 +29,47 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor, lon
         cu_seqlens: int32 [sequences + 1], where each sequence begins, and the end of the last.
         longest: tokens of the longest sequence.
         slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
+        window: tokens that a token sees, itself the last of them; None: all up to itself.
+        scale: of the scores; None: 1 / sqrt(head_dim).
 
     Returns: [tokens, heads, head_dim].
     """
     if q.is_cuda and q.dtype != torch.float32:
-        return _varlen(q, k, v, cu_seqlens, longest)
+        return _varlen(q, k, v, cu_seqlens, longest, window, scale)
     rows = len(cu_seqlens) - 1
 
     def pad(x: Tensor) -> Tensor:
         return x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, slots, x).view(rows, longest, *x.shape[1:])
 
-    return padded_attention(pad(q), pad(k), pad(v)).flatten(0, 1)[slots]
+    return padded_attention(pad(q), pad(k), pad(v), window=window, scale=scale).flatten(0, 1)[slots]
 
 
-def padded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """Attend: [batch, length, heads, head_dim] -> the same. Causality hides the padding at the end from the rest."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    matters = window is not None and window < q.shape[2]
+    mask = {"attn_mask": seen(q.shape[2], window, q.device)} if matters else {"is_causal": True}
+    out = scaled_dot_product_attention(q, k, v, **mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+def seen(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Mark the tokens that each token of a sequence sees: bool [length, length]."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, window: int | None, scale: float | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.11's takes fewer key than query heads as they are, later ones must be told
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-    out = varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **grouped)
+    before = -1 if window is None else window - 1
+    more: dict[str, Any] = grouped | {"window_size": (before, 0), "scale": scale}
+    out = varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, longest, longest, **more)
     assert isinstance(out, Tensor)
     return out

@@ -24,7 +24,7 @@ class LogicalTensor:
         shape: size of each logical axis. Row-major, the elements come in the order of the Hugging Face tensor.
         hf_shape: shape of the Hugging Face tensor.
         kind: how it is initialised: "matrix", "bias" (zeros), "norm" (ones), or "buffer": zeros, which are not trained,
-            and float32 whatever the type of the weights.
+            and float32 whatever the type of the weights. A norm that multiplies by 1 + weight has a "bias".
     """
 
     name: str
@@ -68,3 +68,8 @@ def table(name: str, kind: str, *, out_axes: int = 1, **axes: int) -> LogicalTen
     shape = tuple(axes.values())
     hf_shape = (math.prod(shape[:out_axes]), *((math.prod(shape[out_axes:]),) if shape[out_axes:] else ()))
     return LogicalTensor(name=name, shape=shape, hf_shape=hf_shape, kind=kind)
+
+
+def norm(name: str, width: int, *, zero_centered: bool) -> LogicalTensor:
+    """Make the logical tensor of a norm that multiplies by its weight or, zero-centered, by 1 + weight."""
+    return table(name, "bias" if zero_centered else "norm", width=width)

@@ -66,10 +66,19 @@ def small_config(
     if "num_experts_per_tok" in small:
         small["num_experts_per_tok"] = min(small["num_experts_per_tok"], EXPERTS_PER_TOKEN)
     if small.get("layer_types"):
-        small["layer_types"] = small["layer_types"][: small["num_hidden_layers"]]
+        small["layer_types"] = _some_of_each(small["layer_types"], small["num_hidden_layers"])
+    if "sliding_window_pattern" in small:
+        small["sliding_window_pattern"] = 2
     if vocab_size is not None:  # the tokens that the files name are another tokenizer's
         small |= {"vocab_size": vocab_size, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
     return _with_heads(small, splits, serves)
+
+
+def _some_of_each(types: list[str], count: int) -> list[str]:
+    """Take the first layers, the last of them of the kind that the others are not, if the model has two."""
+    first = types[:count]
+    others = [kind for kind in types if kind not in first]
+    return [*first[:-1], others[0]] if others else first
 
 
 def _layers(layers: int, chunks: int) -> int:

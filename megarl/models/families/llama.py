@@ -57,13 +57,14 @@ def layer(config: dict[str, Any], family: str, *, partial_rotary: bool = False) 
 def _rope(config: dict[str, Any], family: str) -> dict[str, Any]:
     """Base and scaling: transformers 5 has both in `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
     ropes = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    readings = [_rope_of(rope, config, family) for rope in ropes or [{}]]
+    readings = [rope_of(rope, config, family) for rope in ropes or [{}]]
     if readings[0] != readings[-1]:  # transformers would take rope_scaling, and a base of its own
         raise ValueError(f"{family}: rope_parameters and rope_scaling say different things; leave one of them out")
     return readings[0]
 
 
-def _rope_of(rope: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
+def rope_of(rope: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
+    """Read one set of rotary parameters; what it leaves out is taken from `config`."""
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{family}: rope_parameters of their own for each kind of layer are not supported")
     read: dict[str, Any] = dict(

@@ -1,4 +1,4 @@
-"""Describes rotary grouped-query attention (arXiv 2305.13245): Llama's, with Qwen2's biases and Qwen3's norms."""
+"""Describes rotary grouped-query attention (arXiv 2305.13245): Llama's, with what later families changed of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.placements import LayerPlace, Placement, place_filled
-from megarl.models.tensors import Box, LogicalTensor, table
+from megarl.models.tensors import Box, LogicalTensor, norm, table
 from megarl.parallel.layout import TrainLayout
 
 
@@ -47,6 +47,9 @@ class GroupedQuery(AttentionPart):
         rope_theta: base of the rotary frequencies.
         rope_scaling: how those frequencies are changed; None leaves them.
         partial_rotary_factor: part of each head, from its first channel on, that is rotated.
+        sliding_window: tokens that a token sees, itself the last of them; None: all up to itself.
+        softmax_scale: factor of queries times keys; None: 1 / sqrt(head_dim).
+        zero_centered_norms: the norms on queries and keys multiply by 1 + weight (Gemma).
     """
 
     fused_norm: ClassVar = "self_attention.linear_qkv.layer_norm_weight"
@@ -59,10 +62,17 @@ class GroupedQuery(AttentionPart):
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+    softmax_scale: float | None = None
+    zero_centered_norms: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
         check_numbers(self, "rope_theta", "partial_rotary_factor", positive=True)
+        if self.sliding_window is not None:
+            check_counts(self, "sliding_window")
+        if self.softmax_scale is not None:
+            check_numbers(self, "softmax_scale", positive=True)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -96,7 +106,7 @@ class GroupedQuery(AttentionPart):
                 yield table(f"{layer}self_attn.{proj}_proj.bias", "bias", out_axes=3, **heads)
         if self.qk_norm:
             for proj in ("q", "k"):
-                yield table(f"{layer}self_attn.{proj}_norm.weight", "norm", head_dim=dim)
+                yield norm(f"{layer}self_attn.{proj}_norm.weight", dim, zero_centered=self.zero_centered_norms)
         heads = dict(kv_group=groups, query=self.queries_per_group, head_dim=dim)
         yield table(f"{layer}self_attn.o_proj.weight", "matrix", hidden=hidden, **heads)
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.sizes import BLOCK_SIZE
 from megarl.rollout.native.kv_cache import KVCache
 
@@ -33,8 +34,10 @@ class PagedAttention:
         slots, positions, blocks: int64 [T]; position i goes to blocks[i]. Each is a column of one row-major table.
     """
 
-    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, blocks: Tensor) -> None:
-        self._cache, self._rope = cache, rope
+    def __init__(
+        self, kind: GroupedQuery, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, blocks: Tensor
+    ) -> None:
+        self._kind, self._cache, self._rope = kind, cache, rope
         self._slots, self._positions, self._blocks = slots, positions, blocks
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -42,9 +45,17 @@ class PagedAttention:
         q = rotate_and_store(
             q, k, v, self._rope, keys=keys, values=values, positions=self._positions, blocks=self._blocks
         )
-        return attend(q, keys, values, tables=self._cache.tables, slots=self._slots, positions=self._positions).flatten(
-            1
+        out = attend(
+            q,
+            keys,
+            values,
+            tables=self._cache.tables,
+            slots=self._slots,
+            positions=self._positions,
+            window=self._kind.sliding_window,
+            scale=self._kind.softmax_scale,
         )
+        return out.flatten(1)
 
 
 def rotate_and_store(
@@ -94,15 +105,26 @@ def rotate_and_store(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, *, tables: Tensor, slots: Tensor, positions: Tensor, splits: int = 0
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+    splits: int = 0,
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(head_dim)) v over the positions 0 to positions[i] of the sequence in slots[i].
+    """Compute softmax(scale q k^T) v over the positions 0 to positions[i] of the sequence in slots[i].
 
     Args:
         q: [T, heads, head_dim], rotated and dense.
         keys, values: [blocks, kv_heads, BLOCK_SIZE, head_dim].
         tables: int32 [slots, blocks].
         slots, positions: int64 [T].
+        window: the last so many of those positions are seen; None: all.
+        scale: None: 1 / sqrt(head_dim).
         splits: programs per sequence and KV head; 0 chooses by the number of sequences.
 
     Returns: [T, heads, head_dim].
@@ -128,7 +150,8 @@ def attend(
         part,
         largest,
         total,
-        math.log2(math.e) / math.sqrt(dim),
+        math.log2(math.e) * (1 / math.sqrt(dim) if scale is None else scale),
+        tables.shape[1] * BLOCK_SIZE if window is None else window,
         tables.stride(0),
         slots.stride(0),
         KV_HEADS=kv_heads,
@@ -223,6 +246,7 @@ def _attend(
     largest,
     total,
     scale,
+    window,
     table_stride,
     place_stride,
     KV_HEADS: tl.constexpr,
@@ -237,8 +261,10 @@ def _attend(
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + row * place_stride).to(tl.int32) + 1
     table = tables + tl.load(slots + row * place_stride) * table_stride
-    tokens = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
-    first = split * tokens
+    oldest = tl.maximum(length - window, 0)
+    before = oldest // TILE * TILE  # whole tiles that are out of sight
+    tokens = tl.cdiv(tl.cdiv(length - before, TILE), SPLITS) * TILE
+    first = before + split * tokens
     last = tl.minimum(first + tokens, length)
 
     member, column, step = tl.arange(0, GROUP_2), tl.arange(0, DIM_2), tl.arange(0, TILE)
@@ -250,7 +276,7 @@ def _attend(
     sums = tl.zeros([GROUP_2, DIM_2], tl.float32)
     for start in range(first, last, TILE):
         token = start + step
-        seen = token < last
+        seen = (token < last) & (token >= oldest)
         block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * DIM
         mine = seen[:, None] & (column < DIM)[None, :]

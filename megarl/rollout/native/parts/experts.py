@@ -51,4 +51,7 @@ class Weights(part.MLPWeights):
         )
         # Not index_add: on a GPU that would add a token's experts in any order, and round each time differently.
         routed = (outputs.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-        return routed + gated(x, *self._shared) if self._shared else routed
+        if not self._shared:
+            return routed
+        gate_up, down = self._shared
+        return routed + gated(x, gate_up, down)

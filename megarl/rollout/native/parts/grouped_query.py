@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megarl.models.packed_attention import packed_attention
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.rms_norm import rms_norm
 from megarl.models.rope import apply_rope, rope_table
 from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native import kernels
@@ -32,6 +33,7 @@ class Weights(part.AttentionWeights):
         self._qkv, self._o = weights[_QKV], weights[_O]
         self._bias, self._q_norm, self._k_norm = (weights.get(name) for name in (_BIAS, *_NORMS))
         (self._heads, self._kv_heads), self._dim, self._eps = kind.heads(tp), kind.head_dim, eps
+        self._zero_centered = kind.zero_centered_norms
 
     @staticmethod
     def shapes(kind: GroupedQuery, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
@@ -52,24 +54,24 @@ class Weights(part.AttentionWeights):
         return F.linear(attention(layer, q, k, v), self._o)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._eps)
+        return rms_norm(x, weight, self._eps, zero_centered=self._zero_centered)
 
 
 class Passes(part.Passes):
     """Sends whole prompts through torch's kernels, and new tokens through Triton's on a GPU or else through torch's."""
 
     def __init__(self, kind: GroupedQuery, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._rope = rope_table(kind, max_model_len, device).to(dtype)
+        self._kind, self._rope = kind, rope_table(kind, max_model_len, device).to(dtype)
 
     def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
-        return PrefillAttention(cache, self._rope, slots=slots, lengths=lengths)
+        return PrefillAttention(self._kind, cache, self._rope, slots=slots, lengths=lengths)
 
     def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
         if kernels.on(self._rope.device):
             from megarl.rollout.native.kernels.paged_attention import PagedAttention
 
-            return PagedAttention(cache, self._rope, slots=slots, positions=positions, blocks=blocks)
-        return GatheredAttention(cache, self._rope, slots=slots, positions=positions, longest=longest)
+            return PagedAttention(self._kind, cache, self._rope, slots=slots, positions=positions, blocks=blocks)
+        return GatheredAttention(self._kind, cache, self._rope, slots=slots, positions=positions, longest=longest)
 
 
 class PrefillAttention:
@@ -79,8 +81,10 @@ class PrefillAttention:
         rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
     """
 
-    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        device, self._cache = rope.device, cache
+    def __init__(
+        self, kind: GroupedQuery, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        self._kind, self._cache, device = kind, cache, rope.device
         rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         positions = torch.cat([torch.arange(n) for n in lengths])
         self._longest = max(lengths)
@@ -92,7 +96,16 @@ class PrefillAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = apply_rope(q, self._cos_sin), apply_rope(k, self._cos_sin)
         self._cache.write(layer, self._slots, self._positions, k, v)
-        out = packed_attention(q, k, v, cu_seqlens=self._cu_seqlens, longest=self._longest, slots=self._padded)
+        out = packed_attention(
+            q,
+            k,
+            v,
+            cu_seqlens=self._cu_seqlens,
+            longest=self._longest,
+            slots=self._padded,
+            window=self._kind.sliding_window,
+            scale=self._kind.softmax_scale,
+        )
         return out.flatten(1)
 
 
@@ -109,11 +122,16 @@ class GatheredAttention:
         longest: max(positions) + 1, which the caller knows without asking the device.
     """
 
-    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, longest: int) -> None:
-        self._cache, self._slots, self._positions = cache, slots, positions
+    def __init__(
+        self, kind: GroupedQuery, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, longest: int
+    ) -> None:
+        self._kind, self._cache, self._slots, self._positions = kind, cache, slots, positions
         self._cos_sin = rope[positions]
         self._blocks = blocks_for(longest)
-        hidden = torch.arange(self._blocks * BLOCK_SIZE, device=rope.device) > positions[:, None]
+        tokens = torch.arange(self._blocks * BLOCK_SIZE, device=rope.device)
+        hidden = tokens > positions[:, None]
+        if kind.sliding_window is not None:
+            hidden |= tokens <= positions[:, None] - kind.sliding_window
         mask = torch.zeros(hidden.shape, dtype=rope.dtype, device=rope.device).masked_fill_(hidden, float("-inf"))
         self._mask = mask[:, None, None]
 
@@ -121,5 +139,5 @@ class GatheredAttention:
         q, k = apply_rope(q, self._cos_sin), apply_rope(k, self._cos_sin)
         self._cache.write(layer, self._slots, self._positions, k, v)
         keys, values = self._cache.read(layer, self._slots, self._blocks)
-        out = scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, attn_mask=self._mask)
-        return out.flatten(1)
+        grouped, scale = q.unflatten(1, (k.shape[1], -1)), self._kind.softmax_scale
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale).flatten(1)
