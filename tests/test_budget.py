@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from architectures import changed
-from considered_jobs import GLM_45_AIR, LLAMA_3_8B, QWEN3_235B, job
+from considered_jobs import GEMMA_3_1B, GLM_45_AIR, LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 from rich.table import Table
-from training_cases import SOME_WITH_EXPERTS
+from training_cases import SOME_WITH_EXPERTS, WINDOWS
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -58,7 +58,13 @@ def test_parameter_counts() -> None:
     assert active_parameter_count(QWEN3_235B) / 1e9 == pytest.approx(22, abs=0.5)  # "A22B", with the look-up
     assert parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(106, abs=1)
     assert active_parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(12, abs=1)
-    for arch in (LLAMA_3_8B, SOME_WITH_EXPERTS, architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS)):
+    assert parameter_count(GEMMA_3_1B) == 999_885_952
+    for arch in (
+        LLAMA_3_8B,
+        SOME_WITH_EXPERTS,
+        WINDOWS,
+        architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS),
+    ):
         assert parameter_count(arch) == sum(volume(t.box) for t in logical_tensors(arch).values())
 
 
@@ -70,8 +76,9 @@ def test_parameter_counts() -> None:
         architecture(num_layers=4, tied=True, moe=EXPERTS),
         architecture(num_layers=5, qk_norm=True),
         SOME_WITH_EXPERTS,
+        WINDOWS,
     ],
-    ids=["8B", "tiny", "uneven", "two kinds"],
+    ids=["8B", "tiny", "uneven", "two kinds", "windows"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)

@@ -53,10 +53,13 @@ def test_a_config_that_transformers_wrote_describes_the_same_architecture(name: 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rotary_frequencies_are_hugging_faces(name: str) -> None:
-    theirs = hugging_face(name).model.rotary_emb.inv_freq
-    torch.testing.assert_close(
-        rope_frequencies(ARCHITECTURES[name].layer(0).attention, "cpu"), theirs, rtol=1e-6, atol=0
-    )
+    """Of each layer, where they differ by layer."""
+    model = hugging_face(name)
+    for number, layer in enumerate(ARCHITECTURES[name].each_layer):
+        kind = model.config.layer_types[number] if hasattr(model.config, "layer_types") else None
+        of_kind = f"{kind}_inv_freq"
+        theirs = getattr(model.model.rotary_emb, of_kind if hasattr(model.model.rotary_emb, of_kind) else "inv_freq")
+        torch.testing.assert_close(rope_frequencies(layer.attention, "cpu"), theirs, rtol=1e-6, atol=0)
 
 
 def _megatron_rotary_table(name: str) -> torch.Tensor:
@@ -130,6 +133,18 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ("llama", {"rope_scaling": {"type": "linear", "factor": "x"}}, "factor must be a finite number above 0"),
         ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1 rotates 0 of a head's 8 channels"),
         ("glm4_moe", {"hidden_act": "gelu"}, "glm4_moe: hidden_act = 'gelu' is not supported (only 'silu')"),
+        ("gemma3_text", {"attention_bias": True}, "gemma3_text: attention_bias = True is not supported (only False)"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "gemma3_text: hidden_activation = 'silu' is not supported"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported (only"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ("gemma3_text", {"sliding_window": None}, "gemma3_text: sliding_window must be a number of tokens, not null"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number from 1 on, not"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number above 0, not 0"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "layer_types must be 'sliding_attention' or 'full_"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "'full_attention' for each of the 4 layers"),
+        ("gemma3_text", {"num_hidden_layers": 2**31}, "num_layers must be a whole number from 1 to 10000, not 2147483"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "yarn"}}, "gemma3_text: rope type 'yarn' is not supported"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "gemma3_text: rope_parameters must be those of"),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
 )
@@ -147,6 +162,16 @@ def test_scaling_may_be_said_in_both_ways(tmp_path: Path) -> None:
     both = CONFIGS["llama3"] | {"rope_scaling": rope, "rope_theta": rope["rope_theta"]}
     (tmp_path / "config.json").write_text(json.dumps(both))
     assert read_architecture(str(tmp_path)) == ARCHITECTURES["llama3"]
+
+
+def test_every_sixth_layer_of_gemma_sees_everything() -> None:
+    """As published: without layer_types, and with a pattern or none."""
+    config = {key: value for key, value in CONFIGS["gemma3_text"].items() if key != "sliding_window_pattern"}
+    for more in ({}, {"sliding_window_pattern": 6}):
+        arch = FAMILIES["Gemma3ForCausalLM"](config | {"num_hidden_layers": 26} | more)
+        windows = [layer.attention.sliding_window for layer in arch.each_layer]
+        assert windows == [None if i % 6 == 5 else 4 for i in range(26)]
+        assert [count for _, count in arch.layers] == [5, 1, 5, 1, 5, 1, 5, 1, 2] and len(arch.kinds) == 2
 
 
 def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:

@@ -10,7 +10,7 @@ import torch
 from architectures import changed
 from ranks import Ranks
 from selection import quick
-from training_cases import ARCH, SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, fixed_batch, train, update
+from training_cases import ARCH, SOME_WITH_EXPERTS, WINDOWS, WITH_EXPERTS, Case, actor_in, fixed_batch, train, update
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
@@ -136,6 +136,31 @@ def test_loss_and_gradient_norm_agree_with_layers_of_two_kinds(
     for history, kept in ranks.run(case.world, _train_with_biases, case):
         assert kept
         for got, want in zip(history, plain_mixed, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+WINDOW_CASES = [
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(dp=2, pp=2, chunks=2),
+    Case(tp=2, packed=False),
+    Case(tp=4, sequence_parallel=True),
+    Case(tp=2, sequence_parallel=True, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_windows(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, train, Case(), 3, "policy", WINDOWS)[0]
+
+
+@pytest.mark.parametrize(
+    "case", quick(WINDOW_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
+)
+def test_loss_and_gradient_norm_agree_with_windows(
+    ranks: Ranks, plain_windows: list[tuple[float, float]], case: Case
+) -> None:
+    for history in ranks.run(case.world, train, case, 3, "policy", WINDOWS):
+        for got, want in zip(history, plain_windows, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

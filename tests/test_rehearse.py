@@ -71,6 +71,16 @@ def test_a_small_model_has_layers_of_both_kinds(changes: dict[str, int]) -> None
     assert arch.moe is not None and arch.moe.num_experts == 4 and arch.moe.grouped == bool(changes)
 
 
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_small_model_has_layers_with_windows_and_without(listed: bool) -> None:
+    types = [*["sliding_attention"] * 5, "full_attention"]
+    changes = {"layer_types": types * 4} if listed else {"sliding_window_pattern": 6}
+    config = CONFIGS["gemma3_text"] | {"num_hidden_layers": 24} | changes
+    splits = Splits(tensor=frozenset({2}), chunks=1, sequence_parallel=True)
+    arch = FAMILIES[config["architectures"][0]](small_config(config, splits, 300, lambda arch: True))
+    assert [layer.attention.sliding_window for layer in arch.each_layer] == [4, None]
+
+
 def test_an_engine_may_want_wider_heads() -> None:
     config = json.loads((ROOT / "configs" / "models" / "llama3_8b" / "config.json").read_text())
     splits = Splits(tensor=frozenset({1}), chunks=1, sequence_parallel=False)

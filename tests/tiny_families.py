@@ -89,6 +89,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_theta=1_000_000,
     ),
     "glm4_moe_groups": _glm4_moe(n_group=4, topk_group=2),
+    # windows shorter than the tests' sequences, of which the first and the third layer see less than the second
+    "gemma3_text": _config(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        num_hidden_layers=4,
+        num_key_value_heads=1,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=12,
+        sliding_window=4,
+        sliding_window_pattern=2,
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=True,
+    ),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }
 

@@ -16,6 +16,7 @@ from tiny_engines import text_of
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.parts.experts import Experts, MixtureOfExperts
+from megarl.models.parts.swiglu import SwiGLU
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.world import World
 from megarl.roles.passes import MiniBatch
@@ -53,6 +54,20 @@ SOME_WITH_EXPERTS = replace(
     ARCH, family="glm4_moe", layers=((replace(ARCH.layer(0), attention=_ATTENTION), 1), (_EXPERTS, 3))
 )
 """A dense layer, then three with experts, as GLM's."""
+_SEES_ALL = replace(ARCH.attention, qkv_bias=False, zero_centered_norms=True, softmax_scale=0.3, rope_theta=1e6)
+_MLP = SwiGLU(ffn_hidden_size=48, activation="gelu_tanh")
+_SEES = {window: replace(_SEES_ALL, sliding_window=window) for window in (3, None)}
+WINDOWS = replace(
+    ARCH,
+    family="gemma3_text",
+    layers=tuple(
+        (Layer(attention=_SEES[window], mlp=_MLP, output_norms=True), count)
+        for window, count in ((3, 2), (None, 1), (3, 1))
+    ),
+    zero_centered_norms=True,
+    embedding_scale=32**0.5,
+)
+"""Two layers with a window, one that sees everything, and another with a window, as Gemma's."""
 SEQUENCES = 16
 
 
