@@ -14,7 +14,7 @@ from ranks import Ranks
 from tiny_families import ARCHITECTURES, CONFIGS
 
 import megarl.models.families
-from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.families import FAMILIES, classifier_of, language_model_of, read_architecture
 from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.rope import rope_frequencies, rope_table
 from megarl.models.weights import logical_tensors
@@ -34,6 +34,15 @@ def test_every_family_is_registered_and_in_the_test_table() -> None:
     for name, arch in ARCHITECTURES.items():
         module = FAMILIES[CONFIGS[name]["architectures"][0]].__module__.rsplit(".", 1)[1]
         assert arch.family == module, f"{name}: Architecture.family is {arch.family!r}, its module is {module!r}"
+
+
+def test_classifiers_are_named_as_in_transformers() -> None:
+    import transformers
+
+    for name in FAMILIES:
+        classifier = classifier_of(name)
+        assert language_model_of(classifier) == name
+        assert classifier == "Glm4MoeForSequenceClassification" or hasattr(transformers, classifier)  # GLM has none
 
 
 @pytest.mark.parametrize("name", CONFIGS)

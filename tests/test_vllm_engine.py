@@ -52,6 +52,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "rope_theta": 500_000.0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "num_attention_heads": 2},
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 48,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
 PROMPTS = [
     *([3 + i, 5, 7, *range(20, 20 + 3 * i)] for i in range(2)),
@@ -249,7 +258,8 @@ def generated(vllm_ranks: Ranks, folders: dict[str, str]) -> Generated:
 @needs_vllm
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [(name, "qwen3") for name in LAYOUTS if name != ON_FOUR_RANKS] + [("121-to-tp2", f) for f in ("llama", "qwen2")],
+    [(name, "qwen3") for name in LAYOUTS if name != ON_FOUR_RANKS]
+    + [("121-to-tp2", f) for f in ("llama", "qwen2", "gemma3_text")],
 )
 def test_greedy_equals_transformers_and_the_native_engine(
     generated: Generated, folders: dict[str, str], family: str, layout: str

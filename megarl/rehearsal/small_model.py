@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, language_model_of
 from megarl.parallel.layout import TrainLayout
 
 LEAST_WIDTH = 32
@@ -102,7 +102,7 @@ def _with_heads(config: Mapping[str, Any], splits: Splits, serves: Callable[[Arc
             "head_dim": width,
             "hidden_size": few_groups * few_queries * width,
         }
-        arch = FAMILIES[config["architectures"][0].replace("ForSequenceClassification", "ForCausalLM")](small)
+        arch = FAMILIES[language_model_of(config["architectures"][0])](small)
         if _fits(arch, splits) and serves(arch):
             return small
     raise ValueError(f"no small model has heads for tensor-parallel sizes {sorted(splits.tensor)}")
