@@ -68,6 +68,17 @@ GEMMA_3_1B = FAMILIES["Gemma3ForCausalLM"](
         "max_position_embeddings": 32_768,
     }
 )
+GPT_OSS_20B = FAMILIES["GptOssForCausalLM"](
+    {
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 201_088,
+    }
+)
 
 
 def job(

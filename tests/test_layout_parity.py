@@ -10,7 +10,18 @@ import torch
 from architectures import changed
 from ranks import Ranks
 from selection import quick
-from training_cases import ARCH, SOME_WITH_EXPERTS, WINDOWS, WITH_EXPERTS, Case, actor_in, fixed_batch, train, update
+from training_cases import (
+    ARCH,
+    SINKS,
+    SOME_WITH_EXPERTS,
+    WINDOWS,
+    WITH_EXPERTS,
+    Case,
+    actor_in,
+    fixed_batch,
+    train,
+    update,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
@@ -161,6 +172,31 @@ def test_loss_and_gradient_norm_agree_with_windows(
 ) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", WINDOWS):
         for got, want in zip(history, plain_windows, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+SINK_CASES = [
+    Case(tp=2, pp=2, etp=1, sequence_parallel=True),
+    Case(dp=2, pp=2, ep=2, chunks=2),
+    Case(tp=2, ep=2, etp=1, sequence_parallel=True),
+    Case(tp=2, dp=2, etp=1, sequence_parallel=True, packed=False),
+    Case(dp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_sinks(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, train, Case(), 3, "policy", SINKS)[0]
+
+
+@pytest.mark.parametrize(
+    "case", quick(SINK_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
+)
+def test_loss_and_gradient_norm_agree_with_sinks(
+    ranks: Ranks, plain_sinks: list[tuple[float, float]], case: Case
+) -> None:
+    for history in ranks.run(case.world, train, case, 3, "policy", SINKS):
+        for got, want in zip(history, plain_sinks, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

@@ -8,6 +8,7 @@ import pytest
 from ranks import Ranks
 from training_cases import (
     ARCH,
+    SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
     WITH_EXPERTS,
@@ -161,6 +162,21 @@ def test_engine_log_probs_with_windows(ranks: Ranks) -> None:
     responses = set()
     for case in cases:
         for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WINDOWS):
+            assert gap < 1e-5
+            responses.add(tuple(tokens))
+    assert len(responses) == 1
+
+
+def test_engine_log_probs_with_sinks(ranks: Ranks) -> None:
+    """The engine has the experts of a layer in one tensor, and training each in its own."""
+    cases = [
+        Case(tp=2, pp=2, etp=1, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
+        Case(pp=2, dp=2, ep=2, gen_tp=4, config=_engine_config(4) | OFFLOAD),
+        Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=1, config=_engine_config(1)),
+    ]
+    responses = set()
+    for case in cases:
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, SINKS):
             assert gap < 1e-5
             responses.add(tuple(tokens))
     assert len(responses) == 1

@@ -106,6 +106,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         final_logit_softcapping=None,
         tie_word_embeddings=True,
     ),
+    "gpt_oss": _config(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        num_hidden_layers=4,
+        intermediate_size=24,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        attention_bias=True,
+        sliding_window=4,
+        swiglu_limit=0.5,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_theta=150_000.0,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    ),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }
 

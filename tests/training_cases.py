@@ -16,6 +16,7 @@ from tiny_engines import text_of
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.parts.experts import Experts, MixtureOfExperts
+from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.models.parts.swiglu import SwiGLU
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.world import World
@@ -68,6 +69,20 @@ WINDOWS = replace(
     embedding_scale=32**0.5,
 )
 """Two layers with a window, one that sees everything, and another with a window, as Gemma's."""
+_BIASED = replace(ARCH.attention, qk_norm=False, output_bias=True, sinks=True)
+_STACKED = StackedExperts(
+    ffn_hidden_size=16,
+    moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True, logit_bias=True, gate="router"),
+    limit=0.3,
+)
+SINKS = replace(
+    ARCH,
+    family="gpt_oss",
+    layers=tuple(
+        (Layer(attention=replace(_BIASED, sliding_window=window), mlp=_STACKED), 1) for window in (3, None, 3, None)
+    ),
+)
+"""Sinks and biases, a window in every second layer, and experts in all, as gpt-oss'."""
 SEQUENCES = 16
 
 
@@ -204,13 +219,14 @@ def _model_in(
 
 
 def _weights(arch: Architecture) -> Any:
-    """Random initial weights; the biases of routers, which would be 0, are random, too."""
+    """Random initial weights; biases of routers, and with them those of gpt-oss, which would be 0, are random, too."""
     from megarl.models.fill import random_source
 
     source = random_source(arch, 1)
 
     def box(tensor: Any, part: Any) -> Any:
-        return source(replace(tensor, kind="matrix") if tensor.kind == "buffer" else tensor, part)
+        zero = tensor.kind == "buffer" or (tensor.kind == "bias" and arch.family == "gpt_oss")
+        return source(replace(tensor, kind="matrix") if zero else tensor, part)
 
     return box
 

@@ -116,7 +116,8 @@ def _sharing(groups: int, tp: int) -> tuple[bool, int]:
 def _fits(arch: Architecture, splits: Splits) -> bool:
     try:
         for tp in splits.tensor:
-            arch.check_training(TrainLayout(ranks=range(tp), tp=tp), sequence_parallel=splits.sequence_parallel)
+            layout = TrainLayout(ranks=range(tp), tp=tp, etp=1 if arch.moe else None)
+            arch.check_training(layout, sequence_parallel=splits.sequence_parallel)
             arch.check_generation(tp=tp)
     except ValueError:
         return False

@@ -33,7 +33,7 @@ class PassesByLayer(Passes):
     def _by_layer(self, of: Callable[[Passes], Attention]) -> Attention:
         attentions = {kind: of(passes) for kind, passes in self._passes.items()}
 
-        def attend(layer: int, *heads: Tensor) -> Tensor:
+        def attend(layer: int, *heads: Tensor | None) -> Tensor:
             return attentions[self._kinds[layer]](layer, *heads)
 
         return attend

@@ -20,6 +20,8 @@ from megarl.rollout.native.kv_cache import KVCache
 TILE = 64
 """A program reads so many tokens at once."""
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+
 PROGRAMS = 512
 """So many programs keep a large GPU busy: about four on each of its multiprocessors."""
 
@@ -40,7 +42,7 @@ class PagedAttention:
         self._kind, self._cache, self._rope = kind, cache, rope
         self._slots, self._positions, self._blocks = slots, positions, blocks
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         keys, values = self._cache.layers[layer]
         q = rotate_and_store(
             q, k, v, self._rope, keys=keys, values=values, positions=self._positions, blocks=self._blocks
@@ -54,6 +56,7 @@ class PagedAttention:
             positions=self._positions,
             window=self._kind.sliding_window,
             scale=self._kind.softmax_scale,
+            sinks=sinks,
         )
         return out.flatten(1)
 
@@ -114,6 +117,7 @@ def attend(
     positions: Tensor,
     window: int | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
     splits: int = 0,
 ) -> Tensor:
     """Compute softmax(scale q k^T) v over the positions 0 to positions[i] of the sequence in slots[i].
@@ -125,6 +129,7 @@ def attend(
         slots, positions: int64 [T].
         window: the last so many of those positions are seen; None: all.
         scale: None: 1 / sqrt(head_dim).
+        sinks: [heads], a logit that takes part in each head's softmax, and counts for nothing else.
         splits: programs per sequence and KV head; 0 chooses by the number of sequences.
 
     Returns: [T, heads, head_dim].
@@ -138,7 +143,8 @@ def attend(
     parts = (rows, heads, splits) if splits > 1 else (1, 1, 1)
     part = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
     largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
-    sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits)
+    sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits, SINKS=sinks is not None)
+    sinks = q if sinks is None else sinks  # any tensor: it is not read
     _attend[(rows, kv_heads, splits)](
         q,
         keys,
@@ -146,6 +152,7 @@ def attend(
         tables,
         slots,
         positions,
+        sinks,
         out,
         part,
         largest,
@@ -164,7 +171,9 @@ def attend(
         num_stages=3,
     )
     if splits > 1:
-        _combine[(rows * heads,)](part, largest, total, out, SPLITS_2=triton.next_power_of_2(splits), **sizes)
+        _combine[(rows * heads,)](
+            part, largest, total, sinks, out, HEADS=heads, SPLITS_2=triton.next_power_of_2(splits), **sizes
+        )
     return out
 
 
@@ -241,6 +250,7 @@ def _attend(
     tables,
     slots,
     positions,
+    sinks,
     out,
     part,
     largest,
@@ -257,6 +267,7 @@ def _attend(
     DIM: tl.constexpr,
     DIM_2: tl.constexpr,
     SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + row * place_stride).to(tl.int32) + 1
@@ -292,6 +303,12 @@ def _attend(
         weight = weight * shrink + tl.sum(p, axis=1)
         top = higher
     if SPLITS == 1:
+        if SINKS:
+            sink = tl.load(sinks + kv_head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
+            higher = tl.maximum(top, sink)
+            shrink = tl.exp2(top - higher)
+            sums = sums * shrink[:, None]
+            weight = weight * shrink + tl.exp2(sink - higher)
         result = (sums / weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + head[:, None] * DIM + column[None, :], result, mask=inside)
     else:
@@ -306,10 +323,13 @@ def _combine(
     part,
     largest,
     total,
+    sinks,
     out,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_2: tl.constexpr,
     SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
     SPLITS_2: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
@@ -317,8 +337,14 @@ def _combine(
     at = head * SPLITS + split
     # A part without tokens has weight 0 and -inf for its largest score; the first part always has tokens.
     top = tl.load(largest + at, mask=split < SPLITS, other=-float("inf"))
-    factor = tl.exp2(top - tl.max(top, axis=0))
+    highest = tl.max(top, axis=0)
+    if SINKS:
+        sink = tl.load(sinks + head % HEADS).to(tl.float32) * LOG2_E
+        highest = tl.maximum(highest, sink)
+    factor = tl.exp2(top - highest)
     weight = tl.sum(tl.load(total + at, mask=split < SPLITS, other=0.0) * factor, axis=0)
+    if SINKS:
+        weight += tl.exp2(sink - highest)
     inside = (split < SPLITS)[:, None] & (column < DIM)[None, :]
     sums = tl.load(part + at[:, None] * DIM + column[None, :], mask=inside, other=0.0)
     result = tl.sum(sums * factor[:, None], axis=0) / weight
