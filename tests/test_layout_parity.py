@@ -95,6 +95,7 @@ EXPERT_CASES = [
     Case(dp=4, ep=2, etp=2),
     Case(dp=2, pp=2, ep=2, chunks=2),
     Case(dp=3, ep=3),
+    Case(tp=2, etp=1, sequence_parallel=True),
 ]
 
 
@@ -104,7 +105,7 @@ def plain_with_experts(ranks: Ranks) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "case", quick(EXPERT_CASES, 1, 3, 6), ids=lambda case: case.name + "-".join(map(str, case.config))
+    "case", quick(EXPERT_CASES, 1, 3, 6, 11), ids=lambda case: case.name + "-".join(map(str, case.config))
 )
 def test_loss_and_gradient_norm_agree_with_experts(
     ranks: Ranks, plain_with_experts: list[tuple[float, float]], case: Case

@@ -206,8 +206,11 @@ def build_chunks(
             model.rotary_pos_emb.inv_freq = rope_frequencies(arch.attention, groups.world.device)
         if arch.embedding_scale != 1 and model.pre_process:
             model.embedding.register_forward_hook(_times(torch.tensor(arch.embedding_scale, dtype=config.params_dtype)))
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.data.zero_()  # nothing fills the vocabulary's padding, and 0 x NaN in its gradient is NaN
+            if ".experts." in name and layout.expert_tp != layout.tp:
+                # of other ranks than the rest, which Megatron-Core notices with expert parallelism alone
+                parameter.allreduce = False
         chunks.append(model.to(groups.world.device))
     return chunks
 
