@@ -154,6 +154,22 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ("gemma3_text", {"num_hidden_layers": 2**31}, "num_layers must be a whole number from 1 to 10000, not 2147483"),
         ("gemma3_text", {"rope_scaling": {"rope_type": "yarn"}}, "gemma3_text: rope type 'yarn' is not supported"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "gemma3_text: rope_parameters must be those of"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "gpt_oss: weights quantized by 'mxfp4' are not",
+        ),
+        ("gpt_oss", {"attention_bias": False}, "gpt_oss: attention_bias = False is not supported (only True)"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "gpt_oss: swiglu_alpha = 1.0 is not supported (only 1.702)"),
+        ("gpt_oss", {"swiglu_limit": 0}, "limit must be a finite number above 0, not 0"),
+        ("gpt_oss", {"sliding_window": None}, "gpt_oss: sliding_window must be a number of tokens, not null"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be 'sliding_attention' or 'full_attention'"),
+        (
+            "gpt_oss",
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "gpt_oss: rope type 'llama3' is not supported (only 'de",
+        ),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
 )
@@ -192,6 +208,13 @@ def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
         ValueError, match=r"tensor_model_parallel_size = 2 needs actor\.megatron\.sequence_parallel=true"
     ):
         arch.check_training(TrainLayout(ranks=range(2), tp=2, pp=1), sequence_parallel=False)
+
+
+def test_experts_with_biases_are_whole_on_a_rank() -> None:
+    arch = ARCHITECTURES["gpt_oss"]
+    arch.check_training(TrainLayout(ranks=range(2), tp=2, etp=1), sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"set actor\.megatron\.expert_tensor_parallel_size=1, not 2"):
+        arch.check_training(TrainLayout(ranks=range(2), tp=2), sequence_parallel=True)
 
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:

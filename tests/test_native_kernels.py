@@ -104,6 +104,8 @@ def filled_cache(heads: int, dim: int, positions: list[int], dtype: torch.dtype)
         (4, 2, 8, [0, 6, 7, 300], {"sliding_window": 7, "softmax_scale": 0.3}),
         (4, 1, 16, [63, 64, 199, 200], {"sliding_window": 64}),
         (4, 4, 16, [63, 64, 300], {"sliding_window": 130}),
+        (4, 2, 16, [0, 15, 16, 200], {"sinks": True}),
+        (6, 2, 8, [0, 6, 7, 300], {"sinks": True, "sliding_window": 7}),
     ],
 )
 def test_attention_equals_torch(
@@ -125,10 +127,13 @@ def test_attention_equals_torch(
     slots = torch.arange(rows, 0, -1, device=DEVICE)
     blocks = cache.tables[slots, at // BLOCK_SIZE].long()
 
-    want = GatheredAttention(kind, want_cache, rope, slots=slots, positions=at, longest=max(positions) + 1)(0, q, k, v)
+    sinks = 3 * noise(heads, dtype=dtype, seed=4) if kind.sinks else None
+    longest = max(positions) + 1
+    gathered = GatheredAttention(kind, want_cache, rope, slots=slots, positions=at, longest=longest)
+    want = gathered(0, q, k, v, sinks)
     keys, values = cache.layers[0]
     rotated = rotate_and_store(q, k, v, rope, keys=keys, values=values, positions=at, blocks=blocks)
-    rule = dict(window=kind.sliding_window, scale=kind.softmax_scale)
+    rule = dict(window=kind.sliding_window, scale=kind.softmax_scale, sinks=sinks)
     got = attend(rotated, keys, values, tables=cache.tables, slots=slots, positions=at, splits=splits, **rule).flatten(
         1
     )
@@ -188,7 +193,7 @@ def test_draw_survives_nan() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_native_cuda.py does it with compiled kernels")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "glm4_moe", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "glm4_moe", "gemma3_text", "gpt_oss"])
 def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     how = SamplingParams(temperature=0.9, max_tokens=5)
     want = engine_of(ARCHITECTURES[family]).generate(GROUPS[::3], how, seeds=range(9))

@@ -110,6 +110,11 @@ class Architecture:
         return next((layer.mlp.moe for layer in self.kinds if isinstance(layer.mlp, Experts)), None)
 
     @property
+    def whole_experts(self) -> bool:
+        """Say whether training cannot split an expert over ranks."""
+        return any(layer.mlp.whole for layer in self.kinds if isinstance(layer.mlp, Experts))
+
+    @property
     def needs_torch_layers(self) -> bool:
         """Say whether layers do what Transformer Engine's here cannot, nor those of Megatron-LM's own models."""
         windows = any(layer.attention.sliding_window for layer in self.kinds)

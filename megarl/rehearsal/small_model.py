@@ -116,7 +116,7 @@ def _sharing(groups: int, tp: int) -> tuple[bool, int]:
 def _fits(arch: Architecture, splits: Splits) -> bool:
     try:
         for tp in splits.tensor:
-            layout = TrainLayout(ranks=range(tp), tp=tp, etp=1 if arch.moe else None)
+            layout = TrainLayout(ranks=range(tp), tp=tp, etp=1 if arch.whole_experts else None)
             arch.check_training(layout, sequence_parallel=splits.sequence_parallel)
             arch.check_generation(tp=tp)
     except ValueError:

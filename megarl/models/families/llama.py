@@ -93,7 +93,7 @@ def rope_of(
 
 def _yarn(rope: dict[str, Any]) -> Yarn:
     names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor")
-    yarn = Yarn(**{name: rope[name] for name in names if rope.get(name) is not None})
+    yarn = Yarn(**{name: rope[name] for name in names if name in names[:2] or rope.get(name) is not None})
     if rope.get("mscale") or rope.get("mscale_all_dim"):
         raise ValueError("mscale and mscale_all_dim of YaRN are not supported")
     if rope.get("attention_factor") is not None:

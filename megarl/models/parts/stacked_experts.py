@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.models.parts.experts import Experts
 from megarl.models.parts.part import check_numbers
@@ -22,6 +22,8 @@ class StackedExperts(Experts):
     Attributes:
         limit: the gate is clamped from above, and up from both sides.
     """
+
+    whole: ClassVar = True  # Megatron-Core would add the bias once per rank
 
     limit: float = 7.0
 
@@ -101,7 +103,7 @@ class StackedExperts(Experts):
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         super().check_training(layout, sequence_parallel=sequence_parallel)
-        if layout.expert_tp > 1:  # Megatron-Core would add the bias once per rank
+        if layout.expert_tp > 1:
             raise ValueError(
                 f"experts with biases are whole on a rank: set actor.megatron.expert_tensor_parallel_size=1, not "
                 f"{layout.expert_tp}"
