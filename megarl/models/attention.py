@@ -84,10 +84,10 @@ class TorchAttention(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Say for a checkpoint that each tensor-parallel rank has its heads' sinks."""
-        own = {} if self.sinks is None else {"sinks": self.sinks}
+        parameters = {} if self.sinks is None else {"sinks": self.sinks}
         groups = dict(tp_group=self._tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"))
         shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            own, prefix, {"sinks": 0}, sharded_offsets, **groups
+            parameters, prefix, {"sinks": 0}, sharded_offsets, **groups
         )
         return shards
 

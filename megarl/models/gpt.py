@@ -144,16 +144,17 @@ def transformer_fields(
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(layout.all_layers(arch.num_layers)))
     for layer in arch.kinds:
         fields |= layer.megatron_fields()
-    activation = fields.get("activation_func", "silu")
-    fields |= dict(
-        activation_func=ACTIVATIONS[activation],
-        bias_activation_fusion=on_gpu and activation == "silu",  # compiled: on CPUs that takes longer than it saves
-    )
+    fields |= _activation(fields.get("activation_func", "silu"), on_gpu)
     if arch.moe and len(arch.kinds) > 1:
         fields |= dict(moe_layer_freq=[int(isinstance(layer.mlp, Experts)) for layer in arch.each_layer])
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return fields
+
+
+def _activation(name: str, on_gpu: bool) -> dict[str, Any]:
+    fused = on_gpu and name == "silu"  # compiled: on CPUs that takes longer than it saves
+    return dict(activation_func=ACTIVATIONS[name], bias_activation_fusion=fused)
 
 
 def _uneven_stages(chunks: Sequence[range]) -> list[list[str]]:

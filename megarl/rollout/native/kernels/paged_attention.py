@@ -136,15 +136,11 @@ def attend(
     """
     (rows, heads, dim), kv_heads = q.shape, keys.shape[1]
     assert q.is_contiguous() and slots.stride() == positions.stride()
-    tiles = triton.cdiv(tables.shape[1] * BLOCK_SIZE, TILE)
-    splits = splits or min(max(PROGRAMS // (rows * kv_heads), 1), tiles)
+    longest, group = tables.shape[1] * BLOCK_SIZE, heads // kv_heads
+    splits = splits or min(max(PROGRAMS // (rows * kv_heads), 1), triton.cdiv(longest, TILE))
     out = torch.empty_like(q)
-    # The unscaled output of each part, its largest score and its sum of weights. A single part needs none of them.
-    parts = (rows, heads, splits) if splits > 1 else (1, 1, 1)
-    part = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
-    largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
-    sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits, SINKS=sinks is not None)
-    sinks = q if sinks is None else sinks  # any tensor: it is not read
+    part, largest, total = _room_for_parts(q, splits)
+    sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits)
     _attend[(rows, kv_heads, splits)](
         q,
         keys,
@@ -152,29 +148,37 @@ def attend(
         tables,
         slots,
         positions,
-        sinks,
+        q if sinks is None else sinks,  # any tensor: it is not read
         out,
         part,
         largest,
         total,
         math.log2(math.e) * (1 / math.sqrt(dim) if scale is None else scale),
-        tables.shape[1] * BLOCK_SIZE if window is None else window,
+        longest if window is None else window,
         tables.stride(0),
         slots.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        GROUP_2=max(triton.next_power_of_2(heads // kv_heads), 16),  # the least that a matrix product takes
+        GROUP=group,
+        GROUP_2=max(triton.next_power_of_2(group), 16),  # the least that a matrix product takes
         BLOCK_SIZE=BLOCK_SIZE,
         TILE=TILE,
+        SINKS=sinks is not None,
         **sizes,
         num_warps=4,
         num_stages=3,
     )
     if splits > 1:
-        _combine[(rows * heads,)](
-            part, largest, total, sinks, out, HEADS=heads, SPLITS_2=triton.next_power_of_2(splits), **sizes
-        )
+        _combine[(rows * heads,)](part, largest, total, out, SPLITS_2=triton.next_power_of_2(splits), **sizes)
     return out
+
+
+def _room_for_parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take memory for the unscaled output of each part, its largest score and its sum of weights; a single part needs
+    none of them."""
+    parts = (*q.shape[:2], splits) if splits > 1 else (1, 1, 1)
+    part = torch.empty(*parts, q.shape[2], dtype=torch.float32, device=q.device)
+    largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    return part, largest, total
 
 
 @triton.jit
@@ -282,8 +286,7 @@ def _attend(
     inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
     head = (row * KV_HEADS + kv_head) * GROUP + member
     queries = tl.load(q + head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
-    top = tl.full([GROUP_2], -float("inf"), tl.float32)
-    weight = tl.zeros([GROUP_2], tl.float32)
+    top, weight = _begin(sinks + kv_head * GROUP + member, member < GROUP, split, SINKS, GROUP_2)
     sums = tl.zeros([GROUP_2, DIM_2], tl.float32)
     for start in range(first, last, TILE):
         token = start + step
@@ -295,20 +298,9 @@ def _attend(
         key = tl.load(keys + at, mask=mine, other=0.0)
         score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, axis=1))
-        shrink = tl.exp2(top - higher)
-        p = tl.exp2(score - higher[:, None])
         value = tl.load(values + at, mask=mine, other=0.0)
-        sums = sums * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
-        weight = weight * shrink + tl.sum(p, axis=1)
-        top = higher
+        top, weight, sums = _add(score, value, top, weight, sums)
     if SPLITS == 1:
-        if SINKS:
-            sink = tl.load(sinks + kv_head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
-            higher = tl.maximum(top, sink)
-            shrink = tl.exp2(top - higher)
-            sums = sums * shrink[:, None]
-            weight = weight * shrink + tl.exp2(sink - higher)
         result = (sums / weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + head[:, None] * DIM + column[None, :], result, mask=inside)
     else:
@@ -319,17 +311,36 @@ def _attend(
 
 
 @triton.jit
+def _begin(sinks, inside, split, SINKS: tl.constexpr, GROUP_2: tl.constexpr):
+    """Begin a softmax: its largest logit and its sum of weights. A sink is a logit that the first part begins with."""
+    top = tl.full([GROUP_2], -float("inf"), tl.float32)
+    weight = tl.zeros([GROUP_2], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        top = tl.where(split == 0, sink, top)
+        weight = tl.where(split == 0, weight + 1.0, weight)
+    return top, weight
+
+
+@triton.jit
+def _add(score, value, top, weight, sums):
+    """Add a tile's tokens to a softmax: to its largest logit, its sum of weights and its sum of weighted values."""
+    higher = tl.maximum(top, tl.max(score, axis=1))
+    shrink = tl.exp2(top - higher)
+    p = tl.exp2(score - higher[:, None])
+    sums = sums * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    return higher, weight * shrink + tl.sum(p, axis=1), sums
+
+
+@triton.jit
 def _combine(
     part,
     largest,
     total,
-    sinks,
     out,
-    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_2: tl.constexpr,
     SPLITS: tl.constexpr,
-    SINKS: tl.constexpr,
     SPLITS_2: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
@@ -337,14 +348,8 @@ def _combine(
     at = head * SPLITS + split
     # A part without tokens has weight 0 and -inf for its largest score; the first part always has tokens.
     top = tl.load(largest + at, mask=split < SPLITS, other=-float("inf"))
-    highest = tl.max(top, axis=0)
-    if SINKS:
-        sink = tl.load(sinks + head % HEADS).to(tl.float32) * LOG2_E
-        highest = tl.maximum(highest, sink)
-    factor = tl.exp2(top - highest)
+    factor = tl.exp2(top - tl.max(top, axis=0))
     weight = tl.sum(tl.load(total + at, mask=split < SPLITS, other=0.0) * factor, axis=0)
-    if SINKS:
-        weight += tl.exp2(sink - highest)
     inside = (split < SPLITS)[:, None] & (column < DIM)[None, :]
     sums = tl.load(part + at[:, None] * DIM + column[None, :], mask=inside, other=0.0)
     result = tl.sum(sums * factor[:, None], axis=0) / weight
