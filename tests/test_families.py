@@ -210,6 +210,14 @@ def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
         arch.check_training(TrainLayout(ranks=range(2), tp=2, pp=1), sequence_parallel=False)
 
 
+def test_layers_that_only_torch_has() -> None:
+    """Transformer Engine's here would leave sinks out without a word."""
+    config = CONFIGS["gpt_oss"] | {"layer_types": ["full_attention"] * 4}
+    assert FAMILIES["GptOssForCausalLM"](config).needs_torch_layers
+    names = {name for name, arch in ARCHITECTURES.items() if arch.needs_torch_layers}
+    assert names == {"gemma3_text", "gpt_oss"}
+
+
 def test_experts_with_biases_are_whole_on_a_rank() -> None:
     arch = ARCHITECTURES["gpt_oss"]
     arch.check_training(TrainLayout(ranks=range(2), tp=2, etp=1), sequence_parallel=True)

@@ -117,8 +117,10 @@ class Architecture:
     @property
     def needs_torch_layers(self) -> bool:
         """Say whether layers do what Transformer Engine's here cannot, nor those of Megatron-LM's own models."""
-        windows = any(layer.attention.sliding_window for layer in self.kinds)
-        return windows or self.zero_centered_norms or any(layer.output_norms for layer in self.kinds)
+        return self.zero_centered_norms or any(
+            layer.output_norms or layer.attention.sliding_window is not None or layer.attention.sinks
+            for layer in self.kinds
+        )
 
     @property
     def tied(self) -> bool:

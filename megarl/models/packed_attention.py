@@ -99,7 +99,8 @@ def _varlen(
     # torch 2.11's takes fewer key than query heads as they are, later ones must be told
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     before = -1 if window is None else window - 1
-    more: dict[str, Any] = grouped | {"window_size": (before, 0), "scale": scale}
-    out = varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, longest, longest, **more)
+    more: dict[str, Any] = grouped if scale is None else grouped | {"scale": scale}
+    rows = (cu_seqlens, cu_seqlens, longest, longest)
+    out = varlen_attn(q, k, v.contiguous(), *rows, window_size=(before, 0), **more)
     assert isinstance(out, Tensor)
     return out

@@ -58,9 +58,11 @@ class AttentionPart(Part, Protocol):
 
     Attributes:
         sliding_window: a token attends to so many tokens, itself the last of them; None: to all before it.
+        sinks: whether a logit beside those of the tokens takes part in the softmax.
     """
 
     sliding_window: int | None = None
+    sinks: bool = False
 
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""

@@ -57,7 +57,8 @@ class SwiGLU(Part):
         return 4 * self.ffn_hidden_size // tp
 
     def megatron_fields(self) -> dict[str, Any]:
-        return dict(ffn_hidden_size=self.ffn_hidden_size, activation_func=self.activation)
+        fields: dict[str, Any] = dict(ffn_hidden_size=self.ffn_hidden_size)
+        return fields if self.activation == "silu" else fields | dict(activation_func=self.activation)
 
 
 def check_width(ffn: int, tp: int, key: str) -> None:
