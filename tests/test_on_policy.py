@@ -152,7 +152,8 @@ def test_engine_log_probs_with_layers_of_two_kinds(ranks: Ranks, dtype: Literal[
     assert len(responses) == 1 or dtype == "bfloat16"
 
 
-def test_engine_log_probs_with_windows(ranks: Ranks) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
     """Responses are longer than the windows, and the reshard shares, moves and rounds nothing."""
     cases = [
         Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
@@ -161,13 +162,14 @@ def test_engine_log_probs_with_windows(ranks: Ranks) -> None:
     ]
     responses = set()
     for case in cases:
-        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WINDOWS):
-            assert gap < 1e-5
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WINDOWS, dtype):
+            assert gap < (1e-5 if dtype == "float32" else 1.0)
             responses.add(tuple(tokens))
-    assert len(responses) == 1
+    assert len(responses) == 1 or dtype == "bfloat16"
 
 
-def test_engine_log_probs_with_sinks(ranks: Ranks) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_log_probs_with_sinks(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
     """The engine has the experts of a layer in one tensor, and training each in its own."""
     cases = [
         Case(tp=2, pp=2, etp=1, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
@@ -176,7 +178,7 @@ def test_engine_log_probs_with_sinks(ranks: Ranks) -> None:
     ]
     responses = set()
     for case in cases:
-        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, SINKS):
-            assert gap < 1e-5
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, SINKS, dtype):
+            assert gap < (1e-5 if dtype == "float32" else 1.0)
             responses.add(tuple(tokens))
-    assert len(responses) == 1
+    assert len(responses) == 1 or dtype == "bfloat16"
