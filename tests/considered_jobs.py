@@ -55,6 +55,30 @@ GLM_45_AIR = FAMILIES["Glm4MoeForCausalLM"](
         "max_position_embeddings": 131_072,
     }
 )
+GEMMA_3_1B = FAMILIES["Gemma3ForCausalLM"](
+    {
+        "hidden_size": 1152,
+        "num_hidden_layers": 26,
+        "intermediate_size": 6912,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "vocab_size": 262_144,
+        "max_position_embeddings": 32_768,
+    }
+)
+GPT_OSS_20B = FAMILIES["GptOssForCausalLM"](
+    {
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 201_088,
+    }
+)
 
 
 def job(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.fill import Source
+from megarl.models.fill import Source, as_logical
+from megarl.models.tensors import LogicalTensor
 from megarl.models.weights import engine_placements, logical_tensors
 
 
@@ -24,15 +25,20 @@ def random_weights(arch: Architecture, seed: int) -> dict[str, Tensor]:
 
 def source_of(weights: Mapping[str, Tensor]) -> Source:
     """Boxes of logical tensors from weights by Hugging Face name."""
-    return lambda tensor, box: weights[tensor.name].view(tensor.shape)[tuple(slice(*i) for i in box)]
+    return lambda tensor, box: logical(tensor, weights[tensor.name])[tuple(slice(*i) for i in box)]
+
+
+def logical(tensor: LogicalTensor, in_file: Tensor) -> Tensor:
+    """A whole Hugging Face tensor, its axes taken apart and in their logical order."""
+    return as_logical(tensor, in_file.view(tensor.in_file().shape))
 
 
 def fill_engine(params: Mapping[str, Tensor], arch: Architecture, full: Mapping[str, Tensor], tp: int, r: int) -> None:
     """Write the part that tensor-parallel rank `r` of `tp` holds; whatever no placement covers becomes NaN."""
     for p in params.values():
         p.fill_(torch.nan)
-    logical = logical_tensors(arch)
+    tensors = logical_tensors(arch)
     for at in engine_placements(arch, tp, r):
-        box = full[at.tensor].reshape(logical[at.tensor].shape)[tuple(slice(*x) for x in at.box)]
+        box = logical(tensors[at.tensor], full[at.tensor])[tuple(slice(*x) for x in at.box)]
         held = params[at.param][slice(*at.rows)].view(at.view)
         held[tuple(slice(*x) for x in at.index)] = box.to(held)

@@ -73,15 +73,15 @@ def policy_in(case: Case, folder: str, dtype: str) -> Iterator[Any]:
     from megarl.roles.model import MegatronModel
 
     world = World()
-    layout = TrainLayout(ranks=range(world.size), tp=case.tp, pp=case.pp, chunks=case.chunks)
+    arch = read_architecture(folder)
+    etp = 1 if arch.whole_experts else None
+    layout = TrainLayout(ranks=range(world.size), tp=case.tp, pp=case.pp, chunks=case.chunks, etp=etp)
     groups = train_groups(world, layout)
     megatron = {"sequence_parallel": case.tp > 1}
     config = ActorRolloutRefConfig.model_validate({"model": {"dtype": dtype}, "actor": {"megatron": megatron}})
     try:
         keys = config.actor
-        yield MegatronModel(
-            read_architecture(folder), groups, model=config.model, megatron=keys.megatron, batching=keys
-        )
+        yield MegatronModel(arch, groups, model=config.model, megatron=keys.megatron, batching=keys)
     finally:
         leave_groups(world)
 

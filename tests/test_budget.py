@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from architectures import changed
-from considered_jobs import GLM_45_AIR, LLAMA_3_8B, QWEN3_235B, job
+from considered_jobs import GEMMA_3_1B, GLM_45_AIR, GPT_OSS_20B, LLAMA_3_8B, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 from rich.table import Table
-from training_cases import SOME_WITH_EXPERTS
+from training_cases import SINKS, SOME_WITH_EXPERTS, WINDOWS
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -29,6 +29,7 @@ from megarl.estimate.job import (
     Job,
     active_parameter_count,
     engine_elements,
+    expert_elements,
     own_engine_elements,
     parameter_count,
     training_elements,
@@ -58,7 +59,17 @@ def test_parameter_counts() -> None:
     assert active_parameter_count(QWEN3_235B) / 1e9 == pytest.approx(22, abs=0.5)  # "A22B", with the look-up
     assert parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(106, abs=1)
     assert active_parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(12, abs=1)
-    for arch in (LLAMA_3_8B, SOME_WITH_EXPERTS, architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS)):
+    assert parameter_count(GEMMA_3_1B) == 999_885_952
+    assert parameter_count(GPT_OSS_20B) / 1e9 == pytest.approx(20.91, abs=0.01)
+    assert active_parameter_count(GPT_OSS_20B) / 1e9 == pytest.approx(3.61, abs=0.01)
+    assert expert_elements(GPT_OSS_20B) / 1e9 == pytest.approx(19.12, abs=0.01)
+    for arch in (
+        LLAMA_3_8B,
+        SOME_WITH_EXPERTS,
+        WINDOWS,
+        SINKS,
+        architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS),
+    ):
         assert parameter_count(arch) == sum(volume(t.box) for t in logical_tensors(arch).values())
 
 
@@ -70,8 +81,10 @@ def test_parameter_counts() -> None:
         architecture(num_layers=4, tied=True, moe=EXPERTS),
         architecture(num_layers=5, qk_norm=True),
         SOME_WITH_EXPERTS,
+        WINDOWS,
+        SINKS,
     ],
-    ids=["8B", "tiny", "uneven", "two kinds"],
+    ids=["8B", "tiny", "uneven", "two kinds", "windows", "sinks"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)

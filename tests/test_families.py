@@ -14,7 +14,7 @@ from ranks import Ranks
 from tiny_families import ARCHITECTURES, CONFIGS
 
 import megarl.models.families
-from megarl.models.families import FAMILIES, read_architecture
+from megarl.models.families import FAMILIES, classifier_of, language_model_of, read_architecture
 from megarl.models.parts.experts import MixtureOfExperts
 from megarl.models.rope import rope_frequencies, rope_table
 from megarl.models.weights import logical_tensors
@@ -36,6 +36,15 @@ def test_every_family_is_registered_and_in_the_test_table() -> None:
         assert arch.family == module, f"{name}: Architecture.family is {arch.family!r}, its module is {module!r}"
 
 
+def test_classifiers_are_named_as_in_transformers() -> None:
+    import transformers
+
+    for name in FAMILIES:
+        classifier = classifier_of(name)
+        assert language_model_of(classifier) == name
+        assert classifier == "Glm4MoeForSequenceClassification" or hasattr(transformers, classifier)  # GLM has none
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_table_has_the_names_and_shapes_of_hugging_faces_files(name: str, tmp_path: Path) -> None:
     ours = {tensor.name: tensor.hf_shape for tensor in logical_tensors(ARCHITECTURES[name]).values()}
@@ -53,10 +62,13 @@ def test_a_config_that_transformers_wrote_describes_the_same_architecture(name: 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_rotary_frequencies_are_hugging_faces(name: str) -> None:
-    theirs = hugging_face(name).model.rotary_emb.inv_freq
-    torch.testing.assert_close(
-        rope_frequencies(ARCHITECTURES[name].layer(0).attention, "cpu"), theirs, rtol=1e-6, atol=0
-    )
+    """Of each layer, where they differ by layer."""
+    model = hugging_face(name)
+    for number, layer in enumerate(ARCHITECTURES[name].each_layer):
+        kind = model.config.layer_types[number] if hasattr(model.config, "layer_types") else None
+        of_kind = f"{kind}_inv_freq"
+        theirs = getattr(model.model.rotary_emb, of_kind if hasattr(model.model.rotary_emb, of_kind) else "inv_freq")
+        torch.testing.assert_close(rope_frequencies(layer.attention, "cpu"), theirs, rtol=1e-6, atol=0)
 
 
 def _megatron_rotary_table(name: str) -> torch.Tensor:
@@ -130,6 +142,34 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ("llama", {"rope_scaling": {"type": "linear", "factor": "x"}}, "factor must be a finite number above 0"),
         ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1 rotates 0 of a head's 8 channels"),
         ("glm4_moe", {"hidden_act": "gelu"}, "glm4_moe: hidden_act = 'gelu' is not supported (only 'silu')"),
+        ("gemma3_text", {"attention_bias": True}, "gemma3_text: attention_bias = True is not supported (only False)"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "gemma3_text: hidden_activation = 'silu' is not supported"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported (only"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ("gemma3_text", {"sliding_window": None}, "gemma3_text: sliding_window must be a number of tokens, not null"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number from 1 on, not"),
+        ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a finite number above 0, not 0"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 3}, "layer_types must be 'sliding_attention' or 'full_"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "'full_attention' for each of the 4 layers"),
+        ("gemma3_text", {"num_hidden_layers": 2**31}, "num_layers must be a whole number from 1 to 10000, not 2147483"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "yarn"}}, "gemma3_text: rope type 'yarn' is not supported"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "gemma3_text: rope_parameters must be those of"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "gpt_oss: weights quantized by 'mxfp4' are not",
+        ),
+        ("gpt_oss", {"attention_bias": False}, "gpt_oss: attention_bias = False is not supported (only True)"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "gpt_oss: swiglu_alpha = 1.0 is not supported (only 1.702)"),
+        ("gpt_oss", {"swiglu_limit": 0}, "limit must be a finite number above 0, not 0"),
+        ("gpt_oss", {"sliding_window": None}, "gpt_oss: sliding_window must be a number of tokens, not null"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be 'sliding_attention' or 'full_attention'"),
+        (
+            "gpt_oss",
+            {"rope_scaling": {"rope_type": "llama3"}},
+            "gpt_oss: rope type 'llama3' is not supported (only 'de",
+        ),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
 )
@@ -149,6 +189,16 @@ def test_scaling_may_be_said_in_both_ways(tmp_path: Path) -> None:
     assert read_architecture(str(tmp_path)) == ARCHITECTURES["llama3"]
 
 
+def test_every_sixth_layer_of_gemma_sees_everything() -> None:
+    """As published: without layer_types, and with a pattern or none."""
+    config = {key: value for key, value in CONFIGS["gemma3_text"].items() if key != "sliding_window_pattern"}
+    for more in ({}, {"sliding_window_pattern": 6}):
+        arch = FAMILIES["Gemma3ForCausalLM"](config | {"num_hidden_layers": 26} | more)
+        windows = [layer.attention.sliding_window for layer in arch.each_layer]
+        assert windows == [None if i % 6 == 5 else 4 for i in range(26)]
+        assert [count for _, count in arch.layers] == [5, 1, 5, 1, 5, 1, 5, 1, 2] and len(arch.kinds) == 2
+
+
 def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
     arch = ARCHITECTURES["mixtral"]
     assert isinstance(arch.moe, MixtureOfExperts)
@@ -158,6 +208,21 @@ def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
         ValueError, match=r"tensor_model_parallel_size = 2 needs actor\.megatron\.sequence_parallel=true"
     ):
         arch.check_training(TrainLayout(ranks=range(2), tp=2, pp=1), sequence_parallel=False)
+
+
+def test_layers_that_only_torch_has() -> None:
+    """Transformer Engine's here would leave sinks out without a word."""
+    config = CONFIGS["gpt_oss"] | {"layer_types": ["full_attention"] * 4}
+    assert FAMILIES["GptOssForCausalLM"](config).needs_torch_layers
+    names = {name for name, arch in ARCHITECTURES.items() if arch.needs_torch_layers}
+    assert names == {"gemma3_text", "gpt_oss"}
+
+
+def test_experts_with_biases_are_whole_on_a_rank() -> None:
+    arch = ARCHITECTURES["gpt_oss"]
+    arch.check_training(TrainLayout(ranks=range(2), tp=2, etp=1), sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"set actor\.megatron\.expert_tensor_parallel_size=1, not 2"):
+        arch.check_training(TrainLayout(ranks=range(2), tp=2), sequence_parallel=True)
 
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:

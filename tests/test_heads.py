@@ -95,10 +95,11 @@ def _by_megatron(case: Case, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     return out[0], out[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("case", [Case(), Case(tp=2, pp=2)], ids=lambda case: case.name)
 def test_values_and_scores_are_those_of_transformers(ranks: Ranks, case: Case, family: str) -> None:
-    case = replace(case, sequence_parallel=bool(ARCHITECTURES[family].moe) and case.tp > 1)
+    etp = 1 if ARCHITECTURES[family].whole_experts else None
+    case = replace(case, sequence_parallel=bool(ARCHITECTURES[family].moe) and case.tp > 1, etp=etp)
     values, scores = _by_transformers(family)
     assert min(values.std(), scores.std()) > 0.1
     for got_values, got_scores in ranks.run(case.world, _by_megatron, case, family):

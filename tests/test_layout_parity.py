@@ -10,7 +10,18 @@ import torch
 from architectures import changed
 from ranks import Ranks
 from selection import quick
-from training_cases import ARCH, SOME_WITH_EXPERTS, WITH_EXPERTS, Case, actor_in, fixed_batch, train, update
+from training_cases import (
+    ARCH,
+    SINKS,
+    SOME_WITH_EXPERTS,
+    WINDOWS,
+    WITH_EXPERTS,
+    Case,
+    actor_in,
+    fixed_batch,
+    train,
+    update,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
@@ -84,6 +95,7 @@ EXPERT_CASES = [
     Case(dp=4, ep=2, etp=2),
     Case(dp=2, pp=2, ep=2, chunks=2),
     Case(dp=3, ep=3),
+    Case(tp=2, etp=1, sequence_parallel=True),
 ]
 
 
@@ -93,7 +105,7 @@ def plain_with_experts(ranks: Ranks) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    "case", quick(EXPERT_CASES, 1, 3, 6), ids=lambda case: case.name + "-".join(map(str, case.config))
+    "case", quick(EXPERT_CASES, 1, 3, 6, 11), ids=lambda case: case.name + "-".join(map(str, case.config))
 )
 def test_loss_and_gradient_norm_agree_with_experts(
     ranks: Ranks, plain_with_experts: list[tuple[float, float]], case: Case
@@ -136,6 +148,56 @@ def test_loss_and_gradient_norm_agree_with_layers_of_two_kinds(
     for history, kept in ranks.run(case.world, _train_with_biases, case):
         assert kept
         for got, want in zip(history, plain_mixed, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+WINDOW_CASES = [
+    Case(tp=2, pp=2, sequence_parallel=True),
+    Case(dp=2, pp=2, chunks=2),
+    Case(tp=2, packed=False),
+    Case(tp=4, sequence_parallel=True),
+    Case(tp=2, sequence_parallel=True, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_windows(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, train, Case(), 3, "policy", WINDOWS)[0]
+
+
+@pytest.mark.parametrize(
+    "case", quick(WINDOW_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
+)
+def test_loss_and_gradient_norm_agree_with_windows(
+    ranks: Ranks, plain_windows: list[tuple[float, float]], case: Case
+) -> None:
+    for history in ranks.run(case.world, train, case, 3, "policy", WINDOWS):
+        for got, want in zip(history, plain_windows, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+SINK_CASES = [
+    Case(tp=2, pp=2, etp=1, sequence_parallel=True),
+    Case(dp=2, pp=2, ep=2, chunks=2),
+    Case(tp=2, ep=2, etp=1, sequence_parallel=True),
+    Case(tp=2, dp=2, etp=1, sequence_parallel=True, packed=False),
+    Case(dp=2, config={"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain_sinks(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, train, Case(), 3, "policy", SINKS)[0]
+
+
+@pytest.mark.parametrize(
+    "case", quick(SINK_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
+)
+def test_loss_and_gradient_norm_agree_with_sinks(
+    ranks: Ranks, plain_sinks: list[tuple[float, float]], case: Case
+) -> None:
+    for history in ranks.run(case.world, train, case, 3, "policy", SINKS):
+        for got, want in zip(history, plain_sinks, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

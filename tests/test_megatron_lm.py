@@ -39,6 +39,12 @@ def test_megatron_lms_own_weights(ranks: Ranks, tmp_path: Path, name: str) -> No
     torch.testing.assert_close(logits[:, : theirs.logits.shape[-1]], theirs.logits[0], rtol=0, atol=1e-4)
 
 
+def test_layers_that_megatron_lm_has_not_are_refused(tmp_path: Path) -> None:
+    arch = read_architecture(str(write_folder(tmp_path / "model", "gemma3_text")))
+    with pytest.raises(ValueError, match="checkpoints of Megatron-LM are not read for gemma3_text; take a Hugging"):
+        check_arguments(str(tmp_path), arch)
+
+
 VARIATIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "layers that may differ": {"metadata": {"non_homogeneous_layers": True}},

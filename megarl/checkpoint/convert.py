@@ -60,7 +60,7 @@ def huggingface_to_megatron(
     arch = read_architecture(source)
     refuse_remote_code(source)
     check_weights(source, arch)
-    layout = TrainLayout(ranks=range(tp * pp), tp=tp, pp=pp)
+    layout = TrainLayout(ranks=range(tp * pp), tp=tp, pp=pp, etp=1 if arch.whole_experts else None)
     arch.check_training(layout, sequence_parallel=True)
     weights = HuggingFaceWeights(source, arch)
     dtype = dtype or (torch.bfloat16 if weights.dtypes == {"BF16"} else torch.float32)

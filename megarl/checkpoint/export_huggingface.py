@@ -104,7 +104,7 @@ def write_weights(
         for tensor in file.tensors:
             value = source.tensor(tensor.name)
             refuse_nonfinite(tensor.name, value)
-            append(writer, value)
+            append(writer, value.permute(tensor.order))
             done += volume(tensor.box)
             advance(done, total)
     write_index(folder, files, source.dtype)

@@ -19,7 +19,7 @@ from typing import Any
 
 from megarl.checkpoint.safetensors_file import ITEMSIZE, Entry, SafetensorsWriter, read_header
 from megarl.models.architecture import Architecture
-from megarl.models.families import read_architecture
+from megarl.models.families import classifier_of, read_architecture
 from megarl.models.weights import EMBEDDING, OUTPUT, SCORE, layer_prefix, logical_tensors
 
 CONFIG = "config.json"
@@ -231,7 +231,7 @@ def copy_model_files(
     config.setdefault("model_type", read_architecture(source).family)  # without it transformers and vLLM read nothing
     if classifier:
         names = config.get("architectures") or []
-        config["architectures"] = [name.replace("ForCausalLM", "ForSequenceClassification") for name in names]
+        config["architectures"] = [classifier_of(name) for name in names]
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.checkpoint.file_slice import file_slice
 from megarl.checkpoint.huggingface_folder import weight_entries
 from megarl.models.architecture import Architecture
+from megarl.models.fill import as_logical
 from megarl.models.tensors import Box, LogicalTensor
 from megarl.models.weights import SCORE, logical_tensors
 
@@ -36,9 +37,9 @@ class HuggingFaceWeights:
         """Read a box of a logical tensor, in the file's type: a view of the mapped file, which holds no memory."""
         if tensor.name == SCORE and SCORE not in self._entries:
             return torch.zeros([hi - lo for lo, hi in box])
-        at = file_slice(tensor, box)
+        at = file_slice(tensor.in_file(), tuple(box[axis] for axis in tensor.order))
         file = self._entries[tensor.name].file
         if file not in self._files:
             self._files[file] = safe_open(file, framework="pt")
         part: Tensor = self._files[file].get_slice(tensor.name)[tuple(slice(*r) for r in at.ranges)]
-        return part.view(at.view)[tuple(slice(*i) for i in at.index)]
+        return as_logical(tensor, part.view(at.view)[tuple(slice(*i) for i in at.index)])

@@ -202,9 +202,10 @@ class MegatronWeights:
         except ValueError as e:
             raise ValueError(f"'{folder}': {e}") from e
         self.parameters = describe(arch, TrainLayout(ranks=range(1)), 0, torch.float32, prefix).parameters
-        self._by_tensor = {
-            place.tensor: name for name, stored in self.parameters.items() for place in stored.placements
-        }
+        self._by_tensor: dict[str, list[tuple[str, Placement]]] = {}
+        for name, stored in self.parameters.items():
+            for place in stored.placements:
+                self._by_tensor.setdefault(place.tensor, []).append((name, place))
         self._kept: dict[str, Tensor] = {}
         chunks = [
             (stored, as_stored(chunk, self._reader.stored))
@@ -217,12 +218,20 @@ class MegatronWeights:
 
     def tensor(self, name: str) -> Tensor:
         """Read a whole logical tensor, in the checkpoint's type and with its logical shape."""
-        param = self._by_tensor[name]
+        (param, place), *others = self._by_tensor[name]
+        if not others:
+            return self._box(param, place)
+        boxes = [(place.box, self._box(param, place)) for param, place in self._by_tensor[name]]  # of one expert each
+        whole = torch.empty([max(box[axis][1] for box, _ in boxes) for axis in range(len(place.box))], dtype=self.dtype)
+        for box, part in boxes:
+            whole[tuple(slice(*i) for i in box)] = part
+        return whole
+
+    def _box(self, param: str, place: Placement) -> Tensor:
         if param not in self._kept:
             # the last two parameters only: q, k and v, or gate and up, are parts of one, and so are their biases
             self._kept = dict(list(self._kept.items())[-1:])
             self._kept[param] = self.parameter(param)
-        place = next(p for p in self.parameters[param].placements if p.tensor == name)
         return local_view(self._kept[param], place)
 
     def parameter(self, name: str) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.manifest import MANIFEST_FILE, one_line
 from megarl.models.architecture import Architecture
-from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling
+from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling, Yarn
 from megarl.telemetry.lines import only_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -91,6 +91,10 @@ def check_arguments(folder: str, arch: Architecture) -> str | None:
     """
     from megarl.checkpoint.stored_arguments import read_arguments  # imports torch
 
+    if arch.needs_torch_layers:
+        raise ValueError(
+            f"'{folder}': checkpoints of Megatron-LM are not read for {arch.family}; take a Hugging Face folder"
+        )
     try:
         arguments = read_arguments(folder)
     except ValueError as e:
@@ -131,6 +135,7 @@ def _expected(arch: Architecture, arguments: Mapping[str, object]) -> Iterator[t
     if isinstance(arch.attention, GroupedQuery):
         yield "rotary_base", arch.attention.rope_theta
         yield "rotary_percent", arch.attention.partial_rotary_factor
+        assert not isinstance(arch.attention.rope_scaling, Yarn)
         yield from _expected_scaling(arch.attention.rope_scaling)
     yield "num_experts", fields.get("num_moe_experts")
     names += ["ffn_hidden_size", "moe_ffn_hidden_size", "moe_router_topk", *_OF_ROUTERS]

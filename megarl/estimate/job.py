@@ -16,7 +16,7 @@ from megarl.models.sizes import kv_bytes_per_token
 from megarl.models.tensors import volume
 from megarl.models.weights import EMBEDDING, engine_placements, training_placements
 from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.repeat import Repetitions, expert_of, layer_of, repetitions
+from megarl.reshard.repeat import Repetitions, expert_of, layer_of, of_experts, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.sides import Side, engine_side, training_runs, training_side
 from megarl.role_kinds import ACTOR
@@ -111,15 +111,15 @@ class Job:
         return self.config.data.max_sequence_length
 
 
-def training_elements(arch: Architecture, layout: TrainLayout, rank: int, *, of_experts: bool = False) -> int:
+def training_elements(arch: Architecture, layout: TrainLayout, rank: int, *, experts_alone: bool = False) -> int:
     """Count the elements of a rank's training weights, but for the few rows that pad the vocabulary.
 
     Args:
-        of_experts: those of experts alone.
+        experts_alone: count no others.
     """
     times = repetitions(arch, training_runs(arch, layout))
     placements = training_placements(arch, layout, rank, layers=times.layers, experts=times.experts)
-    return _elements((p for p in placements if not of_experts or expert_of(p.tensor) is not None), times)
+    return _elements((p for p in placements if not experts_alone or of_experts(p.tensor)), times)
 
 
 def engine_elements(arch: Architecture, tp: int) -> int:
@@ -172,16 +172,24 @@ def active_parameter_count(arch: Architecture) -> int:
     times = repetitions(arch)
     if arch.moe:
         times = Repetitions(layers=times.layers, experts={0: arch.moe.experts_per_token})
+    chosen = arch.moe.experts_per_token if arch.moe else 0
     whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
     placements = training_placements(arch, whole, 0, layers=times.layers, experts=times.experts)
-    return _elements((p for p in placements if p.tensor != EMBEDDING or arch.tied), times)
+
+    def active(place: Placement) -> bool:
+        """Leave the embedding out, and of stacked experts all but the first few."""
+        if of_experts(place.tensor) and expert_of(place.tensor) is None:
+            return place.box[0][1] <= chosen
+        return place.tensor != EMBEDDING or arch.tied
+
+    return _elements(filter(active, placements), times)
 
 
 def expert_elements(arch: Architecture) -> int:
     """Count the elements of all experts; 0 without experts."""
     times = repetitions(arch)
     placements = engine_placements(arch, 1, 0, layers=times.layers, experts=times.experts)
-    return _elements((p for p in placements if expert_of(p.tensor) is not None), times)
+    return _elements((p for p in placements if of_experts(p.tensor)), times)
 
 
 def _elements(placements: Iterable[Placement], times: Repetitions) -> int:

@@ -89,14 +89,14 @@ def masters_of(model: ModelJob, stage: int, phase: Phase) -> Items:
     return {f"{model.role} fp32 weights": _master(model) * _stepped(model, stage)}
 
 
-def _elements(model: ModelJob, stage: int, *, of_experts: bool = False) -> int:
+def _elements(model: ModelJob, stage: int, *, experts_alone: bool = False) -> int:
     rank = model.layout.rank(tp=0, dp=0, pp=stage)
-    return training_elements(model.arch, model.layout, rank, of_experts=of_experts)
+    return training_elements(model.arch, model.layout, rank, experts_alone=experts_alone)
 
 
 def _stepped(model: ModelJob, stage: int) -> int:
     """Count the elements whose optimizer state a rank has: experts are on fewer ranks than the rest, or on more."""
-    elements, of_experts = _elements(model, stage), _elements(model, stage, of_experts=True)
+    elements, of_experts = _elements(model, stage), _elements(model, stage, experts_alone=True)
     if not splits_optimizer(model):
         return elements
     layout = model.layout

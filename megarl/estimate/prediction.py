@@ -99,7 +99,7 @@ def flops_of_sequences(arch: Architecture, parameters: int, tokens: float, squar
         parameters: that multiply a token, see `active_parameter_count`.
         tokens, squares: sums of the sequences' lengths and of their squares.
     """
-    return 2 * parameters * tokens + attention_flops(arch, squares)
+    return 2 * parameters * tokens + attention_flops(arch, tokens, squares)
 
 
 def bubble(model: ModelJob, lengths: Lengths, sequences: int, mini_batches: int = 1) -> float:

@@ -17,10 +17,15 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Describes a kind of layer: a norm and attention, a norm and an MLP, each added to the residual stream."""
+    """Describes a kind of layer: a norm and attention, a norm and an MLP, each added to the residual stream.
+
+    Attributes:
+        output_norms: what attention and MLP compute goes through a norm of its own before it is added (Gemma).
+    """
 
     attention: AttentionPart
     mlp: Part
+    output_norms: bool = False
 
     def with_attention(self, **changes: Any) -> Layer:
         """Change some attributes of the attention."""
@@ -46,6 +51,8 @@ class Architecture:
             `scalar` a vector (a value or a score).
         norm_eps: epsilon of every RMSNorm.
         init_std: standard deviation of random initial weights.
+        zero_centered_norms: every RMSNorm multiplies by 1 + weight, in float32 (Gemma).
+        embedding_scale: the embedding is multiplied by it, rounded to the weights' type; the output layer is not.
     """
 
     family: str
@@ -56,6 +63,8 @@ class Architecture:
     output: Literal["tied", "lm", "scalar"] = "lm"
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    zero_centered_norms: bool = False
+    embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         for _, count in self.layers:
@@ -64,6 +73,7 @@ class Architecture:
         assert len({layer.mlp.moe for layer in self.kinds if isinstance(layer.mlp, Experts)}) <= 1, "one kind of router"
         check_counts(self, "hidden_size", "vocab_size", "max_position_embeddings")
         check_numbers(self, "norm_eps", "init_std")
+        check_numbers(self, "embedding_scale", positive=True)
 
     @property
     def num_layers(self) -> int:
@@ -98,6 +108,19 @@ class Architecture:
     def moe(self) -> MixtureOfExperts | None:
         """Return the mixture of experts, the same in all layers that have experts; None: no layer has."""
         return next((layer.mlp.moe for layer in self.kinds if isinstance(layer.mlp, Experts)), None)
+
+    @property
+    def whole_experts(self) -> bool:
+        """Say whether training cannot split an expert over ranks."""
+        return any(layer.mlp.whole for layer in self.kinds if isinstance(layer.mlp, Experts))
+
+    @property
+    def needs_torch_layers(self) -> bool:
+        """Say whether layers do what Transformer Engine's here cannot, nor those of Megatron-LM's own models."""
+        return self.zero_centered_norms or any(
+            layer.output_norms or layer.attention.sliding_window is not None or layer.attention.sinks
+            for layer in self.kinds
+        )
 
     @property
     def tied(self) -> bool:

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.models.packed_attention import packed_attention, padded_attention
@@ -63,10 +66,30 @@ class TorchAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
+        *,
+        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self._tp_group = pg_collection.tp
+        self.sinks: Tensor | None = None
+        if self.attention.sinks:
+            heads = config.num_attention_heads // self._tp_group.size()
+            device = torch.cuda.current_device()
+            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Say for a checkpoint that each tensor-parallel rank has its heads' sinks."""
+        parameters = {} if self.sinks is None else {"sinks": self.sinks}
+        groups = dict(tp_group=self._tp_group, dp_cp_group=(metadata or {}).get("dp_cp_group"))
+        shards: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            parameters, prefix, {"sinks": 0}, sharded_offsets, **groups
+        )
+        return shards
 
     def forward(
         self,
@@ -85,7 +108,7 @@ class TorchAttention(torch.nn.Module):
         length, batch = query.shape[:2]
         cos_sin = self._rope(length, query.device).repeat_interleave(batch, 0)
         query, key = (apply_rope(x.flatten(0, 1), cos_sin).view(x.shape) for x in (query, key))
-        out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)))
+        out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self._rule)
         return out.transpose(0, 1).reshape(length, batch, -1)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -99,8 +122,13 @@ class TorchAttention(torch.nn.Module):
             cu_seqlens=packed.cu_seqlens_q,
             longest=packed.max_seqlen_q,
             slots=packed.slots,
+            **self._rule,
         )
         return out.flatten(1)
+
+    @property
+    def _rule(self) -> dict[str, Any]:
+        return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=self.sinks)
 
     def _rope(self, length: int, device: torch.device) -> Tensor:
         return _cached_rope(self.attention, length, device)

@@ -26,6 +26,11 @@ def dtype_of(tensor: LogicalTensor, weights: torch.dtype) -> torch.dtype:
     return torch.float32 if tensor.kind == "buffer" else weights
 
 
+def as_logical(tensor: LogicalTensor, in_file: Tensor) -> Tensor:
+    """View a box of the Hugging Face tensor, its axes taken apart, with the axes in their logical order."""
+    return in_file.permute([tensor.order.index(axis) for axis in range(in_file.ndim)])
+
+
 def local_view(parameter: Tensor, placement: Placement) -> Tensor:
     """View the part of a physical parameter that a placement names, with the shape of its box."""
     lo, hi = placement.rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.models.activations import ACTIVATIONS
 from megarl.models.architecture import Architecture
 from megarl.models.layer_spec import LayerSpec, torch_layers
 from megarl.models.parts.experts import Experts
@@ -107,8 +108,8 @@ def transformer_fields(
         hidden_size=arch.hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=arch.norm_eps,
+        layernorm_zero_centered_gamma=arch.zero_centered_norms,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -130,7 +131,6 @@ def transformer_fields(
         calculate_per_token_loss=True,  # gradients are summed: the loss carries its global denominator
         gradient_accumulation_fusion=True,
         masked_softmax_fusion=False,
-        bias_activation_fusion=on_gpu,  # compiled: on CPUs that takes longer than it saves
         bias_dropout_fusion=False,
         apply_rope_fusion=fused_rope,
         # gloo's sends read a tensor's memory after they have returned; NCCL's hold on to it
@@ -144,11 +144,17 @@ def transformer_fields(
         fields |= dict(pipeline_model_parallel_layout=_uneven_stages(layout.all_layers(arch.num_layers)))
     for layer in arch.kinds:
         fields |= layer.megatron_fields()
+    fields |= _activation(fields.get("activation_func", "silu"), on_gpu)
     if arch.moe and len(arch.kinds) > 1:
         fields |= dict(moe_layer_freq=[int(isinstance(layer.mlp, Experts)) for layer in arch.each_layer])
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return fields
+
+
+def _activation(name: str, on_gpu: bool) -> dict[str, Any]:
+    fused = on_gpu and name == "silu"  # compiled: on CPUs that takes longer than it saves
+    return dict(activation_func=ACTIVATIONS[name], bias_activation_fusion=fused)
 
 
 def _uneven_stages(chunks: Sequence[range]) -> list[list[str]]:
@@ -191,8 +197,7 @@ def build_chunks(
                 pre_process=layout.is_first(at.pp, chunk),
                 post_process=layout.is_last(at.pp, chunk),
                 share_embeddings_and_output_weights=arch.tied,
-                position_embedding_type="none" if layers.rotates else "rope",
-                rotary_percent=arch.attention.partial_rotary_factor if isinstance(arch.attention, GroupedQuery) else 1,
+                **({"position_embedding_type": "none"} if layers.rotates else _rotary_arguments(arch)),
                 pg_collection=groups.pgs,
                 vp_stage=chunk if layout.chunks > 1 else None,
             )
@@ -200,10 +205,29 @@ def build_chunks(
             # Megatron-Core's own take an integer base, and only some of Llama's scaling
             assert isinstance(arch.attention, GroupedQuery)
             model.rotary_pos_emb.inv_freq = rope_frequencies(arch.attention, groups.world.device)
-        for parameter in model.parameters():
+        if arch.embedding_scale != 1 and model.pre_process:
+            model.embedding.register_forward_hook(_times(torch.tensor(arch.embedding_scale, dtype=config.params_dtype)))
+        for name, parameter in model.named_parameters():
             parameter.data.zero_()  # nothing fills the vocabulary's padding, and 0 x NaN in its gradient is NaN
+            if ".experts." in name and layout.expert_tp != layout.tp:
+                # of other ranks than the rest, which Megatron-Core notices with expert parallelism alone
+                parameter.allreduce = False
         chunks.append(model.to(groups.world.device))
     return chunks
+
+
+def _rotary_arguments(arch: Architecture) -> dict[str, Any]:
+    assert isinstance(arch.attention, GroupedQuery)
+    return dict(position_embedding_type="rope", rotary_percent=arch.attention.partial_rotary_factor)
+
+
+def _times(scale: Tensor) -> Callable[..., Tensor]:
+    """Make a hook that multiplies a module's output by a number."""
+
+    def multiply(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output * scale
+
+    return multiply
 
 
 def named_parameters(chunks: Sequence[GPTModel]) -> dict[str, Tensor]:

@@ -18,10 +18,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.attention import core_attention_for
+from megarl.models.expert_output import ExpertOutput
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
+from megarl.models.output_norms import LayerWithOutputNorms
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.parallel.cpu import counts_on_host
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -70,6 +73,10 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
     module = get_gpt_layer_local_spec(normalization="RMSNorm", **_spec_arguments(kind))
     parts = module.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if isinstance(kind.mlp, StackedExperts):
+        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+    if kind.output_norms:
+        module.module = LayerWithOutputNorms
     assert isinstance(kind.attention, GroupedQuery)
     attention = parts.self_attention.submodules
     attention.core_attention = core_attention_for(kind.attention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megarl.models.architecture import Layer
 
@@ -17,6 +18,8 @@ class ParameterNames:
     """
 
     fused_norms: bool = False
+
+    output_norms: ClassVar = ("post_attention_layernorm.weight", "post_mlp_layernorm.weight")
 
     def input_norm(self, layer: Layer) -> str:
         """Name the norm before attention."""

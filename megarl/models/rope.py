@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.kernels import TRITON
-from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.grouped_query import GroupedQuery, Yarn
 
 
 def rope_frequencies(attention: GroupedQuery, device: torch.device | str) -> Tensor:
@@ -22,6 +22,8 @@ def rope_frequencies(attention: GroupedQuery, device: torch.device | str) -> Ten
     scaling = attention.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, Yarn):
+        return _yarn_frequencies(attention, scaling, frequencies)
     slowed = frequencies / scaling.factor
     if scaling.original_max_position_embeddings is None:
         return slowed
@@ -30,11 +32,30 @@ def rope_frequencies(attention: GroupedQuery, device: torch.device | str) -> Ten
     return torch.lerp(slowed, frequencies, ((waves - low) / (high - low)).clamp(0, 1))
 
 
+def _yarn_frequencies(attention: GroupedQuery, yarn: Yarn, frequencies: Tensor) -> Tensor:
+    """Slow down what turns seldom within the pretraining's length (arXiv 2309.00071, section 3.2)."""
+
+    def channel(turns: float) -> float:
+        """Find the place, between frequencies, of the one that turns so often."""
+        wave = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
+        return attention.rotary_dim * math.log(wave) / (2 * math.log(attention.rope_theta))
+
+    low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, attention.rotary_dim - 1)
+    places = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
+    part = ((places - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return torch.lerp(frequencies, frequencies / yarn.factor, part)
+
+
 def rope_table(attention: GroupedQuery, length: int, device: torch.device | str) -> Tensor:
-    """Tabulate cos and sin of every position: float32 [length, 2, rotary_dim / 2]."""
+    """Tabulate cos and sin of every position, times YaRN's factor: float32 [length, 2, rotary_dim / 2]."""
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = torch.outer(positions, rope_frequencies(attention, device))
-    return torch.stack((angles.cos(), angles.sin()), dim=1)
+    scaling = attention.rope_scaling
+    factor = scaling.attention_factor if isinstance(scaling, Yarn) else 1.0
+    return factor * torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -
     After arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention matrix,
     SwiGLU, grouped queries), t = TP:
 
-        norms                  4 h      inputs and outputs of both norms, divided by t with sequence parallelism
+        norms                  4 h      inputs and outputs of both norms, divided by t with sequence parallelism;
+                                        8 h of four norms
         attention    2 (q + kv) / t     queries, keys, values and the attention's output
         MLP               3 ffn / t     gate, up and their product
         experts   k (2 h + 3 ffn / t)   of k experts per token, in place of the MLP, with their inputs and outputs
@@ -56,14 +57,24 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -
     kernels.
     """
     hidden = arch.hidden_size
-    norms = 4 * hidden / (tp if sequence_parallel else 1)
+    norms = (8 if any(layer.output_norms for layer in arch.kinds) else 4) * hidden / (tp if sequence_parallel else 1)
     parts = (layer.attention.activations(hidden, tp) + layer.mlp.activations(hidden, tp) for layer in arch.kinds)
     return norms + max(parts)
 
 
-def attention_flops(arch: Architecture, squares: float) -> float:
-    """Count causal attention's FLOPs in a forward pass over all layers; `squares` adds up tokens^2 of the sequences."""
-    return sum(count * layer.attention.flops(squares) for layer, count in arch.layers)
+def attention_flops(arch: Architecture, tokens: float, squares: float) -> float:
+    """Count causal attention's FLOPs in a forward pass over all layers.
+
+    A window of w counts as if every token saw w tokens, though the first w of a sequence see fewer: at most.
+
+    Args:
+        tokens, squares: sums of the sequences' lengths and of their squares.
+    """
+    windows = ((layer.attention, count, layer.attention.sliding_window) for layer, count in arch.layers)
+    return sum(
+        count * attention.flops(min(squares, 2 * window * tokens) if window else squares)
+        for attention, count, window in windows
+    )
 
 
 def prefill_activations(arch: Architecture, *, tp: int) -> int:

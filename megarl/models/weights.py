@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from functools import partial
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Layer
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.placements import EVERY, ExpertPlace, LayerPlace, Placement, place_filled, place_whole
-from megarl.models.tensors import LogicalTensor, table
+from megarl.models.tensors import LogicalTensor, norm, table
 from megarl.parallel.layout import TrainLayout
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -15,7 +16,9 @@ FINAL_NORM = "model.norm.weight"
 OUTPUT = "lm_head.weight"
 SCORE = "score.weight"
 
-INPUT_NORM, MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
+INPUT_NORM = "input_layernorm.weight"
+OUTPUT_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+"""On what attention and MLP compute, in layers that have norms there."""
 
 _MEGATRON_CORE = ParameterNames()
 
@@ -25,17 +28,24 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def mlp_norm(layer: Layer) -> str:
+    """Name the norm before the MLP; without further norms Hugging Face names it after the attention before it."""
+    return "pre_feedforward_layernorm.weight" if layer.output_norms else "post_attention_layernorm.weight"
+
+
 def logical_tensors(arch: Architecture) -> dict[str, LogicalTensor]:
     """List every weight of the model once, by name."""
     hidden = arch.hidden_size
+    layer_norm = partial(norm, width=hidden, zero_centered=arch.zero_centered_norms)
     tensors = [table(EMBEDDING, "matrix", vocab=arch.vocab_size, hidden=hidden)]
     for number, layer in enumerate(arch.each_layer):
         prefix = layer_prefix(number)
-        tensors.append(table(prefix + INPUT_NORM, "norm", hidden=hidden))
+        tensors.append(layer_norm(prefix + INPUT_NORM))
         tensors += layer.attention.tensors(prefix, hidden)
-        tensors.append(table(prefix + MLP_NORM, "norm", hidden=hidden))
+        tensors.append(layer_norm(prefix + mlp_norm(layer)))
         tensors += layer.mlp.tensors(prefix, hidden)
-    tensors.append(table(FINAL_NORM, "norm", hidden=hidden))
+        tensors += [layer_norm(prefix + name) for name in OUTPUT_NORMS if layer.output_norms]
+    tensors.append(layer_norm(FINAL_NORM))
     if arch.output == "lm":
         tensors.append(table(OUTPUT, "matrix", vocab=arch.vocab_size, hidden=hidden))
     elif arch.output == "scalar":
@@ -84,8 +94,9 @@ def training_placements(
                 )
                 yield place.whole(INPUT_NORM, names.input_norm(layer), arch.hidden_size)
                 yield from layer.attention.training(place)
-                yield place.whole(MLP_NORM, names.mlp_norm(layer), arch.hidden_size)
+                yield place.whole(mlp_norm(layer), names.mlp_norm(layer), arch.hidden_size)
                 yield from layer.mlp.training(place)
+                yield from _output_norms(layer, place, names.output_norms)
         if last:
             yield place_whole(FINAL_NORM, f"{chunk}.decoder.final_layernorm.weight", (arch.hidden_size,))
         if tied_copy or (last and arch.output == "lm"):
@@ -127,11 +138,18 @@ def engine_placements(
             )
             yield place.whole(INPUT_NORM, INPUT_NORM, hidden)
             yield from layer.attention.engine(place)
-            yield place.whole(MLP_NORM, MLP_NORM, hidden)
+            yield place.whole(mlp_norm(layer), mlp_norm(layer), hidden)
             yield from layer.mlp.engine(place)
+            yield from _output_norms(layer, place, OUTPUT_NORMS)
     yield place_whole(FINAL_NORM, FINAL_NORM, (hidden,))
     if not arch.tied:
         yield from _vocab(arch, OUTPUT, OUTPUT, rows, r)
+
+
+def _output_norms(layer: Layer, place: LayerPlace, params: tuple[str, str]) -> Iterator[Placement]:
+    if layer.output_norms:
+        for tensor, param in zip(OUTPUT_NORMS, params, strict=True):
+            yield place.whole(tensor, param, place.hidden)
 
 
 def _vocab(arch: Architecture, tensor: str, param: str, rows: int, r: int) -> Iterator[Placement]:

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from megarl.models.architecture import Architecture
-from megarl.models.families import FAMILIES
+from megarl.models.families import FAMILIES, language_model_of
 from megarl.parallel.layout import TrainLayout
 
 LEAST_WIDTH = 32
@@ -66,10 +66,19 @@ def small_config(
     if "num_experts_per_tok" in small:
         small["num_experts_per_tok"] = min(small["num_experts_per_tok"], EXPERTS_PER_TOKEN)
     if small.get("layer_types"):
-        small["layer_types"] = small["layer_types"][: small["num_hidden_layers"]]
+        small["layer_types"] = _some_of_each(small["layer_types"], small["num_hidden_layers"])
+    if "sliding_window_pattern" in small:
+        small["sliding_window_pattern"] = 2
     if vocab_size is not None:  # the tokens that the files name are another tokenizer's
         small |= {"vocab_size": vocab_size, **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))}
     return _with_heads(small, splits, serves)
+
+
+def _some_of_each(types: list[str], count: int) -> list[str]:
+    """Take the first layers, the last of them of the kind that the others are not, if the model has two."""
+    first = types[:count]
+    others = [kind for kind in types if kind not in first]
+    return [*first[:-1], others[0]] if others else first
 
 
 def _layers(layers: int, chunks: int) -> int:
@@ -93,7 +102,7 @@ def _with_heads(config: Mapping[str, Any], splits: Splits, serves: Callable[[Arc
             "head_dim": width,
             "hidden_size": few_groups * few_queries * width,
         }
-        arch = FAMILIES[config["architectures"][0].replace("ForSequenceClassification", "ForCausalLM")](small)
+        arch = FAMILIES[language_model_of(config["architectures"][0])](small)
         if _fits(arch, splits) and serves(arch):
             return small
     raise ValueError(f"no small model has heads for tensor-parallel sizes {sorted(splits.tensor)}")
@@ -107,7 +116,8 @@ def _sharing(groups: int, tp: int) -> tuple[bool, int]:
 def _fits(arch: Architecture, splits: Splits) -> bool:
     try:
         for tp in splits.tensor:
-            arch.check_training(TrainLayout(ranks=range(tp), tp=tp), sequence_parallel=splits.sequence_parallel)
+            layout = TrainLayout(ranks=range(tp), tp=tp, etp=1 if arch.whole_experts else None)
+            arch.check_training(layout, sequence_parallel=splits.sequence_parallel)
             arch.check_generation(tp=tp)
     except ValueError:
         return False

@@ -13,6 +13,7 @@ from itertools import pairwise
 from megarl.models.architecture import Architecture
 from megarl.models.placements import Placement
 
+_OF_EXPERTS = re.compile(r"\bexperts\.")
 _LAYER, _EXPERT = re.compile(r"\blayers\.(\d+)\."), re.compile(r"experts\.(\d+)\.")
 
 
@@ -26,6 +27,11 @@ def expert_of(name: str) -> int | None:
     """Read the expert's number in the name of a tensor or parameter; None if it is no expert's own."""
     match = _EXPERT.search(name)
     return int(match[1]) if match else None
+
+
+def of_experts(name: str) -> bool:
+    """Say whether a tensor is of one expert or, stacked, of all that a token may be sent to."""
+    return _OF_EXPERTS.search(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

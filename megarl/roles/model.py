@@ -75,7 +75,7 @@ class MegatronModel:
         self.groups, self.dtype, self.packed = groups, DTYPES[model.dtype], model.use_remove_padding
         self.batching, self.balance = batching, balance
         self.head = self.make_head()
-        fused = megatron.transformer_engine == "auto" and transformer_engine_available()
+        fused = megatron.transformer_engine == "auto" and transformer_engine_available() and not arch.needs_torch_layers
         self.layers = (transformer_engine_layers if fused else torch_layers)(arch)
         self.transformer_config = transformer_config(
             arch,

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.models.architecture import Architecture
-from megarl.models.families import glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models.families import gemma3_text, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "LlamaForCausalLM": llama.architecture,
@@ -33,7 +33,23 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "Qwen3ForCausalLM": qwen3.architecture,
     "Qwen3MoeForCausalLM": qwen3_moe.architecture,
     "Glm4MoeForCausalLM": glm4_moe.architecture,
+    "Gemma3ForCausalLM": gemma3_text.architecture,
+    "GptOssForCausalLM": gpt_oss.architecture,
 }
+
+_CLASSIFIERS = {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
+"""The language models under sequence classifiers, where one is not named after the other."""
+
+
+def language_model_of(architecture: str) -> str:
+    """Name the language model under a sequence classifier; any other model is its own."""
+    return _CLASSIFIERS.get(architecture) or architecture.replace("ForSequenceClassification", "ForCausalLM")
+
+
+def classifier_of(architecture: str) -> str:
+    """Name the sequence classifier on a language model."""
+    named = {model: classifier for classifier, model in _CLASSIFIERS.items()}
+    return named.get(architecture) or architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 def read_architecture(path: str) -> Architecture:
@@ -51,7 +67,7 @@ def read_architecture(path: str) -> Architecture:
         names = list(config.get("architectures") or ["(none)"])
     except (ValueError, TypeError, AttributeError, RecursionError, OSError) as e:
         raise ValueError(f"'{file}' is not a JSON object: {e}") from e
-    name = str(names[0]).replace("ForSequenceClassification", "ForCausalLM")
+    name = language_model_of(str(names[0]))
     if name not in FAMILIES:
         raise ValueError(f"'{file}': architecture {names[0]} is not supported; supported: {', '.join(FAMILIES)}")
     try:

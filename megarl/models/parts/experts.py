@@ -37,6 +37,8 @@ class Experts(Part):
     """
 
     fused_norm: ClassVar = None  # the router needs the normalised input as well
+    whole: ClassVar[bool] = False
+    """Whether training cannot split an expert over ranks."""
 
     ffn_hidden_size: int
     moe: MixtureOfExperts

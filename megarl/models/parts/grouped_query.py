@@ -1,4 +1,4 @@
-"""Describes rotary grouped-query attention (arXiv 2305.13245): Llama's, with Qwen2's biases and Qwen3's norms."""
+"""Describes rotary grouped-query attention (arXiv 2305.13245): Llama's, with what later families changed of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
 from megarl.models.placements import LayerPlace, Placement, place_filled
-from megarl.models.tensors import Box, LogicalTensor, table
+from megarl.models.tensors import Box, LogicalTensor, norm, table
 from megarl.parallel.layout import TrainLayout
 
 
@@ -37,16 +37,45 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Slows rotary frequencies down by how often they turn in the pretraining's length (YaRN, arXiv 2309.00071).
+
+    Attributes:
+        factor: frequencies that turn less than beta_slow times are divided by it.
+        original_max_position_embeddings: sequence length of the pretraining, tokens.
+        beta_fast, beta_slow: frequencies that turn more than beta_fast times stay; those between change in part.
+        truncate: whether the first and the last of those between are rounded away from each other.
+        attention_factor: cos and sin are multiplied by it.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "factor", "beta_fast", "beta_slow", "attention_factor", positive=True)
+        check_counts(self, "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupedQuery(AttentionPart):
     """Describes attention in which several query heads read the keys and values of one KV head.
 
     Attributes:
         num_attention_heads, num_key_value_heads, head_dim: query heads are a multiple of KV heads.
         qkv_bias: biases on the q, k and v projections (Qwen2).
+        output_bias: a bias on the projection of the output (gpt-oss).
+        sinks: a learned logit of each query head takes part in its softmax, and counts for nothing else (gpt-oss).
         qk_norm: RMSNorm over head_dim on queries and keys (Qwen3).
         rope_theta: base of the rotary frequencies.
         rope_scaling: how those frequencies are changed; None leaves them.
         partial_rotary_factor: part of each head, from its first channel on, that is rotated.
+        sliding_window: tokens that a token sees, itself the last of them; None: all up to itself.
+        softmax_scale: factor of queries times keys; None: 1 / sqrt(head_dim).
+        zero_centered_norms: the norms on queries and keys multiply by 1 + weight (Gemma).
     """
 
     fused_norm: ClassVar = "self_attention.linear_qkv.layer_norm_weight"
@@ -55,14 +84,23 @@ class GroupedQuery(AttentionPart):
     num_key_value_heads: int
     head_dim: int
     qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
     qk_norm: bool = False
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+    softmax_scale: float | None = None
+    zero_centered_norms: bool = False
 
     def __post_init__(self) -> None:
         check_counts(self, "num_attention_heads", "num_key_value_heads", "head_dim")
         check_numbers(self, "rope_theta", "partial_rotary_factor", positive=True)
+        if self.sliding_window is not None:
+            check_counts(self, "sliding_window")
+        if self.softmax_scale is not None:
+            check_numbers(self, "softmax_scale", positive=True)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -96,9 +134,13 @@ class GroupedQuery(AttentionPart):
                 yield table(f"{layer}self_attn.{proj}_proj.bias", "bias", out_axes=3, **heads)
         if self.qk_norm:
             for proj in ("q", "k"):
-                yield table(f"{layer}self_attn.{proj}_norm.weight", "norm", head_dim=dim)
+                yield norm(f"{layer}self_attn.{proj}_norm.weight", dim, zero_centered=self.zero_centered_norms)
         heads = dict(kv_group=groups, query=self.queries_per_group, head_dim=dim)
         yield table(f"{layer}self_attn.o_proj.weight", "matrix", hidden=hidden, **heads)
+        if self.output_bias:
+            yield table(f"{layer}self_attn.o_proj.bias", "bias", hidden=hidden)
+        if self.sinks:
+            yield table(f"{layer}self_attn.sinks", "matrix", out_axes=2, kv_group=groups, query=self.queries_per_group)
 
     def training(self, at: LayerPlace) -> Iterator[Placement]:
         """Place `linear_qkv`: rows [kv_group, queries of the group + k + v, head_dim], split evenly over TP."""
@@ -110,7 +152,7 @@ class GroupedQuery(AttentionPart):
         if self.qk_norm:
             yield at.whole("self_attn.q_norm.weight", "self_attention.q_layernorm.weight", self.head_dim)
             yield at.whole("self_attn.k_norm.weight", "self_attention.k_layernorm.weight", self.head_dim)
-        yield self._output(at, "self_attention.linear_proj.weight")
+        yield from self._output(at, "self_attention.linear_proj.", "self_attention.core_attention.sinks")
 
     def _slots(self) -> dict[str, tuple[int, int]]:
         """Give the heads of a group of `linear_qkv`, as half-open ranges."""
@@ -171,12 +213,17 @@ class GroupedQuery(AttentionPart):
         if self.qk_norm:
             for name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):
                 yield at.whole(name, name, self.head_dim)
-        yield self._output(at, "self_attn.o_proj.weight")
+        yield from self._output(at, "self_attn.o_proj.", "self_attn.sinks")
 
-    def _output(self, at: LayerPlace, param: str) -> Placement:
+    def _output(self, at: LayerPlace, projection: str, sinks: str) -> Iterator[Placement]:
         groups, queries = self.heads_on_rank(at.tp, at.rank)
         box = ((0, at.hidden), groups, queries, (0, self.head_dim))
-        return place_filled(f"{at.tensors}self_attn.o_proj.weight", at.params + param, box)
+        yield place_filled(f"{at.tensors}self_attn.o_proj.weight", f"{at.params}{projection}weight", box)
+        if self.output_bias:
+            yield at.whole("self_attn.o_proj.bias", f"{projection}bias", at.hidden)
+        if self.sinks:
+            heads = self.heads(at.tp)[0]
+            yield place_filled(f"{at.tensors}self_attn.sinks", at.params + sinks, (groups, queries), rows=heads)
 
     def heads_on_rank(self, tp: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Find the KV groups of a rank, and its queries of each of them, as half-open ranges."""

@@ -49,12 +49,20 @@ class Part(Protocol):
         ...
 
     def megatron_fields(self) -> dict[str, Any]:
-        """Set Megatron-Core's TransformerConfig, by field."""
+        """Set Megatron-Core's TransformerConfig, by field; functions by their names in `megarl.models.activations`."""
         ...
 
 
 class AttentionPart(Part, Protocol):
-    """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache."""
+    """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache.
+
+    Attributes:
+        sliding_window: a token attends to so many tokens, itself the last of them; None: to all before it.
+        sinks: whether a logit beside those of the tokens takes part in the softmax.
+    """
+
+    sliding_window: int | None = None
+    sinks: bool = False
 
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""

@@ -30,7 +30,9 @@ class Router:
             weight (arXiv 2408.15664). Pretraining moved it to balance the experts; it has no gradient, and RL keeps it.
         num_groups, groups_per_token: neighbouring experts make a group; a token's experts are of its best groups.
         scaling_factor: the weights are multiplied by it, last.
+        logit_bias: whether each expert has a number, which is trained, that is added to its logit.
         module: the block's name within a layer, in Hugging Face files and in vLLM.
+        gate: the router's name within the block.
     """
 
     num_experts: int
@@ -41,7 +43,9 @@ class Router:
     num_groups: int = 1
     groups_per_token: int = 1
     scaling_factor: float = 1.0
+    logit_bias: bool = False
     module: str = "mlp"
+    gate: str = "gate"
 
     def __post_init__(self) -> None:
         check_counts(self, "num_experts", "experts_per_token", most=MOST_EXPERTS)
@@ -86,31 +90,40 @@ class Router:
     @property
     def weight(self) -> str:
         """Name the router's weight within a layer, in Hugging Face files and in the engines."""
-        return f"{self.module}.gate.weight"
+        return f"{self.module}.{self.gate}.weight"
 
     @property
     def bias(self) -> str:
         """Name the correction bias, likewise."""
-        return f"{self.module}.gate.e_score_correction_bias"
+        return f"{self.module}.{self.gate}.e_score_correction_bias"
+
+    @property
+    def added_to_logits(self) -> str:
+        """Name the bias of the logits, likewise."""
+        return f"{self.module}.{self.gate}.bias"
 
     def router_tensors(self, layer: str, hidden: int) -> Iterator[LogicalTensor]:
         """List the router's tensors; their names begin with `layer`."""
         yield table(layer + self.weight, "matrix", expert=self.num_experts, hidden=hidden)
         if self.correction_bias:
             yield table(layer + self.bias, "buffer", expert=self.num_experts)
+        if self.logit_bias:
+            yield table(layer + self.added_to_logits, "bias", expert=self.num_experts)
 
     def router_in_training(self, at: LayerPlace) -> Iterator[Placement]:
         """Place the router, whole on every rank, in Megatron-Core's names."""
-        return self._place(at, "mlp.router.weight", "mlp.router.expert_bias")
+        return self._place(at, "mlp.router.weight", "mlp.router.expert_bias", "mlp.router.bias")
 
     def router_in_engine(self, at: LayerPlace) -> Iterator[Placement]:
         """Place the router, whole on every rank, in vLLM's names."""
-        return self._place(at, self.weight, self.bias)
+        return self._place(at, self.weight, self.bias, self.added_to_logits)
 
-    def _place(self, at: LayerPlace, weight: str, bias: str) -> Iterator[Placement]:
+    def _place(self, at: LayerPlace, weight: str, bias: str, added: str) -> Iterator[Placement]:
         yield at.whole(self.weight, weight, self.num_experts, at.hidden)
         if self.correction_bias:
             yield at.whole(self.bias, bias, self.num_experts)
+        if self.logit_bias:
+            yield at.whole(self.added_to_logits, added, self.num_experts)
 
     def router_fields(self) -> dict[str, Any]:
         """Set Megatron-Core's TransformerConfig, by field."""

@@ -1,10 +1,10 @@
-"""Describes a gated MLP (SwiGLU, arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+"""Describes a gated MLP (arXiv 2002.05202): down(activation(gate(x)) * up(x)); SwiGLU with silu."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from megarl.models.parts.part import Part, check_counts
 from megarl.models.placements import LayerPlace, Placement
@@ -21,11 +21,13 @@ class SwiGLU(Part):
 
     Attributes:
         ffn_hidden_size: its width.
+        activation: of the gate; `gelu_tanh` is GELU's approximation by tanh (Gemma).
     """
 
     fused_norm: ClassVar = "mlp.linear_fc1.layer_norm_weight"
 
     ffn_hidden_size: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def __post_init__(self) -> None:
         check_counts(self, "ffn_hidden_size")
@@ -55,7 +57,8 @@ class SwiGLU(Part):
         return 4 * self.ffn_hidden_size // tp
 
     def megatron_fields(self) -> dict[str, Any]:
-        return dict(ffn_hidden_size=self.ffn_hidden_size)
+        fields: dict[str, Any] = dict(ffn_hidden_size=self.ffn_hidden_size)
+        return fields if self.activation == "silu" else fields | dict(activation_func=self.activation)
 
 
 def check_width(ffn: int, tp: int, key: str) -> None:

@@ -22,8 +22,7 @@ from megarl.rollout.native.cache_size import cache_blocks
 from megarl.rollout.native.graphs import DecodeGraphs, bucket
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.model import Decoder, parameter_shapes
-from megarl.rollout.native.parts import module_of
-from megarl.rollout.native.parts.part import Passes
+from megarl.rollout.native.passes import PassesByLayer
 from megarl.rollout.native.sampler import Sample, sample
 from megarl.rollout.native.scheduler import Admission, Running, Scheduler
 from megarl.rollout.requests import check_requests
@@ -88,9 +87,7 @@ class NativeEngine(Engine):
         }
         self._parameters = {name: shared[name] if name in shared else self._own[name] for name in shapes}
         self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
-        self._passes: Passes = module_of(arch.attention).Passes(
-            arch.attention, max_model_len=max_model_len, dtype=dtype, device=self._device
-        )
+        self._passes = PassesByLayer(arch, max_model_len=max_model_len, dtype=dtype, device=self._device)
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
         self._graphs: DecodeGraphs | None = None

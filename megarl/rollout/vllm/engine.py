@@ -97,6 +97,8 @@ class VLLMEngine(Engine):
                     enable_sleep_mode=self._sleeps,
                     enable_prefix_caching=True,
                     logprobs_mode="processed_logprobs",
+                    # one kind of block, in which layers with windows keep all tokens, too: as the cache is measured
+                    disable_hybrid_kv_cache_manager=True,
                     # other kernels rearrange the experts' weights, so that they no longer are where the reshard writes
                     **({"moe_backend": "triton"} if arch.moe else {}),
                     **_limits(arch, max_num_seqs, max_num_batched_tokens, max_model_len, on_cpu=on_cpu),

@@ -251,7 +251,7 @@ def _blocks_as_they_fill(llm: Any) -> AbstractContextManager[None]:
     """A token that neither begins nor fills a block of the KV cache changes nothing there, so nobody needs to look."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     allocate = manager.allocate_slots
-    (layers,) = manager.coordinator.single_type_managers  # one kind of attention: no family has windows
+    (layers,) = manager.coordinator.single_type_managers  # one kind of block: see VLLMEngine
     block = layers.block_size
 
     def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:

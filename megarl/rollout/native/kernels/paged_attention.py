@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.sizes import BLOCK_SIZE
 from megarl.rollout.native.kv_cache import KVCache
 
 TILE = 64
 """A program reads so many tokens at once."""
+
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 PROGRAMS = 512
 """So many programs keep a large GPU busy: about four on each of its multiprocessors."""
@@ -33,18 +36,29 @@ class PagedAttention:
         slots, positions, blocks: int64 [T]; position i goes to blocks[i]. Each is a column of one row-major table.
     """
 
-    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, blocks: Tensor) -> None:
-        self._cache, self._rope = cache, rope
+    def __init__(
+        self, kind: GroupedQuery, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, blocks: Tensor
+    ) -> None:
+        self._kind, self._cache, self._rope = kind, cache, rope
         self._slots, self._positions, self._blocks = slots, positions, blocks
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         keys, values = self._cache.layers[layer]
         q = rotate_and_store(
             q, k, v, self._rope, keys=keys, values=values, positions=self._positions, blocks=self._blocks
         )
-        return attend(q, keys, values, tables=self._cache.tables, slots=self._slots, positions=self._positions).flatten(
-            1
+        out = attend(
+            q,
+            keys,
+            values,
+            tables=self._cache.tables,
+            slots=self._slots,
+            positions=self._positions,
+            window=self._kind.sliding_window,
+            scale=self._kind.softmax_scale,
+            sinks=sinks,
         )
+        return out.flatten(1)
 
 
 def rotate_and_store(
@@ -94,28 +108,38 @@ def rotate_and_store(
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, *, tables: Tensor, slots: Tensor, positions: Tensor, splits: int = 0
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    tables: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    splits: int = 0,
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(head_dim)) v over the positions 0 to positions[i] of the sequence in slots[i].
+    """Compute softmax(scale q k^T) v over the positions 0 to positions[i] of the sequence in slots[i].
 
     Args:
         q: [T, heads, head_dim], rotated and dense.
         keys, values: [blocks, kv_heads, BLOCK_SIZE, head_dim].
         tables: int32 [slots, blocks].
         slots, positions: int64 [T].
+        window: the last so many of those positions are seen; None: all.
+        scale: None: 1 / sqrt(head_dim).
+        sinks: [heads], a logit that takes part in each head's softmax, and counts for nothing else.
         splits: programs per sequence and KV head; 0 chooses by the number of sequences.
 
     Returns: [T, heads, head_dim].
     """
     (rows, heads, dim), kv_heads = q.shape, keys.shape[1]
     assert q.is_contiguous() and slots.stride() == positions.stride()
-    tiles = triton.cdiv(tables.shape[1] * BLOCK_SIZE, TILE)
-    splits = splits or min(max(PROGRAMS // (rows * kv_heads), 1), tiles)
+    longest, group = tables.shape[1] * BLOCK_SIZE, heads // kv_heads
+    splits = splits or min(max(PROGRAMS // (rows * kv_heads), 1), triton.cdiv(longest, TILE))
     out = torch.empty_like(q)
-    # The unscaled output of each part, its largest score and its sum of weights. A single part needs none of them.
-    parts = (rows, heads, splits) if splits > 1 else (1, 1, 1)
-    part = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
-    largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    part, largest, total = _room_for_parts(q, splits)
     sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits)
     _attend[(rows, kv_heads, splits)](
         q,
@@ -124,18 +148,21 @@ def attend(
         tables,
         slots,
         positions,
+        q if sinks is None else sinks,  # any tensor: it is not read
         out,
         part,
         largest,
         total,
-        math.log2(math.e) / math.sqrt(dim),
+        math.log2(math.e) * (1 / math.sqrt(dim) if scale is None else scale),
+        longest if window is None else window,
         tables.stride(0),
         slots.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        GROUP_2=max(triton.next_power_of_2(heads // kv_heads), 16),  # the least that a matrix product takes
+        GROUP=group,
+        GROUP_2=max(triton.next_power_of_2(group), 16),  # the least that a matrix product takes
         BLOCK_SIZE=BLOCK_SIZE,
         TILE=TILE,
+        SINKS=sinks is not None,
         **sizes,
         num_warps=4,
         num_stages=3,
@@ -143,6 +170,15 @@ def attend(
     if splits > 1:
         _combine[(rows * heads,)](part, largest, total, out, SPLITS_2=triton.next_power_of_2(splits), **sizes)
     return out
+
+
+def _room_for_parts(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take memory for the unscaled output of each part, its largest score and its sum of weights; a single part needs
+    none of them."""
+    parts = (*q.shape[:2], splits) if splits > 1 else (1, 1, 1)
+    part = torch.empty(*parts, q.shape[2], dtype=torch.float32, device=q.device)
+    largest, total = (torch.empty(parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    return part, largest, total
 
 
 @triton.jit
@@ -218,11 +254,13 @@ def _attend(
     tables,
     slots,
     positions,
+    sinks,
     out,
     part,
     largest,
     total,
     scale,
+    window,
     table_stride,
     place_stride,
     KV_HEADS: tl.constexpr,
@@ -233,24 +271,26 @@ def _attend(
     DIM: tl.constexpr,
     DIM_2: tl.constexpr,
     SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + row * place_stride).to(tl.int32) + 1
     table = tables + tl.load(slots + row * place_stride) * table_stride
-    tokens = tl.cdiv(tl.cdiv(length, TILE), SPLITS) * TILE
-    first = split * tokens
+    oldest = tl.maximum(length - window, 0)
+    before = oldest // TILE * TILE  # whole tiles that are out of sight
+    tokens = tl.cdiv(tl.cdiv(length - before, TILE), SPLITS) * TILE
+    first = before + split * tokens
     last = tl.minimum(first + tokens, length)
 
     member, column, step = tl.arange(0, GROUP_2), tl.arange(0, DIM_2), tl.arange(0, TILE)
     inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
     head = (row * KV_HEADS + kv_head) * GROUP + member
     queries = tl.load(q + head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
-    top = tl.full([GROUP_2], -float("inf"), tl.float32)
-    weight = tl.zeros([GROUP_2], tl.float32)
+    top, weight = _begin(sinks + kv_head * GROUP + member, member < GROUP, split, SINKS, GROUP_2)
     sums = tl.zeros([GROUP_2, DIM_2], tl.float32)
     for start in range(first, last, TILE):
         token = start + step
-        seen = token < last
+        seen = (token < last) & (token >= oldest)
         block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
         place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * DIM
         mine = seen[:, None] & (column < DIM)[None, :]
@@ -258,13 +298,8 @@ def _attend(
         key = tl.load(keys + at, mask=mine, other=0.0)
         score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, axis=1))
-        shrink = tl.exp2(top - higher)
-        p = tl.exp2(score - higher[:, None])
         value = tl.load(values + at, mask=mine, other=0.0)
-        sums = sums * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
-        weight = weight * shrink + tl.sum(p, axis=1)
-        top = higher
+        top, weight, sums = _add(score, value, top, weight, sums)
     if SPLITS == 1:
         result = (sums / weight[:, None]).to(out.dtype.element_ty)
         tl.store(out + head[:, None] * DIM + column[None, :], result, mask=inside)
@@ -273,6 +308,28 @@ def _attend(
         tl.store(part + at[:, None] * DIM + column[None, :], sums, mask=inside)
         tl.store(largest + at, top, mask=member < GROUP)
         tl.store(total + at, weight, mask=member < GROUP)
+
+
+@triton.jit
+def _begin(sinks, inside, split, SINKS: tl.constexpr, GROUP_2: tl.constexpr):
+    """Begin a softmax: its largest logit and its sum of weights. A sink is a logit that the first part begins with."""
+    top = tl.full([GROUP_2], -float("inf"), tl.float32)
+    weight = tl.zeros([GROUP_2], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks, mask=inside, other=0.0).to(tl.float32) * LOG2_E
+        top = tl.where(split == 0, sink, top)
+        weight = tl.where(split == 0, weight + 1.0, weight)
+    return top, weight
+
+
+@triton.jit
+def _add(score, value, top, weight, sums):
+    """Add a tile's tokens to a softmax: to its largest logit, its sum of weights and its sum of weighted values."""
+    higher = tl.maximum(top, tl.max(score, axis=1))
+    shrink = tl.exp2(top - higher)
+    p = tl.exp2(score - higher[:, None])
+    sums = sums * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+    return higher, weight * shrink + tl.sum(p, axis=1), sums
 
 
 @triton.jit

@@ -23,7 +23,8 @@ class Weights(part.MLPWeights):
     def __init__(self, kind: Experts, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
         self._moe = kind.moe
         gate_up, down = kind.stacked_in_engine
-        self._router, self._bias = weights[kind.moe.weight], weights.get(kind.moe.bias)
+        self._router = weights[kind.moe.weight]
+        self._bias, self._added = weights.get(kind.moe.bias), weights.get(kind.moe.added_to_logits)
         self._gate_up, self._down = weights[gate_up], weights[down]
         self._shared = [weights[name] for name in kind.shared_in_engine if kind.shared_ffn_hidden_size]
 
@@ -35,20 +36,26 @@ class Weights(part.MLPWeights):
         return {
             moe.weight: (count, hidden),
             **({moe.bias: (count,)} if moe.correction_bias else {}),
+            **({moe.added_to_logits: (count,)} if moe.logit_bias else {}),
             gate_up: (count, 2 * ffn, hidden),
             down: (count, hidden, ffn),
             **(dict(zip(kind.shared_in_engine, shapes, strict=True)) if shared else {}),
         }
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, chosen = choose(self._moe, x, self._router, self._bias)
+        weights, chosen = choose(self._moe, x, self._router, self._bias, self._added)
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
         pairs = chosen.flatten().bincount(minlength=self._moe.num_experts).tolist()
         inputs = x[order // self._moe.experts_per_token].split(pairs)
         outputs = x.new_empty(len(order), x.shape[1])
-        outputs[order] = torch.cat(
-            [gated(part, self._gate_up[i], self._down[i]) for i, part in enumerate(inputs) if len(part)]
-        )
+        outputs[order] = torch.cat([self._expert(i, part) for i, part in enumerate(inputs) if len(part)])
         # Not index_add: on a GPU that would add a token's experts in any order, and round each time differently.
         routed = (outputs.unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-        return routed + gated(x, *self._shared) if self._shared else routed
+        if not self._shared:
+            return routed
+        gate_up, down = self._shared
+        return routed + gated(x, gate_up, down)
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        """Send tokens through an expert: [T, hidden] -> [T, hidden]."""
+        return gated(x, self._gate_up[number], self._down[number])

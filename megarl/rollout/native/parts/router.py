@@ -8,15 +8,18 @@ from torch import Tensor
 from megarl.models.parts.router import BEST_OF_A_GROUP, Router
 
 
-def choose(router: Router, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def choose(
+    router: Router, x: Tensor, weight: Tensor, bias: Tensor | None, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose each token's experts: their weights, float32, and numbers, both [T, experts_per_token].
 
     Args:
         x: [T, hidden].
         weight: [experts, hidden].
         bias: float32 [experts], added to the scores for the choice alone.
+        added: [experts], added to the logits.
     """
-    logits = F.linear(x.float(), weight.float())
+    logits = F.linear(x.float(), weight.float(), None if added is None else added.float())
     scores = logits.softmax(-1) if router.score_function == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
     if router.grouped:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.swiglu import SwiGLU
-from megarl.rollout.native.fused import silu_and_mul
+from megarl.rollout.native.fused import activate_and_mul
 from megarl.rollout.native.parts import part
 
 
@@ -17,6 +17,7 @@ class Weights(part.MLPWeights):
 
     def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
         self._gate_up, self._down = weights["mlp.gate_up_proj.weight"], weights["mlp.down_proj.weight"]
+        self._activation = kind.activation
 
     @staticmethod
     def shapes(kind: SwiGLU, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
@@ -24,9 +25,9 @@ class Weights(part.MLPWeights):
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
 
     def __call__(self, x: Tensor) -> Tensor:
-        return gated(x, self._gate_up, self._down)
+        return gated(x, self._gate_up, self._down, self._activation)
 
 
-def gated(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def gated(x: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu") -> Tensor:
     """Compute a gated MLP: x [T, hidden], gate_up [2 * ffn, hidden], down [hidden, ffn]."""
-    return F.linear(silu_and_mul(F.linear(x, gate_up)), down)
+    return F.linear(activate_and_mul(F.linear(x, gate_up), activation), down)

@@ -1,0 +1,66 @@
+"""gpt-oss (arXiv 2508.10925): attention sinks, windows in every second layer, experts with biases and a clamped GLU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megarl.models.architecture import Architecture, Layer
+from megarl.models.families import llama
+from megarl.models.families.gemma3_text import FULL, SLIDING, alternating, layer_types
+from megarl.models.parts.experts import MixtureOfExperts
+from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.stacked_experts import StackedExperts
+
+_DEFAULTS: dict[str, Any] = {
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
+_SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702}
+
+
+def architecture(config: dict[str, Any]) -> Architecture:
+    """From a Hugging Face `GptOssConfig`; raises KeyError for a missing field, ValueError for an unsupported one."""
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method")
+        raise ValueError(
+            f"gpt_oss: weights quantized by {method!r:.40} are not read; save them in bfloat16, with transformers' "
+            "Mxfp4Config(dequantize=True)"
+        )
+    for key, supported in _SUPPORTED.items():
+        if config.get(key, supported) != supported:
+            raise ValueError(f"gpt_oss: {key} = {config[key]!r} is not supported (only {supported!r})")
+    config = _DEFAULTS | {"sliding_window_pattern": 2} | config
+    kinds = {kind: _layer(config, kind) for kind in (SLIDING, FULL)}
+    model = llama.model(config, "gpt_oss", kinds[FULL])
+    return replace(model, layers=alternating(kinds, layer_types(config, model.num_layers)))
+
+
+def _layer(config: dict[str, Any], kind: str) -> Layer:
+    heads, window = config["num_attention_heads"], config["sliding_window"]
+    if window is None:
+        raise ValueError("gpt_oss: sliding_window must be a number of tokens, not null")
+    attention = GroupedQuery(
+        num_attention_heads=heads,
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config["head_dim"],
+        qkv_bias=True,
+        output_bias=True,
+        sinks=True,
+        sliding_window=window if kind == SLIDING else None,
+        **llama.rope(config, "gpt_oss", ("default", "yarn")),
+    )
+    moe = MixtureOfExperts(
+        num_experts=config.get("num_local_experts") or config["num_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        norm_topk_prob=True,  # a softmax over the chosen alone
+        logit_bias=True,
+        gate="router",
+    )
+    experts = StackedExperts(ffn_hidden_size=config["intermediate_size"], moe=moe, limit=config["swiglu_limit"])
+    return Layer(attention=attention, mlp=experts)
