@@ -18,7 +18,8 @@ from typing import Any
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.manifest import MANIFEST_FILE, one_line
 from megarl.models.architecture import Architecture
-from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling
+from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.rotary import RopeScaling
 from megarl.telemetry.lines import only_file
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megarl.models import attention, latent_attention
 from megarl.models.architecture import Architecture, Layer
-from megarl.models.attention import core_attention_for
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.latent import Latent
 from megarl.parallel.cpu import counts_on_host
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -29,6 +29,12 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 if not torch.cuda.is_available():
     token_dispatcher.maybe_move_tensor_to_cpu = counts_on_host
+
+
+_SET_ATTENTION: dict[type, Callable[[ModuleSpec, Any], None]] = {
+    GroupedQuery: attention.set_modules,
+    Latent: latent_attention.set_modules,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +76,7 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
     module = get_gpt_layer_local_spec(normalization="RMSNorm", **_spec_arguments(kind))
     parts = module.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    assert isinstance(kind.attention, GroupedQuery)
-    attention = parts.self_attention.submodules
-    attention.core_attention = core_attention_for(kind.attention)
-    attention.q_layernorm = attention.k_layernorm = RMSNorm if kind.attention.qk_norm else IdentityOp
+    _SET_ATTENTION[type(kind.attention)](parts.self_attention, kind.attention)
     return module
 
 
@@ -92,4 +95,8 @@ def transformer_engine_layers(arch: Architecture) -> LayerSpec:
 
 def _spec_arguments(kind: Layer) -> dict[str, Any]:
     fields = kind.megatron_fields()
-    return dict(num_experts=fields.get("num_moe_experts"), qk_layernorm=fields["qk_layernorm"])
+    return dict(
+        num_experts=fields.get("num_moe_experts"),
+        qk_layernorm=fields["qk_layernorm"],
+        multi_latent_attention=fields.get("multi_latent_attention", False),
+    )

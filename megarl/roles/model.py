@@ -76,6 +76,7 @@ class MegatronModel:
         self.batching, self.balance = batching, balance
         self.head = self.make_head()
         fused = megatron.transformer_engine == "auto" and transformer_engine_available()
+        fused = fused and arch.attention.transformer_engine
         self.layers = (transformer_engine_layers if fused else torch_layers)(arch)
         self.transformer_config = transformer_config(
             arch,

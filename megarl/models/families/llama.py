@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.models.architecture import Architecture, Layer
-from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling
+from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.rotary import RopeScaling
 from megarl.models.parts.swiglu import SwiGLU
+
+Scaling = Callable[[dict[str, Any]], Any]
+"""Reads how rotary frequencies are scaled; raises KeyError for a missing field."""
+
+_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SCALINGS: dict[str, Scaling] = {
+    "default": lambda rope: None,
+    "linear": lambda rope: RopeScaling(factor=rope["factor"]),
+    "llama3": lambda rope: RopeScaling(**{name: rope[name] for name in _OF_LLAMA3}),
+}
+"""Rope types of Llama-like families."""
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -45,7 +58,7 @@ def layer(config: dict[str, Any], family: str, *, partial_rotary: bool = False) 
         num_attention_heads=heads,
         num_key_value_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        **_rope(config, family),
+        **rope(config, family),
     )
     if attention.partial_rotary_factor != 1.0 and not partial_rotary:
         raise ValueError(
@@ -54,28 +67,25 @@ def layer(config: dict[str, Any], family: str, *, partial_rotary: bool = False) 
     return Layer(attention=attention, mlp=SwiGLU(ffn_hidden_size=config["intermediate_size"]))
 
 
-def _rope(config: dict[str, Any], family: str) -> dict[str, Any]:
+def rope(config: dict[str, Any], family: str, scalings: Mapping[str, Scaling] = SCALINGS) -> dict[str, Any]:
     """Base and scaling: transformers 5 has both in `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
     ropes = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    readings = [_rope_of(rope, config, family) for rope in ropes or [{}]]
+    readings = [_rope_of(rope, config, family, scalings) for rope in ropes or [{}]]
     if readings[0] != readings[-1]:  # transformers would take rope_scaling, and a base of its own
         raise ValueError(f"{family}: rope_parameters and rope_scaling say different things; leave one of them out")
     return readings[0]
 
 
-def _rope_of(rope: dict[str, Any], config: dict[str, Any], family: str) -> dict[str, Any]:
+def _rope_of(
+    rope: dict[str, Any], config: dict[str, Any], family: str, scalings: Mapping[str, Scaling]
+) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{family}: rope_parameters of their own for each kind of layer are not supported")
-    read: dict[str, Any] = dict(
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in scalings:
+        raise ValueError(f"{family}: rope type {kind!r} is not supported (only {', '.join(map(repr, scalings))})")
+    return dict(
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
+        rope_scaling=scalings[kind](rope),
         partial_rotary_factor=rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
     )
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return read
-    if kind == "linear":
-        return read | dict(rope_scaling=RopeScaling(factor=rope["factor"]))
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return read | dict(rope_scaling=RopeScaling(**{name: rope[name] for name in names}))
-    raise ValueError(f"{family}: rope type {kind!r} is not supported (only 'default', 'linear', 'llama3')")

@@ -7,33 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
+from megarl.models.parts.rotary import RopeScaling
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, table
 from megarl.parallel.layout import TrainLayout
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Slows rotary frequencies down, for sequences longer than those of the pretraining.
-
-    Attributes:
-        factor: the frequencies are divided by it.
-        low_freq_factor, high_freq_factor: with original_max_position_embeddings, Llama 3.1's rule: only waves longer
-            than original_max_position_embeddings / low_freq_factor are stretched whole, those shorter than
-            original_max_position_embeddings / high_freq_factor not at all, and those between in part.
-        original_max_position_embeddings: sequence length of the pretraining, tokens; None stretches all frequencies
-            alike (linear interpolation, arXiv 2306.15595).
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "factor", "low_freq_factor", "high_freq_factor", positive=True)
-        if self.original_max_position_embeddings is not None:
-            check_counts(self, "original_max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +27,8 @@ class GroupedQuery(AttentionPart):
     """
 
     fused_norm: ClassVar = "self_attention.linear_qkv.layer_norm_weight"
+    transformer_engine: ClassVar = True
+    in_vllm: ClassVar = True
 
     num_attention_heads: int
     num_key_value_heads: int

@@ -54,7 +54,15 @@ class Part(Protocol):
 
 
 class AttentionPart(Part, Protocol):
-    """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache."""
+    """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache.
+
+    Attributes:
+        transformer_engine: whether it is trained in Transformer Engine's layers, where that is installed.
+        in_vllm: whether vLLM's parameters can be written in place.
+    """
+
+    transformer_engine: ClassVar[bool]
+    in_vllm: ClassVar[bool]
 
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""
