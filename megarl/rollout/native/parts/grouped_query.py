@@ -6,20 +6,19 @@ Its inputs are not yet rotated: q [T, heads, head_dim], k and v [T, kv_heads, he
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from megarl.models.packed_attention import packed_attention
 from megarl.models.parts.grouped_query import GroupedQuery
 from megarl.models.rope import apply_rope, rope_table
-from megarl.models.sizes import BLOCK_SIZE, blocks_for
 from megarl.rollout.native import kernels
 from megarl.rollout.native.kv_cache import KVCache
 from megarl.rollout.native.parts import part
 from megarl.rollout.native.parts.part import Attention
+from megarl.rollout.native.parts.tokens import NewTokens, PrefillTokens
 
 _QKV, _BIAS, _O = "self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias", "self_attn.o_proj.weight"
 _NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
@@ -58,6 +57,8 @@ class Weights(part.AttentionWeights):
 class Passes(part.Passes):
     """Sends whole prompts through torch's kernels, and new tokens through Triton's on a GPU or else through torch's."""
 
+    graphs: ClassVar = True
+
     def __init__(self, kind: GroupedQuery, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rope = rope_table(kind, max_model_len, device).to(dtype)
 
@@ -72,54 +73,20 @@ class Passes(part.Passes):
         return GatheredAttention(cache, self._rope, slots=slots, positions=positions, longest=longest)
 
 
-class PrefillAttention:
-    """Attends over the first `lengths[i]` tokens of the sequence in `slots[i]`, one sequence after another.
-
-    Args:
-        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
-    """
-
-    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        device, self._cache = rope.device, cache
-        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        self._longest = max(lengths)
-        self._padded = (rows * self._longest + positions).to(device)
-        self._slots, self._positions = torch.tensor(slots)[rows].to(device), positions.to(device)
-        self._cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
-        self._cos_sin = rope[self._positions]
+class PrefillAttention(PrefillTokens):
+    """Attends over whole sequences."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = apply_rope(q, self._cos_sin), apply_rope(k, self._cos_sin)
-        self._cache.write(layer, self._slots, self._positions, k, v)
-        out = packed_attention(q, k, v, cu_seqlens=self._cu_seqlens, longest=self._longest, slots=self._padded)
-        return out.flatten(1)
+        q, k = apply_rope(q, self.cos_sin), apply_rope(k, self.cos_sin)
+        self.store(layer, k, v)
+        return self.attend(q, k, v).flatten(1)
 
 
-class GatheredAttention:
-    """Lets token i, the newest of the sequence in slots[i], attend to that sequence up to its own position.
-
-    Gathers the blocks of every sequence, up to the longest's, then calls torch's attention. The queries that share a KV
-    head are treated as so many query tokens of one head: they are at the same position, and grouped-query attention
-    with a mask would otherwise copy the keys and values once per query head on CUDA.
-
-    Args:
-        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
-        slots, positions: int64 [T].
-        longest: max(positions) + 1, which the caller knows without asking the device.
-    """
-
-    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Tensor, positions: Tensor, longest: int) -> None:
-        self._cache, self._slots, self._positions = cache, slots, positions
-        self._cos_sin = rope[positions]
-        self._blocks = blocks_for(longest)
-        hidden = torch.arange(self._blocks * BLOCK_SIZE, device=rope.device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=rope.dtype, device=rope.device).masked_fill_(hidden, float("-inf"))
-        self._mask = mask[:, None, None]
+class GatheredAttention(NewTokens):
+    """Attends from new tokens to their sequences."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = apply_rope(q, self._cos_sin), apply_rope(k, self._cos_sin)
-        self._cache.write(layer, self._slots, self._positions, k, v)
-        keys, values = self._cache.read(layer, self._slots, self._blocks)
-        out = scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), keys, values, attn_mask=self._mask)
-        return out.flatten(1)
+        q, k = apply_rope(q, self.cos_sin), apply_rope(k, self.cos_sin)
+        self.store(layer, k, v)
+        keys, values = self.gather(layer)
+        return self.attend(q, keys, values).flatten(1)
