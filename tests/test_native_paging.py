@@ -111,9 +111,11 @@ def test_the_youngest_is_cut_short_and_enters_again_with_its_response() -> None:
     assert {key: len(c.response) for key, c in made.items()} == {1: 20, 2: 20}
 
 
-@pytest.mark.parametrize("blocks", [7, 10, 16])
-def test_running_out_of_blocks_does_not_change_completions(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
-    arch = ARCHITECTURES["qwen3"]
+@pytest.mark.parametrize(("family", "blocks"), [("qwen3", 7), ("qwen3", 10), ("qwen3", 16), ("deepseek_v3_yarn", 10)])
+def test_running_out_of_blocks_does_not_change_completions(
+    monkeypatch: pytest.MonkeyPatch, family: str, blocks: int
+) -> None:
+    arch = ARCHITECTURES[family]
     params = SamplingParams(temperature=0.9, max_tokens=65, stop_token_ids=(3,))
     want = engine_of(arch, max_model_len=80).generate(GROUPS, params, seeds=range(len(GROUPS)))
     recomputed: list[int] = []
