@@ -78,7 +78,7 @@ def test_parameter_counts() -> None:
 
 
 def test_latent_attention_in_numbers() -> None:
-    """What is cached of a token, on any number of ranks, and FLOPs by their definition, of one sequence of 10 tokens."""
+    """What is cached of a token, on any number of ranks, and the FLOPs of a sequence of 10 tokens."""
     assert kv_bytes_per_token(DEEPSEEK_V3, tp=1, itemsize=2) == kv_bytes_per_token(DEEPSEEK_V3, tp=8, itemsize=2)
     assert kv_bytes_per_token(DEEPSEEK_V3, tp=8, itemsize=2) == 61 * (512 + 64) * 2
     half_of_scores, half_of_values = 10 * 10 * 128 * (128 + 64), 10 * 10 * 128 * 128

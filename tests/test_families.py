@@ -78,6 +78,9 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
     assert torch.equal(table, rope_table(ARCHITECTURES[name].layer(0).attention, 40, "cpu"))
 
 
+_YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -130,6 +133,34 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
         ("llama", {"rope_scaling": {"type": "linear", "factor": "x"}}, "factor must be a finite number above 0"),
         ("glm4_moe", {"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1 rotates 0 of a head's 8 channels"),
         ("glm4_moe", {"hidden_act": "gelu"}, "glm4_moe: hidden_act = 'gelu' is not supported (only 'silu')"),
+        (
+            "deepseek_v3",
+            {"rope_interleave": False},
+            "deepseek_v3: rope_interleave = False is not supported (only True)",
+        ),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported (only 'sigmoid')"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported (only 4)"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a whole number from 1 to 2147483647, not 0"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank must be a whole number from 1 to 2147483647, not 0"),
+        ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3 must be even: channels turn in pairs"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "deepseek_v3: quantized weights are not"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope type 'linear' is not supported (only ",
+        ),
+        ("deepseek_v3_yarn", {"rope_scaling": _YARN | {"mscale": 0}}, "needs both of mscale and mscale_all_dim, or"),
+        (
+            "deepseek_v3_yarn",
+            {"rope_scaling": _YARN | {"attention_factor": 2}},
+            "attention_factor and truncate of rope",
+        ),
+        (
+            "deepseek_v3_yarn",
+            {"rope_scaling": _YARN | {"factor": "4"}},
+            "factor must be a finite number above 0, not '4'",
+        ),
+        ("deepseek_v3_yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be above 1 with YaRN"),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
 )
@@ -158,6 +189,14 @@ def test_experts_over_tensor_parallel_ranks_need_sequence_parallelism() -> None:
         ValueError, match=r"tensor_model_parallel_size = 2 needs actor\.megatron\.sequence_parallel=true"
     ):
         arch.check_training(TrainLayout(ranks=range(2), tp=2, pp=1), sequence_parallel=False)
+
+
+def test_ranks_that_cut_a_narrow_vector_unevenly_are_refused() -> None:
+    arch = ARCHITECTURES["deepseek_v3_yarn"]  # 20 rows, and 12 + 8
+    arch.check_training(TrainLayout(ranks=range(4), tp=4), sequence_parallel=True)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size = 8 does not divide the 20 rows of a projection"):
+        changed_heads = arch.layer(0).with_attention(num_attention_heads=8).attention
+        changed_heads.check_training(TrainLayout(ranks=range(8), tp=8), sequence_parallel=True)
 
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:

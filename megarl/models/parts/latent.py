@@ -58,7 +58,9 @@ class Latent(AttentionPart):
     latent_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_counts(self, "num_attention_heads", "kv_lora_rank", *(["q_lora_rank"] if self.q_lora_rank else []))
+        check_counts(
+            self, "num_attention_heads", "kv_lora_rank", *([] if self.q_lora_rank is None else ["q_lora_rank"])
+        )
         check_counts(self, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_numbers(self, "rope_theta", positive=True)
         if self.qk_rope_head_dim % 2:
