@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
@@ -37,8 +38,10 @@ class LatentAttention(MLASelfAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         del self.rotary_pos_emb
-        for norm in (self.kv_layernorm, *([] if self.kind.q_lora_rank is None else [self.q_layernorm])):
-            norm.eps = self.kind.latent_norm_eps
+        kind = self.kind
+        self.kv_layernorm = RMSNorm(self.config, kind.kv_lora_rank, kind.latent_norm_eps)
+        if kind.q_lora_rank is not None:
+            self.q_layernorm = RMSNorm(self.config, kind.q_lora_rank, kind.latent_norm_eps)
 
     def get_query_key_value_tensors(
         self,
@@ -87,4 +90,4 @@ def set_modules(spec: ModuleSpec, attention: Latent) -> None:
     """Set classes in Megatron-Core's spec of self-attention, which builds modules from them."""
     spec.module = type("LatentAttention", (LatentAttention,), {"kind": attention})
     spec.submodules.core_attention = type("CausalAttention", (CausalAttention,), {"scale": attention.softmax_scale})
-    spec.submodules.q_layernorm = spec.submodules.kv_layernorm = RMSNorm
+    spec.submodules.q_layernorm = spec.submodules.kv_layernorm = IdentityOp  # `LatentAttention` has its own

@@ -48,9 +48,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, s
 
     # torch 2.11's takes fewer key than query heads as they are, later ones must be told
     more: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+    more |= {} if scale is None else {"scale": scale}
     value_dim = v.shape[-1]
-    v = pad(v, (0, q.shape[-1] - value_dim)).contiguous()  # FlashAttention 2 has one width for keys and values
-    more |= dict(window_size=(-1, 0), scale=scale)
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **more)
+    v = pad(v, (0, q.shape[-1] - value_dim))  # FlashAttention 2 has one width for keys and values
+    out = varlen_attn(q, k, v.contiguous(), cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **more)
     assert isinstance(out, Tensor)
     return out[..., :value_dim]
