@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
@@ -90,4 +89,3 @@ def set_modules(spec: ModuleSpec, attention: Latent) -> None:
     """Set classes in Megatron-Core's spec of self-attention, which builds modules from them."""
     spec.module = type("LatentAttention", (LatentAttention,), {"kind": attention})
     spec.submodules.core_attention = type("CausalAttention", (CausalAttention,), {"scale": attention.softmax_scale})
-    spec.submodules.q_layernorm = spec.submodules.kv_layernorm = IdentityOp  # `LatentAttention` has its own
