@@ -79,6 +79,46 @@ GPT_OSS_20B = FAMILIES["GptOssForCausalLM"](
         "vocab_size": 201_088,
     }
 )
+_DEEPSEEK: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+DEEPSEEK_V3 = FAMILIES["DeepseekV3ForCausalLM"](
+    {
+        **_DEEPSEEK,
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "vocab_size": 129_280,
+        "max_position_embeddings": 163_840,
+    }
+)
+MOONLIGHT = FAMILIES["DeepseekV3ForCausalLM"](
+    {
+        **_DEEPSEEK,
+        "hidden_size": 2048,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 11_264,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "vocab_size": 163_840,
+        "max_position_embeddings": 8192,
+    }
+)
 
 
 def job(

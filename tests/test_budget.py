@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from architectures import changed
-from considered_jobs import GEMMA_3_1B, GLM_45_AIR, GPT_OSS_20B, LLAMA_3_8B, QWEN3_235B, job
+from considered_jobs import DEEPSEEK_V3, GEMMA_3_1B, GLM_45_AIR, GPT_OSS_20B, LLAMA_3_8B, MOONLIGHT, QWEN3_235B, job
 from reshard_cases import EXPERTS, architecture
 from rich.console import Console
 from rich.table import Table
-from training_cases import SINKS, SOME_WITH_EXPERTS, WINDOWS
+from training_cases import LATENT, SINKS, SOME_WITH_EXPERTS, WINDOWS
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import (
@@ -36,7 +36,14 @@ from megarl.estimate.job import (
 )
 from megarl.estimate.model_memory import layers_in_flight
 from megarl.models.architecture import Architecture
-from megarl.models.sizes import BLOCK_SIZE, layer_activations, native_activation_bytes, prefill_activations
+from megarl.models.sizes import (
+    BLOCK_SIZE,
+    attention_flops,
+    kv_bytes_per_token,
+    layer_activations,
+    native_activation_bytes,
+    prefill_activations,
+)
 from megarl.models.tensors import volume
 from megarl.models.weights import engine_placements, logical_tensors, training_placements
 from megarl.parallel.layout import TrainLayout
@@ -59,6 +66,9 @@ def test_parameter_counts() -> None:
     assert active_parameter_count(QWEN3_235B) / 1e9 == pytest.approx(22, abs=0.5)  # "A22B", with the look-up
     assert parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(106, abs=1)
     assert active_parameter_count(GLM_45_AIR) / 1e9 == pytest.approx(12, abs=1)
+    assert parameter_count(DEEPSEEK_V3) / 1e9 == pytest.approx(671, abs=0.1)
+    assert active_parameter_count(DEEPSEEK_V3) / 1e9 == pytest.approx(37, abs=1)
+    assert parameter_count(MOONLIGHT) / 1e9 == pytest.approx(16, abs=0.1)
     assert parameter_count(GEMMA_3_1B) == 999_885_952
     assert parameter_count(GPT_OSS_20B) / 1e9 == pytest.approx(20.91, abs=0.01)
     assert active_parameter_count(GPT_OSS_20B) / 1e9 == pytest.approx(3.61, abs=0.01)
@@ -68,9 +78,18 @@ def test_parameter_counts() -> None:
         SOME_WITH_EXPERTS,
         WINDOWS,
         SINKS,
+        LATENT,
         architecture(num_layers=2, tied=True, qkv_bias=True, moe=EXPERTS),
     ):
         assert parameter_count(arch) == sum(volume(t.box) for t in logical_tensors(arch).values())
+
+
+def test_latent_attention_in_numbers() -> None:
+    """What is cached of a token, on any number of ranks, and the FLOPs of a sequence of 10 tokens."""
+    assert kv_bytes_per_token(DEEPSEEK_V3, tp=1, itemsize=2) == kv_bytes_per_token(DEEPSEEK_V3, tp=8, itemsize=2)
+    assert kv_bytes_per_token(DEEPSEEK_V3, tp=8, itemsize=2) == 61 * (512 + 64) * 2
+    half_of_scores, half_of_values = 10 * 10 * 128 * (128 + 64), 10 * 10 * 128 * 128
+    assert attention_flops(DEEPSEEK_V3, 10**2) == 61 * (half_of_scores + half_of_values)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -83,8 +102,9 @@ def test_parameter_counts() -> None:
         SOME_WITH_EXPERTS,
         WINDOWS,
         SINKS,
+        LATENT,
     ],
-    ids=["8B", "tiny", "uneven", "two kinds", "windows", "sinks"],
+    ids=["8B", "tiny", "uneven", "two kinds", "windows", "sinks", "latent"],
 )
 def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -> None:
     layout = TrainLayout(ranks=range(4), tp=2, pp=2, chunks=chunks)

@@ -212,10 +212,10 @@ def test_tokens_know_how_old_they_are() -> None:
 # --------------------------------------------------------------------------------------------------------- real ranks
 
 
-def _in_parts(case: Case, parts: bool) -> list[tuple[list[int], list[float], tuple[tuple[int, int], ...]]]:
+def _in_parts(case: Case, parts: bool, family: str) -> list[tuple[list[int], list[float], tuple[tuple[int, int], ...]]]:
     """Responses with the weights as they are: at one go, or stopped whenever three groups are finished."""
-    with actor_in(case, ARCHITECTURES["qwen3"]) as actor:
-        actor.load(source_of(random_weights(ARCHITECTURES["qwen3"], 1)))
+    with actor_in(case, ARCHITECTURES[family]) as actor:
+        actor.load(source_of(random_weights(ARCHITECTURES[family], 1)))
         hybrid = hybrid_of(actor, max_model_len=60)
         params = SamplingParams(max_tokens=30, stop_token_ids=tuple(range(0, 61, 12)))
         rollouts = begin_rollouts(PROMPTS, 2, seed=1, round_=1)
@@ -231,10 +231,19 @@ def _in_parts(case: Case, parts: bool) -> list[tuple[list[int], list[float], tup
         return [(list(r.response.ids), list(r.response.logp), r.response.versions) for r in rollouts]
 
 
-@pytest.mark.parametrize("case", [Case(gen_tp=1), Case(tp=2, gen_tp=2), Case(dp=2, gen_tp=1)], ids=str)
-def test_stopping_at_a_quota_changes_no_response(ranks: Ranks, case: Case) -> None:
-    whole = ranks.run(case.world, _in_parts, case, False)[0]
-    parts = ranks.run(case.world, _in_parts, case, True)
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [
+        (Case(gen_tp=1), "qwen3"),
+        (Case(tp=2, gen_tp=2), "qwen3"),
+        (Case(dp=2, gen_tp=1), "qwen3"),
+        (Case(tp=2, gen_tp=2, sequence_parallel=True), "deepseek_v3"),
+    ],
+    ids=str,
+)
+def test_stopping_at_a_quota_changes_no_response(ranks: Ranks, case: Case, family: str) -> None:
+    whole = ranks.run(case.world, _in_parts, case, False, family)[0]
+    parts = ranks.run(case.world, _in_parts, case, True, family)
     assert all(part == parts[0] for part in parts)
     for (tokens, logp, versions), (others, other_logp, _) in zip(parts[0], whole, strict=True):
         assert tokens == others and logp == pytest.approx(other_logp, abs=1e-5)

@@ -90,6 +90,9 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
     assert torch.equal(table, rope_table(ARCHITECTURES[name].layer(0).attention, 40, "cpu"))
 
 
+_YARN = CONFIGS["deepseek_v3_yarn"]["rope_scaling"]
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -170,6 +173,34 @@ def test_megatrons_rotary_module_takes_our_frequencies(ranks: Ranks, name: str) 
             "gpt_oss: rope type 'llama3' is not supported (only 'de",
         ),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn"}}, "field 'factor' is missing"),
+        (
+            "deepseek_v3",
+            {"rope_interleave": False},
+            "deepseek_v3: rope_interleave = False is not supported (only True)",
+        ),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported (only 'sigmoid')"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported (only 4)"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a whole number from 1 to 2147483647, not 0"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank must be a whole number from 1 to 2147483647, not 0"),
+        ("deepseek_v3", {"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3 must be even: channels turn in pairs"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "deepseek_v3: quantized weights are not"),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope type 'linear' is not supported (only ",
+        ),
+        ("deepseek_v3_yarn", {"rope_scaling": _YARN | {"mscale": 0}}, "needs both of mscale and mscale_all_dim, or"),
+        (
+            "deepseek_v3_yarn",
+            {"rope_scaling": _YARN | {"attention_factor": 2}},
+            "attention_factor and truncate of rope",
+        ),
+        (
+            "deepseek_v3_yarn",
+            {"rope_scaling": _YARN | {"factor": "4"}},
+            "factor must be a finite number above 0, not '4'",
+        ),
+        ("deepseek_v3_yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be above 1 with YaRN"),
         ("llama", {"architectures": ["BertModel"]}, "architecture BertModel is not supported; supported: Llama"),
     ],
 )
@@ -215,7 +246,7 @@ def test_layers_that_only_torch_has() -> None:
     config = CONFIGS["gpt_oss"] | {"layer_types": ["full_attention"] * 4}
     assert FAMILIES["GptOssForCausalLM"](config).needs_torch_layers
     names = {name for name, arch in ARCHITECTURES.items() if arch.needs_torch_layers}
-    assert names == {"gemma3_text", "gpt_oss"}
+    assert names == {"gemma3_text", "gpt_oss", "deepseek_v3", "deepseek_v3_yarn"}
 
 
 def test_experts_with_biases_are_whole_on_a_rank() -> None:
@@ -223,6 +254,14 @@ def test_experts_with_biases_are_whole_on_a_rank() -> None:
     arch.check_training(TrainLayout(ranks=range(2), tp=2, etp=1), sequence_parallel=True)
     with pytest.raises(ValueError, match=r"set actor\.megatron\.expert_tensor_parallel_size=1, not 2"):
         arch.check_training(TrainLayout(ranks=range(2), tp=2), sequence_parallel=True)
+
+
+def test_ranks_that_cut_a_narrow_vector_unevenly_are_refused() -> None:
+    arch = ARCHITECTURES["deepseek_v3_yarn"]  # 20 rows, and 12 + 8
+    arch.check_training(TrainLayout(ranks=range(4), tp=4), sequence_parallel=True)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size = 8 does not divide the 20 rows of a projection"):
+        changed_heads = arch.layer(0).with_attention(num_attention_heads=8).attention
+        changed_heads.check_training(TrainLayout(ranks=range(8), tp=8), sequence_parallel=True)
 
 
 def test_ranks_that_cut_the_queries_keys_and_values_unevenly_are_refused() -> None:

@@ -95,7 +95,7 @@ def _by_megatron(case: Case, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     return out[0], out[1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "gemma3_text", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("case", [Case(), Case(tp=2, pp=2)], ids=lambda case: case.name)
 def test_values_and_scores_are_those_of_transformers(ranks: Ranks, case: Case, family: str) -> None:
     etp = 1 if ARCHITECTURES[family].whole_experts else None

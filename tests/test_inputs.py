@@ -12,7 +12,7 @@ import pytest
 import torch
 from chat_tokenizer import SIZE, write_chat_tokenizer
 from tiny_run import write_run
-from training_cases import WITH_EXPERTS
+from training_cases import LATENT, WITH_EXPERTS
 
 from megarl.checkpoint.huggingface_folder import end_tokens
 from megarl.config import load_config
@@ -295,6 +295,18 @@ def test_grouped_experts_are_refused() -> None:
     check_overrides({"moe_grouped_gemm": False}, WITH_EXPERTS, layout, **settings)
     with pytest.raises(ValueError, match="moe_grouped_gemm: experts are computed one after the other; leave it out"):
         check_overrides({"moe_grouped_gemm": True}, WITH_EXPERTS, layout, **settings)
+
+
+def test_fields_of_latent_attention_are_decided() -> None:
+    """Megatron-Core has them in a class of their own; other models' has none of them."""
+    layout = TrainLayout(ranks=range(1))
+    settings: dict[str, Any] = {"dtype": torch.float32, "sequence_parallel": False, "recompute": False}
+    check_overrides({"persist_layer_norm": True}, LATENT, layout, **settings)
+    for field in ("q_lora_rank", "rope_type", "mscale_all_dim", "cache_mla_latents", "qk_layernorm"):
+        with pytest.raises(ValueError, match=f"{field}: the model and the layout decide it; leave it out"):
+            check_overrides({field: 1}, LATENT, layout, **settings)
+    with pytest.raises(ValueError, match="Megatron-Core's TransformerConfig has no 'mscale_all_dim'"):
+        check_overrides({"mscale_all_dim": 1.0}, WITH_EXPERTS, layout, **settings)
 
 
 def test_fields_of_megatron_that_can_be_set(check: Callable[..., Inputs]) -> None:

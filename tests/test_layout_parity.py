@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import Ranks
 from selection import quick
 from training_cases import (
     ARCH,
+    LATENT,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -22,6 +24,8 @@ from training_cases import (
     train,
     update,
 )
+
+from megarl.models.architecture import Architecture
 
 GOLDEN = Path(__file__).parent / "golden" / "policy_20_steps.json"
 
@@ -124,9 +128,9 @@ MIXED_CASES = [
 ]
 
 
-def _train_with_biases(case: Case) -> tuple[list[tuple[float, float]], bool]:
+def _train_with_biases(case: Case, arch: Architecture) -> tuple[list[tuple[float, float]], bool]:
     """Losses and gradient norms, and whether the routers' biases stayed as they were."""
-    with actor_in(case, SOME_WITH_EXPERTS, lr=3e-3) as actor:
+    with actor_in(case, arch, lr=3e-3) as actor:
         biases = {name: p for name, p in actor.parameters().items() if name.endswith("expert_bias")}
         before = {name: p.clone() for name, p in biases.items()}
         updates = [update(actor, fixed_batch(), size=2) for _ in range(3)]
@@ -134,20 +138,40 @@ def _train_with_biases(case: Case) -> tuple[list[tuple[float, float]], bool]:
         return [(metrics["loss"], metrics["grad_norm"]) for metrics in updates], kept
 
 
-@pytest.fixture(scope="module")
-def plain_mixed(ranks: Ranks) -> list[tuple[float, float]]:
-    return ranks.run(1, _train_with_biases, Case())[0][0]
+@pytest.fixture(scope="module", params=[SOME_WITH_EXPERTS, LATENT], ids=lambda arch: arch.family)
+def plain_mixed(ranks: Ranks, request: pytest.FixtureRequest) -> tuple[Architecture, list[tuple[float, float]]]:
+    return request.param, ranks.run(1, _train_with_biases, Case(), request.param)[0][0]
 
 
 @pytest.mark.parametrize(
     "case", quick(MIXED_CASES, 0, 1, 2), ids=lambda case: case.name + "-".join(map(str, case.config))
 )
 def test_loss_and_gradient_norm_agree_with_layers_of_two_kinds(
-    ranks: Ranks, plain_mixed: list[tuple[float, float]], case: Case
+    ranks: Ranks, plain_mixed: tuple[Architecture, list[tuple[float, float]]], case: Case
 ) -> None:
-    for history, kept in ranks.run(case.world, _train_with_biases, case):
+    arch, wanted = plain_mixed
+    for history, kept in ranks.run(case.world, _train_with_biases, case, arch):
         assert kept
-        for got, want in zip(history, plain_mixed, strict=True):
+        for got, want in zip(history, wanted, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+DENSE_LATENT = replace(LATENT, layers=((LATENT.layer(0), 3),))
+LATENT_CASES = [Case(tp=2, packed=False), Case(tp=2, dp=2, sequence_parallel=True, packed=False), Case(tp=4)]
+
+
+@pytest.fixture(scope="module")
+def plain_latent(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, train, Case(), 3, "policy", DENSE_LATENT)[0]
+
+
+@pytest.mark.parametrize("case", LATENT_CASES, ids=lambda case: case.name)
+def test_loss_and_gradient_norm_agree_with_latent_attention(
+    ranks: Ranks, plain_latent: list[tuple[float, float]], case: Case
+) -> None:
+    """Without sequence parallelism, which experts over ranks need, and in padded rows."""
+    for history in ranks.run(case.world, train, case, 3, "policy", DENSE_LATENT):
+        for got, want in zip(history, plain_latent, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 

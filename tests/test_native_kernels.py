@@ -193,7 +193,7 @@ def test_draw_survives_nan() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/test_native_cuda.py does it with compiled kernels")
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "glm4_moe", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "glm4_moe", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_engine_with_kernels_equals_engine_without(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     how = SamplingParams(temperature=0.9, max_tokens=5)
     want = engine_of(ARCHITECTURES[family]).generate(GROUPS[::3], how, seeds=range(9))

@@ -8,6 +8,7 @@ import pytest
 from ranks import Ranks
 from training_cases import (
     ARCH,
+    LATENT,
     SINKS,
     SOME_WITH_EXPERTS,
     WINDOWS,
@@ -141,12 +142,15 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT], ids=lambda arch: arch.family)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_engine_log_probs_with_layers_of_two_kinds(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
+def test_engine_log_probs_with_layers_of_two_kinds(
+    ranks: Ranks, dtype: Literal["float32", "bfloat16"], arch: Architecture
+) -> None:
     """The routers' biases are float32 in both; the reshard compares bits. Rounding may choose other experts."""
     responses = set()
     for case in MIXED:
-        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, SOME_WITH_EXPERTS, dtype):
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, arch, dtype):
             assert gap < (1e-5 if dtype == "float32" else 1.0)
             responses.add(tuple(tokens))
     assert len(responses) == 1 or dtype == "bfloat16"

@@ -61,10 +61,11 @@ def test_a_small_model_is_split_as_the_real_one(
     assert arch.hidden_size < 300 and small_config(config, splits, None, lambda a: True)["vocab_size"] > 100_000
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 @pytest.mark.parametrize("changes", [{}, {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}])
-def test_a_small_model_has_layers_of_both_kinds(changes: dict[str, int]) -> None:
+def test_a_small_model_has_layers_of_both_kinds(family: str, changes: dict[str, int]) -> None:
     experts = {"n_routed_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 46}
-    config = CONFIGS["glm4_moe"] | experts | changes
+    config = CONFIGS[family] | experts | changes
     splits = Splits(tensor=frozenset({2}), chunks=2, sequence_parallel=True, experts=2)
     arch = FAMILIES[config["architectures"][0]](small_config(config, splits, 300, lambda arch: True))
     assert arch.num_layers == 2 and len(arch.kinds) == 2
@@ -90,6 +91,22 @@ def test_a_small_model_has_layers_with_windows_and_without(listed: bool) -> None
     splits = Splits(tensor=frozenset({2}), chunks=1, sequence_parallel=True)
     arch = FAMILIES[config["architectures"][0]](small_config(config, splits, 300, lambda arch: True))
     assert [layer.attention.sliding_window for layer in arch.each_layer] == [4, None]
+
+
+def test_a_small_model_of_latent_attention_is_narrow() -> None:
+    """DeepSeek-V3's widths, for ranks that divide neither 32 nor each other."""
+    widths = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    config = CONFIGS["deepseek_v3"] | widths | {"num_attention_heads": 126, "num_key_value_heads": 126}
+    splits = Splits(tensor=frozenset({2, 3}), chunks=1, sequence_parallel=True)
+    small = small_config(config, splits, 300, lambda arch: True)
+    assert (small["num_attention_heads"], small["kv_lora_rank"], small["qk_rope_head_dim"]) == (6, 36, 72)
+    FAMILIES["DeepseekV3ForCausalLM"](small).check_training(TrainLayout(ranks=range(3), tp=3), sequence_parallel=True)
 
 
 def test_an_engine_may_want_wider_heads() -> None:

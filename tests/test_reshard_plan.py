@@ -23,6 +23,7 @@ from reshard_cases import EXPERTS, architecture, logical_values, parameters, sam
 from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.parts.experts import MixtureOfExperts
+from megarl.models.parts.latent import Latent
 from megarl.models.parts.swiglu import SwiGLU
 from megarl.models.placements import Placement
 from megarl.models.tensors import Box, intersect, volume
@@ -85,6 +86,16 @@ def cases(draw: st.DrawFn) -> Case:
         arch = replace(
             arch, layers=((dense, first), (arch.layer(0), arch.num_layers - first))[: 1 + (first < arch.num_layers)]
         )
+    if draw(st.booleans()):
+        latent = Latent(
+            num_attention_heads=most * draw(st.integers(1, 2)),
+            kv_lora_rank=6,
+            q_lora_rank=draw(st.sampled_from((None, 8))),
+            qk_nope_head_dim=3,
+            qk_rope_head_dim=2,
+            v_head_dim=4,
+        )
+        arch = replace(arch, layers=tuple((replace(layer, attention=latent), n) for layer, n in arch.layers))
     if arch.moe is None:
         train = replace(train, ep=1, etp=None)
     arch.check_training(train, sequence_parallel=True)

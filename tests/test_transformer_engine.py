@@ -21,7 +21,7 @@ from training_cases import (
 )
 
 from megarl.models.architecture import Architecture
-from megarl.models.parts.grouped_query import RopeScaling
+from megarl.models.parts.rotary import RopeScaling
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None,

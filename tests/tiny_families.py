@@ -51,6 +51,43 @@ def _glm4_moe(**fields: Any) -> dict[str, Any]:
     return _config("Glm4MoeForCausalLM", "glm4_moe", **(experts | fields))
 
 
+def _deepseek_v3(**fields: Any) -> dict[str, Any]:
+    sizes = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "head_dim": ...,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+    }
+    config = _config("DeepseekV3ForCausalLM", "deepseek_v3", **(sizes | fields))
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+# with a base of 100, one of the four frequencies is between those that stay and those that are stretched whole
+_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _config("LlamaForCausalLM", "llama", rope_theta=500_000.0),
     # a length of 16 puts some of the four frequencies on either side of Llama 3.1's two limits
@@ -126,6 +163,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "truncate": False,
             "original_max_position_embeddings": 16,
         },
+    ),
+    # Moonlight's kind: no narrow queries, no groups, no YaRN
+    "deepseek_v3": _deepseek_v3(rope_theta=50_000.0),
+    "deepseek_v3_yarn": _deepseek_v3(
+        q_lora_rank=20,
+        qk_rope_head_dim=8,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        n_shared_experts=1,
+        rope_theta=100.0,
+        rope_scaling=_YARN,
     ),
     "qwen3_moe_plain": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
 }

@@ -16,6 +16,8 @@ from tiny_engines import text_of
 from megarl.algorithms.loss import LossInput, LossOutput
 from megarl.models.architecture import Architecture, Layer
 from megarl.models.parts.experts import Experts, MixtureOfExperts
+from megarl.models.parts.latent import Latent
+from megarl.models.parts.rotary import Yarn
 from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.models.parts.swiglu import SwiGLU
 from megarl.parallel.layout import TrainLayout
@@ -83,6 +85,21 @@ SINKS = replace(
     ),
 )
 """Sinks and biases, a window in every second layer, and experts in all, as gpt-oss'."""
+_LATENT = Latent(
+    num_attention_heads=4,
+    kv_lora_rank=12,
+    q_lora_rank=20,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    rope_scaling=Yarn(factor=4.0, original_max_position_embeddings=32, mscale=0.7, mscale_all_dim=1.2),
+)
+LATENT = replace(
+    SOME_WITH_EXPERTS,
+    family="deepseek_v3",
+    layers=tuple((replace(layer, attention=_LATENT), count) for layer, count in SOME_WITH_EXPERTS.layers),
+)
+"""Latent attention in the same layers, as DeepSeek-V3's."""
 SEQUENCES = 16
 
 

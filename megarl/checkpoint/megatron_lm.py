@@ -18,7 +18,8 @@ from typing import Any
 from megarl.checkpoint.folder import STATE_FILE
 from megarl.checkpoint.manifest import MANIFEST_FILE, one_line
 from megarl.models.architecture import Architecture
-from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling, Yarn
+from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.rotary import RopeScaling, Yarn
 from megarl.telemetry.lines import only_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -87,14 +88,15 @@ def check_arguments(folder: str, arch: Architecture) -> str | None:
         a remark if they could not be compared; None if they agree.
 
     Raises:
-        ValueError: names the first that differs.
+        ValueError: names the first that differs, or the attention's kind, of which no such checkpoint was read yet.
     """
-    from megarl.checkpoint.stored_arguments import read_arguments  # imports torch
-
     if arch.needs_torch_layers:
         raise ValueError(
-            f"'{folder}': checkpoints of Megatron-LM are not read for {arch.family}; take a Hugging Face folder"
+            f"'{folder}' is Megatron-LM's, and of {arch.family} those are not read: take the weights from its "
+            "Hugging Face folder"
         )
+    from megarl.checkpoint.stored_arguments import read_arguments  # imports torch
+
     try:
         arguments = read_arguments(folder)
     except ValueError as e:
@@ -132,11 +134,10 @@ def _expected(arch: Architecture, arguments: Mapping[str, object]) -> Iterator[t
         names.append("num_query_groups")
     elif grouped is False:
         yield "group_query_attention", fields["num_query_groups"] != fields["num_attention_heads"]
-    if isinstance(arch.attention, GroupedQuery):
-        yield "rotary_base", arch.attention.rope_theta
-        yield "rotary_percent", arch.attention.partial_rotary_factor
-        assert not isinstance(arch.attention.rope_scaling, Yarn)
-        yield from _expected_scaling(arch.attention.rope_scaling)
+    assert isinstance(arch.attention, GroupedQuery) and not isinstance(arch.attention.rope_scaling, Yarn)
+    yield "rotary_base", arch.attention.rope_theta
+    yield "rotary_percent", arch.attention.partial_rotary_factor
+    yield from _expected_scaling(arch.attention.rope_scaling)
     yield "num_experts", fields.get("num_moe_experts")
     names += ["ffn_hidden_size", "moe_ffn_hidden_size", "moe_router_topk", *_OF_ROUTERS]
     for name in names:

@@ -118,8 +118,7 @@ class Architecture:
     def needs_torch_layers(self) -> bool:
         """Say whether layers do what Transformer Engine's here cannot, nor those of Megatron-LM's own models."""
         return self.zero_centered_norms or any(
-            layer.output_norms or layer.attention.sliding_window is not None or layer.attention.sinks
-            for layer in self.kinds
+            layer.output_norms or not layer.attention.transformer_engine for layer in self.kinds
         )
 
     @property

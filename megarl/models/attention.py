@@ -10,12 +10,16 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megarl.models.norm import RMSNorm
 from megarl.models.packed_attention import packed_attention, padded_attention
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.rotary import Rotary
 from megarl.models.rope import apply_rope, rope_table
 from megarl.parallel.upload import upload
 
@@ -51,14 +55,14 @@ def packed_sequences(lengths: list[int], device: torch.device) -> PackedSequence
     )
 
 
-class TorchAttention(torch.nn.Module):
-    """Is causal grouped-query attention with rotary embedding, as Megatron-Core's `core_attention` submodule.
+class CausalAttention(torch.nn.Module):
+    """Is causal attention, as Megatron-Core's `core_attention` submodule.
 
     Packed half-precision sequences on a GPU go through `varlen_attn` (FlashAttention); everything else through
     `scaled_dot_product_attention` on a padded view, where causality already hides the padding at the end.
     """
 
-    attention: GroupedQuery  # set by `core_attention_for`
+    scale: float | None = None  # of products of queries and keys; None: 1 / sqrt(channels)
 
     def __init__(
         self,
@@ -66,12 +70,53 @@ class TorchAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        *,
-        pg_collection: ProcessGroupCollection,
         **_: Any,
     ) -> None:
         super().__init__()
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> Tensor:
+        """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last."""
+        assert attention_mask is None and attention_bias is None, "causal masks only"
+        if packed_seq_params is None:
+            out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule)
+            return out.transpose(0, 1).flatten(2)
+        assert packed_seq_params.slots is not None
+        out = packed_attention(
+            query,
+            key,
+            value,
+            cu_seqlens=packed_seq_params.cu_seqlens_q,
+            longest=packed_seq_params.max_seqlen_q,
+            slots=packed_seq_params.slots,
+            **self.rule,
+        )
+        return out.flatten(1)
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """What `packed_attention` and `padded_attention` are told of the layer."""
+        return {"scale": self.scale}
+
+
+class TorchAttention(CausalAttention):
+    """Is causal grouped-query attention with rotary embedding."""
+
+    attention: GroupedQuery  # set by `set_modules`
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, pg_collection: ProcessGroupCollection, **more: Any
+    ) -> None:
+        super().__init__(config, *args, **more)
         self._tp_group = pg_collection.tp
         self.sinks: Tensor | None = None
         if self.attention.sinks:
@@ -91,6 +136,11 @@ class TorchAttention(torch.nn.Module):
         )
         return shards
 
+    @property
+    def rule(self) -> dict[str, Any]:
+        """See `CausalAttention.rule`."""
+        return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=self.sinks)
+
     def forward(
         self,
         query: Tensor,
@@ -101,43 +151,33 @@ class TorchAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last."""
-        assert attention_mask is None and attention_bias is None, "causal masks only"
-        if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params)
-        length, batch = query.shape[:2]
-        cos_sin = self._rope(length, query.device).repeat_interleave(batch, 0)
-        query, key = (apply_rope(x.flatten(0, 1), cos_sin).view(x.shape) for x in (query, key))
-        out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self._rule)
-        return out.transpose(0, 1).reshape(length, batch, -1)
-
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        assert packed.positions is not None and packed.slots is not None
-        cos_sin = self._rope(packed.max_seqlen_q, query.device)[packed.positions]
-        query, key = apply_rope(query, cos_sin), apply_rope(key, cos_sin)
-        out = packed_attention(
-            query,
-            key,
-            value,
-            cu_seqlens=packed.cu_seqlens_q,
-            longest=packed.max_seqlen_q,
-            slots=packed.slots,
-            **self._rule,
-        )
-        return out.flatten(1)
-
-    @property
-    def _rule(self) -> dict[str, Any]:
-        return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=self.sinks)
-
-    def _rope(self, length: int, device: torch.device) -> Tensor:
-        return _cached_rope(self.attention, length, device)
+        """Rotate and attend, see `CausalAttention.forward`."""
+        cos_sin = cos_sin_of(self.attention, query, packed_seq_params)
+        query, key = rotate(query, cos_sin), rotate(key, cos_sin)
+        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
 
 
-_ROPE: dict[tuple[GroupedQuery, torch.device], Tensor] = {}
+def cos_sin_of(attention: Rotary, tokens: Tensor, packed: PackedSequences | None) -> Tensor:
+    """Take the rows of the rotary table for tokens [tokens, ...] packed or [length, batch, ...], as `rotate` has them.
+
+    Returns: float32 [tokens, 2, rotary_dim / 2], or [length * batch, 2, rotary_dim / 2].
+    """
+    if packed is None:
+        length, batch = tokens.shape[:2]
+        return _cached_rope(attention, length, tokens.device).repeat_interleave(batch, 0)
+    assert packed.positions is not None
+    return _cached_rope(attention, packed.max_seqlen_q, tokens.device)[packed.positions]
 
 
-def _cached_rope(attention: GroupedQuery, length: int, device: torch.device) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate the first channels of queries or keys, [tokens, heads, dim] or [length, batch, heads, dim]."""
+    return apply_rope(x.flatten(0, -3), cos_sin).view(x.shape)
+
+
+_ROPE: dict[tuple[Rotary, torch.device], Tensor] = {}
+
+
+def _cached_rope(attention: Rotary, length: int, device: torch.device) -> Tensor:
     """Cut `length` rows of one table for all layers, which grows: a table per length would fill the GPU."""
     key = (attention, device)
     if key not in _ROPE or len(_ROPE[key]) < length:
@@ -145,6 +185,8 @@ def _cached_rope(attention: GroupedQuery, length: int, device: torch.device) -> 
     return _ROPE[key][:length]
 
 
-def core_attention_for(attention: GroupedQuery) -> type[TorchAttention]:
-    """Bind `TorchAttention` to a layer's attention (Megatron-Core builds submodules from a class)."""
-    return type("TorchAttention", (TorchAttention,), {"attention": attention})
+def set_modules(spec: ModuleSpec, attention: GroupedQuery) -> None:
+    """Set classes in Megatron-Core's spec of self-attention, which builds modules from them."""
+    parts = spec.submodules
+    parts.core_attention = type("TorchAttention", (TorchAttention,), {"attention": attention})
+    parts.q_layernorm = parts.k_layernorm = RMSNorm if attention.qk_norm else IdentityOp

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megarl.models.activations import ACTIVATIONS
@@ -83,7 +83,13 @@ def transformer_config(
         on_gpu=groups.world.device.type == "cuda",
     )
     chosen = {"deterministic_mode": torch.are_deterministic_algorithms_enabled()} | with_kernels_here(overrides or {})
-    return TransformerConfig(**fields | chosen)
+    return config_class(arch)(**fields | chosen)
+
+
+def config_class(arch: Architecture) -> type[TransformerConfig]:
+    """Choose Megatron-Core's class of configurations, which has the fields of the model's attention."""
+    latent = arch.kinds[0].attention.megatron_fields().get("multi_latent_attention", False)
+    return MLATransformerConfig if latent else TransformerConfig
 
 
 def with_kernels_here(overrides: Mapping[str, Any]) -> dict[str, Any]:

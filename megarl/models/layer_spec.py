@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +11,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from megarl.models import attention, latent_attention
 from megarl.models.architecture import Architecture, Layer
-from megarl.models.attention import core_attention_for
 from megarl.models.expert_output import ExpertOutput
 from megarl.models.kernels import TRITON
 from megarl.models.norm import RMSNorm
 from megarl.models.output_norms import LayerWithOutputNorms
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.latent import Latent
 from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.parallel.cpu import counts_on_host
 
@@ -32,6 +32,12 @@ if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None
 if not torch.cuda.is_available():
     token_dispatcher.maybe_move_tensor_to_cpu = counts_on_host
+
+
+_SET_ATTENTION: dict[type, Callable[[ModuleSpec, Any], None]] = {
+    GroupedQuery: attention.set_modules,
+    Latent: latent_attention.set_modules,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +83,7 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
         parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     if kind.output_norms:
         module.module = LayerWithOutputNorms
-    assert isinstance(kind.attention, GroupedQuery)
-    attention = parts.self_attention.submodules
-    attention.core_attention = core_attention_for(kind.attention)
-    attention.q_layernorm = attention.k_layernorm = RMSNorm if kind.attention.qk_norm else IdentityOp
+    _SET_ATTENTION[type(kind.attention)](parts.self_attention, kind.attention)
     return module
 
 
@@ -99,4 +102,8 @@ def transformer_engine_layers(arch: Architecture) -> LayerSpec:
 
 def _spec_arguments(kind: Layer) -> dict[str, Any]:
     fields = kind.megatron_fields()
-    return dict(num_experts=fields.get("num_moe_experts"), qk_layernorm=fields["qk_layernorm"])
+    return dict(
+        num_experts=fields.get("num_moe_experts"),
+        qk_layernorm=fields["qk_layernorm"],
+        multi_latent_attention=fields.get("multi_latent_attention", False),
+    )

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any, get_type_hints
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megarl.models.architecture import Architecture
-from megarl.models.gpt import transformer_fields, with_kernels_here
+from megarl.models.gpt import config_class, transformer_fields, with_kernels_here
 from megarl.models.weight_gradient import enable_gradient_accumulation_fusion
 from megarl.parallel.layout import TrainLayout
 
@@ -24,6 +23,7 @@ _DECIDED = re.compile(
     r"|num_moe_experts|moe_(layer_freq|shared_.*|latent_size|router_(score_function|enable_expert_bias|.*_factor))"
     r"|mtp_.*|mamba_.*|linear_.*|dsa_.*|hetero.*|heter.*|is_hybrid_model|experimental_attention_variant"
     r"|multi_latent_attention|attention_output_gate|window_.*|softmax_(scale|type)|qk_(l2_norm|clip.*)|no_rope_freq"
+    r"|rope_type|mscale.*|beta_.*|original_max_position_embeddings|cache_mla_latents"
     r"|rotary_.*|mrope_.*|layernorm_zero_centered_gamma|apply_residual_connection_post_layernorm|glu_linear_offset"
     r"|activation_func.*|transformer_impl|test_mode|.*_func|init_.*|embedding_init_.*|_.*"
 )
@@ -48,8 +48,8 @@ def check_overrides(
         recompute=recompute,
         on_gpu=torch.cuda.is_available(),
     )
-    hints = get_type_hints(TransformerConfig)
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    config = config_class(arch)
+    hints, known = get_type_hints(config), {field.name for field in dataclasses.fields(config)}
     for name, value in overrides.items():
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
@@ -63,7 +63,7 @@ def check_overrides(
         _check_type(name, hints[name], value)
     enable_gradient_accumulation_fusion()
     try:
-        TransformerConfig(**fields | with_kernels_here(overrides))
+        config(**fields | with_kernels_here(overrides))
     except Exception as e:  # Megatron-Core refuses by assertions, too
         reason = " ".join(str(e).split())[:300] or type(e).__name__
         raise ValueError(f"{_KEY} = {dict(overrides)}: Megatron-Core refuses it: {reason}") from e

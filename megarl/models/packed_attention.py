@@ -1,4 +1,4 @@
-"""Calls torch's causal grouped-query attention, for sequences that lie one after another and for padded ones."""
+"""Calls torch's causal attention, for sequences that lie one after another and for padded ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def packed_attention(
@@ -26,24 +26,26 @@ def packed_attention(
 
     Args:
         q: [tokens, heads, head_dim].
-        k, v: [tokens, kv_heads, head_dim].
+        k: [tokens, kv_heads, head_dim].
+        v: [tokens, kv_heads, value_dim], which is no more than head_dim.
         cu_seqlens: int32 [sequences + 1], where each sequence begins, and the end of the last.
         longest: tokens of the longest sequence.
         slots: int64 [tokens], each token's place in the padded [sequences * longest] view.
         window: tokens that a token sees, itself the last of them; None: all up to itself.
-        scale: of the scores; None: 1 / sqrt(head_dim).
+        scale: what products of queries and keys are multiplied by; None: 1 / sqrt(head_dim).
         sinks: [heads], a logit that takes part in each head's softmax, and counts for nothing else.
 
-    Returns: [tokens, heads, head_dim].
+    Returns: [tokens, heads, value_dim].
     """
     if q.is_cuda and q.dtype != torch.float32 and sinks is None:
         return _varlen(q, k, v, cu_seqlens, longest, window, scale)
     rows = len(cu_seqlens) - 1
 
-    def pad(x: Tensor) -> Tensor:
+    def padded(x: Tensor) -> Tensor:
         return x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, slots, x).view(rows, longest, *x.shape[1:])
 
-    return padded_attention(pad(q), pad(k), pad(v), window=window, scale=scale, sinks=sinks).flatten(0, 1)[slots]
+    out = padded_attention(padded(q), padded(k), padded(v), window=window, scale=scale, sinks=sinks)
+    return out.flatten(0, 1)[slots]
 
 
 def padded_attention(
@@ -100,7 +102,9 @@ def _varlen(
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
     before = -1 if window is None else window - 1
     more: dict[str, Any] = grouped if scale is None else grouped | {"scale": scale}
+    value_dim = v.shape[-1]
+    v = pad(v, (0, q.shape[-1] - value_dim))  # FlashAttention 2 has one width for keys and values
     rows = (cu_seqlens, cu_seqlens, longest, longest)
     out = varlen_attn(q, k, v.contiguous(), *rows, window_size=(before, 0), **more)
     assert isinstance(out, Tensor)
-    return out
+    return out[..., :value_dim]

@@ -13,8 +13,16 @@ from megarl.models.families import FAMILIES, language_model_of
 from megarl.parallel.layout import TrainLayout
 
 LEAST_WIDTH = 32
-"""Of an MLP or an expert."""
+"""Of an MLP, an expert or a part of latent attention."""
 MOST_EXPERTS, EXPERTS_PER_TOKEN = 4, 2
+_WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "v_head_dim",
+)
 HEAD_DIMS = (8, 16, 32, 64, 80, 96, 112, 128)
 
 
@@ -53,9 +61,9 @@ def small_config(
     small = {**config, "num_hidden_layers": _layers(config["num_hidden_layers"], splits.chunks)}
     width = math.lcm(*splits.tensor)
     width *= -(-LEAST_WIDTH // width)
-    for name in ("intermediate_size", "moe_intermediate_size"):
-        if name in small:
-            small[name] = width
+    small |= {name: width for name in _WIDTHS if small.get(name)}
+    if "qk_rope_head_dim" in small:
+        small["qk_rope_head_dim"] = 2 * width  # its channels turn in pairs
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if name in small:
             small[name] = min(small[name], splits.experts * -(-MOST_EXPERTS // splits.experts))

@@ -23,7 +23,18 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.models.architecture import Architecture
-from megarl.models.families import gemma3_text, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models.families import (
+    deepseek_v3,
+    gemma3_text,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "LlamaForCausalLM": llama.architecture,
@@ -33,6 +44,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "Qwen3ForCausalLM": qwen3.architecture,
     "Qwen3MoeForCausalLM": qwen3_moe.architecture,
     "Glm4MoeForCausalLM": glm4_moe.architecture,
+    "DeepseekV3ForCausalLM": deepseek_v3.architecture,
     "Gemma3ForCausalLM": gemma3_text.architecture,
     "GptOssForCausalLM": gpt_oss.architecture,
 }

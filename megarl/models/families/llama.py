@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.models.architecture import Architecture, Layer
-from megarl.models.parts.grouped_query import GroupedQuery, RopeScaling, Yarn
+from megarl.models.parts.grouped_query import GroupedQuery
+from megarl.models.parts.rotary import RopeScaling
 from megarl.models.parts.swiglu import SwiGLU
+
+Scaling = Callable[[dict[str, Any]], Any]
+"""Reads how rotary frequencies are scaled; raises KeyError for a missing field."""
+
+_OF_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+SCALINGS: dict[str, Scaling] = {
+    "default": lambda rope: None,
+    "linear": lambda rope: RopeScaling(factor=rope["factor"]),
+    "llama3": lambda rope: RopeScaling(**{name: rope[name] for name in _OF_LLAMA3}),
+}
+"""Rope types of Llama-like families."""
 
 
 def architecture(config: dict[str, Any]) -> Architecture:
@@ -56,46 +67,26 @@ def layer(config: dict[str, Any], family: str, *, partial_rotary: bool = False) 
     return Layer(attention=attention, mlp=SwiGLU(ffn_hidden_size=config["intermediate_size"]))
 
 
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
-def rope(config: dict[str, Any], family: str, types: tuple[str, ...] = ROPE_TYPES) -> dict[str, Any]:
+def rope(config: dict[str, Any], family: str, scalings: Mapping[str, Scaling] = SCALINGS) -> dict[str, Any]:
     """Read base and scaling: transformers 5 has both in `rope_parameters`, 4 has `rope_theta` and `rope_scaling`."""
     ropes = [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-    readings = [rope_of(rope, config, family, types) for rope in ropes or [{}]]
+    readings = [rope_of(rope, config, family, scalings) for rope in ropes or [{}]]
     if readings[0] != readings[-1]:  # transformers would take rope_scaling, and a base of its own
         raise ValueError(f"{family}: rope_parameters and rope_scaling say different things; leave one of them out")
     return readings[0]
 
 
 def rope_of(
-    rope: dict[str, Any], config: dict[str, Any], family: str, types: tuple[str, ...] = ROPE_TYPES
+    rope: dict[str, Any], config: dict[str, Any], family: str, scalings: Mapping[str, Scaling] = SCALINGS
 ) -> dict[str, Any]:
     """Read one set of rotary parameters; what it leaves out is taken from `config`."""
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{family}: rope_parameters of their own for each kind of layer are not supported")
-    read: dict[str, Any] = dict(
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in scalings:
+        raise ValueError(f"{family}: rope type {kind!r} is not supported (only {', '.join(map(repr, scalings))})")
+    return dict(
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
+        rope_scaling=scalings[kind](rope),
         partial_rotary_factor=rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)),
     )
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in types:
-        raise ValueError(f"{family}: rope type {kind!r} is not supported (only {', '.join(map(repr, types))})")
-    if kind == "default":
-        return read
-    if kind == "linear":
-        return read | dict(rope_scaling=RopeScaling(factor=rope["factor"]))
-    if kind == "yarn":
-        return read | dict(rope_scaling=_yarn(rope))
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return read | dict(rope_scaling=RopeScaling(**{name: rope[name] for name in names}))
-
-
-def _yarn(rope: dict[str, Any]) -> Yarn:
-    names = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor")
-    yarn = Yarn(**{name: rope[name] for name in names if name in names[:2] or rope.get(name) is not None})
-    if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise ValueError("mscale and mscale_all_dim of YaRN are not supported")
-    if rope.get("attention_factor") is not None:
-        return yarn
-    return replace(yarn, attention_factor=0.1 * math.log(max(1.0, yarn.factor)) + 1.0)

@@ -7,57 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.models.parts.part import AttentionPart, check_counts, check_numbers
+from megarl.models.parts.rotary import RopeScaling, Yarn
 from megarl.models.placements import LayerPlace, Placement, place_filled
 from megarl.models.tensors import Box, LogicalTensor, norm, table
 from megarl.parallel.layout import TrainLayout
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Slows rotary frequencies down, for sequences longer than those of the pretraining.
-
-    Attributes:
-        factor: the frequencies are divided by it.
-        low_freq_factor, high_freq_factor: with original_max_position_embeddings, Llama 3.1's rule: only waves longer
-            than original_max_position_embeddings / low_freq_factor are stretched whole, those shorter than
-            original_max_position_embeddings / high_freq_factor not at all, and those between in part.
-        original_max_position_embeddings: sequence length of the pretraining, tokens; None stretches all frequencies
-            alike (linear interpolation, arXiv 2306.15595).
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int | None = None
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "factor", "low_freq_factor", "high_freq_factor", positive=True)
-        if self.original_max_position_embeddings is not None:
-            check_counts(self, "original_max_position_embeddings")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Yarn:
-    """Slows rotary frequencies down by how often they turn in the pretraining's length (YaRN, arXiv 2309.00071).
-
-    Attributes:
-        factor: frequencies that turn less than beta_slow times are divided by it.
-        original_max_position_embeddings: sequence length of the pretraining, tokens.
-        beta_fast, beta_slow: frequencies that turn more than beta_fast times stay; those between change in part.
-        truncate: whether the first and the last of those between are rounded away from each other.
-        attention_factor: cos and sin are multiplied by it.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "factor", "beta_fast", "beta_slow", "attention_factor", positive=True)
-        check_counts(self, "original_max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +32,7 @@ class GroupedQuery(AttentionPart):
     """
 
     fused_norm: ClassVar = "self_attention.linear_qkv.layer_norm_weight"
+    in_vllm: ClassVar = True
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -116,6 +70,10 @@ class GroupedQuery(AttentionPart):
     def rotary_dim(self) -> int:
         """Count the channels of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def transformer_engine(self) -> bool:
+        return self.sliding_window is None and not self.sinks
 
     @property
     def queries_per_group(self) -> int:

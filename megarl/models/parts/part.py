@@ -57,12 +57,16 @@ class AttentionPart(Part, Protocol):
     """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache.
 
     Attributes:
+        transformer_engine: whether it is trained in Transformer Engine's layers, where that is installed.
+        in_vllm: whether vLLM's parameters can be written in place.
         sliding_window: a token attends to so many tokens, itself the last of them; None: to all before it.
-        sinks: whether a logit beside those of the tokens takes part in the softmax.
     """
 
+    in_vllm: ClassVar[bool]
     sliding_window: int | None = None
-    sinks: bool = False
+
+    @property
+    def transformer_engine(self) -> bool: ...
 
     def cache_shape(self, tp: int) -> tuple[int, int, int]:
         """Give the shape of a token in the KV cache of a rank: tensors (keys and values: 2), heads, width of a head."""

@@ -46,8 +46,8 @@ class NativeEngine(Engine):
             rank, of its share of the machine's memory. The cache takes no more than `max_num_seqs` sequences of
             `max_model_len` fill, nor than is free on waking.
         decode: token ids to text, for stop strings.
-        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton and mixtures of experts, which read
-            back how many tokens each expert gets, always do.
+        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent attention (no kernel),
+            and mixtures of experts, which read back how many tokens each expert gets, always do.
         share: gives the weights that the engine shares with training.
 
     Raises:
@@ -91,7 +91,7 @@ class NativeEngine(Engine):
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
         self._graphs: DecodeGraphs | None = None
-        if kernels.on(self._device) and arch.moe is None and not enforce_eager:
+        if kernels.on(self._device) and self._passes.graphs and arch.moe is None and not enforce_eager:
             self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, columns=COLUMNS, device=self._device)
 
     def parameters(self) -> dict[str, Tensor]:

@@ -27,8 +27,8 @@ class KVCache:
         max_model_len: tokens of the longest.
 
     Attributes:
-        layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank;
-            on a CPU only up to the highest block used so far.
+        layers: of each layer, keys and values [2, blocks, kv_heads, BLOCK_SIZE, head_dim] in the heads of this rank, or
+            what else its attention keeps (`cache_shape`); on a CPU only up to the highest block used so far.
         tables: int32 [max_num_seqs + 1, blocks of the longest sequence], the blocks of the sequence in each slot. The
             last row belongs to no sequence.
     """
@@ -72,18 +72,20 @@ class KVCache:
             self._reach(int(blocks.max()))
         self.tables[slots, positions // BLOCK_SIZE] = blocks.int()
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k and v, [T, kv_heads, head_dim], at positions[i] of the sequence in slots[i]; both int64 [T]."""
-        blocks, within = self.tables[slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE
-        keys, values = self.layers[layer]
-        keys[blocks, :, within] = k
-        values[blocks, :, within] = v
+    def write(self, layer: int, slots: Tensor, positions: Tensor, *heads: Tensor) -> None:
+        """Store keys and values, say, each [T, heads, width], at positions[i] of the sequence in slots[i].
 
-    def read(self, layer: int, slots: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Gather keys and values of the first `blocks` blocks of sequences, each [S, kv_heads, tokens, head_dim]."""
-        both = self.layers[layer][:, self.tables[slots, :blocks].flatten()]
-        keys, values = both.unflatten(1, (len(slots), blocks)).transpose(2, 3).flatten(3, 4)
-        return keys, values
+        Args:
+            slots, positions: int64 [T].
+        """
+        blocks, within = self.tables[slots, positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE
+        for stored, new in zip(self.layers[layer], heads, strict=True):
+            stored[blocks, :, within] = new
+
+    def read(self, layer: int, slots: Tensor, blocks: int) -> Tensor:
+        """Gather keys and values, say, of the first `blocks` blocks of sequences: [2, S, heads, tokens, width]."""
+        stored = self.layers[layer][:, self.tables[slots, :blocks].flatten()]
+        return stored.unflatten(1, (len(slots), blocks)).transpose(2, 3).flatten(3, 4)
 
     def _reach(self, block: int) -> None:
         """Take memory for this block and those below it, if it is not there."""

@@ -46,9 +46,13 @@ def check_vllm(arch: Architecture, *, path: str, tp: int, on_gpu: bool) -> None:
         )
 
 
-def check_vllm_routers(arch: Architecture) -> None:
-    """Raises ValueError for a model whose routers vLLM keeps in another type than training does, or whose experts it
-    has otherwise."""
+def check_vllm_weights(arch: Architecture) -> None:
+    """Raises ValueError for a model of whose weights vLLM keeps copies, or has them in another type or order."""
+    if not all(layer.attention.in_vllm for layer in arch.kinds):
+        raise ValueError(
+            f"vLLM makes further weights of those of {arch.family}'s attention, which the reshard does not write; "
+            "set rollout.name=native"
+        )
     if arch.moe is not None and arch.moe.correction_bias:
         raise ValueError(
             f"vLLM keeps the routers of {arch.family} in float32, and the reshard copies the bits of training's; "

@@ -13,9 +13,9 @@ from megarl.rollout.vllm.checks import (
     BLOCK_SIZE,
     VOCAB_MULTIPLE,
     check_vllm,
-    check_vllm_routers,
     check_vllm_temperature,
     check_vllm_tp,
+    check_vllm_weights,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class VLLMKind(EngineKind):
         check_vllm_temperature(rollout.val_kwargs.temperature, "rollout.val_kwargs.temperature")
         if trains:
             check_vllm_temperature(rollout.temperature, "rollout.temperature")
-        check_vllm_routers(arch)
+        check_vllm_weights(arch)
         check_vllm_tp(arch, rollout.tensor_model_parallel_size)
 
     def check_here(self, rollout: RolloutConfig, arch: Architecture, path: str, *, on_gpu: bool) -> None:

@@ -14,7 +14,7 @@ Attention = Callable[..., Tensor]
 """(layer, heads...) -> output [T, heads * head_dim]: the attention of a forward pass.
 
 It knows the positions of the pass's flat batch of tokens, and stores the layer's keys and values, say, in the KV cache.
-The attention's weights compute the heads of the tokens: queries, keys and values, say, not yet rotated.
+The attention's weights compute its inputs of the tokens: queries, keys and values, say, not yet rotated.
 """
 
 
@@ -56,7 +56,12 @@ class Passes(Protocol):
 
     Args:
         kind: the attention, of `megarl.models.parts`.
+
+    Attributes:
+        graphs: whether decode steps may run in CUDA graphs, where `longest` is always the model's length.
     """
+
+    graphs: bool
 
     def __init__(self, kind: Any, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None: ...
 

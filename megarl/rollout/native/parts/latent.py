@@ -1,0 +1,131 @@
+"""Computes latent attention in the native engine, in plain torch: it has neither kernels of its own nor CUDA graphs.
+
+Its inputs are not yet rotated: q [T, heads, qk_head_dim] and, for all heads, latent [T, kv_lora_rank] and turned
+[T, qk_rope_head_dim], which are cached. `up` [heads, qk_nope_head_dim + v_head_dim, kv_lora_rank] makes the other
+channels of keys, and values, of a latent: those of prompts. Decode steps absorb it into queries and outputs
+(arXiv 2405.04434, section 2.1.2); what is cached then is keys and, but for their rotated channels, values of one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.models.parts.latent import Latent
+from megarl.models.rope import apply_rope, pairs_apart, rope_table
+from megarl.rollout.native.kv_cache import KVCache
+from megarl.rollout.native.parts import part
+from megarl.rollout.native.parts.part import Attention
+from megarl.rollout.native.parts.tokens import NewTokens, PrefillTokens
+
+_Q, _Q_A, _Q_NORM, _Q_B, _KV_A, _KV_NORM, _KV_B, _O = (
+    f"self_attn.{name}.weight"
+    for name in (
+        "q_proj",
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+        "o_proj",
+    )
+)
+
+
+class Weights(part.AttentionWeights):
+    """Holds projections to narrow vectors, whole, and those to and from the heads of this rank, see `shapes`."""
+
+    def __init__(self, kind: Latent, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
+        self._kind, self._heads, self._weights = kind, kind.num_attention_heads // tp, weights
+
+    @staticmethod
+    def shapes(kind: Latent, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
+        heads, narrow = kind.num_attention_heads // tp, kind.q_lora_rank
+        queries = heads * kind.qk_head_dim
+        return {
+            **({} if narrow else {_Q: (queries, hidden)}),
+            **({_Q_A: (narrow, hidden), _Q_NORM: (narrow,), _Q_B: (queries, narrow)} if narrow else {}),
+            _KV_A: (kind.cached_dim, hidden),
+            _KV_NORM: (kind.kv_lora_rank,),
+            _KV_B: (heads * (kind.qk_nope_head_dim + kind.v_head_dim), kind.kv_lora_rank),
+            _O: (hidden, heads * kind.v_head_dim),
+        }
+
+    def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
+        kind, weights = self._kind, self._weights
+        if kind.q_lora_rank:
+            q = F.linear(self._norm(F.linear(x, weights[_Q_A]), weights[_Q_NORM]), weights[_Q_B])
+        else:
+            q = F.linear(x, weights[_Q])
+        latent, turned = F.linear(x, weights[_KV_A]).split((kind.kv_lora_rank, kind.qk_rope_head_dim), dim=-1)
+        latent = self._norm(latent, weights[_KV_NORM])
+        up = weights[_KV_B].unflatten(0, (self._heads, -1))
+        return F.linear(attention(layer, q.unflatten(1, (self._heads, -1)), latent, turned, up), weights[_O])
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._kind.latent_norm_eps)
+
+
+class Passes(part.Passes):
+    """Sends whole prompts and new tokens through torch's kernels, on GPUs, too."""
+
+    graphs = False
+
+    def __init__(self, kind: Latent, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._kind, self._rope = kind, rope_table(kind, max_model_len, device).to(dtype)
+
+    def prefill(self, cache: KVCache, *, slots: Sequence[int], lengths: Sequence[int]) -> Attention:
+        return PrefillAttention(self._kind, PrefillTokens(cache, self._rope, slots=slots, lengths=lengths))
+
+    def decode(self, cache: KVCache, *, slots: Tensor, positions: Tensor, blocks: Tensor, longest: int) -> Attention:
+        tokens = NewTokens(cache, self._rope, slots=slots, positions=positions, longest=longest)
+        return AbsorbedAttention(self._kind, tokens)
+
+
+class PrefillAttention:
+    """Attends over whole sequences, with keys and values of every head."""
+
+    def __init__(self, kind: Latent, tokens: PrefillTokens) -> None:
+        self._kind, self._tokens = kind, tokens
+
+    def __call__(self, layer: int, q: Tensor, latent: Tensor, turned: Tensor, up: Tensor) -> Tensor:
+        kind = self._kind
+        q_still, q_turned, turned = _rotate_and_store(kind, self._tokens, layer, q, latent, turned)
+        k_and_v = F.linear(latent, up.flatten(0, 1)).unflatten(1, (len(up), -1))
+        k_still, v = k_and_v.split((kind.qk_nope_head_dim, kind.v_head_dim), dim=-1)
+        q = torch.cat((q_still, q_turned), dim=-1)
+        k = torch.cat((k_still, turned.expand(-1, len(up), -1)), dim=-1)
+        return self._tokens.attend(q, k, v, scale=kind.softmax_scale).flatten(1)
+
+
+class AbsorbedAttention:
+    """Attends from new tokens to the latents of their sequences."""
+
+    def __init__(self, kind: Latent, tokens: NewTokens) -> None:
+        self._kind, self._tokens = kind, tokens
+
+    def __call__(self, layer: int, q: Tensor, latent: Tensor, turned: Tensor, up: Tensor) -> Tensor:
+        kind = self._kind
+        up_to_k, up_to_v = up.split((kind.qk_nope_head_dim, kind.v_head_dim), dim=1)
+        q_still, q_turned, _ = _rotate_and_store(kind, self._tokens, layer, q, latent, turned)
+        q = torch.cat((torch.einsum("thd,hdr->thr", q_still, up_to_k), q_turned), dim=-1)
+        (keys,) = self._tokens.gather(layer)
+        out = self._tokens.attend(q, keys, keys[..., : kind.kv_lora_rank], scale=kind.softmax_scale)
+        return torch.einsum("thr,hdr->thd", out, up_to_v).flatten(1)
+
+
+def _rotate_and_store(
+    kind: Latent, tokens: PrefillTokens | NewTokens, layer: int, q: Tensor, latent: Tensor, turned: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate, and put the latents with the rotated channels of the keys into the cache.
+
+    Returns: the queries' channels that are not rotated and those that are, and the keys' [T, 1, qk_rope_head_dim].
+    """
+    q_still, q_turned = q.split((kind.qk_nope_head_dim, kind.qk_rope_head_dim), dim=-1)
+    q_turned, turned = (apply_rope(pairs_apart(x), tokens.cos_sin) for x in (q_turned, turned.unsqueeze(1)))
+    tokens.store(layer, torch.cat((latent.unsqueeze(1), turned), dim=-1))
+    return q_still, q_turned, turned

@@ -1,0 +1,117 @@
+"""Knows where the tokens of a forward pass lie in their sequences and in the KV cache, and what they may attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from megarl.models.packed_attention import attend_with_sinks, packed_attention
+from megarl.models.sizes import BLOCK_SIZE, blocks_for
+from megarl.rollout.native.kv_cache import KVCache
+
+
+class PrefillTokens:
+    """Knows of the first `lengths[i]` tokens of the sequence in `slots[i]`, one sequence after another.
+
+    Args:
+        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
+
+    Attributes:
+        cos_sin: rows of `rope` at the tokens' positions.
+    """
+
+    def __init__(self, cache: KVCache, rope: Tensor, *, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        device, self._cache = rope.device, cache
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        self._longest = max(lengths)
+        self._padded = (rows * self._longest + positions).to(device)
+        self._slots, self._positions = torch.tensor(slots)[rows].to(device), positions.to(device)
+        self._cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+        self.cos_sin = rope[self._positions]
+
+    def store(self, layer: int, *heads: Tensor) -> None:
+        """Write what the cache keeps of the tokens, see `KVCache.write`."""
+        self._cache.write(layer, self._slots, self._positions, *heads)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attend causally within each sequence, see `packed_attention`."""
+        return packed_attention(
+            q,
+            k,
+            v,
+            cu_seqlens=self._cu_seqlens,
+            longest=self._longest,
+            slots=self._padded,
+            window=window,
+            scale=scale,
+            sinks=sinks,
+        )
+
+
+class NewTokens:
+    """Knows of new tokens: i, of the sequence in slots[i], attends to that sequence up to its own position.
+
+    Gathers the blocks of every sequence, up to the longest's, then calls torch's attention. The queries that share a KV
+    head are treated as so many query tokens of one head: they are at the same position, and grouped-query attention
+    with a mask would otherwise copy the keys and values once per query head on CUDA.
+
+    Args:
+        rope: [max_model_len, 2, rotary_dim / 2], as of `rope_table`.
+        slots, positions: int64 [T].
+        longest: max(positions) + 1, which the caller knows without asking the device.
+        window: tokens that a token sees, itself the last of them; None: all up to itself.
+
+    Attributes:
+        cos_sin: rows of `rope` at the tokens' positions.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rope: Tensor,
+        *,
+        slots: Tensor,
+        positions: Tensor,
+        longest: int,
+        window: int | None = None,
+    ) -> None:
+        self._cache, self._slots, self._positions = cache, slots, positions
+        self.cos_sin = rope[positions]
+        self._blocks = blocks_for(longest)
+        tokens = torch.arange(self._blocks * BLOCK_SIZE, device=rope.device)
+        hidden = tokens > positions[:, None]
+        if window is not None:
+            hidden |= tokens <= positions[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=rope.dtype, device=rope.device).masked_fill_(hidden, float("-inf"))
+        self._mask = mask[:, None, None]
+
+    def store(self, layer: int, *heads: Tensor) -> None:
+        """Write what the cache keeps of the tokens, see `KVCache.write`."""
+        self._cache.write(layer, self._slots, self._positions, *heads)
+
+    def gather(self, layer: int) -> Tensor:
+        """Read what the cache keeps of the tokens' sequences, see `KVCache.read`."""
+        return self._cache.read(layer, self._slots, self._blocks)
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attend: q [T, heads, head_dim], keys and values [T, kv_heads, tokens, ...] -> [T, heads, value_dim]."""
+        q = q.unflatten(1, (keys.shape[1], -1))
+        if sinks is not None:
+            seen, sinks = self._mask == 0, sinks.view(keys.shape[1], -1, 1)
+            return attend_with_sinks(q, keys, values, seen, sinks, scale).flatten(1, 2)
+        return scaled_dot_product_attention(q, keys, values, attn_mask=self._mask, scale=scale).flatten(1, 2)
