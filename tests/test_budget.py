@@ -89,7 +89,7 @@ def test_latent_attention_in_numbers() -> None:
     assert kv_bytes_per_token(DEEPSEEK_V3, tp=1, itemsize=2) == kv_bytes_per_token(DEEPSEEK_V3, tp=8, itemsize=2)
     assert kv_bytes_per_token(DEEPSEEK_V3, tp=8, itemsize=2) == 61 * (512 + 64) * 2
     half_of_scores, half_of_values = 10 * 10 * 128 * (128 + 64), 10 * 10 * 128 * 128
-    assert attention_flops(DEEPSEEK_V3, 10**2) == 61 * (half_of_scores + half_of_values)
+    assert attention_flops(DEEPSEEK_V3, 10, 10**2) == 61 * (half_of_scores + half_of_values)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

@@ -41,7 +41,7 @@ def test_megatron_lms_own_weights(ranks: Ranks, tmp_path: Path, name: str) -> No
 
 def test_layers_that_megatron_lm_has_not_are_refused(tmp_path: Path) -> None:
     arch = read_architecture(str(write_folder(tmp_path / "model", "gemma3_text")))
-    with pytest.raises(ValueError, match="checkpoints of Megatron-LM are not read for gemma3_text; take a Hugging"):
+    with pytest.raises(ValueError, match="is Megatron-LM's, and of gemma3_text those are not read: take the weights"):
         check_arguments(str(tmp_path), arch)
 
 
