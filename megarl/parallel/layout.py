@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from megarl.parallel.pipeline_split import PipelineSplit
+from megarl.parallel.pipeline_split import BALANCED, PipelineSplit
 
 
 def dealt_out(count: int, parts: int) -> list[range]:
@@ -54,7 +54,7 @@ class TrainLayout:
     chunks: int = 1
     ep: int = 1
     etp: int | None = None
-    split: PipelineSplit = PipelineSplit()
+    split: PipelineSplit = BALANCED
 
     def __post_init__(self) -> None:
         if self.size % (self.tp * self.pp * self.cp):
@@ -147,6 +147,11 @@ class TrainLayout:
     def layers_of_stage(self, num_layers: int, pp: int) -> int:
         """Count the layers of all of a stage's model chunks."""
         return sum(len(self.layers(num_layers, pp, chunk)) for chunk in range(self.chunks))
+
+    def with_layers(self, num_layers: int) -> str:
+        """Write the layout and, where stages are not equal, their layers: "TP8 x PP3 x DP2, 12 + 14 + 12 layers"."""
+        counts = [self.layers_of_stage(num_layers, stage) for stage in range(self.pp)]
+        return f"{self}, {' + '.join(map(str, counts))} layers" if len(set(counts)) > 1 else str(self)
 
     def is_first(self, pp: int, chunk: int) -> bool:
         """Say whether the chunk starts the model (holds the embedding)."""

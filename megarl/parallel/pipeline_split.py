@@ -40,8 +40,8 @@ class PipelineSplit:
             spelt_out(self.pipeline_model_parallel_layout)
             if self._boundary or self._accounted:
                 raise ValueError(
-                    "pipeline_model_parallel_layout says what every stage holds; leave out the keys num_layers_in_* and "
-                    "account_for_*"
+                    "pipeline_model_parallel_layout says what every stage holds; leave out the keys num_layers_in_* "
+                    "and account_for_*"
                 )
 
     def __bool__(self) -> bool:
@@ -140,6 +140,10 @@ class PipelineSplit:
         counts[0] -= self.account_for_embedding_in_pipeline_split
         counts[-1] -= self.account_for_loss_in_pipeline_split
         return counts
+
+
+BALANCED = PipelineSplit()
+"""No key is set."""
 
 
 def balanced(num_layers: int, pp: int, chunks: int) -> list[int]:
