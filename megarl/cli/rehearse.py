@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
                 print(f"megarl: {_where(args.keep)}", file=sys.stderr)
                 return 1
             console.print(f"{acts[-1].name}: {acts[-1].outcome} ({acts[-1].seconds:.0f} s)")
-    print_table(_rehearsed_table(config, arch, small, acts))
+        print_table(_rehearsed_table(config, arch, small, acts))
     for line in _not_rehearsed(config, small):
         console.print(f"not rehearsed: {line}")
     accelerator = ACCELERATORS[args.accelerator]
