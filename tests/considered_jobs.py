@@ -165,3 +165,15 @@ def job(
         generation=GenerationLayout(ranks=range(gpus), tp=generation_tp),
         reference=config.needs_reference,
     )
+
+
+def slowed(stages: list[float], micro_batches: int, chunks: int = 1) -> float:
+    """How many times as long a pass takes as if no stage of a pipeline ever waited; `stages` is the work of each."""
+    slowest = max(stages)
+    whole = micro_batches * slowest + (sum(stages) - slowest) / chunks
+    return whole / (micro_batches * sum(stages) / len(stages))
+
+
+def with_output(pp: int, layers: float, output: float) -> list[float]:
+    """The work of stages that share the layers equally, the last of which has the output as well."""
+    return [*[layers / pp] * (pp - 1), layers / pp + output]

@@ -381,6 +381,11 @@ def test_sums_are_those_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
         assert len(recorded) - len(read) in (0, 4, 8)
 
 
+def test_any_stages_are_read_in_any_other(ranks: Ranks, tmp_path: Path) -> None:
+    cases = [Case(pp=4, split="E|t*3|t|L"), Case(pp=2, dp=2, split="Et|t*3L"), Case(pp=2, dp=2, chunks=2), Case(dp=4)]
+    assert ranks.run(4, _layouts, str(tmp_path), cases, ARCH)[0][0] == [True] * 3
+
+
 @pytest.mark.slow
 def test_experts_over_ranks_are_read_in_any_layout(ranks: Ranks, tmp_path: Path) -> None:
     over = Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True)

@@ -70,6 +70,7 @@ def test_loss_and_gradient_norm_agree(
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 
+RECOMPUTED = {"model": {"dtype": "float32", "enable_gradient_checkpointing": True}}
 SEVEN = changed(ARCH, num_layers=7)
 UNEVEN_CASES = [
     Case(pp=2),
@@ -79,10 +80,40 @@ UNEVEN_CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def plain_of_seven(ranks: Ranks) -> list[tuple[float, float]]:
+    return ranks.run(1, train, Case(), 3, "policy", SEVEN)[0]
+
+
 @pytest.mark.parametrize("case", UNEVEN_CASES, ids=lambda case: case.name)
-def test_stages_may_differ_by_a_layer(ranks: Ranks, case: Case) -> None:
-    (plain,) = ranks.run(1, train, Case(), 3, "policy", SEVEN)
+def test_stages_may_differ_by_a_layer(ranks: Ranks, plain_of_seven: list[tuple[float, float]], case: Case) -> None:
     for history in ranks.run(case.world, train, case, 3, "policy", SEVEN):
+        for got, want in zip(history, plain_of_seven, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+SPLIT_CASES = [
+    Case(pp=2, split="Et|t*6L"),
+    Case(pp=3, split="E|t*7|L"),
+    Case(pp=2, chunks=2, split="E|ttt|t|tttL"),
+    Case(tp=2, pp=2, sequence_parallel=True, split="Ett|t*5L", config=RECOMPUTED),
+    Case(pp=2, dp=2, chunks=2, split="Ettt|t|ttt|L", config=OVERLAP),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=lambda case: case.name)
+def test_stages_may_have_any_layers(ranks: Ranks, plain_of_seven: list[tuple[float, float]], case: Case) -> None:
+    """Stages of the embedding alone and of the loss alone among them."""
+    for history in ranks.run(case.world, train, case, 3, "policy", SEVEN):
+        for got, want in zip(history, plain_of_seven, strict=True):
+            assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
+
+
+def test_80_layers_on_6_stages(ranks: Ranks) -> None:
+    """Of Llama-3-70B's number; 12 with the embedding, 12 with the loss, and 14 on each stage between."""
+    deep = changed(ARCH, num_layers=80, output="lm")
+    (plain,) = ranks.run(1, train, Case(), 2, "policy", deep)
+    for history in ranks.run(6, train, Case(pp=6, split="Et*12|(t*14|)*4t*12L"), 2, "policy", deep):
         for got, want in zip(history, plain, strict=True):
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 

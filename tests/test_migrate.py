@@ -178,6 +178,21 @@ def test_ranks_of_sequences_and_experts_become_tensor_parallel() -> None:
     assert "of which a node has 8" in _reason(f"{own}.expert_model_parallel_size=32")
 
 
+@pytest.mark.parametrize("section", [A, "critic"])
+def test_stages_keep_their_layers(section: str) -> None:
+    there, here = f"{section}.megatron.override_transformer_config", f"{section}.megatron"
+    values = {
+        "num_layers_in_first_pipeline_stage": 3,
+        "num_layers_in_last_pipeline_stage": 5,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+        "pipeline_model_parallel_layout": "Ett|tL",
+    }
+    for key, value in values.items():
+        (change,) = [change for change in convert({f"{there}.{key}": value}).changes if change.key == f"{there}.{key}"]
+        assert change.kind == "translated" and change.values == {f"{here}.{key}": value}
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -119,6 +119,44 @@ def test_runs_that_learn_from_answers(llama: str, capsys: pytest.CaptureFixture[
     assert judged[""][:3] == ["log_probs", "ref", "update"] and "reference weights" in judged
 
 
+MEGATRON = "actor_rollout_ref.actor.megatron"
+
+
+def test_80_layers_on_6_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-3-70B over TP8 x PP6 x DP2."""
+    recipe, shape = (
+        ROOT / "configs" / "recipes" / "math_grpo_llama3_70b.yaml",
+        ROOT / "configs" / "models" / "llama3_70b",
+    )
+    words = ["plan", str(recipe), "--gpus", "96", f"actor_rollout_ref.model.path={shape}"]
+    words += [f"{MEGATRON}.pipeline_model_parallel_size=6"]
+    ends = [f"{MEGATRON}.num_layers_in_first_pipeline_stage=12", f"{MEGATRON}.num_layers_in_last_pipeline_stage=12"]
+    written = [f"{MEGATRON}.pipeline_model_parallel_layout=Et*12|(t*14|)*4,t*12L"]
+    outputs = []
+    for keys, layers in (([], "13 + 13 + 13 + 14 + 14 + 13"), (ends, "12 + 14 + 14 + 14 + 14 + 12"), (written, "")):
+        assert main([*words, *keys]) == 0
+        outputs.append(capsys.readouterr().out)
+        assert f"training TP8 x PP6 x DP2, {layers}" in outputs[-1]
+    assert outputs[0] != outputs[1] == outputs[2]
+
+
+def test_a_better_split_is_named(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An output layer of 128,256 tokens is as much work as 2.2 layers; the first stage keeps most activations."""
+    words = ["plan", llama, "--gpus", "8", "actor_rollout_ref.rollout.tensor_model_parallel_size=8"]
+    words += [f"{MEGATRON}.pipeline_model_parallel_size=4", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048"]
+    assert main(words) == 0
+    (hint,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("hint: ")]
+    keys, now = re.match(r"hint: (.*) would balance the stages: update ([0-9.]+) s instead of ", hint).groups()
+    assert (
+        keys == "actor.megatron.num_layers_in_first_pipeline_stage=7 actor.megatron.num_layers_in_last_pipeline_stage=7"
+    )
+    assert main([*words, *(f"actor_rollout_ref.{key}" for key in keys.split())]) == 0
+    out = capsys.readouterr().out
+    assert "hint" not in out and f"{float(now):.1f} s" in str(_cells(out))
+    assert main(words[:-2]) == 0  # without stages there is nothing to split
+    assert "hint" not in capsys.readouterr().out
+
+
 def _cells(out: str) -> list[list[str]]:
     """The cells of all tables' rows; a column that is too narrow ends its text with "…"."""
     lines = (re.split("[│┃]", line)[1:-1] for line in out.splitlines())
@@ -184,6 +222,14 @@ def test_a_model_that_does_not_fit(llama: str, capsys: pytest.CaptureFixture[str
                 "critic.megatron.pipeline_model_parallel_size=4",
             ],
             "critic: pipeline_model_parallel_size = 4 is more than the model's 2 layers",
+        ),
+        (
+            ["algorithm.adv_estimator=gae", "critic.megatron.pipeline_model_parallel_layout=Et|t|L"],
+            "critic: pipeline_model_parallel_layout = Et|t|L has 3 stages; write pipeline_model_parallel_size = ",
+        ),
+        (
+            ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_layout=Et*9|L"],
+            "pipeline_model_parallel_layout = Et*9|L has 9 layers (t), and the model 2",
         ),
         (["algorithm.adv_estimator=gae", "critic.model.path=/nowhere"], "critic: model.path: no config.json in '/nowh"),
         (["data.max_response_length=200"], "data.max_prompt_length + data.max_response_length = 216 is more than the"),

@@ -7,14 +7,15 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from considered_jobs import GEMMA_3_1B, LLAMA_3_8B, QWEN3_235B, job
+from considered_jobs import GEMMA_3_1B, GLM_45_AIR, LLAMA_3_8B, QWEN3_235B, job, slowed, with_output
 
 from megarl.estimate.accelerator import H200
 from megarl.estimate.budget import CacheRoom
-from megarl.estimate.job import active_parameter_count, engine_elements, parameter_count
+from megarl.estimate.job import active_parameter_count, active_parameters, engine_elements, parameter_count
+from megarl.estimate.model import ModelJob
+from megarl.estimate.pipeline import bubble, imbalance, stage_flops
 from megarl.estimate.prediction import (
     Lengths,
-    bubble,
     forward_flops,
     forward_seconds,
     generation_seconds,
@@ -23,10 +24,14 @@ from megarl.estimate.prediction import (
     reshard_seconds,
     step_seconds,
 )
+from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.reshard.traffic import Traffic
 
 LENGTHS = Lengths(prompt=1024, response=3072)
 ROOM = CacheRoom(bytes=10**11, tokens=10**7, sequences=1000)
+OUTPUT = 2 * 4096 * (128_256 + 1) * 4096
+"""FLOPs of Llama-3-8B's final norm and output layer for a sequence of 4096 tokens."""
+LAYERS = forward_flops(LLAMA_3_8B, 4096) - OUTPUT
 
 
 def test_the_reshard_of_an_8b_model_takes_what_its_bytes_take() -> None:
@@ -72,22 +77,46 @@ def test_flops_with_windows() -> None:
         assert forward_flops(GEMMA_3_1B, tokens) == weights + 2 * (22 * seen + 4 * tokens**2) * 4 * 256
 
 
-def test_the_fullest_stage_sets_the_pace() -> None:
-    """94 layers in four stages of at most 24: as slow as 96 would be."""
+def test_a_stage_has_its_layers_and_the_last_one_the_output() -> None:
+    """Of 46 layers the first is dense; the embedding only looks up."""
+    considered = job(GLM_45_AIR, gpus=8, tp=2, pp=4).actor
+    flops, active = stage_flops(considered, 4096), active_parameters(GLM_45_AIR)
+    output = 2 * 4096 * (151_552 + 1) * 4096
+    attention = GLM_45_AIR.layer(0).attention.flops(4096**2)
+    layer = {first: 2 * 4096 * active[first] + attention for first in (0, 1)}
+    assert flops == pytest.approx([layer[0] + 10 * layer[1], 12 * layer[1], 12 * layer[1], 11 * layer[1] + output])
+    assert sum(flops) == pytest.approx(forward_flops(GLM_45_AIR, 4096))
+    split = PipelineSplit(pipeline_model_parallel_layout="E|t*20|t*26|L")
+    other = stage_flops(replace(considered, layout=replace(considered.layout, split=split)), 4096)
+    assert other == pytest.approx([0, layer[0] + 19 * layer[1], 26 * layer[1], output])
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """94 layers in four stages: 23, 24, 24, and 23 with the output."""
     assert QWEN3_235B.num_layers == 94
     uneven, whole = (job(QWEN3_235B, gpus=8, tp=2, pp=pp, generation_tp=4) for pp in (4, 1))
-    batch = uneven.actor.forward_batch
-    waiting = bubble(uneven.actor, LENGTHS, batch, mini_batches=uneven.sequences // batch)
     seconds = [forward_seconds(one, one.actor, H200, LENGTHS) for one in (uneven, whole)]
-    assert seconds[0] * (1 - waiting) / seconds[1] == pytest.approx(96 / 94)
+    output = 2 * 4096 * (151_936 + 1) * 4096
+    layer = (forward_flops(QWEN3_235B, 4096) - output) / 94
+    # 512 sequences, two at a time on one data-parallel rank
+    waiting = slowed([23 * layer, 24 * layer, 24 * layer, 23 * layer + output], 256)
+    assert seconds[0] / seconds[1] == pytest.approx(waiting)
 
 
 def test_bubbles() -> None:
-    assert bubble(job(pp=1).actor, LENGTHS, 256) == 0
-    # 32 x 8 sequences over two ranks in micro-batches of two: 64, and one stage's wait
-    assert bubble(job().actor, LENGTHS, 256) == 1 / 65
-    assert bubble(job().actor, LENGTHS, 256, mini_batches=2) == 1 / 129
-    assert bubble(job(chunks=2).actor, LENGTHS, 256) == 1 / 129
+    assert bubble(job(pp=1).actor, 4096, 256) == 0
+    assert bubble(equal_stages(), 4096, 256) == pytest.approx(1 / 65, rel=1e-4)
+    # 32 x 8 sequences over two ranks in micro-batches of two: 64; then the first stage waits for the second
+    stages = with_output(2, LAYERS, OUTPUT)
+    assert bubble(job().actor, 4096, 256) == pytest.approx(1 - 1 / slowed(stages, 64))
+    assert bubble(job().actor, 4096, 256, mini_batches=2) == pytest.approx(1 - 1 / slowed(stages, 128))
+    assert bubble(job(chunks=2).actor, 4096, 256) == pytest.approx(1 - 1 / slowed(stages, 64, chunks=2))
+    assert imbalance(job().actor, 4096) == pytest.approx(1 - sum(stages) / 2 / stages[1])
+
+
+def equal_stages() -> ModelJob:
+    """With one output instead of a vocabulary, so that the last stage has hardly more to do."""
+    return replace(job().actor, arch=LLAMA_3_8B.with_scalar_output())
 
 
 def test_a_decode_step_reads_weights_and_keys() -> None:
@@ -118,8 +147,9 @@ def test_a_step() -> None:
     seconds = step_seconds(considered, H200, LENGTHS, ROOM, reshard_of_some_ranks(considered))
     assert list(seconds) == ["reshard", "generate", "log_probs", "ref", "update"]
     forward = 512 * forward_flops(LLAMA_3_8B, 4096) / (8 * 0.4 * 989e12)
-    assert seconds["log_probs"] == seconds["ref"] == pytest.approx(forward / (1 - 1 / 129))
-    assert seconds["update"] == pytest.approx(4 * forward / (1 - 1 / 65))
+    stages = with_output(2, LAYERS, OUTPUT)
+    assert seconds["log_probs"] == seconds["ref"] == pytest.approx(forward * slowed(stages, 128))
+    assert seconds["update"] == pytest.approx(4 * forward * slowed(stages, 64))
 
 
 def test_warnings() -> None:
@@ -129,7 +159,7 @@ def test_warnings() -> None:
         "generation TP16 spans nodes of 8 GPUs: every layer then waits for the network",
     ]
     (said,) = layout_warnings(job(pp=4, actor__ppo_mini_batch_size=1), LENGTHS, ROOM)
-    assert said.startswith("pipeline stages wait 43% of an update: 4 micro-batches for 4 stages; raise actor.ppo_mini")
+    assert said.startswith("pipeline stages wait 47% of an update: 4 micro-batches for 4 stages; raise actor.ppo_mini")
     (said,) = layout_warnings(job(gpus=128, generation_tp=1), LENGTHS, ROOM)
     assert said == "128 generation replicas share data.train_batch_size = 64 prompts: some have none"
     (said,) = layout_warnings(job(), LENGTHS, replace(ROOM, sequences=100))

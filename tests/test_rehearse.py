@@ -135,6 +135,16 @@ def test_every_recipe_has_a_small_run(tmp_path: Path, recipe: Path) -> None:
     assert again.model_dump() == small.config.model_dump()
 
 
+def test_stages_keep_the_layers_that_keys_give_them(tmp_path: Path) -> None:
+    recipe = ROOT / "configs" / "recipes" / "math_grpo_llama3_70b.yaml"
+    split = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_layout=Et*18|(t*21|)*2,t*20L"
+    config = load_config(str(recipe), [f"actor_rollout_ref.model.path={shape_of(recipe)}", split])
+    small = SmallRunMaker(next(layouts(config, None)), str(tmp_path / "small"), engine="native").make()
+    arch, layout = read_architecture(str(tmp_path / "small" / "policy")), train_layout(small.config)
+    assert layout.with_layers(arch.num_layers) == "TP8 x PP4 x DP2, 18 + 21 + 21 + 20 layers"
+    assert arch.hidden_size < 300 and load_config(small.file).model_dump() == small.config.model_dump()
+
+
 def test_rows_and_tokenizer_that_are_here_are_taken(tmp_path: Path) -> None:
     """The shortest rows, in files of the same names."""
     config = load_config(str(write_run(tmp_path, trainer__logger=["wandb"])))

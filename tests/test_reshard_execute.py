@@ -18,6 +18,7 @@ from megarl.models.architecture import Architecture
 from megarl.models.parameter_names import ParameterNames
 from megarl.models.weights import EMBEDDING, FINAL_NORM
 from megarl.parallel.layout import GenerationLayout, TrainLayout
+from megarl.parallel.pipeline_split import BALANCED, PipelineSplit
 from megarl.reshard.execute import Resharder
 from megarl.reshard.plan import Piece, Transform, plan_reshard
 from megarl.reshard.sides import engine_side, training_side
@@ -129,15 +130,25 @@ def test_the_engine_gets_the_logical_tensors(ranks: Ranks, world: int, tp: int, 
             assert not any(received)
 
 
-def reshard_interleaved() -> None:
-    train = TrainLayout(ranks=range(2), pp=2, chunks=2)
-    world = build(architecture(num_layers=8), train, 2, bucket_bytes=4096)
+def reshard_split(pp: int, chunks: int, split: PipelineSplit) -> None:
+    train = TrainLayout(ranks=range(pp), pp=pp, chunks=chunks, split=split)
+    world = build(architecture(num_layers=8), train, pp, bucket_bytes=4096)
     world.resharder.run()
     world.check()
+    verify(world.resharder)
 
 
-def test_interleaved_pipeline(ranks: Ranks) -> None:
-    ranks.run(2, reshard_interleaved)
+@pytest.mark.parametrize(
+    ("pp", "chunks", "split"),
+    [
+        (2, 2, BALANCED),
+        (2, 1, PipelineSplit(num_layers_in_last_pipeline_stage=1)),
+        (2, 2, PipelineSplit(pipeline_model_parallel_layout="E|t*5|t|ttL")),
+        (4, 1, PipelineSplit(pipeline_model_parallel_layout="E|t*7|t|L")),
+    ],
+)
+def test_pipelines_of_any_split(ranks: Ranks, pp: int, chunks: int, split: PipelineSplit) -> None:
+    ranks.run(pp, reshard_split, pp, chunks, split)
 
 
 def reshard_disjoint(tp: int, pp: int, generation_tp: int) -> None:

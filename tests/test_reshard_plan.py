@@ -8,7 +8,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from megarl.models.placements import Placement
 from megarl.models.tensors import Box, intersect, volume
 from megarl.models.weights import EMBEDDING, OUTPUT, logical_tensors
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
+from megarl.parallel.pipeline_split import PipelineSplit, written
 from megarl.reshard.plan import Piece, Plan, choose_sources, plan_reshard
 from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.sides import Side, engine_side, training_side
@@ -98,6 +99,13 @@ def cases(draw: st.DrawFn) -> Case:
         arch = replace(arch, layers=tuple((replace(layer, attention=latent), n) for layer, n in arch.layers))
     if arch.moe is None:
         train = replace(train, ep=1, etp=None)
+    parts = pp * chunks
+    if parts > 1 and draw(st.booleans()):  # any split; the embedding and the loss may be alone
+        ends = st.integers(0, arch.num_layers - parts + 2)
+        cuts = sorted(draw(st.lists(ends, min_size=parts - 1, max_size=parts - 1)))
+        counts = [after - before for before, after in pairwise([0, *cuts, arch.num_layers - parts + 2])]
+        counts[1:-1] = [1 + count for count in counts[1:-1]]
+        train = replace(train, split=PipelineSplit(pipeline_model_parallel_layout=written(counts)))
     arch.check_training(train, sequence_parallel=True)
     arch.check_generation(tp=generation_tp)
     stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1

@@ -21,6 +21,7 @@ from megarl.models.parts.rotary import Yarn
 from megarl.models.parts.stacked_experts import StackedExperts
 from megarl.models.parts.swiglu import SwiGLU
 from megarl.parallel.layout import TrainLayout
+from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.parallel.world import World
 from megarl.roles.passes import MiniBatch
 from megarl.types import Batch, batch_of
@@ -105,7 +106,7 @@ SEQUENCES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A training layout and how micro-batches are made."""
+    """A training layout, whose stages a `pipeline_model_parallel_layout` may name, and how micro-batches are made."""
 
     tp: int = 1
     pp: int = 1
@@ -114,6 +115,7 @@ class Case:
     gen_tp: int = 1
     ep: int = 1
     etp: int | None = None
+    split: str = ""
     sequence_parallel: bool = False
     packed: bool = True
     config: dict[str, Any] = field(default_factory=dict)
@@ -124,7 +126,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        tags = [f"x{self.chunks}" * (self.chunks > 1), "sp" * self.sequence_parallel, "padded" * (not self.packed)]
+        tags = [
+            f"x{self.chunks}" * (self.chunks > 1),
+            self.split,
+            "sp" * self.sequence_parallel,
+            "padded" * (not self.packed),
+        ]
         experts = f"ep{self.ep}" + (f"x{self.etp}" if self.etp else "") if self.ep > 1 or self.etp else ""
         return "-".join([f"{self.tp}{self.pp}{self.dp}", *filter(None, [experts, *tags])])
 
@@ -205,7 +212,8 @@ def beside(
 
 def layout_of(case: Case) -> TrainLayout:
     ranks = range(dist.get_world_size())
-    return TrainLayout(ranks=ranks, tp=case.tp, pp=case.pp, chunks=case.chunks, ep=case.ep, etp=case.etp)
+    split = PipelineSplit(pipeline_model_parallel_layout=case.split)
+    return TrainLayout(ranks=ranks, tp=case.tp, pp=case.pp, chunks=case.chunks, ep=case.ep, etp=case.etp, split=split)
 
 
 def _model_in(

@@ -18,6 +18,7 @@ from rich.table import Table
 from megarl.cli.words import add_config
 from megarl.config import load_config
 from megarl.estimate.accelerator import ACCELERATORS, H200, Accelerator
+from megarl.estimate.better_split import better_split
 from megarl.estimate.budget import CacheRoom, StageBudget, budget, cache_room
 from megarl.estimate.budget_table import predicted_table, size
 from megarl.estimate.fit import RESERVE, what_does_not_fit, what_leaves_little, what_may_not_fit
@@ -84,7 +85,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     )
     traffic = reshard_of_some_ranks(job)
     cache = cache_room(job, accelerator) if job.generates else None
-    stages = budget(job, accelerator, moved=most_received(job, traffic))
+    moved = most_received(job, traffic)
+    stages = budget(job, accelerator, moved=moved)
 
     console = plain_console()
     console.print(_headline(job))
@@ -104,6 +106,8 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         console.print(f"does not fit: {line}")
     for line in [] if too_much else what_may_not_fit(job, accelerator, stages):
         console.print(f"warning: if the estimates are right, {line}")
+    if better := better_split(job, accelerator, lengths, stages, moved=moved):
+        console.print(f"hint: {better}")
     for line in what_leaves_little(job, accelerator, stages):
         console.print(f"warning: {line}")
     return 1 if too_much else 0
@@ -150,8 +154,8 @@ def _accelerator(args: argparse.Namespace, dtype: str) -> Accelerator:
 
 
 def _headline(job: Job) -> str:
-    train, generation = job.train, job.generation
-    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {train.size} GPUs"
+    train, generation = job.train.with_layers(job.arch.num_layers), job.generation
+    model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {job.train.size} GPUs"
     if not job.generates:
         return f"{model}: training {train}, {job.sequences} sequences a step"
     return (

@@ -175,7 +175,7 @@ def _rehearsed_table(config: Config, arch: Architecture, small: SmallRun, acts: 
     little = read_architecture(small.config.actor_rollout_ref.model.path)
     pairs = [(config, arch), (small.config, little)]
     rows = {
-        "training": [f"{train_layout(c)}" for c, _ in pairs],
+        "training": [train_layout(c).with_layers(a.num_layers) for c, a in pairs],
         "model": [f"{a.family}, {a.num_layers} layers of width {a.hidden_size}" for _, a in pairs],
         "vocabulary": [f"{a.vocab_size}" for _, a in pairs],
         "tokens": [f"{c.data.max_prompt_length} + {c.data.max_response_length}" for c, _ in pairs],

@@ -62,6 +62,24 @@ class MegatronConfig(Section):
     virtual_pipeline_model_parallel_size: Size | None = Field(
         None, ge=2, description="model chunks per stage; 2 or more uses the interleaved schedule"
     )
+    num_layers_in_first_pipeline_stage: Size | None = Field(
+        None, ge=1, description="layers of the first stage; default: stages differ by a layer at most"
+    )
+    num_layers_in_last_pipeline_stage: Size | None = Field(
+        None, ge=1, description="layers of the last stage; stages whose layers are not set have equally many"
+    )
+    account_for_embedding_in_pipeline_split: bool = Field(
+        False, description="count the embedding as a layer: the first stage has one layer fewer than those between"
+    )
+    account_for_loss_in_pipeline_split: bool = Field(
+        False, description="count the output layer and the loss as a layer: the last stage has one layer fewer"
+    )
+    pipeline_model_parallel_layout: str = Field(
+        "",
+        description="what each stage holds, in the place of the four keys above: Et*3|(tt|)*29L is the embedding (E) "
+        "and 3 layers (t), 29 stages of 2 layers, and the loss (L); twice as many stages as "
+        "pipeline_model_parallel_size are 2 chunks for each",
+    )
     expert_model_parallel_size: Size = Field(
         1, ge=1, description="ranks over which the experts of a layer are dealt out; data-parallel ranks are among them"
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megarl.config import Config
 from megarl.data.formats import SEQUENCES
@@ -169,20 +171,31 @@ def parameter_count(arch: Architecture) -> int:
 
 def active_parameter_count(arch: Architecture) -> int:
     """Count the elements that multiply a token: only its own experts, and not the embedding that it looks up."""
-    times = repetitions(arch)
-    if arch.moe:
-        times = Repetitions(layers=times.layers, experts={0: arch.moe.experts_per_token})
-    chosen = arch.moe.experts_per_token if arch.moe else 0
-    whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
-    placements = training_placements(arch, whole, 0, layers=times.layers, experts=times.experts)
+    active = active_parameters(arch)
+    return sum(count * active[first] for first, count in repetitions(arch).layers.items()) + active[None]
 
-    def active(place: Placement) -> bool:
+
+@cache
+def active_parameters(arch: Architecture) -> Counter[int | None]:
+    """Count the elements that multiply a token in the first layer of each run of equal layers, by its number.
+
+    Those of the output are under None.
+    """
+    experts = {0: arch.moe.experts_per_token} if arch.moe else repetitions(arch).experts
+    once = Repetitions(layers=dict.fromkeys(arch.firsts, 1), experts=experts)
+    whole = TrainLayout(ranks=range(1))  # no engine has a scalar output
+    chosen = arch.moe.experts_per_token if arch.moe else 0
+
+    def multiplies(place: Placement) -> bool:
         """Leave the embedding out, and of stacked experts all but the first few."""
         if of_experts(place.tensor) and expert_of(place.tensor) is None:
             return place.box[0][1] <= chosen
         return place.tensor != EMBEDDING or arch.tied
 
-    return _elements(filter(active, placements), times)
+    active: Counter[int | None] = Counter()
+    for place in filter(multiplies, training_placements(arch, whole, 0, layers=once.layers, experts=once.experts)):
+        active[layer_of(place.tensor)] += _elements([place], once)
+    return active
 
 
 def expert_elements(arch: Architecture) -> int:

@@ -131,21 +131,24 @@ def layers_in_flight(model: ModelJob, stage: int) -> int:
 def forward_and_backward(model: ModelJob, stage: int) -> Items:
     """Count what an update holds beside the state."""
     assert model.mini_batch is not None, "a model that is only read has no update"
-    alive, layer = layers_in_flight(model, stage), _layer(model)
+    alive, layer = layers_in_flight(model, stage), _layer(model, stage)
     if model.config.actor_rollout_ref.model.enable_gradient_checkpointing:
         # every layer's input, and all of the layer that is being recomputed
         kept = alive * model.arch.hidden_size / (model.layout.tp if model.sequence_parallel else 1) + layer
     else:
         kept = alive * layer
-    return _pass(model, stage, model.mini_batch, kept)
+    return _pass(model, stage, model.mini_batch, max(kept, layer))
 
 
 def forward(model: ModelJob, stage: int) -> Items:
     """Count what a pass without gradients holds beside the state: one layer's activations at a time."""
-    return _pass(model, stage, model.forward_batch, _layer(model))
+    return _pass(model, stage, model.forward_batch, _layer(model, stage))
 
 
-def _layer(model: ModelJob) -> float:
+def _layer(model: ModelJob, stage: int) -> float:
+    """Count the elements per token of a layer's activations; embedding and loss alone keep one hidden state."""
+    if model.layout.layers_of_stage(model.arch.num_layers, stage) == 0:
+        return model.arch.hidden_size
     return layer_activations(model.arch, tp=model.layout.tp, sequence_parallel=model.sequence_parallel)
 
 

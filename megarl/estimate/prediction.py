@@ -22,6 +22,7 @@ from megarl.estimate.job import (
     shared_of_first_layers,
 )
 from megarl.estimate.model import ModelJob
+from megarl.estimate.pipeline import bubble, imbalance
 from megarl.models.architecture import Architecture
 from megarl.models.sizes import attention_flops
 from megarl.phases import Phase
@@ -102,21 +103,9 @@ def flops_of_sequences(arch: Architecture, parameters: int, tokens: float, squar
     return 2 * parameters * tokens + attention_flops(arch, tokens, squares)
 
 
-def bubble(model: ModelJob, lengths: Lengths, sequences: int, mini_batches: int = 1) -> float:
-    """Predict the part of a pipelined pass in which a stage waits: (pp - 1) / (chunks m + pp - 1) with m micro-batches
-    (arXiv 2104.04473, section 2.2).
-
-    Args:
-        sequences: of a mini-batch, over all ranks.
-        mini_batches: that go through the pipeline without a pause.
-    """
-    idle, chunks = model.layout.pp - 1, model.layout.chunks
-    return idle / (chunks * mini_batches * model.micro_batches(sequences, lengths.total) + idle)
-
-
 def forward_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
     """Predict the seconds of a forward pass over all sequences of a step."""
-    waiting = bubble(model, lengths, model.forward_batch, mini_batches=job.sequences // model.forward_batch)
+    waiting = bubble(model, lengths.total, model.forward_batch, mini_batches=job.sequences // model.forward_batch)
     return _busy_seconds(job, model, accelerator, lengths) / (1 - waiting)
 
 
@@ -124,17 +113,15 @@ def update_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths:
     """Predict a model's optimizer steps: each sequence forward, backward (twice that), and forward if recomputed."""
     assert model.mini_batch is not None, "a model that is only read has no update"
     passes = model.epochs * (4 if job.config.actor_rollout_ref.model.enable_gradient_checkpointing else 3)
-    waiting = bubble(model, lengths, model.mini_batch)
+    waiting = bubble(model, lengths.total, model.mini_batch)
     return passes * _busy_seconds(job, model, accelerator, lengths) / (1 - waiting)
 
 
 def _busy_seconds(job: Job, model: ModelJob, accelerator: Accelerator, lengths: Lengths) -> float:
     """Predict the seconds that a layout needs for the FLOPs of a forward pass over all sequences of a step, bubbles not
-    counted. A pipeline is as fast as the stage with the most layers."""
-    layout, layers = model.layout, model.arch.num_layers
+    counted."""
     flops = job.sequences * forward_flops(model.arch, lengths.total)
-    most = max(layout.layers_of_stage(layers, stage) for stage in range(layout.pp))
-    return flops * (most * layout.pp / layers) / (layout.size * _flops(job, accelerator))
+    return flops / (model.layout.size * _flops(job, accelerator))
 
 
 def generation_seconds(job: Job, accelerator: Accelerator, lengths: Lengths, cache: CacheRoom) -> float:
@@ -227,8 +214,8 @@ def layout_warnings(job: Job, lengths: Lengths, cache: CacheRoom | None) -> list
 
 def _pipeline_warnings(model: ModelJob, lengths: Lengths) -> Iterator[str]:
     sequences, stages = model.mini_batch or model.forward_batch, model.layout.pp
-    waiting = bubble(model, lengths, sequences)
-    if waiting <= MOST_BUBBLE:
+    waiting = bubble(model, lengths.total, sequences)
+    if waiting - imbalance(model, lengths.total) <= MOST_BUBBLE:  # more micro-batches do not help against the latter
         return
     whose = "" if model.role == "actor" else f" of the {model.name}"
     work, larger = f"a pass{whose}", ""

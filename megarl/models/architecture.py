@@ -142,10 +142,7 @@ class Architecture:
                 part.check_training(layout, sequence_parallel=sequence_parallel)
         if self.moe is None and (layout.ep > 1 or layout.expert_tp != layout.tp):
             raise ValueError("expert_model_parallel_size and expert_tensor_parallel_size: the model has no experts")
-        if self.num_layers < (chunks := layout.pp * layout.chunks):
-            virtual = " x virtual_pipeline_model_parallel_size" if layout.chunks > 1 else ""
-            what = f"pipeline_model_parallel_size{virtual}"
-            raise ValueError(f"{what} = {chunks} is more than the model's {self.num_layers} layers")
+        layout.all_layers(self.num_layers)
 
     def check_generation(self, *, tp: int) -> None:
         """Raises ValueError with what to change if the generation layout cannot hold this model."""

@@ -146,8 +146,9 @@ def transformer_fields(
         overlap_p2p_comm=layout.chunks > 1,
         batch_p2p_comm=layout.chunks == 1,
     )
-    if arch.num_layers % (layout.pp * layout.chunks):
-        fields |= dict(pipeline_model_parallel_layout=_uneven_stages(layout.all_layers(arch.num_layers)))
+    chunks = layout.all_layers(arch.num_layers)
+    if len(set(map(len, chunks))) > 1:
+        fields |= dict(pipeline_model_parallel_layout=_uneven_stages(chunks))
     for layer in arch.kinds:
         fields |= layer.megatron_fields()
     fields |= _activation(fields.get("activation_func", "silu"), on_gpu)

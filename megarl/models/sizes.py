@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.models.architecture import Architecture
+from megarl.models.architecture import Architecture, Layer
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 """Bytes of an element by `actor_rollout_ref.model.dtype`."""
@@ -70,11 +70,13 @@ def attention_flops(arch: Architecture, tokens: float, squares: float) -> float:
     Args:
         tokens, squares: sums of the sequences' lengths and of their squares.
     """
-    windows = ((layer.attention, count, layer.attention.sliding_window) for layer, count in arch.layers)
-    return sum(
-        count * attention.flops(min(squares, 2 * window * tokens) if window else squares)
-        for attention, count, window in windows
-    )
+    return sum(count * layer_attention_flops(layer, tokens, squares) for layer, count in arch.layers)
+
+
+def layer_attention_flops(layer: Layer, tokens: float, squares: float) -> float:
+    """Count those of one layer."""
+    window = layer.attention.sliding_window
+    return layer.attention.flops(min(squares, 2 * window * tokens) if window else squares)
 
 
 def prefill_activations(arch: Architecture, *, tp: int) -> int:

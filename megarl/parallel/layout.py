@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from megarl.parallel.pipeline_split import BALANCED, PipelineSplit
 
 
 def dealt_out(count: int, parts: int) -> list[range]:
@@ -39,6 +42,7 @@ class TrainLayout:
         ranks: the job's ranks that hold the models of this layout.
         tp, pp, cp: tensor, pipeline and context parallel sizes.
         chunks: model chunks per pipeline stage (virtual pipeline size); 1 is the plain 1F1B schedule.
+        split: how many layers the stages have.
         ep: ranks over which the experts of a layer are dealt out.
         etp: ranks that share each expert; None: tp.
     """
@@ -50,6 +54,7 @@ class TrainLayout:
     chunks: int = 1
     ep: int = 1
     etp: int | None = None
+    split: PipelineSplit = BALANCED
 
     def __post_init__(self) -> None:
         if self.size % (self.tp * self.pp * self.cp):
@@ -126,24 +131,27 @@ class TrainLayout:
         ]
 
     def layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
-        """Number the layers in a model chunk, over the whole model (interleaved, arXiv 2104.04473 section 2.2).
-
-        Where the chunks cannot have equally many, some have one more: not the last one, which has the output layer as
-        well, but those right before it, whose stages keep the activations of the fewest micro-batches.
-        """
-        place, parts = chunk * self.pp + pp, self.pp * self.chunks
-        least, more = divmod(num_layers, parts)
-        one_more = range(parts - 1 - more, parts - 1)
-        first = place * least + len(range(one_more.start, min(place, one_more.stop)))
-        return range(first, first + least + (place in one_more))
+        """Number the layers in a model chunk, over the whole model (interleaved, arXiv 2104.04473 section 2.2)."""
+        return self.all_layers(num_layers)[chunk * self.pp + pp]
 
     def all_layers(self, num_layers: int) -> list[range]:
-        """List the `layers` of every model chunk, in the order of the model."""
-        return [self.layers(num_layers, pp, chunk) for chunk in range(self.chunks) for pp in range(self.pp)]
+        """List the `layers` of every model chunk, in the order of the model.
+
+        Raises:
+            ValueError: they do not go into the stages.
+        """
+        counts = self.split.layers_of_chunks(num_layers, pp=self.pp, chunks=self.chunks)
+        assert len(counts) == self.pp * self.chunks, "a layout has the chunks of its split"
+        return [range(first, after) for first, after in pairwise([0, *accumulate(counts)])]
 
     def layers_of_stage(self, num_layers: int, pp: int) -> int:
         """Count the layers of all of a stage's model chunks."""
         return sum(len(self.layers(num_layers, pp, chunk)) for chunk in range(self.chunks))
+
+    def with_layers(self, num_layers: int) -> str:
+        """Write the layout and, where stages are not equal, their layers: "TP8 x PP3 x DP2, 12 + 14 + 12 layers"."""
+        counts = [self.layers_of_stage(num_layers, stage) for stage in range(self.pp)]
+        return f"{self}, {' + '.join(map(str, counts))} layers" if len(set(counts)) > 1 else str(self)
 
     def is_first(self, pp: int, chunk: int) -> bool:
         """Say whether the chunk starts the model (holds the embedding)."""

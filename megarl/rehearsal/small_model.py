@@ -32,13 +32,13 @@ class Splits:
 
     Attributes:
         tensor: tensor-parallel sizes, of training, of its experts and of generation.
-        chunks: parts of the pipeline, at most.
+        chunks: parts of the pipeline, at most; None: keys say how many layers each has, so all layers stay.
         sequence_parallel: whether a layout splits norms along the sequence.
         experts: parts into which the experts are dealt out, over all layouts.
     """
 
     tensor: frozenset[int]
-    chunks: int
+    chunks: int | None
     sequence_parallel: bool
     experts: int = 1
 
@@ -89,8 +89,10 @@ def _some_of_each(types: list[str], count: int) -> list[str]:
     return [*first[:-1], others[0]] if others else first
 
 
-def _layers(layers: int, chunks: int) -> int:
+def _layers(layers: int, chunks: int | None) -> int:
     """Count 2 layers, or as few as there are chunks, and one more where chunks of the real model differ by a layer."""
+    if chunks is None:
+        return layers
     return min(layers, max(2, chunks + (layers % chunks > 0)))
 
 

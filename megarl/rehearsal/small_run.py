@@ -116,7 +116,7 @@ class SmallRunMaker:
         layouts = [train_layout(config, section.megatron) for section in sections]
         return Splits(
             tensor=frozenset({generation_layout(config).tp, *(n for at in layouts for n in (at.tp, at.expert_tp))}),
-            chunks=max(layout.pp * layout.chunks for layout in layouts),
+            chunks=None if any(at.split for at in layouts) else max(at.pp * at.chunks for at in layouts),
             sequence_parallel=any(section.megatron.sequence_parallel for section in sections),
             experts=math.lcm(*(layout.ep for layout in layouts)),
         )

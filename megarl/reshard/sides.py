@@ -46,7 +46,10 @@ class Side:
 def training_runs(arch: Architecture, layout: TrainLayout) -> Runs:
     """List the layers and experts that are alike on every rank of a training layout."""
     experts = dealt_out(arch.moe.num_experts, layout.ep) if arch.moe else []
-    return Runs(layers=layout.all_layers(arch.num_layers), experts=experts)
+    layers = [
+        chunk for chunk in layout.all_layers(arch.num_layers) if chunk
+    ]  # some hold the embedding or the loss alone
+    return Runs(layers=layers, experts=experts)
 
 
 def training_side(arch: Architecture, layout: TrainLayout, names: ParameterNames) -> Side:

@@ -6,6 +6,7 @@ from megarl.config import Config
 from megarl.config.policy import MegatronConfig
 from megarl.flow_kinds import generates
 from megarl.parallel.layout import GenerationLayout, TrainLayout, closest_stride
+from megarl.parallel.pipeline_split import PipelineSplit
 from megarl.rollout.kinds import engine_kind
 
 
@@ -13,16 +14,29 @@ def train_layout(config: Config, megatron: MegatronConfig | None = None) -> Trai
     """Return the training layout of the actor, or of the model with other Megatron keys.
 
     Raises:
-        ValueError: the ranks cannot be split that way.
+        ValueError: the ranks cannot be split that way, or keys of the pipeline contradict each other.
     """
     megatron = megatron or config.actor_rollout_ref.actor.megatron
+    split = split_of(megatron)
     return TrainLayout(
         ranks=range(config.trainer.world_size),
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,
-        chunks=megatron.virtual_pipeline_model_parallel_size or 1,
+        chunks=split.chunks(megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size),
         ep=megatron.expert_model_parallel_size,
         etp=megatron.expert_tensor_parallel_size,
+        split=split,
+    )
+
+
+def split_of(megatron: MegatronConfig) -> PipelineSplit:
+    """Return how a model's keys divide its layers; raises ValueError for keys that contradict each other."""
+    return PipelineSplit(
+        num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
+        account_for_embedding_in_pipeline_split=megatron.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=megatron.account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=megatron.pipeline_model_parallel_layout,
     )
 
 

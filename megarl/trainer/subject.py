@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megarl.checkpoint.folder import STATE_FILE, check_whole, checkpoints, read_state
 from megarl.checkpoint.huggingface_folder import CONFIG
@@ -17,6 +17,7 @@ from megarl.checkpoint.megatron_lm import TRACKER, is_megatron_lm, newest_iterat
 from megarl.config import Config, build_config, load_config
 from megarl.config.load import CONFIG_FILE
 from megarl.hub import HubModel, hub_model
+from megarl.parallel.pipeline_split import BALANCED
 from megarl.trainer.resuming.best import best_checkpoint
 
 USUAL_CONTEXT = 4096
@@ -193,6 +194,7 @@ def answering_config(
         "pipeline_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
         "sequence_parallel": False,
+        **asdict(BALANCED),
     }
     return build_config(tree)
 

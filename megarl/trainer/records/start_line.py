@@ -14,7 +14,7 @@ from megarl.trainer.layouts import generation_layout, train_layout
 def start_line(inputs: Inputs, world: World, trained: Sequence[TrainedModel], generations: Sequence[Generation]) -> str:
     """Write the first line of a run, when everything is built that the first loop needs."""
     train, engine = train_layout(inputs.config), generation_layout(inputs.config)
-    layouts = f"training {train}"
+    layouts = f"training {train.with_layers(inputs.arch.num_layers)}"
     if generations:
         layouts += f", generation TP{engine.tp} x {engine.replicas} replicas"
     parts = [f"{layouts} on {train.size} {world.device.type} ranks"]
