@@ -104,7 +104,7 @@ class CausalAttention(torch.nn.Module):
 
     @property
     def rule(self) -> dict[str, Any]:
-        """What `packed_attention` and `padded_attention` are told of the layer."""
+        """Give `packed_attention` and `padded_attention` what they need to know of the layer."""
         return {"scale": self.scale}
 
 

@@ -141,18 +141,10 @@ def attend(
     out = torch.empty_like(q)
     part, largest, total = _room_for_parts(q, splits)
     sizes = dict(DIM=dim, DIM_2=max(triton.next_power_of_2(dim), 16), SPLITS=splits)
+    read = (q, keys, values, tables, slots, positions, q if sinks is None else sinks)  # without sinks it is not read
     _attend[(rows, kv_heads, splits)](
-        q,
-        keys,
-        values,
-        tables,
-        slots,
-        positions,
-        q if sinks is None else sinks,  # any tensor: it is not read
-        out,
-        part,
-        largest,
-        total,
+        *read,
+        *(out, part, largest, total),
         math.log2(math.e) * (1 / math.sqrt(dim) if scale is None else scale),
         longest if window is None else window,
         tables.stride(0),
@@ -281,7 +273,6 @@ def _attend(
     tokens = tl.cdiv(tl.cdiv(length - before, TILE), SPLITS) * TILE
     first = before + split * tokens
     last = tl.minimum(first + tokens, length)
-
     member, column, step = tl.arange(0, GROUP_2), tl.arange(0, DIM_2), tl.arange(0, TILE)
     inside = (member < GROUP)[:, None] & (column < DIM)[None, :]
     head = (row * KV_HEADS + kv_head) * GROUP + member
