@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it where it is first imported, by whatever test
@@ -22,6 +23,8 @@ from run_cases import run_here
 from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run
 
 ROOT = Path(__file__).parents[1]
+settings.register_profile("busy machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
+settings.load_profile("busy machine")
 
 
 def pytest_collection_finish() -> None:

@@ -109,6 +109,7 @@ def test_stages_may_have_any_layers(ranks: Ranks, plain_of_seven: list[tuple[flo
             assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_80_layers_on_6_stages(ranks: Ranks) -> None:
     """Of Llama-3-70B's number; 12 with the embedding, 12 with the loss, and 14 on each stage between."""
     deep = changed(ARCH, num_layers=80, output="lm")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import pytest
 from ranks import Ranks
+from selection import quick
 from training_cases import (
     ARCH,
     LATENT,
@@ -143,7 +144,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("arch", [SOME_WITH_EXPERTS, LATENT], ids=lambda arch: arch.family)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
 def test_engine_log_probs_with_layers_of_two_kinds(
     ranks: Ranks, dtype: Literal["float32", "bfloat16"], arch: Architecture
 ) -> None:
@@ -156,7 +157,7 @@ def test_engine_log_probs_with_layers_of_two_kinds(
     assert len(responses) == 1 or dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
 def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
     """Responses are longer than the windows, and the reshard shares, moves and rounds nothing."""
     cases = [
@@ -172,7 +173,7 @@ def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "
     assert len(responses) == 1 or dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(["float32", "bfloat16"], 0))
 def test_engine_log_probs_with_sinks(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
     """The engine has the experts of a layer in one tensor, and training each in its own."""
     cases = [
