@@ -117,6 +117,7 @@ def test_keys_mean_what_they_mean_in_megatron_core(pp: int, chunks: int) -> None
         ({LAYOUT: "Ett|tt"}, "end with L in the last"),
         ({LAYOUT: "Ett||ttL"}, "stage 2 of 3 holds nothing"),
         ({LAYOUT: "E(t*9999999|)*2L"}, "repeats a part more than 9,999 times"),
+        ({LAYOUT: "E(t*9999|)*9999L"}, "has more than a million layers"),
     ],
 )
 def test_keys_that_contradict_each_other(keys: dict[str, Any], said: str) -> None:

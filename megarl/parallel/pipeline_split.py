@@ -173,6 +173,8 @@ def spelt_out(layout: str) -> list[str]:
     if re.search(r"\*\d{5}", text):
         raise ValueError(f"{key} repeats a part more than 9,999 times")
     for pattern in _REPEATED:
+        if sum(len(part) * int(times) for part, times in re.findall(pattern, text)) > 10**6:
+            raise ValueError(f"{key} has more than a million layers")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     if unknown := sorted(set(text) - set("EtLm|")):
         raise ValueError(f"{key} has '{unknown[0]}'; write E (embedding), t (layer), L (loss), | and *number")
