@@ -80,11 +80,16 @@ def _torch_layer(kind: Layer) -> ModuleSpec:
     parts = module.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if isinstance(kind.mlp, StackedExperts):
-        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+        _submodules(_submodules(parts.mlp).experts).linear_fc2 = ExpertOutput
     if kind.output_norms:
         module.module = LayerWithOutputNorms
     _SET_ATTENTION[type(kind.attention)](parts.self_attention, kind.attention)
     return module
+
+
+def _submodules(spec: Any) -> Any:
+    """Find the submodules that a spec names; Megatron-Core 0.19 has partial functions for some specs."""
+    return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]
 
 
 def transformer_engine_layers(arch: Architecture) -> LayerSpec:
