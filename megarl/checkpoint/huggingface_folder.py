@@ -57,7 +57,7 @@ def check_weights(folder: str, arch: Architecture) -> None:
         del tensors[SCORE]
         stored.pop(OUTPUT, None)
     _refuse(folder, "the files lack", (name for name in tensors if name not in stored))
-    further = further_entries(folder, arch)
+    further = _of_further_layers(stored, folder, arch)
     unknown = (name for name in stored if name not in tensors and not _COMPUTED.search(name))
     _refuse(folder, "the architecture has no", (name for name in unknown if name not in further))
     entries = {name: stored[name] for name in tensors}
@@ -79,10 +79,15 @@ def check_weights(folder: str, arch: Architecture) -> None:
 
 def further_entries(folder: str, arch: Architecture) -> dict[str, Entry]:
     """List the tensors of a folder's layers for multi-token prediction by name; none where it has no weights."""
-    prefixes = tuple(layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder))))
-    if not prefixes or not any(os.path.isfile(os.path.join(folder, name)) for name in (INDEX, SINGLE)):
+    has_weights = any(os.path.isfile(os.path.join(folder, name)) for name in (INDEX, SINGLE))
+    if not has_weights or not _further_layers(read_config(folder)):
         return {}
-    return {name: entry for name, entry in weight_entries(folder).items() if name.startswith(prefixes)}
+    return _of_further_layers(weight_entries(folder), folder, arch)
+
+
+def _of_further_layers(entries: Mapping[str, Entry], folder: str, arch: Architecture) -> dict[str, Entry]:
+    prefixes = tuple(layer_prefix(arch.num_layers + i) for i in range(_further_layers(read_config(folder))))
+    return {name: entry for name, entry in entries.items() if name.startswith(prefixes)}
 
 
 def further_layers_remark(folder: str, *, exports: bool = True) -> list[str]:

@@ -87,6 +87,7 @@ class CausalAttention(torch.nn.Module):
     ) -> Tensor:
         """Attend: query [tokens, heads, dim] packed or [length, batch, heads, dim] -> the same, heads * dim last."""
         assert attention_mask is None and attention_bias is None, "causal masks only"
+        query, key = self.rotated(query, key, packed_seq_params)
         if packed_seq_params is None:
             out = padded_attention(*(x.transpose(0, 1) for x in (query, key, value)), **self.rule)
             return out.transpose(0, 1).flatten(2)
@@ -101,6 +102,10 @@ class CausalAttention(torch.nn.Module):
             **self.rule,
         )
         return out.flatten(1)
+
+    def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
+        """Rotate queries and keys that are not rotated yet."""
+        return query, key
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -141,20 +146,10 @@ class TorchAttention(CausalAttention):
         """See `CausalAttention.rule`."""
         return dict(window=self.attention.sliding_window, scale=self.attention.softmax_scale, sinks=self.sinks)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSequences | None = None,
-    ) -> Tensor:
-        """Rotate and attend, see `CausalAttention.forward`."""
-        cos_sin = cos_sin_of(self.attention, query, packed_seq_params)
-        query, key = rotate(query, cos_sin), rotate(key, cos_sin)
-        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+    def rotated(self, query: Tensor, key: Tensor, packed: PackedSequences | None) -> tuple[Tensor, Tensor]:
+        """See `CausalAttention.rotated`."""
+        cos_sin = cos_sin_of(self.attention, query, packed)
+        return rotate(query, cos_sin), rotate(key, cos_sin)
 
 
 def cos_sin_of(attention: Rotary, tokens: Tensor, packed: PackedSequences | None) -> Tensor:

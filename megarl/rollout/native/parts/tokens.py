@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,28 +38,9 @@ class PrefillTokens:
         """Write what the cache keeps of the tokens, see `KVCache.write`."""
         self._cache.write(layer, self._slots, self._positions, *heads)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend causally within each sequence, see `packed_attention`."""
-        return packed_attention(
-            q,
-            k,
-            v,
-            cu_seqlens=self._cu_seqlens,
-            longest=self._longest,
-            slots=self._padded,
-            window=window,
-            scale=scale,
-            sinks=sinks,
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> Tensor:
+        """Attend causally within each sequence; the rest of `packed_attention`'s arguments are `rule`."""
+        return packed_attention(q, k, v, cu_seqlens=self._cu_seqlens, longest=self._longest, slots=self._padded, **rule)
 
 
 class NewTokens:
