@@ -89,12 +89,17 @@ def enable_cpu_ranks() -> None:
     dist.all_gather, dist.reduce_scatter = _gather_any_sizes(dist.all_gather), _scatter_any_sizes(dist.reduce_scatter)
 
     # Megatron-Core decorates a few functions with it as it is imported, which loads the compiler: a third of the time
-    # that a rank takes to start. On a CPU they run as they are.
+    # that a rank takes to start. On a CPU they run as they are. Another ninth would be what its own timers and engine
+    # log to, which nobody uses here.
     compile_, loose.compile = loose.compile, _as_it_is
+    unused = {"wandb", "torch.utils.tensorboard"} - modules.keys()
+    modules.update(dict.fromkeys(unused))
     try:
         import megatron.core.tensor_parallel.random as megatron_random
     finally:
         loose.compile = compile_
+        for name in unused:
+            del modules[name]
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
