@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import yaml
 from chat_tokenizer import SIZE, write_chat_tokenizer
 from documents import DOCS, PAGES, ROOT, TEXTS, Block, blocks, commands
-from tiny_run import metrics_of, write_run
+from ranks import Ranks
+from tiny_run import metrics_of, train, write_run
 
 from megarl.cli.main import main
 from megarl.config import build_config, load_config
@@ -197,23 +199,36 @@ def test_an_agent_passes_its_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.stem)
-def test_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
+def test_commands_of_a_page_run(page: Path, tmp_path: Path, ranks: Ranks) -> None:
     """Every command on run.yaml, to its end."""
     written(page, tmp_path)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ran = 0
     for line in commands(page):
         words = shlex.split(line)
         if words[0] == "python" and (tmp_path / words[1]).is_file():
-            words = [sys.executable, *words[1:]]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            command = [sys.executable, *words[1:]]
+            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+            rows = metrics_of(tmp_path)
         elif words[:2] == ["megarl", "train"] and "run.yaml" in words:
-            folder = f"trainer.default_local_dir={tmp_path}/{ran}/run"
-            words = [sys.executable, "-m", "megarl.cli.main", *words[1:], folder, "trainer.val_before_train=false"]
+            folder = [f"trainer.default_local_dir={tmp_path}/{ran}/run", "trainer.val_before_train=false"]
+            overrides = ["trainer.flow=" * (before == "--flow") + word for before, word in pairwise(words[1:])]
+            overrides = [word for word in overrides if word not in ("--flow", "run.yaml")]
+            ranks.launch(1, train_here, str(tmp_path), [*overrides, *folder])
+            rows = metrics_of(tmp_path / str(ran))
         else:
             continue
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-        rows = metrics_of(tmp_path / str(ran)) if "train.py" not in words else metrics_of(tmp_path)
         assert rows[-1]["step"] >= 1, line
         ran += 1
     assert ran
+
+
+def train_here(folder: str, overrides: list[str]) -> None:
+    """A whole run in the folder of its files."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        train("run.yaml", overrides)
+    finally:
+        os.chdir(before)

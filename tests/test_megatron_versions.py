@@ -35,6 +35,7 @@ def test_a_later_version(version: str, tmp_path: Path) -> None:
     code = "import megatron.core; print(megatron.core.__version__)"
     said = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert said.stdout.split() == [version]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", f"--basetemp={tmp_path / 'tests'}", *TESTS]
+    options = ["-q", "-m", "not slow", "-k", "221 or 122 or gradients", f"--basetemp={tmp_path / 'tests'}"]
+    command = [sys.executable, "-m", "pytest", *options, *TESTS]
     ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-4000:]

@@ -324,7 +324,7 @@ def train(case: Case, steps: int, loss: str, arch: Architecture = ARCH) -> list[
     from megarl.algorithms.advantages import compute_advantages
     from megarl.config.algorithm import AlgorithmConfig
 
-    size = 2 if case.pp > 1 or case.world == 1 else 4  # fewer leave a pipeline no steady state
+    size = 2 if case.pp * case.dp > 2 or case.world == 1 else 4  # larger ones leave a pipeline no steady state
     with actor_in(case, arch, lr=3e-3, total_steps=steps) as actor:
         batch, function = fixed_batch().with_(temperature=0.9), None
         if loss == "policy":
