@@ -266,6 +266,7 @@ def test_a_run_scores_by_parts_and_leaves_no_process(tmp_path: Path, ranks: Rank
         trainer__logger=["jsonl"],
     )
     with_sources(tmp_path)
+    before = ranks.run(1, children_of_this_process)
     train_in(ranks, 1, config)
     for row in metrics_of(tmp_path)[1:]:
         even, odd = row["reward/source/even/mean"], row["reward/source/odd/mean"]
@@ -274,7 +275,7 @@ def test_a_run_scores_by_parts_and_leaves_no_process(tmp_path: Path, ranks: Rank
         assert odd <= 0.5 and row["reward/source/odd/accuracy"] == 0.0 <= row["val/part/right"]
         assert row["reward/latency_max_s"] >= row["reward/latency_p95_s"] > 0 == row["reward/retried"]
         assert row["reward/failed"] == 0 and "val/latency_max_s" not in row
-    assert ranks.run(1, children_of_this_process) == [[]]
+    assert ranks.run(1, children_of_this_process) == before
 
 
 def test_a_run_that_fails_leaves_no_process(tmp_path: Path, ranks: Ranks) -> None:
@@ -282,22 +283,26 @@ def test_a_run_that_fails_leaves_no_process(tmp_path: Path, ranks: Ranks) -> Non
     config = write_run(tmp_path, reward={"name": f"{tmp_path / 'one.py'}:f"}, trainer__logger=[])
     (said,) = ranks.launch(1, failing, str(config))
     assert said[0].startswith(f"reward.name = {tmp_path / 'one.py'}:f raised ZeroDivisionError: division by zero; row ")
-    assert f'File "{tmp_path / "one.py"}", line 2, in f' in said[0] and said[1] == []
+    assert f'File "{tmp_path / "one.py"}", line 2, in f' in said[0] and said[1] == said[2]
 
 
-def failing(config: str) -> tuple[str, list[str]]:
+def failing(config: str) -> tuple[str, list[str], list[str]]:
+    """What it says, and this process' children before and after."""
     from megarl.parallel.train_groups import leave_world
 
+    before = children_of_this_process()
     try:
         train(config, [])
     except RewardError as e:
         leave_world()
-        return str(e), children_of_this_process()
+        return str(e), before, children_of_this_process()
     raise AssertionError("it does not fail")
 
 
 def children_of_this_process() -> list[str]:
-    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    """Each with its command, in which a failure names it; other tests may have left some."""
+    pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [f"{pid} {Path(f'/proc/{pid}/cmdline').read_text()}" for pid in pids]
 
 
 def test_rows_that_no_part_scores_are_refused(tmp_path: Path) -> None:
