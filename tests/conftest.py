@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+torch.set_num_threads(1)  # one process per core is there: threads of each would wait for those of the others, spinning
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it where it is first imported, by whatever test
 
