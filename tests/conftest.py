@@ -15,8 +15,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # one process per core is there: threads of each would wait for those of the others, spinning
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it where it is first imported, by whatever test
 
@@ -27,6 +25,9 @@ from tiny_run import FINGERPRINT, FOUR_RANKS, TrainedRun, megarl, write_run
 ROOT = Path(__file__).parents[1]
 settings.register_profile("busy machine", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("busy machine")
+# there is a process for each core: threads of each would wait for those of the others, spinning
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
