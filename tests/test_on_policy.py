@@ -89,9 +89,10 @@ def _generate_and_compare(
         return [tuple(rollout.response.ids) for rollout in rollouts], gap
 
 
-def _engine_config(gen_tp: int) -> dict[str, Any]:
+def _engine_config(gen_tp: int, *, whole_experts: bool = False) -> dict[str, Any]:
+    experts = {"enable_expert_parallel": whole_experts}
     return {
-        "rollout": {"tensor_model_parallel_size": gen_tp, "max_num_seqs": 4},
+        "rollout": {"tensor_model_parallel_size": gen_tp, "max_num_seqs": 4, **experts},
         "reshard": {"verify": True, "bucket_bytes": 4096},
     }
 
@@ -127,6 +128,8 @@ def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) 
         Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
         Case(dp=4, ep=2, gen_tp=2, config=_engine_config(2)),
         Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=4, config=_engine_config(4)),
+        Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=2, config=_engine_config(2, whole_experts=True)),
+        Case(pp=2, dp=2, ep=2, gen_tp=2, config=_engine_config(2, whole_experts=True)),
     ]
     responses = set()
     for case in cases:
@@ -139,7 +142,7 @@ def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) 
 MIXED = [
     Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
     Case(pp=2, dp=2, gen_tp=1, config=_engine_config(1) | OFFLOAD),
-    Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=2, config=_engine_config(2)),
+    Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=4, config=_engine_config(4, whole_experts=True)),
 ]
 
 
@@ -177,7 +180,7 @@ def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "
 def test_engine_log_probs_with_sinks(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
     """The engine has the experts of a layer in one tensor, and training each in its own."""
     cases = [
-        Case(tp=2, pp=2, etp=1, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
+        Case(tp=2, pp=2, etp=1, gen_tp=2, sequence_parallel=True, config=_engine_config(2, whole_experts=True)),
         Case(pp=2, dp=2, ep=2, gen_tp=4, config=_engine_config(4) | OFFLOAD),
         Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=1, config=_engine_config(1)),
     ]
