@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from architectures import changed
 from ranks import Ranks
 from selection import quick
 from training_cases import (
@@ -25,6 +26,7 @@ from training_cases import (
 )
 
 from megarl.models.architecture import Architecture
+from megarl.models.parts.experts import MixtureOfExperts
 from megarl.types import Prompt, SamplingParams
 
 OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}}}
@@ -134,6 +136,19 @@ def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) 
     responses = set()
     for case in cases:
         for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, WITH_EXPERTS):
+            assert gap < 1e-5
+            responses.add(tuple(tokens))
+    assert len(responses) == 1
+
+
+@pytest.mark.slow
+def test_an_expert_that_is_whole_in_both_layouts_is_shared(ranks: Ranks) -> None:
+    """Rank 0 has the first of two experts in training and in generation: the engine reads training's memory."""
+    arch = changed(ARCH, moe=MixtureOfExperts(num_experts=2, experts_per_token=1, norm_topk_prob=False))
+    cases = [Case(), Case(dp=2, ep=2, gen_tp=2, config=_engine_config(2, whole_experts=True))]
+    responses = set()
+    for case in cases:
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, arch):
             assert gap < 1e-5
             responses.add(tuple(tokens))
     assert len(responses) == 1
