@@ -17,6 +17,9 @@ from torch import Tensor
 CHUNK = 1024
 """Pairs, or columns of the result, that a program looks at together."""
 
+_for_any_count = triton.jit(do_not_specialize=["pairs"])
+"""Compiles a kernel once for all numbers of pairs; Triton would do so anew for 1 and for multiples of 16."""
+
 
 def mixture(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, *, first: int, num_experts: int
@@ -88,7 +91,7 @@ def _sort(chosen: Tensor, first: int, experts: int, rows: int) -> tuple[Tensor, 
     return order, expert_of
 
 
-@triton.jit
+@_for_any_count
 def _count(chosen, counts, first, pairs, CHUNK: tl.constexpr):
     """Count the pairs of an expert."""
     expert = tl.program_id(0)
@@ -99,7 +102,7 @@ def _count(chosen, counts, first, pairs, CHUNK: tl.constexpr):
     tl.store(counts + expert, tl.sum(count, axis=0))
 
 
-@triton.jit
+@_for_any_count
 def _place(
     chosen,
     counts,
@@ -134,7 +137,7 @@ def _place(
     tl.store(order + filling, pairs, mask=filling < end * ROWS)
 
 
-@triton.jit
+@_for_any_count
 def _gate_and_up(
     x,
     order,
@@ -171,7 +174,7 @@ def _gate_and_up(
     tl.store(out + pair[:, None] * ffn + column, (silu * up).to(kind), mask=there & (column < ffn))
 
 
-@triton.jit
+@_for_any_count
 def _down(
     activated,
     order,
