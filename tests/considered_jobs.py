@@ -129,6 +129,7 @@ def job(
     pp: int = 2,
     chunks: int = 1,
     generation_tp: int = 2,
+    generation_ep: int = 1,
     **changes: Any,
 ) -> Job:
     """8 x 64 sequences of 1024 + 3072 tokens in mini-batches of 256, micro-batches of 8192 tokens; bf16.
@@ -162,7 +163,7 @@ def job(
         config=config,
         arch=arch,
         train=TrainLayout(ranks=range(gpus), tp=tp, pp=pp, chunks=chunks),
-        generation=GenerationLayout(ranks=range(gpus), tp=generation_tp),
+        generation=GenerationLayout(ranks=range(gpus), tp=generation_tp, ep=generation_ep),
         reference=config.needs_reference,
     )
 

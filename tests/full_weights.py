@@ -33,12 +33,14 @@ def logical(tensor: LogicalTensor, in_file: Tensor) -> Tensor:
     return as_logical(tensor, in_file.view(tensor.in_file().shape))
 
 
-def fill_engine(params: Mapping[str, Tensor], arch: Architecture, full: Mapping[str, Tensor], tp: int, r: int) -> None:
+def fill_engine(
+    params: Mapping[str, Tensor], arch: Architecture, full: Mapping[str, Tensor], tp: int, r: int, ep: int = 1
+) -> None:
     """Write the part that tensor-parallel rank `r` of `tp` holds; whatever no placement covers becomes NaN."""
     for p in params.values():
         p.fill_(torch.nan)
     tensors = logical_tensors(arch)
-    for at in engine_placements(arch, tp, r):
+    for at in engine_placements(arch, tp, r, ep=ep):
         box = logical(tensors[at.tensor], full[at.tensor])[tuple(slice(*x) for x in at.box)]
         held = params[at.param][slice(*at.rows)].view(at.view)
         held[tuple(slice(*x) for x in at.index)] = box.to(held)

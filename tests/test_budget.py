@@ -111,7 +111,8 @@ def test_elements_are_those_of_the_placements(arch: Architecture, chunks: int) -
     for rank in range(4):
         held = training_placements(arch, layout, rank)
         assert training_elements(arch, layout, rank) == sum(volume(p.box) for p in held)
-    assert engine_elements(arch, 2) == sum(volume(p.box) for p in engine_placements(arch, 2, 0))
+    for ep in (1, 2) if arch.moe and arch.moe.num_experts % 2 == 0 else (1,):
+        assert engine_elements(arch, 2, ep) == sum(volume(p.box) for p in engine_placements(arch, 2, 0, ep=ep))
 
 
 def test_the_table_of_an_8b_model() -> None:
@@ -194,20 +195,24 @@ def test_switches() -> None:
         dict(gpus=8, tp=1, pp=2, generation_tp=4, chunks=2),
         dict(gpus=4, tp=4, pp=1, generation_tp=2),
         dict(gpus=6, tp=2, pp=3, generation_tp=2),  # 1, 2 and 1 layers
+        dict(gpus=4, tp=1, pp=1, generation_tp=2, generation_ep=2),
+        dict(gpus=8, tp=2, pp=2, generation_tp=4, generation_ep=4),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["vllm", "native"])
 def test_own_engine_weights_are_those_of_the_rank_with_most(layout: dict[str, int], name: str) -> None:
-    arch = architecture(num_layers=4, vocab_size=150, tied=True, num_key_value_heads=4, moe=EXPERTS)
+    arch = architecture(
+        num_layers=4, vocab_size=150, tied=True, num_key_value_heads=4, moe=replace(EXPERTS, num_experts=4)
+    )
     considered = job(arch, **layout, rollout__name=name)
-    train, tp = considered.train, considered.generation.tp
+    train, tp, ep = considered.train, considered.generation.tp, considered.generation.ep
     rows = 192 // tp if name == "vllm" else -(-150 // tp)
     for stage in range(train.pp):
         own = []
         for rank in (r for r in train.ranks if train.coords(r).pp == stage):
             shared = plan_shared(considered.training, considered.engines, rank)
-            wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, vocab_rows=rows)
+            wanted = engine_placements(arch, tp, considered.generation.coords(rank).tp, ep=ep, vocab_rows=rows)
             own.append(sum(volume(p.box) for p in wanted if p.param not in shared))
         assert own_engine_elements(considered, stage) == max(own)
 
@@ -224,6 +229,8 @@ def test_layers_in_flight() -> None:
 def test_experts_keep_the_activations_of_every_copy_of_a_token() -> None:
     dense = 4 * 4096 / 4 + 2 * (64 + 4) * 128 / 4
     assert layer_activations(QWEN3_235B, tp=4, sequence_parallel=True) == dense + 8 * (2 * 4096 + 3 * 1536 / 4)
+    more = prefill_activations(QWEN3_235B, tp=4, ep=4) - prefill_activations(QWEN3_235B, tp=4)
+    assert more == 8 * 4 * 1536 * 3 // 4  # all tokens may go to the experts of one rank
 
 
 @pytest.mark.parametrize("arch", [LLAMA_3_8B, QWEN3_235B], ids=["dense", "experts"])

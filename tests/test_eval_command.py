@@ -23,7 +23,8 @@ from megarl.evaluation.comparison import COMPARE_FILE
 from megarl.evaluation.folder import Finished, read_evaluation
 from megarl.evaluation.records import read_records
 from megarl.evaluation.statistics import estimate, majority_at_k, pass_at_k
-from megarl.trainer.subject import evaluation_config, find_subject
+from megarl.trainer.layouts import generation_layout, train_layout
+from megarl.trainer.subject import answering_config, evaluation_config, find_subject
 from megarl.trainer.trust import unsafe_remarks
 
 N = "actor_rollout_ref.rollout.val_kwargs.n"
@@ -144,6 +145,15 @@ def test_a_hugging_face_folder_is_evaluated_by_keys_alone(ranks: Ranks, folder: 
 
 
 @pytest.mark.slow
+def test_one_rank_answers_for_a_run_whose_experts_were_dealt_out(tmp_path: Path) -> None:
+    roles = "actor_rollout_ref"
+    overrides = [f"{roles}.actor.megatron.expert_model_parallel_size=2", f"{roles}.rollout.enable_expert_parallel=true"]
+    config = load_config(str(write_run(tmp_path)), [*overrides, f"{roles}.rollout.tensor_model_parallel_size=2"])
+    settings: dict[str, Any] = dict(requests=1, max_tokens=None, context=None, keep_engine=False)
+    answering = answering_config(config, positions=32, **settings)
+    assert (train_layout(answering).ep, generation_layout(answering).ep) == (1, 1)
+
+
 def test_the_eval_command(folder: Path) -> None:
     """In a process of its own, on two ranks; a second one takes a folder of its own, and fails cleanly if it must."""
     run = folder / "run"

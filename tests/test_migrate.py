@@ -176,6 +176,10 @@ def test_ranks_of_sequences_and_experts_become_tensor_parallel() -> None:
     ep = _migrated(f"{own}.tensor_model_parallel_size=2", *experts)
     assert ep.actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 8
     assert "of which a node has 8" in _reason(f"{own}.expert_model_parallel_size=32")
+    engine = "actor_rollout_ref.rollout"
+    for keys in ([f"{engine}.expert_parallel_size=4"], [f"{engine}.enable_expert_parallel=true"]):
+        rollout = _migrated(f"{engine}.tensor_model_parallel_size=4", *keys).actor_rollout_ref.rollout
+        assert (rollout.tensor_model_parallel_size, rollout.enable_expert_parallel) == (4, True)
 
 
 @pytest.mark.parametrize("section", [A, "critic"])

@@ -31,24 +31,35 @@ def test_cuda_equals_cpu(family: str, enforce_eager: bool, params: SamplingParam
     assert_same(engine.generate(GROUPS, params, seeds=SEEDS), want, tolerance=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_equal_eager(dtype: torch.dtype) -> None:
+def test_graphs_equal_eager(dtype: torch.dtype, family: str) -> None:
     """Bit for bit with the same rows in each batch; the last batches are filled up, so their products may round."""
-    arch, settings = ARCHITECTURES["qwen2"], {"device": "cuda", "dtype": dtype, "max_num_seqs": 8}
+    arch, settings = ARCHITECTURES[family], {"device": "cuda", "dtype": dtype, "max_num_seqs": 8}
     params = SamplingParams(max_tokens=30)
     want = engine_of(arch, enforce_eager=True, **settings).generate(GROUPS[:8], params, seeds=range(8))
     assert engine_of(arch, **settings).generate(GROUPS[:8], params, seeds=range(8)) == want
 
 
-def test_kernels_equal_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    arch, settings = ARCHITECTURES["qwen3"], {"device": "cuda", "enforce_eager": True}
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe_groups"])
+def test_mixtures_decode_in_graphs(family: str) -> None:
+    """A captured graph would fail if the step read anything back."""
+    engine = engine_of(ARCHITECTURES[family], device="cuda", max_num_seqs=8)
+    engine.generate(GROUPS, SAMPLED, seeds=SEEDS)
+    assert engine._graphs is not None and engine._graphs._graphs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_kernels_equal_torch(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    arch, settings = ARCHITECTURES[family], {"device": "cuda", "enforce_eager": True}
     got = engine_of(arch, **settings).generate(GROUPS, SAMPLED, seeds=SEEDS)
     monkeypatch.setattr(kernels, "on", lambda device: False)
     assert_same(got, engine_of(arch, **settings).generate(GROUPS, SAMPLED, seeds=SEEDS), tolerance=1e-4)
 
 
-def test_bfloat16_is_finite_and_close() -> None:
-    arch = ARCHITECTURES["qwen3"]
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_bfloat16_is_finite_and_close(family: str) -> None:
+    arch = ARCHITECTURES[family]
     exact = engine_of(arch).generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
     rounded = engine_of(arch, device="cuda", dtype=torch.bfloat16).generate(MIXED, GREEDY, seeds=[0] * len(MIXED))
     for a, b in zip(exact, rounded, strict=True):
@@ -84,9 +95,9 @@ def test_weights_written_in_place_are_what_graphs_read() -> None:
     assert_same(engine.generate(GROUPS, SAMPLED, seeds=SEEDS), want, tolerance=1e-4)
 
 
-def _generate_on_rank(settings: dict[str, Any]) -> list[Completion]:
+def _generate_on_rank(settings: dict[str, Any], family: str = "qwen3") -> list[Completion]:
     assert dist.group.WORLD is not None
-    engine: NativeEngine = engine_of(ARCHITECTURES["qwen3"], dist.group.WORLD, device="cuda", **settings)
+    engine: NativeEngine = engine_of(ARCHITECTURES[family], dist.group.WORLD, device="cuda", **settings)
     completions = engine.generate(GROUPS, SAMPLED, seeds=SEEDS)
     engine.close()  # graphs that hold collectives must go before the group
     return completions
@@ -97,5 +108,15 @@ def _generate_on_rank(settings: dict[str, Any]) -> list[Completion]:
 def test_tensor_parallel_equals_one_rank(ranks: Ranks, enforce_eager: bool) -> None:
     want = engine_of(ARCHITECTURES["qwen3"]).generate(GROUPS, SAMPLED, seeds=SEEDS)
     got = ranks.run(2, _generate_on_rank, {"max_num_seqs": 7, "enforce_eager": enforce_eager})
+    assert got[0] == got[1]
+    assert_same(got[0], want, tolerance=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("enable_expert_parallel", [False, True])
+def test_experts_over_ranks_equal_one_rank(ranks: Ranks, enable_expert_parallel: bool) -> None:
+    want = engine_of(ARCHITECTURES["glm4_moe"]).generate(GROUPS, SAMPLED, seeds=SEEDS)
+    settings = {"max_num_seqs": 7, "enable_expert_parallel": enable_expert_parallel}
+    got = ranks.run(2, _generate_on_rank, settings, "glm4_moe")
     assert got[0] == got[1]
     assert_same(got[0], want, tolerance=1e-4)

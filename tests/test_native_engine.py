@@ -59,15 +59,40 @@ def test_rank_with_nothing_but_vocabulary_padding(ranks: Ranks) -> None:
     assert_same(ranks.run(4, _generate_on_rank, arch, prompts, GREEDY, {})[0], want)
 
 
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [("qwen3_moe", 2), *quick([("mixtral", 4), ("glm4_moe", 2), ("gpt_oss", 2), ("deepseek_v3", 4)], 2)],
+)
+def test_whole_experts_equal_shares_of_every_expert(ranks: Ranks, family: str, tp: int) -> None:
+    """Attention and shared experts stay split."""
+    arch = ARCHITECTURES[family]
+    for prompts, params in ((MIXED, GREEDY), (GROUPS, SAMPLED)):
+        want = engine_of(arch).generate(prompts, params, seeds=range(len(prompts)))
+        settings = {"max_num_seqs": 7, "enable_expert_parallel": True}
+        got = ranks.run(tp, _generate_on_rank, arch, prompts, params, settings)
+        assert all(x == got[0] for x in got)  # bit for bit
+        assert_same(got[0], want)
+
+
+def test_experts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="size = 4 does not divide the model's 6 experts, of which each rank has whole"
+    ):
+        ARCHITECTURES["qwen3_moe"].check_generation(tp=4, ep=4)
+    with pytest.raises(ValueError, match="enable_expert_parallel: the model has no experts"):
+        ARCHITECTURES["qwen3"].check_generation(tp=2, ep=2)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_placements_cover_the_parameters(family: str, tp: int) -> None:
     arch = ARCHITECTURES[family]
     full = random_weights(arch, seed=1)
-    for r in range(tp):
-        params = {name: torch.empty(shape) for name, shape in parameter_shapes(arch, tp).items()}
-        assert set(params) == {p.param for p in engine_placements(arch, tp, r)}
-        fill_engine(params, arch, full, tp, r)
+    whole = arch.moe is not None and arch.moe.num_experts % tp == 0 and tp > 1
+    for r, ep in ((r, ep) for r in range(tp) for ep in ((1, tp) if whole else (1,))):
+        params = {name: torch.empty(shape) for name, shape in parameter_shapes(arch, tp, ep).items()}
+        assert set(params) == {p.param for p in engine_placements(arch, tp, r, ep=ep)}
+        fill_engine(params, arch, full, tp, r, ep)
         padding = arch.padded_vocab_size(tp) - arch.vocab_size if r == tp - 1 else 0
         for name, p in params.items():
             rows = len(p) - (padding if name in ("model.embed_tokens.weight", "lm_head.weight") else 0)

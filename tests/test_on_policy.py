@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from architectures import changed
 from ranks import Ranks
 from selection import quick
 from training_cases import (
@@ -25,6 +26,7 @@ from training_cases import (
 )
 
 from megarl.models.architecture import Architecture
+from megarl.models.parts.experts import MixtureOfExperts
 from megarl.types import Prompt, SamplingParams
 
 OVERLAP = {"actor": {"megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True}}}
@@ -89,9 +91,10 @@ def _generate_and_compare(
         return [tuple(rollout.response.ids) for rollout in rollouts], gap
 
 
-def _engine_config(gen_tp: int) -> dict[str, Any]:
+def _engine_config(gen_tp: int, *, whole_experts: bool = False) -> dict[str, Any]:
+    experts = {"enable_expert_parallel": whole_experts}
     return {
-        "rollout": {"tensor_model_parallel_size": gen_tp, "max_num_seqs": 4},
+        "rollout": {"tensor_model_parallel_size": gen_tp, "max_num_seqs": 4, **experts},
         "reshard": {"verify": True, "bucket_bytes": 4096},
     }
 
@@ -127,6 +130,8 @@ def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) 
         Case(pp=2, dp=2, gen_tp=4, config=_engine_config(4)),
         Case(dp=4, ep=2, gen_tp=2, config=_engine_config(2)),
         Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=4, config=_engine_config(4)),
+        Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=2, config=_engine_config(2, whole_experts=True)),
+        Case(pp=2, dp=2, ep=2, gen_tp=2, config=_engine_config(2, whole_experts=True)),
     ]
     responses = set()
     for case in cases:
@@ -136,10 +141,23 @@ def test_engine_log_probs_equal_the_training_layouts_with_experts(ranks: Ranks) 
     assert len(responses) == 1
 
 
+@pytest.mark.slow
+def test_an_expert_that_is_whole_in_both_layouts_is_shared(ranks: Ranks) -> None:
+    """Rank 0 has the first of two experts in training and in generation: the engine reads training's memory."""
+    arch = changed(ARCH, moe=MixtureOfExperts(num_experts=2, experts_per_token=1, norm_topk_prob=False))
+    cases = [Case(), Case(dp=2, ep=2, gen_tp=2, config=_engine_config(2, whole_experts=True))]
+    responses = set()
+    for case in cases:
+        for tokens, gap in ranks.run(case.world, _generate_and_compare, case, 0.7, arch):
+            assert gap < 1e-5
+            responses.add(tuple(tokens))
+    assert len(responses) == 1
+
+
 MIXED = [
     Case(tp=2, pp=2, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
     Case(pp=2, dp=2, gen_tp=1, config=_engine_config(1) | OFFLOAD),
-    Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=2, config=_engine_config(2)),
+    Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=4, config=_engine_config(4, whole_experts=True)),
 ]
 
 
@@ -177,7 +195,7 @@ def test_engine_log_probs_with_windows(ranks: Ranks, dtype: Literal["float32", "
 def test_engine_log_probs_with_sinks(ranks: Ranks, dtype: Literal["float32", "bfloat16"]) -> None:
     """The engine has the experts of a layer in one tensor, and training each in its own."""
     cases = [
-        Case(tp=2, pp=2, etp=1, gen_tp=2, sequence_parallel=True, config=_engine_config(2)),
+        Case(tp=2, pp=2, etp=1, gen_tp=2, sequence_parallel=True, config=_engine_config(2, whole_experts=True)),
         Case(pp=2, dp=2, ep=2, gen_tp=4, config=_engine_config(4) | OFFLOAD),
         Case(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, gen_tp=1, config=_engine_config(1)),
     ]

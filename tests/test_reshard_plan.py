@@ -97,8 +97,11 @@ def cases(draw: st.DrawFn) -> Case:
             v_head_dim=4,
         )
         arch = replace(arch, layers=tuple((replace(layer, attention=latent), n) for layer, n in arch.layers))
+    generation_ep = 1
     if arch.moe is None:
         train = replace(train, ep=1, etp=None)
+    elif arch.moe.num_experts % generation_tp == 0:
+        generation_ep = draw(st.sampled_from((1, generation_tp)))
     parts = pp * chunks
     if parts > 1 and draw(st.booleans()):  # any split; the embedding and the loss may be alone
         ends = st.integers(0, arch.num_layers - parts + 2)
@@ -107,12 +110,13 @@ def cases(draw: st.DrawFn) -> Case:
         counts[1:-1] = [1 + count for count in counts[1:-1]]
         train = replace(train, split=PipelineSplit(pipeline_model_parallel_layout=written(counts)))
     arch.check_training(train, sequence_parallel=True)
-    arch.check_generation(tp=generation_tp)
+    arch.check_generation(tp=generation_tp, ep=generation_ep)
     stride = closest_stride(train, generation_tp) if draw(st.booleans()) else 1
+    generation = GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride, ep=generation_ep)
     names = ParameterNames(fused_norms=draw(st.booleans()))
     return Case(
         source=training_side(arch, train, names),
-        target=engine_side(arch, GenerationLayout(ranks=range(world), tp=generation_tp, stride=stride)),
+        target=engine_side(arch, generation),
         ranks_per_node=draw(st.sampled_from((sys.maxsize, 2, 4))),
         block=draw(st.sampled_from(train.copies)),
     )

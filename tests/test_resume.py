@@ -14,7 +14,7 @@ import torch
 from kill_and_resume import tensors_of
 from ranks import Ranks
 from run_cases import run_here
-from tiny_run import metrics_of, numbers_of, write_run
+from tiny_run import FINGERPRINT, metrics_of, numbers_of, write_run
 
 from megarl.checkpoint.manifest import files_of, record_files, write_manifest
 from megarl.config import load_config
@@ -119,6 +119,32 @@ def test_a_run_goes_on_with_other_settings_of_a_warm_up_that_is_over(ranks: Rank
     more = ["warmup.train_batch_size=10", "trainer.total_training_steps=4"]
     ended, said = ranks.run(1, run_here, str(folder / "run.yaml"), more)[0]
     assert ended == "" and "resuming from" in said and len(metrics_of(folder)) == 6
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_whole_experts_in_the_engine(ranks: Ranks, tmp_path: Path) -> None:
+    """Sums are in another order, and what is drawn is the same."""
+    keys = RUN | {
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+        "trainer__n_gpus_per_node": 2,
+        "trainer__total_training_steps": 2,
+        "reward__name": f"{tmp_path / 'reward.py'}:score",
+    }
+    (tmp_path / "reward.py").write_text(FINGERPRINT)
+    config = write_run(tmp_path, **keys)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    model = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["Qwen3MoeForCausalLM"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    whole = "actor_rollout_ref.rollout.enable_expert_parallel=true"
+    other = f"trainer.default_local_dir={tmp_path}/other/run"
+    assert ranks.run(2, run_here, str(config))[0][0] == ""
+    ended, said = ranks.run(2, run_here, str(config), [other, whole, "trainer.total_training_steps=1"])[0]
+    assert ended == "" and "generation TP2 x 1 replicas, experts EP2" in said
+    ended, said = ranks.run(2, run_here, str(config), [other])[0]
+    assert ended == "" and "resuming from" in said
+    histories = [metrics_of(folder) for folder in (tmp_path, tmp_path / "other")]
+    rewards = [[row["reward/mean"] for row in rows if "reward/mean" in row] for rows in histories]
+    assert rewards[0] == rewards[1] and len(rewards[0]) == 2
 
 
 def test_other_files_are_refused_by_name(folder: Path) -> None:

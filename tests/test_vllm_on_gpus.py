@@ -46,14 +46,19 @@ def _folder(name: str, folder: Path) -> str:
     return str(folder)
 
 
-def _reshard_and_generate(case: Case, folder: str, sleeps: bool) -> tuple[int, float]:
+def _reshard_and_generate(case: Case, folder: str, sleeps: bool, whole_experts: bool = False) -> tuple[int, float]:
     """With two sets of weights: elements compared bit for bit each time, and the largest mean gap of the log-probs."""
     arch = read_architecture(folder)
     rollout = {"name": "vllm", "tensor_model_parallel_size": case.gen_tp, "max_num_seqs": 16, "enforce_eager": True}
     config = {
         "model": {"path": folder, "dtype": "bfloat16"},
         "actor": {"megatron": {"sequence_parallel": case.sequence_parallel}},
-        "rollout": rollout | {"gpu_memory_utilization": 0.03, "free_cache_engine": sleeps},
+        "rollout": rollout
+        | {
+            "gpu_memory_utilization": 0.03,
+            "free_cache_engine": sleeps,
+            "enable_expert_parallel": whole_experts,
+        },
     }
     case = Case(**{**vars(case), "config": config})
     prompts = [Prompt(index=i, token_ids=(3 + i, 5, 7), row={}) for i in range(8)]
@@ -67,7 +72,9 @@ def _reshard_and_generate(case: Case, folder: str, sleeps: bool) -> tuple[int, f
             with hybrid.phase():
                 compared = 0
                 for name, p in hybrid.engine.parameters().items():
-                    wanted = wanted_by_vllm(name, p, full, case.gen_tp, at.tp_rank, arch.moe)
+                    wanted = wanted_by_vllm(
+                        name, p, full, case.gen_tp, at.tp_rank, arch.moe, whole_experts=whole_experts
+                    )
                     assert torch.equal(p, wanted.to(p.device, p.dtype)), name
                     compared += p.numel()
                 rollouts = hybrid.rollouts(prompts, 2, SamplingParams(max_tokens=12), seed=1, round_=seed)
@@ -79,10 +86,10 @@ def _reshard_and_generate(case: Case, folder: str, sleeps: bool) -> tuple[int, f
     return compared, gap
 
 
-def _check(ranks: Ranks, case: Case, family: str, tmp_path: Path, *, sleeps: bool) -> None:
+def _check(ranks: Ranks, case: Case, family: str, tmp_path: Path, *, sleeps: bool, whole_experts: bool = False) -> None:
     folder = _folder(family, tmp_path / family)
     whole = sum(volume(tensor.box) for tensor in logical_tensors(read_architecture(folder)).values())
-    for compared, gap in ranks.run(case.world, _reshard_and_generate, case, folder, sleeps):
+    for compared, gap in ranks.run(case.world, _reshard_and_generate, case, folder, sleeps, whole_experts):
         assert compared * case.gen_tp >= whole
         assert gap < 0.05, family  # bf16 has 8 bits, and an expert changes where two are equally probable
 
@@ -116,6 +123,12 @@ def test_parameters_of_every_family_are_bit_equal_after_a_reshard(
 def test_parameters_are_bit_equal_after_sleep_and_wake(vllm_ranks: Ranks, family: str, tmp_path: Path) -> None:
     _skip_without(2)
     _check(vllm_ranks, Case(pp=2, gen_tp=2), family, tmp_path, sleeps=True)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_whole_experts_are_those_of_vllm(vllm_ranks: Ranks, family: str, tmp_path: Path) -> None:
+    _skip_without(2)
+    _check(vllm_ranks, Case(pp=2, gen_tp=2), family, tmp_path, sleeps=True, whole_experts=True)
 
 
 def _kv_cache_held(case: Case, folder: str) -> tuple[int, int]:

@@ -48,7 +48,8 @@ def engine_of(arch: Architecture, group: dist.ProcessGroup | None = None, **sett
     }
     engine = NativeEngine(arch, tp_group=group, **(usual | settings))
     tp, r = (1, 0) if group is None else (group.size(), group.rank())
-    fill_engine(engine.parameters(), arch, random_weights(arch, seed=1), tp, r)
+    ep = tp if settings.get("enable_expert_parallel") else 1
+    fill_engine(engine.parameters(), arch, random_weights(arch, seed=1), tp, r, ep)
     engine.wake()
     return engine
 

@@ -274,7 +274,8 @@ def hybrid_of(actor: Any, max_model_len: int, reference: Any = None) -> Any:
     from megarl.telemetry.timers import PhaseTimers
 
     (case, config), residency, train = _MADE_AS[actor], Residency(), actor.groups.layout
-    layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=closest_stride(train, case.gen_tp))
+    stride, ep = closest_stride(train, case.gen_tp), config.rollout.expert_parallel_size
+    layout = GenerationLayout(ranks=train.ranks, tp=case.gen_tp, stride=stride, ep=ep)
     residency.add(actor.kind, actor.memory)
     if reference is not None:
         residency.add(reference.kind, reference.memory)

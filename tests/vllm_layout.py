@@ -11,7 +11,14 @@ from megarl.models.parts.experts import MixtureOfExperts
 
 
 def wanted_by_vllm(
-    name: str, p: Tensor, full: dict[str, Tensor], tp: int, r: int, moe: MixtureOfExperts | None = None
+    name: str,
+    p: Tensor,
+    full: dict[str, Tensor],
+    tp: int,
+    r: int,
+    moe: MixtureOfExperts | None = None,
+    *,
+    whole_experts: bool = False,
 ) -> Tensor:
     """Contents of parameter `name` on rank `r` of `tp`, from whole Hugging Face tensors. Padding rows are `p`'s own."""
 
@@ -19,7 +26,10 @@ def wanted_by_vllm(
         return full[name].chunk(tp, dim)[r]
 
     if moe and ".experts." in name:
-        return _experts(name, moe, shard)
+        if whole_experts:
+            mine = range(moe.num_experts)[r * moe.num_experts // tp : (r + 1) * moe.num_experts // tp]
+            return _experts(name, moe, mine, lambda name, dim: full[name])
+        return _experts(name, moe, range(moe.num_experts), shard)
     if "qkv_proj" in name:
         return torch.cat([shard(name.replace("qkv", x), 0) for x in "qkv"])
     if "gate_up_proj" in name:
@@ -32,14 +42,14 @@ def wanted_by_vllm(
     return full[name]
 
 
-def _experts(name: str, moe: MixtureOfExperts, shard: Callable[[str, int], Tensor]) -> Tensor:
+def _experts(name: str, moe: MixtureOfExperts, mine: range, shard: Callable[[str, int], Tensor]) -> Tensor:
     block = name.split(".experts.")[0]
 
     def expert(i: int, leaf: str, dim: int) -> Tensor:
         return shard(f"{block}.experts.{i}.{leaf}.weight", dim)
 
     if name.endswith("w2_weight"):
-        return torch.stack([expert(i, moe.down_proj, 1) for i in range(moe.num_experts)])
+        return torch.stack([expert(i, moe.down_proj, 1) for i in mine])
     assert name.endswith("w13_weight")
-    pairs = [[expert(i, leaf, 0) for leaf in (moe.gate_proj, moe.up_proj)] for i in range(moe.num_experts)]
+    pairs = [[expert(i, leaf, 0) for leaf in (moe.gate_proj, moe.up_proj)] for i in mine]
     return torch.stack([torch.cat(pair) for pair in pairs])

@@ -158,10 +158,7 @@ def _headline(job: Job) -> str:
     model = f"{job.arch.family}, {_count(parameter_count(job.arch))} parameters, on {job.train.size} GPUs"
     if not job.generates:
         return f"{model}: training {train}, {job.sequences} sequences a step"
-    return (
-        f"{model}: training {train}, generation TP{generation.tp} x {generation.replicas} replicas "
-        f"({job.config.actor_rollout_ref.rollout.name})"
-    )
+    return f"{model}: training {train}, generation {generation} ({job.config.actor_rollout_ref.rollout.name})"
 
 
 def _cache_line(job: Job, cache: CacheRoom) -> str:

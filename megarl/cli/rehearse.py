@@ -184,9 +184,7 @@ def _rehearsed_table(config: Config, arch: Architecture, small: SmallRun, acts: 
     if generates(config):
         layouts = [generation_layout(c) for c, _ in pairs]
         engines = [c.actor_rollout_ref.rollout.name for c, _ in pairs]
-        rows["generation"] = [
-            f"{name}, TP{layout.tp} x {layout.replicas} replicas" for name, layout in zip(engines, layouts, strict=True)
-        ]
+        rows["generation"] = [f"{name}, {layout}" for name, layout in zip(engines, layouts, strict=True)]
         rows["batch"] = [f"{c.data.train_batch_size} x {c.actor_rollout_ref.rollout.n}" for c, _ in pairs]
     for name, cells in rows.items():
         table.add_row(name, *cells)

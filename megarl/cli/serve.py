@@ -19,6 +19,7 @@ from megarl.checkpoint.megatron_lm import is_megatron_lm
 from megarl.cli.convert import ANSWERS_BELOW, SHARD_BYTES
 from megarl.cli.words import add_checkpoint
 from megarl.config import Config, load_config
+from megarl.config.policy import RolloutConfig
 from megarl.models.architecture import Architecture
 from megarl.models.families import read_architecture
 from megarl.trainer.subject import Subject, find_subject
@@ -45,9 +46,11 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
         raise ValueError(f"'{args.path}' is Megatron-LM's, which has no tokenizer: convert it first ({how})")
     arch = read_architecture(subject.folder)
     config = load_config(subject.recorded) if subject.recorded else None
-    tp = args.tp or (config.actor_rollout_ref.rollout.tensor_model_parallel_size if config else 1)
+    rollout = config.actor_rollout_ref.rollout if config else RolloutConfig()
+    tp = args.tp or rollout.tensor_model_parallel_size
+    whole_experts = rollout.enable_expert_parallel and tp > 1
     length = args.max_model_len or arch.max_position_embeddings
-    _check(arch, tp, length, args.chat_template)
+    _check(arch, tp, tp if whole_experts else 1, length, args.chat_template)
     if "model_type" not in read_config(subject.folder):
         raise ValueError(f"vLLM needs the field model_type in '{subject.folder}/{CONFIG}' (qwen2, say): add it")
     from megarl.data.tokenizer import tokenizer_place
@@ -57,6 +60,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     words = ["vllm", "serve", os.path.abspath(folder), "--served-model-name", subject.name]
     words += ["--dtype", str(values.get("dtype") or values.get("torch_dtype") or "auto")]
     words += ["--tensor-parallel-size", str(tp), "--max-model-len", str(length), "--generation-config", "auto"]
+    words += ["--enable-expert-parallel"] if whole_experts else []
     if config is not None and (sampling := _sampling(config)):
         words += ["--override-generation-config", json.dumps(sampling)]
     if args.chat_template:
@@ -70,12 +74,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _check(arch: Architecture, tp: int, length: int, chat_template: str | None) -> None:
+def _check(arch: Architecture, tp: int, ep: int, length: int, chat_template: str | None) -> None:
     from megarl.rollout.vllm.checks import check_vllm_tp
 
     if tp < 1:
         raise ValueError(f"--tp {tp} must be 1 or more")
-    arch.check_generation(tp=tp)
+    arch.check_generation(tp=tp, ep=ep)
     check_vllm_tp(arch, tp)
     if not 1 <= length <= arch.max_position_embeddings:
         raise ValueError(f"--max-model-len {length}: the model has {arch.max_position_embeddings} positions")

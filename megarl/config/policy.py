@@ -220,6 +220,9 @@ class RolloutConfig(Section):
         default_factory=list, description="strings that end a response, which keeps the token that completes the string"
     )
     tensor_model_parallel_size: Size = Field(1, ge=1, description="ranks that share one generation replica")
+    enable_expert_parallel: bool = Field(
+        False, description="each rank of a replica has whole experts, in place of a share of every expert"
+    )
     max_num_seqs: Size = Field(256, ge=1, description="sequences decoded together in one replica")
     max_num_batched_tokens: Whole = Field(
         8192, ge=1, description="tokens per forward pass of one replica (native: prompt tokens only)"
@@ -245,6 +248,11 @@ class RolloutConfig(Section):
     )
     val_kwargs: ValKwargsConfig = ValKwargsConfig()
     carry_over: CarryOverConfig = CarryOverConfig()
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Count the parts into which a replica's ranks deal the experts out."""
+        return self.tensor_model_parallel_size if self.enable_expert_parallel else 1
 
 
 class RefMegatronConfig(Section):

@@ -17,8 +17,8 @@ from megarl.models.placements import Placement
 from megarl.models.sizes import kv_bytes_per_token
 from megarl.models.tensors import volume
 from megarl.models.weights import EMBEDDING, engine_placements, training_placements
-from megarl.parallel.layout import GenerationLayout, TrainLayout
-from megarl.reshard.repeat import Repetitions, expert_of, layer_of, of_experts, repetitions
+from megarl.parallel.layout import GenerationLayout, TrainLayout, dealt_out
+from megarl.reshard.repeat import Repetitions, Runs, expert_of, layer_of, of_experts, repetitions
 from megarl.reshard.sharing import SharedPlace, plan_shared
 from megarl.reshard.sides import Side, engine_side, training_runs, training_side
 from megarl.role_kinds import ACTOR
@@ -124,10 +124,14 @@ def training_elements(arch: Architecture, layout: TrainLayout, rank: int, *, exp
     return _elements((p for p in placements if not experts_alone or of_experts(p.tensor)), times)
 
 
-def engine_elements(arch: Architecture, tp: int) -> int:
-    """Count the elements of the weights of a generation replica's first rank; no other rank of it has more."""
-    times = repetitions(arch)
-    return _elements(engine_placements(arch, tp, 0, layers=times.layers, experts=times.experts), times)
+def engine_elements(arch: Architecture, tp: int, ep: int = 1) -> int:
+    """Count the elements of the weights of a generation replica's first rank; no other rank of it has more.
+
+    Args:
+        ep: parts into which the replica's ranks deal the experts out.
+    """
+    times = repetitions(arch, Runs(experts=dealt_out(arch.moe.num_experts, ep) if arch.moe else []))
+    return _elements(engine_placements(arch, tp, 0, ep=ep, layers=times.layers, experts=times.experts), times)
 
 
 def shared_of_first_layers(job: Job, rank: int) -> dict[str, SharedPlace]:
@@ -155,10 +159,11 @@ def _own_elements(job: Job, rank: int) -> int:
     places = shared_of_first_layers(job, rank)
     shared_layers = {layer for name in places if (layer := layer_of(name)) is not None}
 
-    in_chunk, times = repetitions(job.arch, job.training.runs), repetitions(job.arch)
+    engines = job.engines
+    in_chunk, times = repetitions(job.arch, job.training.runs), repetitions(job.arch, engines.runs)
 
     def placements(layers: Container[int]) -> Iterator[Placement]:
-        return job.engines.placements(rank, layers=layers, experts=times.experts)
+        return engines.placements(rank, layers=layers, experts=times.experts)
 
     shared = (placement for placement in placements(shared_layers) if placement.param in places)
     return _elements(placements(times.layers), times) - _elements(shared, replace(in_chunk, experts=times.experts))

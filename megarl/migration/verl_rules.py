@@ -316,7 +316,9 @@ def replica(key: str, value: Any, settings: Settings) -> Made:
 
 
 def replica_experts(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:
-    return _ranks_of_a_replica(settings) if isinstance(value, int) and value > 1 else {}
+    if not isinstance(value, int) or value <= 1:
+        return {}
+    return _ranks_of_a_replica(settings) | {f"{R}.enable_expert_parallel": True}
 
 
 def greedy(key: str, value: Any, settings: Settings) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from megarl.models.parts.experts import Experts, MixtureOfExperts
-from megarl.models.parts.part import AttentionPart, Part, check_counts, check_numbers
+from megarl.models.parts.part import AttentionPart, MLPPart, check_counts, check_numbers
 from megarl.parallel.layout import TrainLayout
 
 MOST_LAYERS = 10_000
@@ -24,7 +24,7 @@ class Layer:
     """
 
     attention: AttentionPart
-    mlp: Part
+    mlp: MLPPart
     output_norms: bool = False
 
     def with_attention(self, **changes: Any) -> Layer:
@@ -144,11 +144,17 @@ class Architecture:
             raise ValueError("expert_model_parallel_size and expert_tensor_parallel_size: the model has no experts")
         layout.all_layers(self.num_layers)
 
-    def check_generation(self, *, tp: int) -> None:
-        """Raises ValueError with what to change if the generation layout cannot hold this model."""
-        self._check_split(tp, "rollout.tensor_model_parallel_size")
+    def check_generation(self, *, tp: int, ep: int = 1) -> None:
+        """Raises ValueError with what to change if the generation layout cannot hold this model.
 
-    def _check_split(self, tp: int, key: str) -> None:
+        Args:
+            ep: parts into which the ranks deal the experts out, 1 or `tp`.
+        """
+        self._check_split(tp, "rollout.tensor_model_parallel_size", ep)
+        if self.moe is None and ep > 1:
+            raise ValueError("rollout.enable_expert_parallel: the model has no experts")
+
+    def _check_split(self, tp: int, key: str, ep: int = 1) -> None:
         for layer in self.kinds:
             layer.attention.check_split(tp, key)
-            layer.mlp.check_split(tp, key)
+            layer.mlp.check_split(tp, key, ep)

@@ -104,6 +104,12 @@ class ExpertPlace:
         """Number the experts, of so many in a layer, that the rank has, or has a share of."""
         return dealt_out(count, self.ep)[self.part]
 
+    @staticmethod
+    def in_engine(*, tp: int, rank: int, ep: int) -> ExpertPlace:
+        """Locate a rank of a generation replica: it has a share of every expert, or with `ep` = `tp` whole ones."""
+        part, share = divmod(rank, tp // ep)
+        return ExpertPlace(tp=tp // ep, rank=share, ep=ep, part=part)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:

@@ -40,7 +40,7 @@ def kv_bytes_per_token(arch: Architecture, *, tp: int, itemsize: int) -> int:
     return itemsize * sum(count * math.prod(layer.attention.cache_shape(tp)) for layer, count in arch.layers)
 
 
-def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -> float:
+def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool, ep: int = 1) -> float:
     """Count the elements per token that the largest layer of the training layout keeps for the backward pass.
 
     After arXiv 2205.05198, section 4, with the terms of this architecture (no dropout, no stored attention matrix,
@@ -58,7 +58,7 @@ def layer_activations(arch: Architecture, *, tp: int, sequence_parallel: bool) -
     """
     hidden = arch.hidden_size
     norms = (8 if any(layer.output_norms for layer in arch.kinds) else 4) * hidden / (tp if sequence_parallel else 1)
-    parts = (layer.attention.activations(hidden, tp) + layer.mlp.activations(hidden, tp) for layer in arch.kinds)
+    parts = (layer.attention.activations(hidden, tp) + layer.mlp.activations(hidden, tp, ep) for layer in arch.kinds)
     return norms + max(parts)
 
 
@@ -79,16 +79,16 @@ def layer_attention_flops(layer: Layer, tokens: float, squares: float) -> float:
     return layer.attention.flops(min(squares, 2 * window * tokens) if window else squares)
 
 
-def prefill_activations(arch: Architecture, *, tp: int) -> int:
+def prefill_activations(arch: Architecture, *, tp: int, ep: int = 1) -> int:
     """Count the elements per token that the native engine holds at once within its largest layer.
 
     They are no fewer than `layer_activations`. In its terms: 6 h of residuals, norms and sums over ranks;
     8 q / t of queries, keys and values before and after their rotation, and the attention's output; 4 ffn / t of gate,
-    up and their product, with experts k (2 h + 4 ffn / t).
+    up and their product, with experts k (2 h + 4 ffn / t), where t is 1 if experts are whole on their ranks.
     """
     hidden = arch.hidden_size
     return 6 * hidden + max(
-        layer.attention.prefill_activations(hidden, tp) + layer.mlp.prefill_activations(hidden, tp)
+        layer.attention.prefill_activations(hidden, tp) + layer.mlp.prefill_activations(hidden, tp, ep)
         for layer in arch.kinds
     )
 
@@ -103,6 +103,7 @@ def native_activation_bytes(
     arch: Architecture,
     *,
     tp: int,
+    ep: int = 1,
     itemsize: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -110,5 +111,5 @@ def native_activation_bytes(
 ) -> int:
     """Bound the bytes that the native engine's forward passes hold beside weights and KV cache."""
     tokens = max(max_num_batched_tokens, max_model_len)
-    layer = itemsize * tokens * prefill_activations(arch, tp=tp)
+    layer = itemsize * tokens * prefill_activations(arch, tp=tp, ep=ep)
     return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)

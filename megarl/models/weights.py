@@ -111,6 +111,7 @@ def engine_placements(
     tp: int,
     r: int,
     *,
+    ep: int = 1,
     vocab_rows: int | None = None,
     layers: Container[int] = EVERY,
     experts: Container[int] = EVERY,
@@ -118,6 +119,7 @@ def engine_placements(
     """List what tensor-parallel rank `r` of `tp` holds in a generation engine, in vLLM's names and shapes.
 
     Args:
+        ep: parts into which the ranks deal the experts out, 1 or `tp`.
         vocab_rows: rows of the embedding on each rank, of an engine that pads the vocabulary further than to a
             multiple of `tp`.
         layers, experts: list these alone.
@@ -133,7 +135,7 @@ def engine_placements(
                 hidden=hidden,
                 tp=tp,
                 rank=r,
-                expert_place=ExpertPlace(tp=tp, rank=r),
+                expert_place=ExpertPlace.in_engine(tp=tp, rank=r, ep=ep),
                 experts=experts,
             )
             yield place.whole(INPUT_NORM, INPUT_NORM, hidden)

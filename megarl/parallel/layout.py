@@ -182,13 +182,17 @@ class GenerationLayout:
             generation slice what the rank already holds for training: ranks 0 and 1 of TP4 hold the first half of
             every tensor and become the first ranks of the replicas {0, 2} and {1, 3} of TP2 (the grouping of arXiv
             2409.19256, section 5). As neighbours {0, 1} and {2, 3}, ranks 1 and 2 would have nothing in place.
+        ep: parts into which a replica's ranks deal the experts out. 1: each rank has a share of every expert; `tp`:
+            each has whole experts, the first rank the first of them.
     """
 
     ranks: range
     tp: int = 1
     stride: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
+        assert self.ep in (1, self.tp)
         if self.size % self.tp:
             raise ValueError(
                 f"{self.size} ranks cannot be split into generation replicas of {self.tp}; "
@@ -204,6 +208,9 @@ class GenerationLayout:
     @property
     def replicas(self) -> int:
         return self.size // self.tp
+
+    def __str__(self) -> str:
+        return f"TP{self.tp} x {self.replicas} replicas" + (f", experts EP{self.ep}" if self.ep > 1 else "")
 
     def coords(self, rank: int) -> GenerationCoords:
         block, within = divmod(rank - self.ranks.start, self.tp * self.stride)

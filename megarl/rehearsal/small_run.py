@@ -118,7 +118,7 @@ class SmallRunMaker:
             tensor=frozenset({generation_layout(config).tp, *(n for at in layouts for n in (at.tp, at.expert_tp))}),
             chunks=None if any(at.split for at in layouts) else max(at.pp * at.chunks for at in layouts),
             sequence_parallel=any(section.megatron.sequence_parallel for section in sections),
-            experts=math.lcm(*(layout.ep for layout in layouts)),
+            experts=math.lcm(generation_layout(config).ep, *(layout.ep for layout in layouts)),
         )
 
     def _serves(self, arch: Architecture) -> bool:

@@ -45,7 +45,7 @@ def plan_shared(source: Side, target: Side, rank: int, *, first_layers: bool = F
         source, target: training and generation.
         first_layers: look only at the first layer of each of the rank's model chunks, which the others are like.
     """
-    times = repetitions(source.arch, source.runs)
+    times = repetitions(source.arch, source.runs, target.runs)
     layers: Container[int] = times.layers if first_layers else EVERY
     training, engine = (list(side.placements(rank, layers=layers, experts=times.experts)) for side in (source, target))
     room, needed = _sizes(source, training), _sizes(target, engine)
@@ -87,6 +87,6 @@ def _sizes(side: Side, placements: Iterable[Placement]) -> dict[str, int]:
         if placement.tensor in (EMBEDDING, OUTPUT):
             rows = side.vocab_rows
         elif side.arch.moe and expert_of(placement.tensor) is not None and expert_of(placement.param) is None:
-            rows = side.arch.moe.num_experts
+            rows = len(side.runs.experts[0])
         sizes[placement.param] = max(sizes.get(placement.param, 0), rows * placement.columns)
     return sizes

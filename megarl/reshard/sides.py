@@ -75,13 +75,15 @@ def engine_side(arch: Architecture, layout: GenerationLayout, vocab_rows: int | 
         rank: int, *, layers: Container[int] = EVERY, experts: Container[int] = EVERY
     ) -> Iterator[Placement]:
         place = layout.coords(rank).tp
-        return engine_placements(arch, layout.tp, place, vocab_rows=vocab_rows, layers=layers, experts=experts)
+        return engine_placements(
+            arch, layout.tp, place, ep=layout.ep, vocab_rows=vocab_rows, layers=layers, experts=experts
+        )
 
     return Side(
         arch=arch,
         copies=[layout.replica_ranks(replica) for replica in range(layout.replicas)],
         placements=placements,
         place=lambda rank: layout.coords(rank).tp,
-        runs=Runs(),
+        runs=Runs(experts=dealt_out(arch.moe.num_experts, layout.ep) if arch.moe else []),
         vocab_rows=vocab_rows or arch.padded_vocab_size(layout.tp) // layout.tp,
     )

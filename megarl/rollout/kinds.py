@@ -60,6 +60,7 @@ class EngineKind:
         return native_activation_bytes(
             arch,
             tp=tp,
+            ep=rollout.expert_parallel_size,
             itemsize=itemsize,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,
@@ -77,6 +78,7 @@ class EngineKind:
         return self.load()(
             settings.arch,
             tp_group=groups.tp,
+            enable_expert_parallel=rollout.enable_expert_parallel,
             dtype=settings.dtype,
             device=groups.world.device,
             max_num_seqs=rollout.max_num_seqs,

@@ -58,4 +58,6 @@ def generation_layout(config: Config) -> GenerationLayout:
     rollout = config.actor_rollout_ref.rollout
     tp = rollout.tensor_model_parallel_size
     stride = closest_stride(train_layout(config), tp) if engine_kind(rollout.name).strided else 1
-    return GenerationLayout(ranks=range(config.trainer.world_size), tp=tp, stride=stride)
+    return GenerationLayout(
+        ranks=range(config.trainer.world_size), tp=tp, stride=stride, ep=rollout.expert_parallel_size
+    )

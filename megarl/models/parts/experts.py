@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megarl.models.parts.part import Part, check_counts
+from megarl.models.parts.part import MLPPart, check_counts
 from megarl.models.parts.router import Router
 from megarl.models.parts.swiglu import MATRICES, check_width, gated_tensors, place_gated
 from megarl.models.placements import LayerPlace, Placement
@@ -28,7 +28,7 @@ class MixtureOfExperts(Router):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts(Part):
+class Experts(MLPPart):
     """Describes experts, each a gated MLP, behind a router that every rank holds.
 
     Attributes:
@@ -77,7 +77,10 @@ class Experts(Part):
         yield from self._place_shared(at, (f"{module}linear_fc1.weight", f"{module}linear_fc2.weight"))
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
-        """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp]."""
+        """Stack experts along a first axis: [experts, 2 ffn / tp, hidden] and [experts, hidden, ffn / tp].
+
+        Here tp counts the ranks that share each expert, and a rank's own experts alone are stacked.
+        """
         yield from self.moe.router_in_engine(at)
         for local, expert in enumerate(at.expert_place.own(self.moe.num_experts)):
             if expert in at.experts:
@@ -106,9 +109,14 @@ class Experts(Part):
         if self.shared_ffn_hidden_size:
             yield from place_gated(at, self.shared_module, MATRICES, params, self.shared_ffn_hidden_size)
 
-    def check_split(self, tp: int, key: str) -> None:
-        check_width(self.ffn_hidden_size, tp, key)
+    def check_split(self, tp: int, key: str, ep: int = 1) -> None:
+        check_width(self.ffn_hidden_size, tp // ep, key)
         check_width(self.shared_ffn_hidden_size, tp, key)
+        if self.moe.num_experts % ep:
+            raise ValueError(
+                f"{key} = {tp} does not divide the model's {self.moe.num_experts} experts, of which each rank has "
+                "whole ones; set rollout.enable_expert_parallel=false"
+            )
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         if layout.tp > 1 and not sequence_parallel:
@@ -123,13 +131,16 @@ class Experts(Part):
                 f"expert_model_parallel_size = {layout.ep} does not divide the model's {self.moe.num_experts} experts"
             )
 
-    def activations(self, hidden: int, tp: int) -> float:
-        """Count k (2 h + 3 ffn / t): k experts per token, with their inputs and outputs; 3 ffn / t of the shared."""
-        routed = self.moe.experts_per_token * (2 * hidden + 3 * self.ffn_hidden_size / tp)
+    def activations(self, hidden: int, tp: int, ep: int = 1) -> float:
+        """Count k (2 h + 3 ffn / t): k experts per token, with their inputs and outputs; 3 ffn / t of the shared.
+
+        Of whole experts t is 1, since all tokens may go to the experts of one rank.
+        """
+        routed = self.moe.experts_per_token * (2 * hidden + 3 * self.ffn_hidden_size * ep / tp)
         return routed + 3 * self.shared_ffn_hidden_size / tp
 
-    def prefill_activations(self, hidden: int, tp: int) -> int:
-        routed = self.moe.experts_per_token * (2 * hidden + 4 * self.ffn_hidden_size // tp)
+    def prefill_activations(self, hidden: int, tp: int, ep: int = 1) -> int:
+        routed = self.moe.experts_per_token * (2 * hidden + 4 * self.ffn_hidden_size * ep // tp)
         return routed + 4 * self.shared_ffn_hidden_size // tp
 
     def megatron_fields(self) -> dict[str, Any]:

@@ -53,6 +53,19 @@ class Part(Protocol):
         ...
 
 
+class MLPPart(Part, Protocol):
+    """Describes the MLP of a layer, or its experts.
+
+    In generation `ep` parts of the `tp` ranks have experts of their own, and tp / ep ranks share each of these.
+    """
+
+    def check_split(self, tp: int, key: str, ep: int = 1) -> None: ...
+
+    def activations(self, hidden: int, tp: int, ep: int = 1) -> float: ...
+
+    def prefill_activations(self, hidden: int, tp: int, ep: int = 1) -> int: ...
+
+
 class AttentionPart(Part, Protocol):
     """Describes the attention of a layer, which keeps keys and values, say, of earlier tokens in the KV cache.
 

@@ -73,7 +73,9 @@ class StackedExperts(Experts):
 
     def engine(self, at: LayerPlace) -> Iterator[Placement]:
         yield from self.moe.router_in_engine(at)
-        yield from self._place_some(at, (0, self.moe.num_experts), self.all_in_engine, stacked=True)
+        share = replace(at, tp=at.expert_place.tp, rank=at.expert_place.rank)
+        experts = at.expert_place.own(self.moe.num_experts)
+        yield from self._place_some(share, (experts.start, experts.stop), self.all_in_engine, stacked=True)
 
     @property
     def all_in_engine(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from megarl.models.parts.part import Part, check_counts
+from megarl.models.parts.part import MLPPart, check_counts
 from megarl.models.placements import LayerPlace, Placement
 from megarl.models.tensors import LogicalTensor, table
 from megarl.parallel.layout import TrainLayout
@@ -16,7 +16,7 @@ MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwiGLU(Part):
+class SwiGLU(MLPPart):
     """Describes an MLP that every token goes through.
 
     Attributes:
@@ -43,17 +43,17 @@ class SwiGLU(Part):
         params = ("mlp.gate_up_proj.weight", "mlp.down_proj.weight")
         return place_gated(at, "mlp.", MATRICES, params, self.ffn_hidden_size)
 
-    def check_split(self, tp: int, key: str) -> None:
+    def check_split(self, tp: int, key: str, ep: int = 1) -> None:
         check_width(self.ffn_hidden_size, tp, key)
 
     def check_training(self, layout: TrainLayout, *, sequence_parallel: bool) -> None:
         pass
 
-    def activations(self, hidden: int, tp: int) -> float:
+    def activations(self, hidden: int, tp: int, ep: int = 1) -> float:
         """Count 3 ffn / t: gate, up and their product."""
         return 3 * self.ffn_hidden_size / tp
 
-    def prefill_activations(self, hidden: int, tp: int) -> int:
+    def prefill_activations(self, hidden: int, tp: int, ep: int = 1) -> int:
         return 4 * self.ffn_hidden_size // tp
 
     def megatron_fields(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ def cache_blocks(
     arch: Architecture,
     *,
     tp_group: dist.ProcessGroup | None,
+    ep: int = 1,
     dtype: torch.dtype,
     device: torch.device,
     max_num_seqs: int,
@@ -25,6 +26,7 @@ def cache_blocks(
     """Count the blocks that all sequences can fill, or that memory allows; the same on all ranks of a replica.
 
     Args:
+        ep: parts into which the replica's ranks deal the experts out.
         weight_bytes: the engine's own weights on this rank, which are held already.
         gpu_memory_utilization: part of the GPU's memory for weights, activations and KV cache of the engine, less where
             other programs leave less; on a CPU rank, part of its share of the machine's memory.
@@ -43,6 +45,7 @@ def cache_blocks(
     activations = native_activation_bytes(
         arch,
         tp=tp,
+        ep=ep,
         itemsize=dtype.itemsize,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

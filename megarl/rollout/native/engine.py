@@ -38,6 +38,7 @@ class NativeEngine(Engine):
 
     Args:
         tp_group: the replica's ranks; None: a single rank.
+        enable_expert_parallel: each of them has whole experts, in place of a share of every expert.
         dtype: of weights, activations and KV cache; float32 or bfloat16.
         max_num_seqs: sequences decoded together.
         max_num_batched_tokens: prompt tokens computed together; one prompt may be longer.
@@ -47,7 +48,7 @@ class NativeEngine(Engine):
             `max_model_len` fill, nor than is free on waking.
         decode: token ids to text, for stop strings.
         enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent attention (no kernel),
-            and mixtures of experts, which read back how many tokens each expert gets, always do.
+            and experts with biases, which read back how many tokens each gets, always do.
         share: gives the weights that the engine shares with training.
 
     Raises:
@@ -68,15 +69,17 @@ class NativeEngine(Engine):
         decode: Decode,
         gpu_memory_utilization: float,
         enforce_eager: bool,
+        enable_expert_parallel: bool = False,
         share: Share = share_nothing,
     ) -> None:
         self._tp = 1 if tp_group is None else tp_group.size()
-        arch.check_generation(tp=self._tp)
+        self._ep = self._tp if enable_expert_parallel else 1
+        arch.check_generation(tp=self._tp, ep=self._ep)
         self._arch, self._tp_group, self._dtype, self._device = arch, tp_group, dtype, torch.device(device)
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._max_model_len, self._gpu_memory_utilization = max_model_len, gpu_memory_utilization
         self._decode_text = decode
-        shapes = parameter_shapes(arch, self._tp)
+        shapes = parameter_shapes(arch, self._tp, self._ep)
         shared = share(shapes)
         dtypes = dict.fromkeys(shapes, dtype) | dict.fromkeys(buffers(arch), torch.float32)
         assert all(p.dtype == dtypes[name] and p.shape == shapes[name] for name, p in shared.items())
@@ -86,12 +89,12 @@ class NativeEngine(Engine):
             if name not in shared
         }
         self._parameters = {name: shared[name] if name in shared else self._own[name] for name in shapes}
-        self._decoder = Decoder(arch, self._parameters, tp_group=tp_group)
+        self._decoder = Decoder(arch, self._parameters, tp_group=tp_group, ep=self._ep)
         self._passes = PassesByLayer(arch, max_model_len=max_model_len, dtype=dtype, device=self._device)
         self._cache: KVCache | None = None
         self._scheduler: Scheduler | None = None
         self._graphs: DecodeGraphs | None = None
-        if kernels.on(self._device) and self._passes.graphs and arch.moe is None and not enforce_eager:
+        if kernels.on(self._device) and self._passes.graphs and self._decoder.graphs and not enforce_eager:
             self._graphs = DecodeGraphs(self._logits, rows=max_num_seqs, columns=COLUMNS, device=self._device)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -109,6 +112,7 @@ class NativeEngine(Engine):
                 blocks=cache_blocks(
                     self._arch,
                     tp_group=self._tp_group,
+                    ep=self._ep,
                     dtype=self._dtype,
                     device=self._device,
                     max_num_seqs=self._max_num_seqs,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.architecture import Architecture
-from megarl.models.parts.part import Part
+from megarl.models.placements import ExpertPlace
 from megarl.models.rms_norm import rms_norm
 from megarl.models.weights import EMBEDDING, FINAL_NORM, INPUT_NORM, OUTPUT, OUTPUT_NORMS, layer_prefix, mlp_norm
 from megarl.rollout.native.fused import add_and_norm
@@ -20,27 +19,33 @@ from megarl.rollout.native.parts import module_of
 from megarl.rollout.native.parts.part import Attention, AttentionWeights, MLPWeights
 
 
-def parameter_shapes(arch: Architecture, tp: int) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of a tensor-parallel rank's parameters by name, the vocabulary padded; equal on every rank."""
+def parameter_shapes(arch: Architecture, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
+    """Give the shapes of a tensor-parallel rank's parameters by name, the vocabulary padded; equal on every rank.
+
+    Args:
+        ep: parts into which the ranks deal the experts out, 1 or `tp`.
+    """
     hidden = arch.hidden_size
     vocab = (arch.padded_vocab_size(tp) // tp, hidden)
     return {
         EMBEDDING: vocab,
         **{
-            layer_prefix(i) + leaf: shape for i in range(arch.num_layers) for leaf, shape in _layer(arch, i, tp).items()
+            layer_prefix(i) + leaf: shape
+            for i in range(arch.num_layers)
+            for leaf, shape in _layer(arch, i, tp, ep).items()
         },
         FINAL_NORM: (hidden,),
         **({} if arch.tied else {OUTPUT: vocab}),
     }
 
 
-def _layer(arch: Architecture, number: int, tp: int) -> dict[str, tuple[int, ...]]:
+def _layer(arch: Architecture, number: int, tp: int, ep: int) -> dict[str, tuple[int, ...]]:
     layer, hidden = arch.layer(number), arch.hidden_size
     return {
         INPUT_NORM: (hidden,),
         **module_of(layer.attention).Weights.shapes(layer.attention, hidden, tp),
         mlp_norm(layer): (hidden,),
-        **module_of(layer.mlp).Weights.shapes(layer.mlp, hidden, tp),
+        **module_of(layer.mlp).Weights.shapes(layer.mlp, hidden, tp, ep),
         **(dict.fromkeys(OUTPUT_NORMS, (hidden,)) if layer.output_norms else {}),
     }
 
@@ -57,20 +62,20 @@ class LayerWeights:
     mlp_output_norm: Tensor | None
 
     @staticmethod
-    def of(arch: Architecture, params: Mapping[str, Tensor], number: int, tp: int) -> LayerWeights:
+    def of(
+        arch: Architecture, params: Mapping[str, Tensor], number: int, *, tp: int, rank: int, ep: int
+    ) -> LayerWeights:
         """Take a layer's parameters, named and shaped as in `parameter_shapes`."""
         layer, prefix = arch.layer(number), layer_prefix(number)
-        weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, tp)}
-
-        def weights_of(part: Part) -> Any:
-            return module_of(part).Weights(part, weights, tp=tp, eps=arch.norm_eps)
-
+        weights = {leaf: params[prefix + leaf] for leaf in _layer(arch, number, tp, ep)}
+        experts = ExpertPlace.in_engine(tp=tp, rank=rank, ep=ep)
+        attention, mlp = module_of(layer.attention).Weights, module_of(layer.mlp).Weights
         return LayerWeights(
             input_norm=weights[INPUT_NORM],
-            attention=weights_of(layer.attention),
+            attention=attention(layer.attention, weights, tp=tp, eps=arch.norm_eps),
             attention_output_norm=weights[OUTPUT_NORMS[0]] if layer.output_norms else None,
             mlp_norm=weights[mlp_norm(layer)],
-            mlp=weights_of(layer.mlp),
+            mlp=mlp(layer.mlp, weights, experts=experts),
             mlp_output_norm=weights[OUTPUT_NORMS[1]] if layer.output_norms else None,
         )
 
@@ -81,16 +86,24 @@ class Decoder:
     Args:
         params: this rank's parameters, named and shaped as in `parameter_shapes`.
         tp_group: the replica's ranks; None: a single rank.
+        ep: parts into which these deal the experts out, 1 or all.
     """
 
-    def __init__(self, arch: Architecture, params: Mapping[str, Tensor], *, tp_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, arch: Architecture, params: Mapping[str, Tensor], *, tp_group: dist.ProcessGroup | None, ep: int = 1
+    ) -> None:
         self._arch, self._group = arch, tp_group
-        self._tp = 1 if tp_group is None else tp_group.size()
+        self._tp, rank = (1, 0) if tp_group is None else (tp_group.size(), tp_group.rank())
         self._embedding, self._final_norm = params[EMBEDDING], params[FINAL_NORM]
         self._output = params[EMBEDDING if arch.tied else OUTPUT]
-        self._layers = [LayerWeights.of(arch, params, i, self._tp) for i in range(arch.num_layers)]
+        self._layers = [LayerWeights.of(arch, params, i, tp=self._tp, rank=rank, ep=ep) for i in range(arch.num_layers)]
         self._scale = torch.tensor(arch.embedding_scale, dtype=self._embedding.dtype).item()
-        self._first_token = 0 if tp_group is None else tp_group.rank() * len(self._embedding)
+        self._first_token = rank * len(self._embedding)
+
+    @property
+    def graphs(self) -> bool:
+        """Say whether, with kernels, the layers' MLPs may run in CUDA graphs."""
+        return all(layer.mlp.graphs for layer in self._layers)
 
     def forward(self, tokens: Tensor, attention: Attention) -> Tensor:
         """Compute the output of the final norm: int64 [T] -> [T, hidden]. The attention knows the tokens' positions."""

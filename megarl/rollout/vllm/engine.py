@@ -32,6 +32,7 @@ class VLLMEngine(Engine):
 
     Args:
         path: the model's folder, whose config.json vLLM builds it from.
+        enable_expert_parallel: the ranks of a replica have whole experts, the first rank the first of them.
         dtype: of weights, activations and KV cache.
         max_num_seqs: sequences decoded together.
         max_num_batched_tokens: tokens computed in one step, prompts and responses; of no use beyond the model's
@@ -55,6 +56,7 @@ class VLLMEngine(Engine):
         *,
         path: str,
         groups: GenerationGroups,
+        enable_expert_parallel: bool,
         dtype: torch.dtype,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -88,6 +90,7 @@ class VLLMEngine(Engine):
                     load_format="dummy",
                     seed=0,
                     tensor_parallel_size=tp,
+                    enable_expert_parallel=enable_expert_parallel,
                     distributed_executor_backend="external_launcher",
                     # between two chunks of a prompt vLLM rewinds the request's generator, which a CPU's cannot do
                     enable_chunked_prefill=not on_cpu,

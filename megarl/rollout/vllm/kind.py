@@ -46,7 +46,7 @@ class VLLMKind(EngineKind):
     def activation_bytes(
         self, rollout: RolloutConfig, arch: Architecture, *, tp: int, itemsize: int, max_model_len: int
     ) -> int:
-        layer = layer_activations(arch, tp=tp, sequence_parallel=False)
+        layer = layer_activations(arch, tp=tp, ep=rollout.expert_parallel_size, sequence_parallel=False)
         sampler = sampler_bytes(arch, max_num_seqs=rollout.max_num_seqs, itemsize=itemsize)
         return int(itemsize * rollout.max_num_batched_tokens * layer) + sampler
 
@@ -56,6 +56,7 @@ class VLLMKind(EngineKind):
             settings.arch,
             path=settings.path,
             groups=settings.groups,
+            enable_expert_parallel=rollout.enable_expert_parallel,
             dtype=settings.dtype,
             max_num_seqs=rollout.max_num_seqs,
             max_num_batched_tokens=rollout.max_num_batched_tokens,

@@ -26,7 +26,8 @@ def check_shapes(config: Config, arch: Architecture) -> None:
     """Check that the layouts can hold the models, the models the sequences, and the engine all of it."""
     layout, actor = train_layout(config), config.actor_rollout_ref.actor
     arch.check_training(layout, sequence_parallel=actor.megatron.sequence_parallel)
-    arch.check_generation(tp=generation_layout(config).tp)
+    generation = generation_layout(config)
+    arch.check_generation(tp=generation.tp, ep=generation.ep)
     if generates(config):
         rollout = config.actor_rollout_ref.rollout
         engine_kind(rollout.name).check(rollout, arch, trains=trains(config))

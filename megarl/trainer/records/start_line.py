@@ -16,7 +16,7 @@ def start_line(inputs: Inputs, world: World, trained: Sequence[TrainedModel], ge
     train, engine = train_layout(inputs.config), generation_layout(inputs.config)
     layouts = f"training {train.with_layers(inputs.arch.num_layers)}"
     if generations:
-        layouts += f", generation TP{engine.tp} x {engine.replicas} replicas"
+        layouts += f", generation {engine}"
     parts = [f"{layouts} on {train.size} {world.device.type} ranks"]
     if trained:
         engines = "".join(_engine(inputs, generation) for generation in generations)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from megarl.models.placements import ExpertPlace
 from megarl.rollout.native.kv_cache import KVCache
 
 Attention = Callable[..., Tensor]
@@ -18,12 +19,38 @@ The attention's weights compute its inputs of the tokens: queries, keys and valu
 """
 
 
-class Weights(Protocol):
-    """Holds the weights of a part on a tensor-parallel rank.
+class MLPWeights(Protocol):
+    """Holds the weights of an MLP, or of experts, on a tensor-parallel rank, and works on each token by itself.
 
     Args:
         kind: the part, of `megarl.models.parts`.
         weights: by name within the layer, shaped as `shapes` says.
+        experts: the rank's place among those with a layer's experts.
+
+    Attributes:
+        graphs: whether, with kernels, it reads nothing back on the host, so that CUDA graphs can capture it.
+    """
+
+    graphs: ClassVar[bool]
+
+    def __init__(self, kind: Any, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None: ...
+
+    @staticmethod
+    def shapes(kind: Any, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
+        """Give the shapes of a rank's weights by name within the layer; `ep` parts of the ranks have own experts."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""
+        ...
+
+
+class AttentionWeights(Protocol):
+    """Holds the weights of attention on a tensor-parallel rank: makes heads of the tokens, and the layer's output of
+    what they attend to.
+
+    Args:
+        kind, weights: likewise.
         eps: of the norms in the part.
     """
 
@@ -33,18 +60,6 @@ class Weights(Protocol):
     def shapes(kind: Any, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
         """Give the shapes of a rank's weights by name within the layer."""
         ...
-
-
-class MLPWeights(Weights, Protocol):
-    """Works on each token by itself."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""
-        ...
-
-
-class AttentionWeights(Weights, Protocol):
-    """Makes heads of the tokens, and the layer's output of what they attend to."""
 
     def __call__(self, x: Tensor, layer: int, attention: Attention) -> Tensor:
         """Compute [T, hidden] -> [T, hidden], to be summed over the tensor-parallel ranks."""

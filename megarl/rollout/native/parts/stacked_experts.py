@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.activations import quick_gelu
 from megarl.models.parts.stacked_experts import StackedExperts
-from megarl.rollout.native.parts import experts
+from megarl.models.placements import ExpertPlace
+from megarl.rollout.native.parts import experts as mixture
 
 
-class Weights(experts.Weights):
+class Weights(mixture.Weights):
     """Holds biases beside the matrices: of gate and up [experts, 2 * ffn / tp], of down [experts, hidden]."""
 
-    def __init__(self, kind: StackedExperts, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
-        super().__init__(kind, weights, tp=tp, eps=eps)
+    graphs: ClassVar = False  # computed one after another, with their counts on the host
+
+    def __init__(self, kind: StackedExperts, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None:
+        super().__init__(kind, weights, experts=experts)
         _, gate_up, _, down = kind.all_in_engine
         self._gate_up_bias, self._down_bias = weights[gate_up], weights[down]
-        self._limit, self._tp = kind.limit, tp
+        self._limit, self._tp = kind.limit, experts.tp
 
     @staticmethod
-    def shapes(kind: Any, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
-        count, (_, gate_up, _, down) = kind.moe.num_experts, kind.all_in_engine
-        biases = {gate_up: (count, 2 * kind.ffn_hidden_size // tp), down: (count, hidden)}
-        return experts.Weights.shapes(kind, hidden, tp) | biases
+    def shapes(kind: Any, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
+        count, (_, gate_up, _, down) = kind.moe.num_experts // ep, kind.all_in_engine
+        biases = {gate_up: (count, 2 * kind.ffn_hidden_size * ep // tp), down: (count, hidden)}
+        return mixture.Weights.shapes(kind, hidden, tp, ep) | biases
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self._gate_up[number], self._gate_up_bias[number]).chunk(2, dim=-1)
         gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-        bias = self._down_bias[number] / self._tp  # all ranks' are added up
+        bias = self._down_bias[number] / self._tp  # those of all ranks that share the expert are added up
         return F.linear(quick_gelu(gate) * (up + 1), self._down[number], bias)

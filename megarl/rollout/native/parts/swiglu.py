@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.swiglu import SwiGLU
+from megarl.models.placements import ExpertPlace
 from megarl.rollout.native.fused import activate_and_mul
 from megarl.rollout.native.parts import part
 
@@ -15,12 +17,14 @@ from megarl.rollout.native.parts import part
 class Weights(part.MLPWeights):
     """Holds gate_up [2 * ffn / tp, hidden], down [hidden, ffn / tp]."""
 
-    def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, tp: int, eps: float) -> None:
+    graphs: ClassVar = True
+
+    def __init__(self, kind: SwiGLU, weights: Mapping[str, Tensor], *, experts: ExpertPlace) -> None:
         self._gate_up, self._down = weights["mlp.gate_up_proj.weight"], weights["mlp.down_proj.weight"]
         self._activation = kind.activation
 
     @staticmethod
-    def shapes(kind: SwiGLU, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
+    def shapes(kind: SwiGLU, hidden: int, tp: int, ep: int = 1) -> dict[str, tuple[int, ...]]:
         ffn = kind.ffn_hidden_size // tp
         return {"mlp.gate_up_proj.weight": (2 * ffn, hidden), "mlp.down_proj.weight": (hidden, ffn)}
 
