@@ -130,6 +130,7 @@ class NativeEngine(Engine):
                 max_num_batched_tokens=self._max_num_batched_tokens,
                 blocks=self._cache.blocks,
                 decode=self._decode_text,
+                recurrent=self._arch.recurrent,
             )
 
     def sleep(self, *, release_weights: bool = False) -> None:
@@ -179,7 +180,7 @@ class NativeEngine(Engine):
             attention = self._passes.prefill(cache, slots=slots, lengths=[len(s) for s in sequences])
             tokens = torch.tensor([token for s in sequences for token in s], device=self._device)
             self._decoder.forward(tokens, attention)
-        cache.copy(admission.copies)
+        cache.copy(admission.copies, admission.state_copies)
         rows = [
             (token, position, r.slot, r.blocks[position // BLOCK_SIZE], 0, 0)
             for r in admission.extended

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models.parts.experts import Experts
@@ -27,6 +28,7 @@ class Weights(part.MLPWeights):
         self._bias, self._added = weights.get(kind.moe.bias), weights.get(kind.moe.added_to_logits)
         self._gate_up, self._down = weights[gate_up], weights[down]
         self._shared = [weights[name] for name in kind.shared_in_engine if kind.shared_ffn_hidden_size]
+        self._shared_gate = weights.get(kind.shared_gate_weight)
 
     @staticmethod
     def shapes(kind: Experts, hidden: int, tp: int) -> dict[str, tuple[int, ...]]:
@@ -40,6 +42,7 @@ class Weights(part.MLPWeights):
             gate_up: (count, 2 * ffn, hidden),
             down: (count, hidden, ffn),
             **(dict(zip(kind.shared_in_engine, shapes, strict=True)) if shared else {}),
+            **({kind.shared_gate_weight: (1, hidden)} if kind.shared_gate else {}),
         }
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,7 +57,8 @@ class Weights(part.MLPWeights):
         if not self._shared:
             return routed
         gate_up, down = self._shared
-        return routed + gated(x, gate_up, down)
+        shared = gated(x, gate_up, down)
+        return routed + (shared if self._shared_gate is None else F.linear(x, self._shared_gate).sigmoid() * shared)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
         """Send tokens through an expert: [T, hidden] -> [T, hidden]."""
