@@ -33,7 +33,10 @@ from megarl.models.families import (
     mixtral,
     qwen2,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
 )
 
 FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
@@ -47,6 +50,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Architecture]] = {
     "DeepseekV3ForCausalLM": deepseek_v3.architecture,
     "Gemma3ForCausalLM": gemma3_text.architecture,
     "GptOssForCausalLM": gpt_oss.architecture,
+    "Qwen3NextForCausalLM": qwen3_next.architecture,
+    "Qwen3_5ForCausalLM": qwen3_5_text.architecture,
+    "Qwen3_5MoeForCausalLM": qwen3_5_moe_text.architecture,
 }
 
 _CLASSIFIERS = {"Gemma3TextForSequenceClassification": "Gemma3ForCausalLM"}
