@@ -142,7 +142,8 @@ def delta_rule(heads: Heads, packing: Packing) -> tuple[Tensor, Tensor]:
 
     Returns: [T, n, r, value_dim] in the type of the values, and float32 states [S, n, r, key_dim, value_dim].
     """
-    if FLA and heads.value.is_cuda and heads.value.dtype != torch.float32:
+    deterministic = torch.are_deterministic_algorithms_enabled()  # which those kernels are not
+    if FLA and heads.value.is_cuda and heads.value.dtype != torch.float32 and not deterministic:
         return _flash_linear_attention(heads, packing)
     count = packing.steps[-1][1]
 

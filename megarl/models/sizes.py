@@ -110,8 +110,7 @@ def native_activation_bytes(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> int:
-    """Bound the bytes that the native engine holds beside weights and KV cache: its forward passes', and states."""
+    """Bound the bytes that the native engine's forward passes hold beside weights, KV cache and states."""
     tokens = max(max_num_batched_tokens, max_model_len)
     layer = itemsize * tokens * prefill_activations(arch, tp=tp)
-    states = state_bytes(arch, tp=tp, max_num_seqs=max_num_seqs)
-    return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize) + states
+    return layer + sampler_bytes(arch, max_num_seqs=max_num_seqs, itemsize=itemsize)

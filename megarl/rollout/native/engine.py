@@ -46,8 +46,8 @@ class NativeEngine(Engine):
             rank, of its share of the machine's memory. The cache takes no more than `max_num_seqs` sequences of
             `max_model_len` fill, nor than is free on waking.
         decode: token ids to text, for stop strings.
-        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent attention (no kernel),
-            and mixtures of experts, which read back how many tokens each expert gets, always do.
+        enforce_eager: decode without CUDA graphs. CPU ranks, GPUs without Triton, latent and linear attention (no
+            kernels), and mixtures of experts, which read back how many tokens each expert gets, always do.
         share: gives the weights that the engine shares with training.
 
     Raises:
