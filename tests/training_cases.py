@@ -120,7 +120,7 @@ LINEAR = replace(
     ),
     zero_centered_norms=True,
     output="lm",
-    norm_eps=1e-2,  # a first token's output is its value times query and key, near 0 here, of which a norm shows rounding
+    norm_eps=1e-2,  # a first token's output, its value times query and key, is so near 0 that a norm shows its rounding
 )
 """Gated delta nets, a layer of gated attention among them, with experts and a gated one for all, as Qwen3-Next's."""
 SEQUENCES = 16

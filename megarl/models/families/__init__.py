@@ -12,8 +12,8 @@ To add one:
 with Hugging Face's files and the logits with `transformers`, for the training layout and for the native engine.
 
 A kind of attention or of MLP that is not among `megarl.models.parts` is one file there, which says all that is known of
-it before a run, and one file in `megarl.rollout.native.parts`, which computes it while it generates. Attention is computed
-in training by the module that its part names (`training_module`).
+it before a run, and one file in `megarl.rollout.native.parts`, which computes it while it generates. In training,
+attention is computed by the module that its part names (`training_module`).
 """
 
 from __future__ import annotations
