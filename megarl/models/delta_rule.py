@@ -227,7 +227,7 @@ def delta_step(heads: Heads, states: Tensor) -> Tensor:
     k, q = (x[:, :, None, :, None].expand(*states.shape[:-1], 1) for x in (heads.key, heads.query))
     known = (k.mT @ states).squeeze(-2)
     correction = heads.strength.unsqueeze(-1) * (heads.value.float() - known)
-    states.flatten(0, 2).baddbmm_(k.flatten(0, 2), correction.flatten(0, 2).unsqueeze(1))
+    states.view(-1, *states.shape[3:]).baddbmm_(k.flatten(0, 2), correction.flatten(0, 2).unsqueeze(1))
     return (q.mT @ states).squeeze(-2).to(heads.value.dtype)
 
 
