@@ -94,6 +94,7 @@ def _linear(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 32,
+        "rms_norm_eps": 1e-2,  # of heads whose output is near 0 a norm shows the rounding
     }
     config = _config(architecture, model_type, **(sizes | fields))
     return {key: value for key, value in config.items() if value is not ...}
